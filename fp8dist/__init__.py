@@ -1,0 +1,32 @@
+"""FP8 training state that is synchronised, isolated and checked across ranks.
+
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), group=dist.group.WORLD)
+    model = DistributedDataParallel(model)
+    manager.attach(model, optimizer=optimizer)
+
+README has the rest; ARCHITECTURE.md says how it works.
+"""
+
+from __future__ import annotations
+
+from fp8dist import ddp, errors
+from fp8dist.check import DivergenceReport, Finding
+from fp8dist.manager import Event, StateManager, get_manager
+from fp8dist.prepare import prepare
+from fp8dist.recipe import DelayedScaling
+from fp8dist.state.slots import Slot
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DelayedScaling",
+    "DivergenceReport",
+    "Event",
+    "Finding",
+    "Slot",
+    "StateManager",
+    "ddp",
+    "errors",
+    "get_manager",
+    "prepare",
+]

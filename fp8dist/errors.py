@@ -1,0 +1,58 @@
+"""The errors that fp8dist raises.
+
+    Exception
+    └── Fp8DistError
+        ├── ConfigurationError      (also a ValueError) the call cannot work as it was made
+        ├── ManifestMismatchError   ranks that must share FP8 state were prepared differently
+        ├── DivergenceError         FP8 state differs between ranks; carries the report
+        └── CheckpointError         a state file or state dict cannot be used
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8dist.check import DivergenceReport
+
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "DivergenceError",
+    "Fp8DistError",
+    "ManifestMismatchError",
+]
+
+
+class Fp8DistError(Exception):
+    """Base of all errors raised by this library."""
+
+
+class ConfigurationError(Fp8DistError, ValueError):
+    """A call that cannot work as it was made. The message says what to do instead."""
+
+
+class ManifestMismatchError(Fp8DistError):
+    """Ranks of one group were prepared differently (model, recipe or settings).
+
+    Every rank of the group raises it with the same text, which names the ranks and the
+    first slot or setting that differs.
+    """
+
+
+class DivergenceError(Fp8DistError):
+    """FP8 state differs between ranks that must share it.
+
+    Raised on every rank of the group at the same boundary; ``report`` says what differs where.
+    """
+
+    def __init__(self, report: DivergenceReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[DivergenceError], tuple[DivergenceReport]]:
+        return type(self), (self.report,)
+
+
+class CheckpointError(Fp8DistError):
+    """A state file or state dict is unreadable, damaged, or does not fit this model."""

@@ -1,0 +1,55 @@
+"""FP8 formats, tensor roles, and which role uses which format."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+__all__ = ["E4M3", "E5M2", "Format", "Role", "formats_by_role"]
+
+
+class Role(str, enum.Enum):
+    """What a scaled tensor is to its module. Compares equal to its plain string."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRAD_OUTPUT = "grad_output"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Format:
+    """One FP8 encoding (OCP 8-bit floating point specification, revision 1.0).
+
+    ``max`` is the largest finite magnitude; larger finite values saturate to it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
+
+_BY_RECIPE_FORMAT: Mapping[str, Mapping[Role, Format]] = MappingProxyType(
+    {
+        "hybrid": MappingProxyType({Role.INPUT: E4M3, Role.WEIGHT: E4M3, Role.GRAD_OUTPUT: E5M2}),
+        "e4m3": MappingProxyType({Role.INPUT: E4M3, Role.WEIGHT: E4M3, Role.GRAD_OUTPUT: E4M3}),
+    }
+)
+
+
+def formats_by_role(name: str) -> Mapping[Role, Format]:
+    """The format of each role for ``"hybrid"`` (E4M3 forward, E5M2 gradients) or ``"e4m3"``.
+
+    Raises:
+        KeyError: ``name`` is neither.
+    """
+    return _BY_RECIPE_FORMAT[name]

@@ -1,0 +1,199 @@
+"""Groups: who shares an arena, and how they find out that they agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8dist.errors import ConfigurationError, ManifestMismatchError
+from fp8dist.state.manifest import first_difference, manifest_digest
+
+__all__ = ["GroupLike", "SyncGroup", "agree_on_manifest", "publish_manifest", "world_size"]
+
+GroupLike = dist.ProcessGroup | DeviceMesh
+
+_AGREED = "agreed"
+
+
+def world_size() -> int:
+    """Ranks of the job; 1 without torch.distributed."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class SyncGroup:
+    """The ranks that share an arena.
+
+    From a ProcessGroup, or from a DeviceMesh with all its axes flattened: for DP × TP × CP that is
+    right for every role. A mesh of several axes gets its communicator on first use of
+    ``process_group``, which is then collective.
+    """
+
+    def __init__(self, group: GroupLike) -> None:
+        self.mesh: DeviceMesh | None = None
+        self._process_group: dist.ProcessGroup | None = None
+        if isinstance(group, DeviceMesh):
+            self.mesh = group
+            self.ranks: tuple[int, ...] = tuple(group.mesh.flatten().tolist())
+        elif isinstance(group, dist.ProcessGroup):
+            self._process_group = group
+            self.ranks = tuple(dist.get_process_group_ranks(group))
+        else:
+            raise ConfigurationError(
+                f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
+                "A rank that is not in the group must not prepare with it"
+            )
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The communicator."""
+        if self._process_group is None:
+            assert self.mesh is not None
+            mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten()
+            self._process_group = mesh.get_group()
+        return self._process_group
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return dist.get_rank()
+
+    @property
+    def identity(self) -> str:
+        """The same on all members, different for other sets of ranks."""
+        return hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:16]
+
+    def mesh_coordinates(self) -> dict[str, int] | None:
+        """This process's place on the mesh by axis name."""
+        if self.mesh is None:
+            return None
+        place = self.mesh.get_coordinate()
+        if place is None:
+            return None
+        names = self.mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(self.mesh.ndim))
+        return dict(zip(names, place))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
+        return self  # A communicator is not state: a copied model may sync with the same ranks.
+
+    def __reduce__(self) -> Any:
+        raise ConfigurationError(
+            "a StateManager with a process group cannot be pickled: save manager.state_dict() (or "
+            "manager.save(path)) and call prepare() and load_state_dict() in the other process"
+        )
+
+
+@dataclass(frozen=True)
+class Publication:
+    """This rank's manifest as it was put into the store, waiting for the others'."""
+
+    store: dist.Store
+    group: SyncGroup
+    manifest: Mapping[str, Any]
+    round: int
+
+
+def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publication:
+    """Put this rank's digest into the job's store. Does not wait.
+
+    The n-th publication of a rank meets the n-th of each other rank of the same ranks: the count is
+    kept in the store, so that no process-wide state is needed.
+    """
+    store = dist.PrefixStore(f"fp8dist/{group.identity}", dist.distributed_c10d._get_default_store())
+    round_ = store.add(f"count/{group.rank}", 1)
+    publication = Publication(store, group, manifest, round_)
+    store.set(_key(publication, "digest", group.rank), f"{manifest_digest(dict(manifest))} {socket.gethostname()}")
+    return publication
+
+
+def agree_on_manifest(publication: Publication, timeout: timedelta) -> None:
+    """Wait until all ranks have published and agree. COLLECTIVE over the group, through the store.
+
+    The lowest rank compares; the others wait for its verdict. Full manifests travel only on a
+    mismatch.
+
+    Raises:
+        ManifestMismatchError: on every rank, with the same text; or a rank did not come in time.
+    """
+    group, store = publication.group, publication.store
+    leader = min(group.ranks)
+    if group.rank == leader:
+        verdict = _compare(publication, timeout)
+        store.set(_key(publication, "verdict"), verdict)
+    else:
+        odd = _get(publication, "verdict-phase", timeout * 2)
+        if odd != _AGREED and group.rank in json.loads(odd):
+            store.set(_key(publication, "manifest", group.rank), json.dumps(publication.manifest))
+        verdict = odd if odd == _AGREED else _get(publication, "verdict", timeout * 2)
+    if verdict != _AGREED:
+        raise ManifestMismatchError(verdict)
+
+
+def _compare(publication: Publication, timeout: timedelta) -> str:
+    group, store = publication.group, publication.store
+    leader = group.rank
+    digests, hosts = {}, {}
+    missing = []
+    for rank in group.ranks:
+        try:
+            store.wait([_key(publication, "digest", rank)], timeout if not missing else timedelta(milliseconds=10))
+        except (dist.DistStoreError, RuntimeError):
+            missing.append(rank)
+            continue
+        digests[rank], _, hosts[rank] = store.get(_key(publication, "digest", rank)).decode().partition(" ")
+    if missing:
+        text = (
+            f"attach() was not reached within {timeout.total_seconds():.0f} s by rank(s) "
+            f"{_ranks(missing)} of {group.size}: attach() is collective over the group"
+        )
+        store.set(_key(publication, "verdict-phase"), "[]")
+        return text
+    # One odd rank per distinct manifest tells all there is to know.
+    odd: dict[str, list[int]] = {}
+    for rank, digest in digests.items():
+        if digest != digests[leader]:
+            odd.setdefault(digest, []).append(rank)
+    if not odd:
+        store.set(_key(publication, "verdict-phase"), _AGREED)
+        return _AGREED
+    spokesmen = [ranks[0] for ranks in odd.values()]
+    store.set(_key(publication, "verdict-phase"), json.dumps(spokesmen))
+    lines = []
+    for ranks in odd.values():
+        theirs = json.loads(_get(publication, "manifest", timeout, ranks[0]))
+        difference = first_difference(dict(publication.manifest), theirs)
+        lines.append(f"rank {leader} ({hosts[leader]}) against rank(s) {_ranks(ranks)} ({hosts[ranks[0]]}): {difference}")
+    return "ranks were prepared differently; " + "; ".join(lines)
+
+
+def _key(publication: Publication, what: str, rank: int | None = None) -> str:
+    suffix = "" if rank is None else f"/{rank}"
+    return f"{publication.round}/{what}{suffix}"
+
+
+def _get(publication: Publication, what: str, timeout: timedelta, rank: int | None = None) -> str:
+    key = _key(publication, what, rank)
+    try:
+        publication.store.wait([key], timeout)
+    except (dist.DistStoreError, RuntimeError):
+        raise ManifestMismatchError(
+            f"no answer from rank {min(publication.group.ranks) if rank is None else rank} within "
+            f"{timeout.total_seconds():.0f} s at attach(), which is collective over the group"
+        ) from None
+    return publication.store.get(key).decode()
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -1,0 +1,663 @@
+"""StateManager: the one owner of a model's FP8 state, and what a user holds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.tensor import DTensor
+
+from fp8dist.boundary import BoundaryHooks, unwrap_optimizers
+from fp8dist.check import DivergenceReport, Finding, localise
+from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import E4M3, E5M2, Format, Role
+from fp8dist.groups import SyncGroup, agree_on_manifest, publish_manifest
+from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
+from fp8dist.kernels.matmuls import ALIGNMENT
+from fp8dist.nn import FP8Linear, Mode, revert
+from fp8dist.recipe import DelayedScaling
+from fp8dist.settings import Settings
+from fp8dist.state import storage
+from fp8dist.state.arena import NONFINITE, SATURATED, Arena
+from fp8dist.state.manifest import build_manifest, digest_word, manifest_digest
+from fp8dist.state.slots import Slot, SlotSpec, parse_role
+from fp8dist.sync import ArenaSync, Phase, SyncCounters, all_reduce_max
+
+__all__ = ["ATTRIBUTE", "Event", "StateManager", "get_manager"]
+
+logger = logging.getLogger("fp8dist")
+
+ATTRIBUTE = "_fp8dist_manager"
+"""Where a prepared model keeps its manager. The model owns the manager; the manager knows the model
+only weakly."""
+
+_FORMATS = {E4M3.name: E4M3, E5M2.name: E5M2}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a monitor or a policy may want to hear of.
+
+    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed) or "diverged"
+    (``report`` says what). Events are told at boundaries, the same ones on every rank.
+    """
+
+    kind: Literal["nonfinite", "diverged"]
+    step: int
+    slots: tuple[Slot, ...] = ()
+    report: DivergenceReport | None = None
+
+
+class StateManager(Joinable):
+    """FP8 state of one model: made by ``fp8dist.prepare``, tied to its job by ``attach``.
+
+    Methods marked COLLECTIVE must be called by all ranks of the groups. All others are local; those that
+    read state first commit what is due, which may wait for a collective that was started earlier
+    but never starts one, so they are safe on rank 0 alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: DelayedScaling,
+        settings: Settings,
+        mode: Mode,
+        syncs: Sequence[ArenaSync],
+        groups: Sequence[SyncGroup | None],
+        aliases: Mapping[Slot, Slot],
+    ) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.settings = settings
+        self._model = weakref.ref(model)
+        self._mode = mode
+        self._syncs = tuple(syncs)
+        self._groups = tuple(groups)
+        self._aliases = dict(aliases)
+        self._init_transient()
+
+    def _init_transient(self) -> None:
+        """What a copy does not inherit: ties to the job."""
+        self._attached = False
+        self._boundary_kind = "optimizer"
+        self._hooks: BoundaryHooks | None = None
+        self._join_link: JoinLink | None = None
+        self._early_announced = False
+        self._scaler_given = False
+        self._callbacks: list[Callable[[Event], None]] = []
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "model": self._model(),
+            "recipe": self.recipe,
+            "settings": self.settings,
+            "mode": self._mode,
+            "syncs": self._syncs,
+            "groups": self._groups,
+            "aliases": self._aliases,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.recipe = state["recipe"]
+        self.settings = state["settings"]
+        self._model = weakref.ref(state["model"])
+        self._mode = state["mode"]
+        self._mode.reuse_casts = False
+        self._syncs = state["syncs"]
+        self._groups = state["groups"]
+        self._aliases = state["aliases"]
+        self._init_transient()
+
+    def __repr__(self) -> str:
+        where = "attached" if self._attached else "not attached"
+        return f"StateManager({len(self.slots)} slots in {len(self._syncs)} arena(s), {self.recipe}, {where})"
+
+    # Tying to a job ------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        module: nn.Module | None = None,
+        optimizer: Any = None,
+        scaler: Any = None,
+        boundary: Literal["optimizer", "manual"] = "optimizer",
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> StateManager:
+        """Place the state, agree with the other ranks, take weight amaxes, install hooks. COLLECTIVE.
+
+        Call it after wrapping, sharding, materialising and loading the model. May be called again,
+        for a new optimizer say.
+
+        Args:
+            module: the model as the loop calls it (DDP around it, say). None: the prepared model.
+            optimizer: one, or several: the boundary is the last one's step. None: the loop calls
+                ``manager.step()``.
+            scaler: the GradScaler, if there is one: the non-finite amaxes of steps that it skips are dropped.
+            boundary: ``"manual"``: the optimizers only tell that weights have changed; the loop calls
+                ``manager.step()``.
+            timeout: how long to wait for the other ranks.
+
+        Raises:
+            ManifestMismatchError: on all ranks, when they were prepared differently.
+            ConfigurationError: the call cannot work; says what to do.
+        """
+        if boundary not in ("optimizer", "manual"):
+            raise ConfigurationError(f'boundary must be "optimizer" or "manual", got {boundary!r}')
+        optimizers = [] if optimizer is None else unwrap_optimizers(optimizer)
+        model = self._require_model()
+        self._require_contains(module, model)
+        self._release()
+        self._place(model)
+        self._boundary_kind = "optimizer" if boundary == "optimizer" and optimizers else "manual"
+        self._agree(timeout)
+        self._attached = True
+        if self.settings.enabled:
+            self._derive_weight_scales(only_cold=True)
+        self._scaler_given = scaler is not None
+        self._mode.invalidate_casts()
+        self._mode.reuse_casts = bool(optimizers)
+        if optimizers:
+            self._hooks = BoundaryHooks(self, optimizers, scaler, self._boundary_kind == "optimizer")
+        ddp = find_ddp(module if module is not None else model)
+        if ddp is not None:
+            self._join_link = JoinLink(ddp, self)
+        return self
+
+    def detach(self) -> nn.Module:
+        """Take all hooks off and give the model its plain nn.Linears back. Returns the model. Local."""
+        model = self._require_model()
+        self._settle()
+        self._release()
+        for linear in _fp8_linears(model):
+            revert(linear)
+        delattr(model, ATTRIBUTE)
+        self._attached = False
+        return model
+
+    def _release(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+        if self._join_link is not None:
+            self._join_link.remove()
+        self._hooks = self._join_link = None
+        self._mode.reuse_casts = False
+
+    def _require_model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ConfigurationError("the model of this StateManager no longer exists")
+        if getattr(model, ATTRIBUTE, None) is not self:
+            raise ConfigurationError("this StateManager was detached from its model: call prepare() again")
+        return model
+
+    def _require_contains(self, module: nn.Module | None, model: nn.Module) -> None:
+        if module is not None and get_manager(module) is not self:
+            raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
+        for fqn, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ConfigurationError(f"{fqn} is a DTensor: this version supports plain modules and DDP")
+        for linear in _fp8_linears(model):
+            if linear.weight.ndim != 2 or any(size % ALIGNMENT for size in linear.weight.shape):
+                raise ConfigurationError(
+                    f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: local weight shape {tuple(linear.weight.shape)}, "
+                    f"expected two dims in multiples of {ALIGNMENT}"
+                )
+
+    def _place(self, model: nn.Module) -> None:
+        default = next((p.device for p in model.parameters()), torch.device("cpu"))
+        for linear in _fp8_linears(model):
+            # Takes the views now: made in a compiled forward, they would be part of its graph.
+            linear.fp8_slots.states(linear.weight.device)
+        for sync in self._syncs:
+            if not sync.arena.placed:
+                sync.arena.place(default)
+
+    def _agree(self, timeout: timedelta) -> None:
+        publications = []
+        for sync, group in self._ordered():
+            manifest = build_manifest(
+                sync.arena.specs,
+                self.recipe.describe(),
+                {**self.settings.describe(), "boundary": self._boundary_kind},
+            )
+            sync.arena.set_manifest_word(digest_word(manifest_digest(manifest)))
+            if group is not None and group.size > 1:
+                publications.append(publish_manifest(group, manifest))
+            sync.group = group if self.settings.amax_sync and self.settings.enabled else None
+        for publication in publications:
+            agree_on_manifest(publication, timeout)
+
+    def _ordered(self) -> list[tuple[ArenaSync, SyncGroup | None]]:
+        """Arenas in an order that all their ranks share."""
+        pairs = list(zip(self._syncs, self._groups))
+        return sorted(pairs, key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
+
+    # The step ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """The boundary, for loops without ``attach(optimizer=…)``: once per optimizer step. COLLECTIVE.
+
+        Raises:
+            ConfigurationError: an attached optimizer is the boundary, or ranks share state and
+                ``attach()`` was not called.
+            DivergenceError: with policy "raise", when the sync proved that ranks differ.
+        """
+        if self._hooks is not None and self._boundary_kind == "optimizer":
+            raise ConfigurationError(
+                'the attached optimizer\'s step is the boundary already: use attach(…, boundary="manual") to call '
+                "step() yourself"
+            )
+        self.boundary()
+
+    def boundary(self, hold: Tensor | None = None) -> None:
+        """What the optimizer hook calls; see ``step``. COLLECTIVE."""
+        self._mode.boundaries += 1
+        self._mode.invalidate_casts()
+        if not self.settings.enabled:
+            return
+        self._require_attached()
+        self._settle()
+        self._act_on_verdicts()
+        if not self.joins:
+            for sync, _ in self._ordered():
+                if sync.phase is Phase.IDLE:
+                    sync.launch(hold, self._scaler_given)
+        for sync in self._syncs:
+            sync.pass_boundary(hold)
+        if self.recipe.update == "same_step":
+            self._settle()
+            self._act_on_verdicts(only_immediate=True)
+
+    def weights_changed(self) -> None:
+        """An optimizer has stepped: FP8 casts of weights are stale. Local."""
+        self._mode.invalidate_casts()
+
+    def reuse_casts(self, allowed: bool) -> None:
+        """Whether weights stand still until the next call. Local."""
+        self._mode.reuse_casts = allowed
+        self._mode.invalidate_casts()
+
+    def step_skipped(self) -> None:
+        """The loss scaler skipped the optimizer: drop non-finite amaxes, keep the others. Local."""
+        self._settle()
+        for sync in self._syncs:
+            sync.drop_nonfinite()
+
+    def _require_attached(self) -> None:
+        if not self._attached and self.settings.amax_sync and any(g is not None and g.size > 1 for g in self._groups):
+            raise ConfigurationError("attach() first: ranks share this state, and attach() is what ties them")
+
+    def _settle(self) -> None:
+        for sync in self._syncs:
+            sync.settle()
+
+    def _act_on_verdicts(self, only_immediate: bool = False) -> None:
+        """Read what the last syncs proved and act on it. COLLECTIVE when they found a difference.
+
+        Called at boundaries only, so that all ranks come here together.
+        """
+        findings: list[Finding] = []
+        step = 0
+        for sync, _ in self._ordered():
+            if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
+                continue
+            differs, nonfinite = sync.verdict.read()
+            sync.verdict = None
+            step = max(step, int(sync.arena.step))
+            if nonfinite:
+                self._tell(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.nonfinite)))
+            if differs:
+                findings += self._localise(sync, differs)
+        if findings:
+            self._report(DivergenceReport(tuple(findings)), step)
+
+    def _localise(self, sync: ArenaSync, differs: tuple[str, ...]) -> Sequence[Finding]:
+        assert sync.group is not None
+        if self.joins:  # Ranks without data would not come.
+            detail = "not localised inside a Join context"
+            return [Finding(int(sync.arena.step), kind, kind, sync.group.ranks, None, detail=detail) for kind in differs]
+        report, furthest = localise(sync)
+        sync.arena.step.fill_(furthest)  # Else every later sync would be refused.
+        return report.findings
+
+    def _report(self, report: DivergenceReport, step: int) -> None:
+        self._tell(Event("diverged", step, report=report))
+        if self.settings.check_policy == "raise":
+            report.raise_if_diverged()
+        first = report.findings[0]
+        speaker = first.reference_rank if first.reference_rank is not None else min(first.ranks)
+        if dist.get_rank() == speaker:
+            logger.warning("%s", report)
+
+    def on_event(self, callback: Callable[[Event], None]) -> None:
+        """Have ``callback`` called with each Event. Local."""
+        self._callbacks.append(callback)
+
+    def _tell(self, event: Event) -> None:
+        for callback in self._callbacks:
+            callback(event)
+
+    # Early launch and Join (see fp8dist.ddp) -------------------------------------------------------
+
+    def announce_early_launch(self) -> None:
+        """A comm hook will launch from the last gradient bucket. Local."""
+        for linear in _fp8_linears(self._require_model()):
+            if not linear.weight.requires_grad:
+                raise ConfigurationError(
+                    f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
+                    "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
+                )
+        self._early_announced = True
+
+    def launch_early(self) -> None:
+        """Launch before the boundary; the results of several launches merge. COLLECTIVE."""
+        if self.settings.enabled:
+            self._require_attached()
+            for sync, _ in self._ordered():
+                sync.launch()
+
+    def launch_idle(self) -> None:
+        """Shadow the others' launch, for a rank without data. COLLECTIVE."""
+        for sync, _ in self._ordered():
+            if sync.communicates:
+                sync.launch_idle()
+
+    def resync_after_join(self) -> None:
+        """Take over the state of the rank that is furthest, and end the Join context. COLLECTIVE."""
+        self._settle()
+        for sync, group in self._ordered():
+            if sync.communicates:
+                assert group is not None
+                _broadcast_furthest(sync.arena, group)
+            if sync.phase is not Phase.IDLE:
+                sync.abandon()
+        self._mode.invalidate_casts()
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+
+    @property
+    def joins(self) -> bool:
+        """Whether a Join context is open."""
+        return bool(self._join_config.enable)
+
+    def join_hook(self, **kwargs: Any) -> ManagerJoinHook:
+        """For ``Join([ddp, manager])``, DDP first. Local."""
+        if self._join_link is None:
+            raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")
+        if self._early_announced:
+            raise ConfigurationError("fp8dist.ddp.comm_hook cannot be used inside Join: leave the hook out")
+        return ManagerJoinHook(self, self._join_link.ddp)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the collectives."""
+        return self._syncs[0].arena.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Group of the first arena that has one."""
+        return next((g.process_group for g in self._groups if g is not None), None)
+
+    # Modes ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def autocast(self, enabled: bool = True, calibrating: bool = False) -> Iterator[None]:
+        """Switch FP8 off, or recording on, for the forwards inside. Local.
+
+        After ``prepare`` FP8 is on without it. Unrelated to ``torch.autocast``.
+
+        Args:
+            enabled: False: high precision.
+            calibrating: record amaxes whatever the mode (eval, grad off, high precision).
+        """
+        mode = self._mode
+        before = (mode.enabled, mode.calibrating)
+        mode.enabled, mode.calibrating = enabled, calibrating
+        try:
+            yield
+        finally:
+            mode.enabled, mode.calibrating = before
+
+    @contextlib.contextmanager
+    def calibrate(self) -> Iterator[None]:
+        """High precision inside, amaxes recorded, committed on exit. COLLECTIVE on a clean exit.
+
+        An exception commits nothing and forgets what was recorded inside.
+        """
+        before = [sync.arena.pending.clone() for sync in self._syncs]
+        try:
+            with self.autocast(enabled=False, calibrating=True):
+                yield
+        except BaseException:
+            for sync, pending in zip(self._syncs, before):
+                sync.arena.pending.copy_(pending)
+            raise
+        self.boundary()
+
+    # Foreign modules -----------------------------------------------------------------------------
+
+    def register(self, fqn: str, role: str, format: str) -> Slot:
+        """Add a slot for a module that is not an FP8Linear. Before ``attach`` and the first forward. Local.
+
+        Args:
+            fqn: a name that no slot of this role has.
+            role: "input", "weight" or "grad_output".
+            format: "e4m3" or "e5m2".
+        """
+        if format not in _FORMATS:
+            raise ConfigurationError(f"format must be one of {', '.join(_FORMATS)}, got {format!r}")
+        slot = Slot(fqn, parse_role(role).value)
+        sync = self._syncs[0]
+        sync.arena = sync.arena.extended([SlotSpec(slot, _FORMATS[format])])
+        for linear in _fp8_linears(self._require_model()):
+            linear.fp8_slots.forget_views()
+        return slot
+
+    def record(self, fqn: str, role: str, x: Tensor) -> None:
+        """Record the amax of ``x`` (any shape) for a slot. Local; counts at the next boundary.
+
+        Records whenever it is called: whether this is training is the caller's to know. Cast with
+        ``manager.scale(fqn, role)``.
+        """
+        sync, index = self._find(fqn, role)
+        if self._mode.allowed:
+            sync.arena.place(x.device)
+            record_amax(amax_bits(x.detach()), sync.arena.pending[index])
+
+    # Reading and writing state -------------------------------------------------------------------
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots, sorted. A weight shared by several modules has one."""
+        return tuple(sorted(slot for sync in self._syncs for slot in sync.arena.index))
+
+    @property
+    def steps(self) -> int:
+        """Boundaries committed so far. Local; reads the device."""
+        self._settle()
+        return max(int(sync.arena.step) for sync in self._syncs)
+
+    def _find(self, fqn: str, role: str) -> tuple[ArenaSync, int]:
+        slot = Slot(fqn, parse_role(role).value)
+        slot = self._aliases.get(slot, slot)
+        for sync in self._syncs:
+            index = sync.arena.index.get(slot)
+            if index is not None:
+                sync.settle()
+                return sync, index
+        raise ConfigurationError(f"there is no slot {slot}; manager.slots lists them")
+
+    def amax(self, fqn: str, role: str) -> Tensor:
+        """The newest amax in the slot's history: 0-d float32 view into the state. Local."""
+        sync, index = self._find(fqn, role)
+        return sync.arena.amax[index]
+
+    def scale(self, fqn: str, role: str) -> Tensor:
+        """What the slot is multiplied by to cast to FP8: 0-d float32 view. Local. 1 until committed;
+        a cold slot is cast with its own amax instead, unless ``warmup="unit"``."""
+        sync, index = self._find(fqn, role)
+        return sync.arena.scale[index]
+
+    def inv_scale(self, fqn: str, role: str) -> Tensor:
+        """1 / scale: 0-d float32 view. Local."""
+        sync, index = self._find(fqn, role)
+        return sync.arena.inv_scale[index]
+
+    def set_scale(self, fqn: str, role: str, scale: float) -> None:
+        """Set a scale by hand; the slot is no longer cold. Local: do it on all ranks alike."""
+        if not 0 < scale < float("inf"):
+            raise ConfigurationError(f"a scale must be positive and finite, got {scale!r}")
+        sync, index = self._find(fqn, role)
+        sync.arena.scale[index] = scale
+        torch.reciprocal(sync.arena.scale[index], out=sync.arena.inv_scale[index])
+        sync.arena.cold[index] = False
+        self._mode.invalidate_casts()
+
+    def amax_history(self, fqn: str, role: str) -> Tensor:
+        """float32[history_len] copy: oldest first, newest last, zeros where not yet filled. Local."""
+        sync, index = self._find(fqn, role)
+        return sync.arena.window(index)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for any logger: slots, cold ones, non-finite and saturated amaxes, and what the syncs
+        of this rank cost. Local; reads the device."""
+        self._settle()
+        arenas = [sync.arena for sync in self._syncs]
+        counters = [sync.counters for sync in self._syncs]
+        return {
+            "fp8/step": float(self.steps),
+            "fp8/slots": float(sum(len(arena) for arena in arenas)),
+            "fp8/cold_slots": float(sum(int(arena.cold.sum()) for arena in arenas)),
+            "fp8/nonfinite_amaxes": float(sum(int(arena.counters[NONFINITE].sum()) for arena in arenas)),
+            "fp8/saturated_amaxes": float(sum(int(arena.counters[SATURATED].sum()) for arena in arenas)),
+            "fp8/collectives": float(sum(c.collectives for c in counters)),
+            "fp8/sync_bytes": float(sum(c.bytes for c in counters)),
+            "fp8/sync_wait_ms": 1e3 * sum(c.wait_s for c in counters),
+        }
+
+    def refresh_weights(self) -> None:
+        """Derive weight scales anew, after weights were written behind the library's back. COLLECTIVE.
+
+        Their histories are emptied: they told of other weights. Needed after ``.data`` writes, loaded
+        weights, or anything else that no optimizer step tells of.
+        """
+        self._require_attached()
+        self._settle()
+        self._mode.invalidate_casts()
+        if self.settings.enabled:
+            self._derive_weight_scales(only_cold=False)
+
+    def _derive_weight_scales(self, only_cold: bool) -> None:
+        weights = {
+            (id(linear.fp8_slots.weight_sync), linear.fp8_slots.slots[Role.WEIGHT]): linear.weight
+            for linear in _fp8_linears(self._require_model())
+        }
+        launched: list[tuple[ArenaSync, Tensor, dist.Work | None]] = []
+        for sync, _ in self._ordered():
+            amaxes = torch.full_like(sync.arena.pending, DID_NOT_RUN)
+            for slot, index in sync.arena.slots_of(Role.WEIGHT):
+                weight = weights.get((id(sync), slot))
+                if weight is not None:
+                    record_amax(amax_bits(weight.detach()), amaxes[index])
+            bits, work = amaxes.view(torch.int32), None
+            if sync.communicates:
+                assert sync.group is not None
+                work = all_reduce_max(bits, sync.group, sync.counters)
+            launched.append((sync, bits, work))
+        for sync, bits, work in launched:
+            if work is not None:
+                work.wait()
+            arena = sync.arena
+            seen = bits >= 0
+            where = seen & arena.cold if only_cold else seen
+            arena.derive_scales(bits.view(torch.float32), where)
+            if not only_cold:
+                arena.forget_history(where)
+
+    # Saving and loading --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole FP8 state as CPU tensors in slot order, with names. Local."""
+        self._settle()
+        return storage.collect([sync.arena for sync in self._syncs])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over a saved state, matched by slot name. Local: load the same on all ranks.
+
+        Amaxes that wait for a boundary are thrown away. A longer history keeps its newest entries.
+
+        Raises:
+            CheckpointError: it does not fit; nothing was changed.
+        """
+        storage.restore([sync.arena for sync in self._syncs], state_dict, strict)
+        for sync in self._syncs:
+            sync.abandon()
+        self._mode.invalidate_casts()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a safetensors file, atomically. Local. ``{rank}`` in the path is substituted."""
+        info = {"recipe": self.recipe.describe(), "settings": self.settings.describe()}
+        storage.write_file(_with_rank(path), self.state_dict(), info)
+
+    def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Read what ``save`` wrote; see ``load_state_dict``. Local.
+
+        Raises:
+            CheckpointError: missing, damaged or foreign file, or it does not fit.
+        """
+        state, _ = storage.read_file(_with_rank(path))
+        self.load_state_dict(state, strict)
+
+    def reset(self) -> None:
+        """Forget all FP8 state. Local: do it on all ranks alike. Never needed between models."""
+        for sync in self._syncs:
+            sync.abandon()
+            sync.arena.reset()
+        self._mode.invalidate_casts()
+
+
+def get_manager(model: nn.Module) -> StateManager:
+    """The manager of a prepared model, also through wrappers such as DDP.
+
+    Raises:
+        ConfigurationError: none, or several, of its modules are prepared models.
+    """
+    found = [m.__dict__[ATTRIBUTE] for m in model.modules() if ATTRIBUTE in m.__dict__]
+    if len(found) != 1:
+        what = "was not prepared" if not found else f"holds {len(found)} prepared models: ask for one of them"
+        raise ConfigurationError(f"the model {what}")
+    manager: StateManager = found[0]
+    return manager
+
+
+def _fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
+    return (module for module in model.modules() if isinstance(module, FP8Linear))
+
+
+def _slots_where(arena: Arena, mask: Tensor) -> tuple[Slot, ...]:
+    return tuple(arena.specs[i].slot for i in mask.nonzero().flatten().tolist())
+
+
+def _with_rank(path: str | os.PathLike[str]) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return os.fspath(path).replace("{rank}", str(rank))
+
+
+def _broadcast_furthest(arena: Arena, group: SyncGroup) -> None:
+    """Everyone takes the state of the rank with the highest step counter. COLLECTIVE."""
+    me = group.ranks.index(group.rank)
+    furthest = (arena.step.to(torch.int64) * group.size + me).view(1)
+    dist.all_reduce(furthest, dist.ReduceOp.MAX, group=group.process_group)
+    source = group.ranks[int(furthest) % group.size]
+    for tensor in arena.shared_state():
+        dist.broadcast(tensor, src=source, group=group.process_group)

@@ -1,0 +1,325 @@
+"""FP8Linear, and turning a model's Linears into it and back.
+
+A converted module keeps its identity: only its class changes, and a ``LinearSlots`` is attached. So
+parameters, state_dict keys, hooks and everybody's references stay what they were.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8dist import ops
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import Role
+from fp8dist.kernels.matmuls import ALIGNMENT
+from fp8dist.recipe import DelayedScaling
+from fp8dist.state.arena import SlotState
+from fp8dist.state.slots import Slot, clean_fqn
+from fp8dist.sync import ArenaSync
+
+__all__ = ["FP8Linear", "LinearSlots", "Mode", "convert", "eligible_linears", "revert"]
+
+logger = logging.getLogger("fp8dist")
+
+UNBOUNDED_BACKWARDS = 1000
+"""Backwards of one module without a boundary after which something is probably wrong."""
+
+
+States = tuple[SlotState, SlotState, SlotState]
+"""The places of a module's input, weight and grad_output slots."""
+
+
+@dataclass
+class Mode:
+    """What the modules of one manager do now. One object, shared by them all.
+
+    ``generation`` counts everything after which a weight's cast must not be reused.
+    """
+
+    allowed: bool
+    backend: str
+    eval_precision: str
+    enabled: bool = True
+    calibrating: bool = False
+    reuse_casts: bool = False
+    generation: int = 0
+    boundaries: int = 0
+
+    def invalidate_casts(self) -> None:
+        """Weights may have changed: forget their casts."""
+        self.generation += 1
+
+
+@dataclass(frozen=True)
+class WeightCast:
+    """A weight in FP8: row-major for fprop, transposed for dgrad, and the inv_scale of both."""
+
+    rows: Tensor
+    columns: Tensor
+    inv_scale: Tensor
+    key: tuple[int, int, int]
+    recorded: bool
+
+    def serves(self, key: tuple[int, int, int], record: bool, for_backward: bool) -> bool:
+        """Whether it may stand for a cast now."""
+        return (
+            self.key == key
+            and (self.recorded or not record)
+            and (self.columns.numel() > 0 or not for_backward)
+        )
+
+
+class LinearSlots:
+    """What an FP8Linear knows of the FP8 state: its three slots and how it may use them."""
+
+    def __init__(
+        self, sync: ArenaSync, weight_sync: ArenaSync, mode: Mode, recipe: DelayedScaling, slots: dict[Role, Slot]
+    ) -> None:
+        self.sync = sync
+        self.weight_sync = weight_sync
+        self.mode = mode
+        self.recipe = recipe
+        self.slots = slots
+        self._backwards = self._boundary = 0
+        self._states: States | None = None
+        self._cast: WeightCast | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_states": None, "_cast": None}
+
+    def states(self, device: torch.device) -> States:
+        """(input, weight, grad_output), committed as far as due. Places the arenas on first use."""
+        syncs = (self.sync, self.weight_sync, self.sync)
+        for sync in syncs[:2]:
+            sync.settle()
+            if sync.arena.device != device or not sync.arena.placed:
+                sync.arena.place(device)
+        if self._states is None:
+            input_, weight, grad = (
+                SlotState(sync.arena, sync.arena.index[self.slots[role]])
+                for role, sync in zip((Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), syncs)
+            )
+            self._states = (input_, weight, grad)
+        return self._states
+
+    def forget_views(self) -> None:
+        """The arena was rebuilt: take its views anew at the next use."""
+        self._states = self._cast = None
+
+    def quantize(self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool) -> tuple[Tensor, ...]:
+        """``ops.quantize`` with this recipe's constants."""
+        recipe = self.recipe
+        return ops.quantize(
+            x,
+            state.scale,
+            state.cold,
+            state.pending,
+            state.format.dtype,
+            record=record,
+            just_in_time=recipe.warmup == "current",
+            margin=recipe.margin,
+            power_of_two=recipe.power_of_two,
+            rows=rows,
+            columns=columns,
+        )
+
+    def matmul(
+        self, a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, dtype: torch.dtype, fast: bool = False
+    ) -> Tensor:
+        """``ops.matmul`` with this manager's backend. Only fprop may accumulate fast: gradients are
+        sums over many more terms (TransformerEngine draws the same line)."""
+        return ops.matmul(
+            a, b, inv_scale_a, inv_scale_b, dtype, fast_accumulation=fast, backend=self.mode.backend
+        )
+
+    def weight_cast(self, weight: Tensor, state: SlotState, record: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The weight in FP8: cast now, or taken from an earlier microbatch of this step.
+
+        No reuse under torch.compile (a guard on it would break), during capture (the graph must
+        contain the cast), or under a dispatch mode (selective checkpointing counts ops by position).
+        """
+        reuse = (
+            self.mode.reuse_casts
+            and not torch.compiler.is_compiling()
+            and torch._C._len_torch_dispatch_stack() == 0
+            and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+        for_backward = torch.is_grad_enabled()
+        if not reuse:
+            rows, columns, inv_scale = self.quantize(weight.detach(), state, record, True, for_backward)
+            return rows, columns, inv_scale
+        key = (self.mode.generation, weight.data_ptr(), weight._version)
+        cast = self._cast
+        if cast is None or not cast.serves(key, record, for_backward):
+            rows, columns, inv_scale = self.quantize(weight.detach(), state, record, True, for_backward)
+            cast = self._cast = WeightCast(rows, columns, inv_scale, key, record)
+        return cast.rows, cast.columns, cast.inv_scale
+
+    def count_backward(self) -> None:
+        """Warn once when backwards go on without a boundary."""
+        if torch.compiler.is_compiling():
+            return
+        if self._boundary != self.mode.boundaries:
+            self._boundary, self._backwards = self.mode.boundaries, 0
+        self._backwards += 1
+        if self._backwards == UNBOUNDED_BACKWARDS:
+            logger.warning(
+                "%d backwards of %s without a boundary: its scales are not updated. A re-created "
+                "optimizer has lost fp8dist's hook: call attach(optimizer=…) again, or manager.step() once a step",
+                UNBOUNDED_BACKWARDS,
+                self.slots[Role.INPUT].fqn,
+            )
+
+
+class _FP8LinearFunction(torch.autograd.Function):
+    """y = x Wᵀ, dx = dy W, dW = dyᵀ x, each product in FP8.
+
+    The places of the grad_output slot ride on ctx as attributes: ``pending`` is changed in place and
+    must not be saved for backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [tokens, in_features]
+        weight: Tensor,  # [out_features, in_features], only for its gradient
+        weight_rows: Tensor,  # FP8 [out_features, in_features]
+        weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off
+        weight_inv_scale: Tensor,
+        slots: LinearSlots,
+        states: States,
+        record: bool,
+        wants_weight_grad: bool,
+    ) -> Tensor:
+        input_state, _, grad_state = states
+        x_rows, x_columns, x_inv_scale = slots.quantize(x, input_state, record, True, wants_weight_grad)
+        ctx.save_for_backward(x_columns, x_inv_scale, weight_columns, weight_inv_scale)
+        ctx.slots, ctx.grad_state, ctx.record = slots, grad_state, record
+        ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        return slots.matmul(x_rows, weight_rows, x_inv_scale, weight_inv_scale, x.dtype, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x_columns, x_inv_scale, weight_columns, weight_inv_scale = ctx.saved_tensors
+        slots: LinearSlots = ctx.slots
+        wants_input_grad, wants_weight_grad = ctx.needs_input_grad[:2]
+        rows, columns, inv_scale = slots.quantize(
+            grad_output, ctx.grad_state, ctx.record, wants_input_grad, wants_weight_grad
+        )
+        grad_input = grad_weight = None
+        if wants_input_grad:
+            grad_input = slots.matmul(rows, weight_columns, inv_scale, weight_inv_scale, ctx.input_dtype)
+        if wants_weight_grad:
+            grad_weight = slots.matmul(columns, x_columns, inv_scale, x_inv_scale, ctx.weight_dtype)
+        slots.count_backward()
+        return grad_input, grad_weight, None, None, None, None, None, None, None
+
+
+class _ObserveGradient(torch.autograd.Function):
+    """Identity that records the amax of the gradient that flows back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, state: SlotState) -> Tensor:
+        ctx.state = state
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        ops.observe(grad_output, ctx.state.pending)
+        return grad_output, None
+
+
+class FP8Linear(nn.Linear):
+    """nn.Linear whose three GEMMs run in FP8. Made by ``fp8dist.prepare``, not by hand.
+
+    Takes [..., in_features], returns [..., out_features] in the input's dtype (under torch.autocast:
+    in autocast's). Any number of tokens. Gradients of the weight come in the weight's dtype. Nothing
+    is recorded in ``eval()`` or with grad off. It can be differentiated once.
+    """
+
+    fp8_slots: LinearSlots
+
+    def forward(self, input: Tensor) -> Tensor:
+        slots = self.fp8_slots
+        mode = slots.mode
+        record = mode.calibrating or (self.training and torch.is_grad_enabled())
+        use_fp8 = mode.enabled and (self.training or mode.eval_precision == "fp8")
+        if not mode.allowed or not (use_fp8 or mode.calibrating):
+            return F.linear(input, self.weight, self.bias)
+        states = slots.states(self.weight.device)
+        if not use_fp8:
+            return self._calibrate(input, states)
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        tokens = input.reshape(-1, self.in_features)
+        weight = slots.weight_cast(self.weight, states[1], record)
+        wants_weight_grad = torch.is_grad_enabled() and self.weight.requires_grad
+        output = _FP8LinearFunction.apply(
+            tokens, self.weight, *weight, slots, states, record, wants_weight_grad
+        )
+        output = output.view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def train(self, mode: bool = True) -> FP8Linear:
+        """As nn.Module.train; also ends the reuse of weight casts."""
+        self.fp8_slots.mode.invalidate_casts()
+        return super().train(mode)
+
+    def _calibrate(self, input: Tensor, states: States) -> Tensor:
+        input_state, weight_state, grad_state = states
+        ops.observe(input.detach(), input_state.pending)
+        ops.observe(self.weight.detach(), weight_state.pending)
+        output = F.linear(input, self.weight, self.bias)
+        return _ObserveGradient.apply(output, grad_state) if output.requires_grad else output
+
+
+def eligible_linears(
+    model: nn.Module, skip: Sequence[str], filter_fn: Callable[[nn.Module, str], bool] | None
+) -> Iterator[tuple[str, nn.Linear, str | None]]:
+    """(clean fqn, module, why it is skipped or None) of every Linear-like module in the model."""
+    for raw, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        fqn = clean_fqn(raw)
+        yield fqn, module, _why_not(module, fqn, skip, filter_fn)
+
+
+def _why_not(
+    module: nn.Linear, fqn: str, skip: Sequence[str], filter_fn: Callable[[nn.Module, str], bool] | None
+) -> str | None:
+    if isinstance(module, FP8Linear):
+        raise ConfigurationError(f"{fqn or 'the model'} is prepared already: detach() its manager first")
+    if type(module) is not nn.Linear:
+        return f"it is a {type(module).__name__}, not exactly nn.Linear"
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return "its weight is not a plain Parameter (an old-style weight_norm or spectral_norm)"
+    if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in skip):
+        return "it matches skip"
+    if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
+        return f"{module.in_features} x {module.out_features} are not multiples of {ALIGNMENT}"
+    if filter_fn is not None and not filter_fn(module, fqn):
+        return "filter_fn said no"
+    return None
+
+
+def convert(module: nn.Linear, slots: LinearSlots) -> None:
+    """Make an nn.Linear an FP8Linear, in place."""
+    module.__class__ = FP8Linear
+    module.fp8_slots = slots  # type: ignore[assignment]
+
+
+def revert(module: FP8Linear) -> None:
+    """Make it a plain nn.Linear again, in place."""
+    del module.fp8_slots
+    module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -1,0 +1,174 @@
+"""prepare(): from a model to FP8Linears and the manager of their state."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import Role
+from fp8dist.groups import GroupLike, SyncGroup, world_size
+from fp8dist.manager import ATTRIBUTE, StateManager
+from fp8dist.nn import LinearSlots, Mode, convert, eligible_linears
+from fp8dist.recipe import DelayedScaling
+from fp8dist.settings import Settings
+from fp8dist.state.arena import Arena
+from fp8dist.state.slots import Slot, SlotSpec
+from fp8dist.sync import ArenaSync
+
+__all__ = ["prepare"]
+
+logger = logging.getLogger("fp8dist")
+
+DEFAULT_SKIP = ("*lm_head", "*lora_*")
+
+
+def prepare(
+    model: nn.Module,
+    recipe: DelayedScaling | None = None,
+    group: GroupLike | None = None,
+    groups: Mapping[str, GroupLike] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    skip: Sequence[str] = DEFAULT_SKIP,
+    enabled: bool | None = None,
+    amax_sync: bool | None = None,
+    check_every: int | None = None,
+    check_policy: str | None = None,
+    backend: str | None = None,
+    eval_precision: str = "fp8",
+    fp8_all_gather: bool = False,
+) -> StateManager:
+    """Turn the eligible nn.Linears of ``model`` into FP8Linears, in place, and make their manager. Local.
+
+    Parameters and state_dict keys stay as they are. Eligible: exactly nn.Linear, with a Parameter as
+    weight, both dims multiples of 16, not matching ``skip``, and ``filter_fn(module, fqn)``. What is
+    skipped is logged with its reason. Afterwards wrap, shard and load the model, then call
+    ``manager.attach(…)``.
+
+    Args:
+        recipe: None: ``DelayedScaling()``.
+        group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened).
+        groups: an arena of its own, and so a group of its own, for modules whose fqn matches a pattern,
+            such as ``{"*.experts.*": expert_group}``. The first match counts.
+        skip: fqn patterns (fnmatch) that stay in high precision.
+        enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` beats True.
+        amax_sync: False: every rank keeps amaxes of its own, and there is no collective.
+        check_policy: "raise" or "warn", for ranks that a sync proves to differ.
+        backend: "auto", "torch" (``torch._scaled_mm``) or "reference" (dequantised float32 matmul).
+        eval_precision: "fp8" or "high": what ``eval()`` computes in.
+
+    For ``enabled``, ``amax_sync``, ``check_policy`` and ``backend`` None means the environment variable
+    (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND), else the default (on,
+    synced, "raise", "auto").
+
+    Raises:
+        ConfigurationError: more than one rank and no group, a model that is prepared already, or an
+            argument that cannot be.
+    """
+    if check_every:
+        raise ConfigurationError("check_every: this version checks manifest, step and scales at every sync, and no more")
+    if fp8_all_gather:
+        raise ConfigurationError("fp8_all_gather=True needs FSDP2, which this version does not support")
+    recipe = DelayedScaling() if recipe is None else recipe
+    settings = Settings.resolve(
+        enabled=enabled,
+        amax_sync=amax_sync,
+        check_policy=check_policy,
+        backend=backend,
+        eval_precision=eval_precision,
+    )
+    if group is None and settings.amax_sync and world_size() > 1:
+        raise ConfigurationError(
+            f"{world_size()} ranks and no group: pass group= the ranks that share activations and weights "
+            "(torch.distributed.group.WORLD for plain data parallelism, the whole DeviceMesh for DP x TP), "
+            "or amax_sync=False"
+        )
+    if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
+        raise ConfigurationError("the model, or a part of it, is prepared already: detach() its manager first")
+    linears = _choose(model, skip, filter_fn)
+    plan = _Plan(linears, group, groups or {}, recipe)
+    mode = Mode(settings.enabled, settings.backend, settings.eval_precision)
+    for fqn, linear in linears.items():
+        convert(linear, plan.slots_of(fqn, linear, mode))
+    manager = StateManager(model, recipe, settings, mode, plan.syncs, plan.sync_groups, plan.aliases)
+    model.__dict__[ATTRIBUTE] = manager
+    if not settings.enabled:
+        logger.warning("fp8dist is switched off: %d Linears stay in high precision", len(linears))
+    return manager
+
+
+def _choose(
+    model: nn.Module, skip: Sequence[str], filter_fn: Callable[[nn.Module, str], bool] | None
+) -> dict[str, nn.Linear]:
+    chosen: dict[str, nn.Linear] = {}
+    skipped: Counter[str] = Counter()
+    for fqn, linear, reason in eligible_linears(model, skip, filter_fn):
+        if reason is None:
+            chosen[fqn] = linear
+        else:
+            skipped[reason] += 1
+            logger.info("fp8dist: %s stays in high precision: %s", fqn or "the model", reason)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            logger.warning(
+                "fp8dist: torch's fast path of nn.TransformerEncoderLayer in eval() does not call its Linears, so "
+                "it is not FP8; torch.backends.mha.set_fastpath_enabled(False) turns it off"
+            )
+            break
+    if not chosen:
+        logger.warning("fp8dist: no Linear of this model is eligible: %s", dict(skipped) or "there is none")
+    return chosen
+
+
+class _Plan:
+    """Which slot lives in which arena."""
+
+    def __init__(
+        self,
+        linears: Mapping[str, nn.Linear],
+        group: GroupLike | None,
+        groups: Mapping[str, GroupLike],
+        recipe: DelayedScaling,
+    ) -> None:
+        self.recipe = recipe
+        self.aliases: dict[Slot, Slot] = {}
+        self._patterns = list(groups)
+        distinct: list[GroupLike | None] = [group]
+        self._place: list[int] = []
+        for given in groups.values():
+            known = next((i for i, other in enumerate(distinct) if other is given), None)
+            if known is None:
+                known = len(distinct)
+                distinct.append(given)
+            self._place.append(known)
+        specs: list[list[SlotSpec]] = [[] for _ in distinct]
+        self._weight_owner: dict[int, str] = {}
+        for fqn in sorted(linears):
+            weight = linears[fqn].weight
+            owner = self._weight_owner.setdefault(id(weight), fqn)
+            for role in Role:
+                slot = Slot(fqn, role.value)
+                if role is Role.WEIGHT and owner != fqn:
+                    self.aliases[slot] = Slot(owner, role.value)
+                    continue
+                specs[self._arena_of(fqn)].append(SlotSpec(slot, recipe.format_of(role)))
+        self.syncs = [ArenaSync(Arena(part, recipe)) for part in specs]
+        self.sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
+
+    def _arena_of(self, fqn: str) -> int:
+        for pattern, place in zip(self._patterns, self._place):
+            if fnmatch.fnmatchcase(fqn, pattern):
+                return place
+        return 0
+
+    def slots_of(self, fqn: str, linear: nn.Linear, mode: Mode) -> LinearSlots:
+        """What the converted module will know of its slots."""
+        owner = self._weight_owner[id(linear.weight)]
+        slots = {role: Slot(owner if role is Role.WEIGHT else fqn, role.value) for role in Role}
+        return LinearSlots(
+            self.syncs[self._arena_of(fqn)], self.syncs[self._arena_of(owner)], mode, self.recipe, slots
+        )

@@ -1,0 +1,44 @@
+"""The scale formula. Pure functions on tensors: no state, no communication."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["FLOAT32_MAX", "round_down_to_power_of_two", "scale_from_amax"]
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def scale_from_amax(
+    amax: Tensor, previous: Tensor, fp8_max: Tensor, margin: int, power_of_two: bool
+) -> Tensor:
+    """The scale to cast with, from the largest magnitude seen.
+
+    ``(fp8_max / amax) / 2**margin`` in float32, each division IEEE; an infinite result becomes
+    float32's maximum; ``amax`` of 0, Inf or NaN keeps ``previous``. These are TransformerEngine's
+    numbers (``_default_sf_compute`` in its ``pytorch/quantization.py``). Elementwise; any shape.
+
+    Args:
+        amax: float32, >= 0 or NaN.
+        previous: float32, broadcastable to ``amax``: kept where ``amax`` gives no scale.
+        fp8_max: float32 tensor, the format's largest finite value. A tensor, because
+            ``python_float / tensor`` is computed by torch as a reciprocal and a multiplication,
+            which rounds twice.
+        margin: the scale is divided by ``2**margin``. May be negative.
+        power_of_two: round the scale down to a power of two.
+    """
+    scale = torch.div(fp8_max, amax)
+    if margin:
+        scale = scale / 2.0**margin
+    scale = scale.clamp_max(FLOAT32_MAX)
+    if power_of_two:
+        scale = round_down_to_power_of_two(scale)
+    usable = (amax > 0) & (amax < torch.inf)
+    return torch.where(usable, scale, previous)
+
+
+def round_down_to_power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two that is <= x, for positive finite float32 x, subnormal ones too."""
+    _, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(x), exponent - 1)

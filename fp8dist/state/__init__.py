@@ -1,0 +1,1 @@
+"""Slots, arenas, manifests, and their storage."""

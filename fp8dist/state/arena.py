@@ -1,0 +1,291 @@
+"""An arena: the slots of one reduction group as flat arrays, in sorted slot order.
+
+The arrays live outside the module tree. As buffers, DDP would overwrite them with rank 0's (and hide a
+divergence) and ``.bfloat16()`` would cast them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import Format, Role
+from fp8dist.kernels.digest import position_keys
+from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS
+from fp8dist.kernels.rings import RingShape, ordered_window, write_and_reduce
+from fp8dist.kernels.update import HEADER, WORD_MANIFEST, WORD_STEP, WORDS, snapshot
+from fp8dist.recipe import DelayedScaling
+from fp8dist.scaling import scale_from_amax
+from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
+
+__all__ = ["Arena", "SlotState"]
+
+COMMITS, NONFINITE, SATURATED = range(3)
+_CPU = torch.device("cpu")
+
+
+class SlotState:
+    """The place of one slot in its arena: 0-d views that stay valid while the arena lives."""
+
+    __slots__ = ("cold", "format", "pending", "scale")
+
+    def __init__(self, arena: Arena, index: int) -> None:
+        self.format: Format = arena.specs[index].format
+        self.scale: Tensor = arena.scale[index]
+        self.cold: Tensor = arena.cold[index]
+        self.pending: Tensor = arena.pending[index]
+
+
+class Arena:
+    """FP8 state of n slots.
+
+    ========== ================ ==========================================================
+    pending    float32[n]       amax since the last launch; -1: did not run on this rank
+    send       int32[8 + n]     header | bits of pending; reduced in place
+    scales     float32[2, n]    ``scale`` and ``inv_scale``; start at 1
+    sent       float32[2, n]    scales as they were at the last launch
+    history    float32[n, P]    rings of ``recipe.history_len`` entries (see kernels.rings)
+    amax       float32[n]       the newest amax that the history took
+    cold       bool[n]          no positive finite amax committed yet
+    counters   int64[3, n]      amaxes taken, non-finite amaxes, amaxes beyond the scale in use
+    words      int32[4]         header words; the step counter is one of them, so it lives here
+    nonfinite  bool[n]          slots whose amax was not finite at the last commit
+    ========== ================ ==========================================================
+
+    Addresses never change after ``place``: modules hold views, CUDA graphs hold pointers.
+    """
+
+    def __init__(self, specs: Sequence[SlotSpec], recipe: DelayedScaling) -> None:
+        self.specs = sorted_specs(specs)
+        self.recipe = recipe
+        self.index: dict[Slot, int] = {spec.slot: i for i, spec in enumerate(self.specs)}
+        self.ring = RingShape(recipe.history_len)
+        self.placed = False
+        self._allocate(_CPU)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def _allocate(self, device: torch.device) -> None:
+        n = len(self.specs)
+        self.device = device
+        self.pending = torch.full((n,), DID_NOT_RUN, device=device)
+        self.send = torch.zeros(HEADER + n, dtype=torch.int32, device=device)
+        self.scales = torch.ones(2, n, device=device)
+        self.scale, self.inv_scale = self.scales
+        self.sent = torch.ones(2, n, device=device)
+        self.history = torch.zeros(n, self.ring.padded, device=device)
+        self.block_max = torch.zeros(n, self.ring.blocks, device=device)
+        self.cursor = torch.zeros(n, dtype=torch.int64, device=device)
+        self.amax = torch.zeros(n, device=device)
+        self.cold = torch.ones(n, dtype=torch.bool, device=device)
+        self.counters = torch.zeros(3, n, dtype=torch.int64, device=device)
+        self.words = torch.zeros(WORDS, dtype=torch.int32, device=device)
+        self.nonfinite = torch.zeros(n, dtype=torch.bool, device=device)
+        # Constants.
+        self.fp8_max = torch.tensor([spec.format.max for spec in self.specs], device=device)
+        self._keys = position_keys(n, device)
+        places = torch.arange(n, device=device)
+        self._row_start = places * self.ring.padded
+        self._block_start = places * self.ring.blocks
+
+    _STATE = ("pending", "scales", "sent", "history", "block_max", "cursor", "amax", "cold", "counters", "words")
+
+    def place(self, device: torch.device) -> None:
+        """Move to ``device``, once. State that was loaded before is kept.
+
+        Raises:
+            ConfigurationError: already placed elsewhere, or ``device`` is meta.
+        """
+        if device.type == "meta":
+            raise ConfigurationError(
+                "FP8 state cannot be placed on the meta device: materialise the model before attach()"
+            )
+        if self.placed:
+            if device != self.device:
+                raise ConfigurationError(
+                    f"the model moved from {self.device} to {device} after its FP8 state was placed; "
+                    "move the model first, then call attach() (or run the first forward)"
+                )
+            return
+        if device != self.device:
+            kept = {name: getattr(self, name) for name in self._STATE}
+            self._allocate(device)
+            for name, value in kept.items():
+                getattr(self, name).copy_(value)
+        self.placed = True
+
+    def extended(self, specs: Sequence[SlotSpec]) -> Arena:
+        """A new arena with these slots as well. State is carried over.
+
+        Raises:
+            ConfigurationError: already placed (modules hold views), or a slot exists.
+        """
+        if self.placed:
+            raise ConfigurationError("register() must come before attach() and before the first forward")
+        larger = Arena([*self.specs, *specs], self.recipe)
+        places = torch.tensor([larger.index[spec.slot] for spec in self.specs], dtype=torch.int64)
+        for name in self._STATE:
+            mine, theirs = getattr(self, name), getattr(larger, name)
+            if name == "words":
+                theirs.copy_(mine)
+            elif name in ("scales", "sent", "counters"):
+                theirs[:, places] = mine
+            else:
+                theirs[places] = mine
+        return larger
+
+    def slots_of(self, role: Role) -> Iterator[tuple[Slot, int]]:
+        """The slots of one role and their places."""
+        return ((slot, i) for slot, i in self.index.items() if slot.role == role.value)
+
+    # The step ------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> Tensor:
+        """0-d int32 on the device: boundaries committed so far."""
+        return self.words[WORD_STEP]
+
+    def set_manifest_word(self, word: int) -> None:
+        """What the header says of the manifest: an int32."""
+        self.words[WORD_MANIFEST] = word
+
+    def snapshot(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
+        """Launch's local half: ``pending`` into ``send``. See ``kernels.update.snapshot``."""
+        snapshot(
+            self.pending, self.scales, self.words, self._keys, self.send, self.sent, hold, drop_nonfinite
+        )
+
+    def commit(self, reduced: Tensor, trusted: Tensor | None, hold: Tensor | None = None) -> Tensor:
+        """History rolls, scales are recomputed, the step counter goes up.
+
+        Args:
+            reduced: int32[8 + n], ``send`` after the collective.
+            trusted: 0-d bool: where it is False nothing is mixed in. None: trusted.
+            hold: 0-d or None: where it is non-zero this is no step.
+
+        Returns:
+            0-d int64: how many slots saw a non-finite amax.
+        """
+        bits = reduced[HEADER:]
+        amax = bits.view(torch.float32)
+        ran = bits >= 0
+        if trusted is not None:
+            ran &= trusted
+        taken = ran & (bits < INFINITY_BITS)
+        nonfinite = ran ^ taken
+        self.nonfinite = nonfinite
+        window_max = write_and_reduce(
+            self.history,
+            self.block_max,
+            self.cursor,
+            self._row_start,
+            self._block_start,
+            self.ring,
+            amax,
+            taken,
+        )
+        self.counters[COMMITS].add_(taken)
+        self.counters[NONFINITE].add_(nonfinite)
+        # A slot cast just in time cannot exceed its own scale.
+        fixed_scale = taken & ~self.cold if self.recipe.warmup == "current" else taken
+        self.counters[SATURATED].add_(fixed_scale & (amax * self.scale > self.fp8_max))
+        torch.where(taken, amax, self.amax, out=self.amax)
+        self.cold.logical_and_(torch.where(taken, amax, 0.0) <= 0)
+        self._rescale(self._reduce_windows(window_max), taken)
+        if hold is None:
+            self.step.add_(1)
+        else:
+            self.step.add_(hold.reshape(()) == 0)
+        return nonfinite.sum()
+
+    def _reduce_windows(self, window_max: Tensor) -> Tensor:
+        algorithm = self.recipe.amax_algo
+        if algorithm == "max":
+            return window_max
+        if algorithm == "most_recent":
+            return self.amax
+        assert callable(algorithm)
+        reduced = algorithm(self.ordered_history())
+        if reduced.shape != window_max.shape or reduced.dtype != torch.float32:
+            raise ConfigurationError(
+                f"amax_algo must return float32[{len(self)}], got {reduced.dtype} of shape {tuple(reduced.shape)}"
+            )
+        return reduced
+
+    def _rescale(self, amax: Tensor, where: Tensor) -> None:
+        recipe = self.recipe
+        scale = scale_from_amax(amax, self.scale, self.fp8_max, recipe.margin, recipe.power_of_two)
+        torch.where(where, scale, self.scale, out=self.scale)
+        torch.reciprocal(self.scale, out=self.inv_scale)
+
+    def derive_scales(self, amax: Tensor, where: Tensor) -> None:
+        """Set scales from ``amax`` (float32[n]) alone where bool[n] says so and it is usable; those
+        slots are no longer cold. No history, no step."""
+        usable = where & (amax > 0) & (amax < torch.inf)
+        self._rescale(amax, usable)
+        self.cold.logical_and_(~usable)
+
+    def forget_history(self, where: Tensor) -> None:
+        """Empty the windows of the slots where bool[n] says so."""
+        self.history.masked_fill_(where[:, None], 0)
+        self.block_max.masked_fill_(where[:, None], 0)
+        self.cursor.masked_fill_(where, 0)
+
+    # Reading and writing -------------------------------------------------------------------------
+
+    def ordered_history(self) -> Tensor:
+        """float32[n, history_len] copy, oldest first."""
+        return ordered_window(self.history, self.cursor, self.ring.length)
+
+    def window(self, index: int) -> Tensor:
+        """float32[history_len] copy of one slot's window, oldest first."""
+        row = slice(index, index + 1)
+        return ordered_window(self.history[row], self.cursor[row], self.ring.length)[0]
+
+    def shared_state(self) -> list[Tensor]:
+        """What is equal on all ranks that share this arena, as tensors that any backend can send."""
+        return [
+            self.scales,
+            self.history,
+            self.block_max,
+            self.cursor,
+            self.amax,
+            self.cold.view(torch.uint8),
+            self.counters,
+            self.words,
+        ]
+
+    def write_history(self, rows: Tensor, index: Tensor) -> None:
+        """Replace the windows of the slots ``index`` (int64[m]) by ``rows`` (float32[m, history_len],
+        oldest first)."""
+        self.history[index, : self.ring.length] = rows
+        self.cursor[index] = 0
+        self.block_max.copy_(self.history.view(len(self), self.ring.blocks, self.ring.block).amax(2))
+
+    def reset(self) -> None:
+        """Back to the state of a new arena. The manifest stays."""
+        manifest = self.words[WORD_MANIFEST].clone()
+        self.pending.fill_(DID_NOT_RUN)
+        for tensor in (self.scales, self.sent, self.cold):
+            tensor.fill_(1)
+        for tensor in (self.history, self.block_max, self.cursor, self.amax, self.counters, self.words):
+            tensor.zero_()
+        self.words[WORD_MANIFEST] = manifest
+
+    # Copying and pickling: views are rebuilt, so that they are views again -------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in self._STATE}
+        return {"specs": self.specs, "recipe": self.recipe, "device": self.device, "placed": self.placed, "state": state}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        Arena.__init__(self, saved["specs"], saved["recipe"])
+        self._allocate(saved["device"])
+        for name, value in saved["state"].items():
+            getattr(self, name).copy_(value)
+        self.placed = saved["placed"]

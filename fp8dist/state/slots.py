@@ -1,0 +1,66 @@
+"""Slots: the names of scaled tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import Format, Role
+
+__all__ = ["Slot", "SlotSpec", "clean_fqn", "slot_key"]
+
+_WRAPPER_PREFIXES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+class Slot(NamedTuple):
+    """One scaled tensor of one module. Orders by fqn, then role."""
+
+    fqn: str
+    role: str
+
+    def __str__(self) -> str:
+        return slot_key(self.fqn, self.role)
+
+
+class SlotSpec(NamedTuple):
+    """A slot and the format it is cast to."""
+
+    slot: Slot
+    format: Format
+
+
+def clean_fqn(fqn: str) -> str:
+    """The fqn without the components that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PREFIXES)
+
+
+def slot_key(fqn: str, role: str) -> str:
+    """How a slot is written in files and messages. Only ever written, never parsed."""
+    return f"{fqn}:{role}"
+
+
+def parse_role(role: str) -> Role:
+    """The role of that name.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    try:
+        return Role(role)
+    except ValueError:
+        names = ", ".join(r.value for r in Role)
+        raise ConfigurationError(f"role must be one of {names}, got {role!r}") from None
+
+
+def sorted_specs(specs: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
+    """In slot order.
+
+    Raises:
+        ConfigurationError: two slots have the same name.
+    """
+    ordered = tuple(sorted(specs, key=lambda spec: spec.slot))
+    for first, second in zip(ordered, ordered[1:]):
+        if first.slot == second.slot:
+            raise ConfigurationError(f"two slots are called {first.slot}")
+    return ordered

@@ -1,0 +1,216 @@
+"""The one collective of a step, and the commit that follows from it.
+
+Life of an arena's sync::
+
+    IDLE ──launch──▶ IN_FLIGHT ──boundary──▶ DUE ──settle (any reader)──▶ IDLE
+                      │    ▲
+                      └────┘ launch again before the boundary: results merge
+
+``settle`` is local: it waits for a collective that was started, and never starts one.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8dist.groups import SyncGroup
+from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS
+from fp8dist.kernels.update import (
+    HEADER,
+    WORD_MANIFEST,
+    WORD_SCALE_HIGH,
+    WORD_SCALE_LOW,
+    WORD_STEP,
+    header_agreement,
+)
+from fp8dist.state.arena import Arena
+
+__all__ = ["ArenaSync", "Phase", "SyncCounters", "Verdict"]
+
+_NEUTRAL_WORD = torch.iinfo(torch.int32).min
+_IDLE_BITS = torch.tensor(DID_NOT_RUN).view(torch.int32).item()
+
+
+class Phase(enum.Enum):
+    """Where an arena is between two boundaries."""
+
+    IDLE = "idle"
+    IN_FLIGHT = "in flight"
+    DUE = "due"
+
+
+@dataclass
+class SyncCounters:
+    """What communication this arena caused, on this rank."""
+
+    collectives: int = 0
+    bytes: int = 0
+    steps: int = 0
+    wait_s: float = 0.0
+
+
+class Verdict:
+    """What one sync proved, on its way to the host.
+
+    On CUDA the four numbers are copied without blocking and read at the next boundary.
+    """
+
+    def __init__(self, agreement: Tensor, nonfinite: Tensor) -> None:
+        numbers = torch.cat([agreement.to(torch.int64), nonfinite.view(1)])
+        self.immediate = not numbers.is_cuda
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+            numbers = host
+        self._numbers = numbers
+
+    def read(self) -> tuple[tuple[str, ...], int]:
+        """(kinds that differ between ranks: "manifest", "step", "scale"; slots with non-finite amax)."""
+        if self._event is not None:
+            self._event.synchronize()
+        *agree, nonfinite = self._numbers.tolist()
+        differs = {
+            "manifest": not agree[WORD_MANIFEST],
+            "step": not agree[WORD_STEP],
+            "scale": not (agree[WORD_SCALE_LOW] and agree[WORD_SCALE_HIGH]),
+        }
+        return tuple(kind for kind, differ in differs.items() if differ), nonfinite
+
+
+@dataclass
+class ArenaSync:
+    """An arena, the group that shares it, and what is in flight.
+
+    ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``).
+    """
+
+    arena: Arena
+    group: SyncGroup | None = None
+    phase: Phase = Phase.IDLE
+    counters: SyncCounters = field(default_factory=SyncCounters)
+    verdict: Verdict | None = None
+    _work: dist.Work | None = None
+    _merged: Tensor | None = None
+    _hold: Tensor | None = None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a launch is a collective."""
+        return self.group is not None and self.group.size > 1
+
+    def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
+        """Snapshot the arena and start its all-reduce. COLLECTIVE where ``communicates``.
+
+        Before a boundary it may be called several times: the results merge.
+        """
+        self.settle()
+        self._collect()
+        self.arena.snapshot(hold, drop_nonfinite)
+        self._reduce()
+
+    def launch_idle(self) -> None:
+        """Take part in the others' launch without having anything to say. COLLECTIVE.
+
+        For a rank that has run out of data: its step counter and scales are stale, so its header
+        words are the neutral element of MAX.
+        """
+        self.settle()
+        self._collect()
+        self.arena.send[:HEADER] = _NEUTRAL_WORD
+        self.arena.send[HEADER:] = _IDLE_BITS
+        self._reduce()
+
+    def _reduce(self) -> None:
+        if self.communicates:
+            assert self.group is not None
+            self._work = all_reduce_max(self.arena.send, self.group, self.counters)
+        self.phase = Phase.IN_FLIGHT
+
+    def _collect(self) -> None:
+        """Bring a launched result home, merged with earlier ones of this step."""
+        if self.phase is not Phase.IN_FLIGHT:
+            return
+        self._wait()
+        if self._merged is None:
+            self._merged = self.arena.send.clone()
+        else:
+            torch.maximum(self._merged, self.arena.send, out=self._merged)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            start = time.perf_counter()
+            self._work.wait()
+            self.counters.wait_s += time.perf_counter() - start
+            self._work = None
+
+    def pass_boundary(self, hold: Tensor | None = None) -> None:
+        """What was launched is due for commit; where ``hold`` is non-zero it will change nothing."""
+        if self.phase is Phase.IN_FLIGHT:
+            self.phase = Phase.DUE
+            self._hold = hold
+
+    def settle(self) -> None:
+        """Commit what is due. Local; does nothing when nothing is due."""
+        if self.phase is not Phase.DUE:
+            return
+        self._wait()
+        reduced = self.arena.send
+        if self._merged is not None:
+            reduced = torch.maximum(self._merged, reduced)
+        agreement = header_agreement(reduced)
+        # Only a mismatch of manifest or step says that the others' amaxes are not ours to take.
+        trusted = agreement[: WORD_STEP + 1].all() if self.communicates else None
+        if self._hold is not None:
+            stepped = self._hold.reshape(()) == 0
+            trusted = stepped if trusted is None else trusted & stepped
+        nonfinite = self.arena.commit(reduced, trusted, self._hold)
+        self.verdict = Verdict(agreement, nonfinite)
+        self.counters.steps += 1
+        self._merged = self._hold = None
+        self.phase = Phase.IDLE
+
+    def drop_nonfinite(self) -> None:
+        """Forget non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
+        self._collect()
+        waiting = [self.arena.pending.view(torch.int32)]
+        if self._merged is not None:
+            self.arena.send.copy_(self._merged)
+            waiting += [self._merged[HEADER:], self.arena.send[HEADER:]]
+        for bits in waiting:
+            bits.masked_fill_(bits >= INFINITY_BITS, _IDLE_BITS)
+
+    def abandon(self) -> None:
+        """Wait for what is in flight and throw it and all pending amaxes away."""
+        self._wait()
+        self.arena.pending.fill_(DID_NOT_RUN)
+        self._merged = self._hold = self.verdict = None
+        self.phase = Phase.IDLE
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        self._collect()
+        state = dict(self.__dict__)
+        state.update(phase=Phase.IDLE, verdict=None, _work=None, _merged=None, _hold=None, counters=SyncCounters())
+        return state
+
+
+def all_reduce_max(tensor: Tensor, group: SyncGroup, counters: SyncCounters) -> dist.Work:
+    """Integer MAX over the group, started and counted. COLLECTIVE.
+
+    Amax bits and header words are int32 for this: float MAX loses NaN on gloo and NCCL.
+    """
+    counters.collectives += 1
+    counters.bytes += tensor.numel() * tensor.element_size()
+    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+    assert work is not None
+    return work

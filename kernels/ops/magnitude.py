@@ -1,0 +1,37 @@
+"""amax: the largest magnitude of a tensor, as integer bits that survive any max."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["DID_NOT_RUN", "INFINITY_BITS", "amax_bits", "record_amax"]
+
+DID_NOT_RUN = -1.0
+"""What ``pending`` holds for a slot that saw nothing. Its bits are a negative int32, so any
+recorded amax (bits >= 0) wins an integer max against it."""
+
+INFINITY_BITS = 0x7F800000
+"""Bits of float32 +Inf. Finite amaxes are below, NaN is above."""
+
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def amax_bits(x: Tensor) -> Tensor:
+    """max |x| in float32, as int32 bits. NaN wins over Inf, Inf over finite.
+
+    The sign bit is masked, because a NaN can be negative and would then lose an integer max.
+
+    Returns:
+        0-d int32 on ``x``'s device; the bits of ``DID_NOT_RUN`` for an empty ``x``.
+    """
+    if x.numel() == 0:
+        return torch.full((), DID_NOT_RUN, device=x.device).view(torch.int32)
+    low, high = torch.aminmax(x)
+    return torch.maximum(high, -low).float().view(torch.int32) & _MAGNITUDE
+
+
+def record_amax(bits: Tensor, pending: Tensor) -> None:
+    """Let ``pending`` (0-d float32, a slot's place in its arena) grow to ``bits`` (0-d int32)."""
+    place = pending.view(torch.int32)
+    torch.maximum(place, bits, out=place)

@@ -1,0 +1,40 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+from tests.support.ranks import RankPool
+
+torch.set_num_threads(1)
+
+
+def _pool(world_size: int) -> Iterator[RankPool]:
+    pool = RankPool(world_size)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Two gloo ranks, alive for the session."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[RankPool]:
+    """Three gloo ranks, alive for the session: enough for a majority."""
+    yield from _pool(3)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("FP8DIST_"):
+            monkeypatch.delenv(name)

@@ -1,0 +1,66 @@
+"""Counting collectives from outside the library."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+_FUNCTIONS = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "scatter",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+)
+
+
+@dataclass
+class Calls:
+    """What was called, in order, with the bytes of the first tensor."""
+
+    names: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[Calls]:
+    """Record every Python call into torch.distributed's communicating functions.
+
+    DDP's reducer communicates from C++ and is not seen: what is counted is what Python code asks for.
+    """
+    calls = Calls()
+
+    def counting(name: str, original: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.names.append(name)
+            tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
+            calls.sizes.append(0 if tensor is None else tensor.numel() * tensor.element_size())
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        for name in _FUNCTIONS:
+            original = getattr(dist, name)
+            stack.enter_context(mock.patch.object(dist, name, counting(name, original)))
+        yield calls

@@ -1,0 +1,135 @@
+"""Real ranks for tests: processes that stay up between tests, joined by gloo.
+
+``RankPool.run(function, *args)`` calls ``function(*args)`` on every rank and returns the results in rank
+order. ``function`` must be a module-level function. When a rank fails or the time is up, every rank's
+traceback is in the error, and the pool starts afresh for the next test.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RanksFailed(AssertionError):
+    """One or more ranks raised, died, or did not come back in time."""
+
+
+class RankPool:
+    """``world_size`` processes with an initialised default process group (gloo, file store)."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
+        """Call ``function(*args)`` on all ranks; the results in rank order.
+
+        Raises:
+            RanksFailed: with every rank's traceback.
+        """
+        self._start()
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < self.world_size:
+            waiting = {p: r for r, p in enumerate(self._pipes) if r not in results}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._fail(results, f"not done within {timeout:.0f} s")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self._fail(results, f"rank {rank} died")
+            failed = [rank for rank, (ok, _) in results.items() if not ok]
+            if failed:  # The others may hang in a collective: give them a moment, then ask where they are.
+                deadline = min(deadline, time.monotonic() + 3)
+        if any(not ok for ok, _ in results.values()):
+            self._fail(results, "failed")
+        return [results[rank][1] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="fp8dist-ranks-")
+        context = mp.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, self._folder.name, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _fail(self, results: dict[int, tuple[bool, Any]], what: str) -> None:
+        assert self._folder is not None
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        lines = [f"{self.world_size} ranks: {what}"]
+        for rank in range(self.world_size):
+            if rank in results:
+                ok, value = results[rank]
+                lines.append(f"--- rank {rank}: " + ("returned" if ok else f"raised\n{value}"))
+            else:
+                stack = Path(self._folder.name, f"stack-{rank}").read_text()
+                lines.append(f"--- rank {rank}: was here\n{stack}")
+        self.close()
+        raise RanksFailed("\n".join(lines))
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import torch.distributed as dist
+
+    with open(Path(folder, f"stack-{rank}"), "w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(Path(folder, "store")), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        while True:
+            try:
+                module, name, args = pipe.recv()
+            except EOFError:
+                return
+            try:
+                function: Any = importlib.import_module(module)
+                for part in name.split("."):
+                    function = getattr(function, part)
+                pipe.send((True, function(*args)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))

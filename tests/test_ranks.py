@@ -1,0 +1,38 @@
+"""The rank pool itself: results in order, and every rank's traceback when one fails or hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import RankPool, RanksFailed
+
+
+def _sum_of_ranks() -> tuple[int, int]:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total)
+
+
+def _one_rank_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("planted")
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_results_come_in_rank_order(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_sum_of_ranks) == [(0, 1), (1, 1)]
+
+
+def test_failure_shows_all_tracebacks_and_pool_recovers() -> None:
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RanksFailed) as failure:
+            pool.run(_one_rank_raises)
+        text = str(failure.value)
+        assert "ValueError: planted" in text
+        assert "rank 0: was here" in text and "all_reduce" in text
+        assert pool.run(_sum_of_ranks) == [(0, 1), (1, 1)]
+    finally:
+        pool.close()
