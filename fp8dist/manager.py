@@ -82,8 +82,11 @@ class StateManager(Joinable):
         self.settings = settings
         self._model = weakref.ref(model)
         self._mode = mode
-        self._syncs = tuple(syncs)
-        self._groups = tuple(groups)
+        # In an order that all ranks of any two groups share: several launches must not cross.
+        pairs = sorted(zip(syncs, groups), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
+        self._syncs = tuple(sync for sync, _ in pairs)
+        self._groups = tuple(group for _, group in pairs)
+        self._default = syncs[0]
         self._aliases = dict(aliases)
         self._init_transient()
 
@@ -106,6 +109,7 @@ class StateManager(Joinable):
             "mode": self._mode,
             "syncs": self._syncs,
             "groups": self._groups,
+            "default": self._default,
             "aliases": self._aliases,
         }
 
@@ -117,6 +121,7 @@ class StateManager(Joinable):
         self._mode.reuse_casts = False
         self._syncs = state["syncs"]
         self._groups = state["groups"]
+        self._default = state["default"]
         self._aliases = state["aliases"]
         self._init_transient()
 
@@ -225,7 +230,7 @@ class StateManager(Joinable):
 
     def _agree(self, timeout: timedelta) -> None:
         publications = []
-        for sync, group in self._ordered():
+        for sync, group in zip(self._syncs, self._groups):
             manifest = build_manifest(
                 sync.arena.specs,
                 self.recipe.describe(),
@@ -238,10 +243,6 @@ class StateManager(Joinable):
         for publication in publications:
             agree_on_manifest(publication, timeout)
 
-    def _ordered(self) -> list[tuple[ArenaSync, SyncGroup | None]]:
-        """Arenas in an order that all their ranks share."""
-        pairs = list(zip(self._syncs, self._groups))
-        return sorted(pairs, key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
 
     # The step ------------------------------------------------------------------------------------
 
@@ -270,7 +271,7 @@ class StateManager(Joinable):
         self._settle()
         self._act_on_verdicts()
         if not self.joins:
-            for sync, _ in self._ordered():
+            for sync in self._syncs:
                 if sync.phase is Phase.IDLE:
                     sync.launch(hold, self._scaler_given)
         for sync in self._syncs:
@@ -309,14 +310,16 @@ class StateManager(Joinable):
         """
         findings: list[Finding] = []
         step = 0
-        for sync, _ in self._ordered():
+        for sync in self._syncs:
             if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
                 continue
             differs, nonfinite = sync.verdict.read()
             sync.verdict = None
+            if not differs and not nonfinite:
+                continue
             step = max(step, int(sync.arena.step))
             if nonfinite:
-                self._tell(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.nonfinite)))
+                self._tell(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
             if differs:
                 findings += self._localise(sync, differs)
         if findings:
@@ -364,19 +367,19 @@ class StateManager(Joinable):
         """Launch before the boundary; the results of several launches merge. COLLECTIVE."""
         if self.settings.enabled:
             self._require_attached()
-            for sync, _ in self._ordered():
+            for sync in self._syncs:
                 sync.launch()
 
     def launch_idle(self) -> None:
         """Shadow the others' launch, for a rank without data. COLLECTIVE."""
-        for sync, _ in self._ordered():
+        for sync in self._syncs:
             if sync.communicates:
                 sync.launch_idle()
 
     def resync_after_join(self) -> None:
         """Take over the state of the rank that is furthest, and end the Join context. COLLECTIVE."""
         self._settle()
-        for sync, group in self._ordered():
+        for sync, group in zip(self._syncs, self._groups):
             if sync.communicates:
                 assert group is not None
                 _broadcast_furthest(sync.arena, group)
@@ -457,7 +460,7 @@ class StateManager(Joinable):
         if format not in _FORMATS:
             raise ConfigurationError(f"format must be one of {', '.join(_FORMATS)}, got {format!r}")
         slot = Slot(fqn, parse_role(role).value)
-        sync = self._syncs[0]
+        sync = self._default
         sync.arena = sync.arena.extended([SlotSpec(slot, _FORMATS[format])])
         for linear in _fp8_linears(self._require_model()):
             linear.fp8_slots.forget_views()
@@ -518,9 +521,7 @@ class StateManager(Joinable):
         if not 0 < scale < float("inf"):
             raise ConfigurationError(f"a scale must be positive and finite, got {scale!r}")
         sync, index = self._find(fqn, role)
-        sync.arena.scale[index] = scale
-        torch.reciprocal(sync.arena.scale[index], out=sync.arena.inv_scale[index])
-        sync.arena.cold[index] = False
+        sync.arena.set_scale(index, scale)
         self._mode.invalidate_casts()
 
     def amax_history(self, fqn: str, role: str) -> Tensor:
@@ -563,7 +564,7 @@ class StateManager(Joinable):
             for linear in _fp8_linears(self._require_model())
         }
         launched: list[tuple[ArenaSync, Tensor, dist.Work | None]] = []
-        for sync, _ in self._ordered():
+        for sync in self._syncs:
             amaxes = torch.full_like(sync.arena.pending, DID_NOT_RUN)
             for slot, index in sync.arena.slots_of(Role.WEIGHT):
                 weight = weights.get((id(sync), slot))

@@ -11,7 +11,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def scale_from_amax(
-    amax: Tensor, previous: Tensor, fp8_max: Tensor, margin: int, power_of_two: bool
+    amax: Tensor, previous: Tensor, fp8_max: Tensor, margin: int, power_of_two: bool, where: Tensor | None = None
 ) -> Tensor:
     """The scale to cast with, from the largest magnitude seen.
 
@@ -27,14 +27,17 @@ def scale_from_amax(
             which rounds twice.
         margin: the scale is divided by ``2**margin``. May be negative.
         power_of_two: round the scale down to a power of two.
+        where: bool: keep ``previous`` elsewhere.
     """
     scale = torch.div(fp8_max, amax)
     if margin:
-        scale = scale / 2.0**margin
-    scale = scale.clamp_max(FLOAT32_MAX)
+        scale /= 2.0**margin
+    scale.clamp_max_(FLOAT32_MAX)
     if power_of_two:
         scale = round_down_to_power_of_two(scale)
-    usable = (amax > 0) & (amax < torch.inf)
+    usable = (amax > 0).bitwise_and_(amax < torch.inf)
+    if where is not None:
+        usable.bitwise_and_(where)
     return torch.where(usable, scale, previous)
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.groups import SyncGroup
-from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS
+from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist.kernels.update import (
     HEADER,
     WORD_MANIFEST,
@@ -35,7 +35,6 @@ from fp8dist.state.arena import Arena
 __all__ = ["ArenaSync", "Phase", "SyncCounters", "Verdict"]
 
 _NEUTRAL_WORD = torch.iinfo(torch.int32).min
-_IDLE_BITS = torch.tensor(DID_NOT_RUN).view(torch.int32).item()
 
 
 class Phase(enum.Enum):
@@ -62,29 +61,33 @@ class Verdict:
     On CUDA the four numbers are copied without blocking and read at the next boundary.
     """
 
-    def __init__(self, agreement: Tensor, nonfinite: Tensor) -> None:
-        numbers = torch.cat([agreement.to(torch.int64), nonfinite.view(1)])
-        self.immediate = not numbers.is_cuda
-        self._event: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            host.copy_(numbers, non_blocking=True)
+    def __init__(self, agreement: Tensor | None, nonfinite: Tensor) -> None:
+        self.immediate = not nonfinite.is_cuda
+        self._tensors = [nonfinite] if agreement is None else [nonfinite, agreement]
+        if nonfinite.is_cuda:
+            self._tensors = [_to_host(tensor) for tensor in self._tensors]
             self._event = torch.cuda.Event()
             self._event.record()
-            numbers = host
-        self._numbers = numbers
 
-    def read(self) -> tuple[tuple[str, ...], int]:
-        """(kinds that differ between ranks: "manifest", "step", "scale"; slots with non-finite amax)."""
-        if self._event is not None:
+    def read(self) -> tuple[tuple[str, ...], bool]:
+        """(kinds that differ between ranks: "manifest", "step", "scale"; whether an amax was not finite)."""
+        if not self.immediate:
             self._event.synchronize()
-        *agree, nonfinite = self._numbers.tolist()
+        nonfinite, *agreement = (tensor.tolist() for tensor in self._tensors)
+        agree = agreement[0] if agreement else []
+        if all(agree):
+            return (), nonfinite
         differs = {
             "manifest": not agree[WORD_MANIFEST],
             "step": not agree[WORD_STEP],
             "scale": not (agree[WORD_SCALE_LOW] and agree[WORD_SCALE_HIGH]),
         }
         return tuple(kind for kind, differ in differs.items() if differ), nonfinite
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass
@@ -117,6 +120,7 @@ class ArenaSync:
         self._collect()
         self.arena.snapshot(hold, drop_nonfinite)
         self._reduce()
+        self.arena.look_ahead(held=hold is not None)
 
     def launch_idle(self) -> None:
         """Take part in the others' launch without having anything to say. COLLECTIVE.
@@ -127,7 +131,7 @@ class ArenaSync:
         self.settle()
         self._collect()
         self.arena.send[:HEADER] = _NEUTRAL_WORD
-        self.arena.send[HEADER:] = _IDLE_BITS
+        self.arena.send[HEADER:] = DID_NOT_RUN_BITS
         self._reduce()
 
     def _reduce(self) -> None:
@@ -167,17 +171,25 @@ class ArenaSync:
         reduced = self.arena.send
         if self._merged is not None:
             reduced = torch.maximum(self._merged, reduced)
-        agreement = header_agreement(reduced)
-        # Only a mismatch of manifest or step says that the others' amaxes are not ours to take.
-        trusted = agreement[: WORD_STEP + 1].all() if self.communicates else None
-        if self._hold is not None:
-            stepped = self._hold.reshape(()) == 0
-            trusted = stepped if trusted is None else trusted & stepped
+        trusted, agreement = self._judge(reduced)
         nonfinite = self.arena.commit(reduced, trusted, self._hold)
         self.verdict = Verdict(agreement, nonfinite)
         self.counters.steps += 1
         self._merged = self._hold = None
         self.phase = Phase.IDLE
+
+    def _judge(self, reduced: Tensor) -> tuple[Tensor | bool, Tensor | None]:
+        """(whether the others' amaxes may be taken, agreement of the four header words).
+
+        Only a mismatch of manifest or step says that they are not ours to take: after one of scales
+        the commit makes the scales equal again. On the CPU the answer is known at once.
+        """
+        if not self.communicates and self._hold is None:
+            return True, None
+        agreement = header_agreement(reduced)
+        same_step = agreement[: WORD_STEP + 1].all()
+        trusted = same_step if self._hold is None else same_step & (self._hold.reshape(()) == 0)
+        return (trusted if trusted.is_cuda else bool(trusted)), agreement
 
     def drop_nonfinite(self) -> None:
         """Forget non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
@@ -187,7 +199,7 @@ class ArenaSync:
             self.arena.send.copy_(self._merged)
             waiting += [self._merged[HEADER:], self.arena.send[HEADER:]]
         for bits in waiting:
-            bits.masked_fill_(bits >= INFINITY_BITS, _IDLE_BITS)
+            bits.masked_fill_(bits >= INFINITY_BITS, DID_NOT_RUN_BITS)
 
     def abandon(self) -> None:
         """Wait for what is in flight and throw it and all pending amaxes away."""

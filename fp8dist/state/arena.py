@@ -7,7 +7,7 @@ divergence) and ``.bfloat16()`` would cast them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,16 @@ from torch import Tensor
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Format, Role
 from fp8dist.kernels.digest import position_keys
-from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS
-from fp8dist.kernels.rings import RingShape, ordered_window, write_and_reduce
-from fp8dist.kernels.update import HEADER, WORD_MANIFEST, WORD_STEP, WORDS, snapshot
+from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
+from fp8dist.kernels.rings import LookAhead, RingShape, look_ahead, ordered_window, write, write_window
+from fp8dist.kernels.update import HEADER, WORD_MANIFEST, WORD_STEP, WORDS, snapshot, withhold
 from fp8dist.recipe import DelayedScaling
 from fp8dist.scaling import scale_from_amax
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
 
 __all__ = ["Arena", "SlotState"]
 
-COMMITS, NONFINITE, SATURATED = range(3)
+TAKEN, NONFINITE, SATURATED = range(3)
 _CPU = torch.device("cpu")
 
 
@@ -40,6 +40,13 @@ class SlotState:
         self.pending: Tensor = arena.pending[index]
 
 
+class _Ahead(NamedTuple):
+    """What a commit can know before the collective is done."""
+
+    ring: LookAhead
+    limit: Tensor  # float32[n]: an amax beyond it did not fit the scale it was cast with
+
+
 class Arena:
     """FP8 state of n slots.
 
@@ -52,8 +59,8 @@ class Arena:
     amax       float32[n]       the newest amax that the history took
     cold       bool[n]          no positive finite amax committed yet
     counters   int64[3, n]      amaxes taken, non-finite amaxes, amaxes beyond the scale in use
-    words      int32[4]         header words; the step counter is one of them, so it lives here
-    nonfinite  bool[n]          slots whose amax was not finite at the last commit
+    words      int32[4]         header words; ``step``, boundaries committed so far, is one of them
+    flags      bool[3, n]       which of the counters went up at the last commit
     ========== ================ ==========================================================
 
     Addresses never change after ``place``: modules hold views, CUDA graphs hold pointers.
@@ -76,24 +83,27 @@ class Arena:
         self.pending = torch.full((n,), DID_NOT_RUN, device=device)
         self.send = torch.zeros(HEADER + n, dtype=torch.int32, device=device)
         self.scales = torch.ones(2, n, device=device)
-        self.scale, self.inv_scale = self.scales
         self.sent = torch.ones(2, n, device=device)
         self.history = torch.zeros(n, self.ring.padded, device=device)
         self.block_max = torch.zeros(n, self.ring.blocks, device=device)
-        self.cursor = torch.zeros(n, dtype=torch.int64, device=device)
         self.amax = torch.zeros(n, device=device)
         self.cold = torch.ones(n, dtype=torch.bool, device=device)
         self.counters = torch.zeros(3, n, dtype=torch.int64, device=device)
         self.words = torch.zeros(WORDS, dtype=torch.int32, device=device)
-        self.nonfinite = torch.zeros(n, dtype=torch.bool, device=device)
+        self.flags = torch.zeros(3, n, dtype=torch.bool, device=device)
+        # Views, taken once.
+        self.scale, self.inv_scale = self.scales
+        self.step = self.words[WORD_STEP]
+        self.taken = self.counters[TAKEN]
+        self._flags = tuple(self.flags)
+        self._pending_bits = self.pending.view(torch.int32)
+        self._scale_bits = self.scales.view(-1).view(torch.int32)
         # Constants.
         self.fp8_max = torch.tensor([spec.format.max for spec in self.specs], device=device)
-        self._keys = position_keys(n, device)
-        places = torch.arange(n, device=device)
-        self._row_start = places * self.ring.padded
-        self._block_start = places * self.ring.blocks
+        self._keys = position_keys(2 * n, device)
+        self._ahead: _Ahead | None = None
 
-    _STATE = ("pending", "scales", "sent", "history", "block_max", "cursor", "amax", "cold", "counters", "words")
+    _STATE = ("pending", "scales", "sent", "history", "block_max", "amax", "cold", "counters", "words")
 
     def place(self, device: torch.device) -> None:
         """Move to ``device``, once. State that was loaded before is kept.
@@ -145,63 +155,63 @@ class Arena:
 
     # The step ------------------------------------------------------------------------------------
 
-    @property
-    def step(self) -> Tensor:
-        """0-d int32 on the device: boundaries committed so far."""
-        return self.words[WORD_STEP]
-
     def set_manifest_word(self, word: int) -> None:
         """What the header says of the manifest: an int32."""
         self.words[WORD_MANIFEST] = word
 
     def snapshot(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
-        """Launch's local half: ``pending`` into ``send``. See ``kernels.update.snapshot``."""
-        snapshot(
-            self.pending, self.scales, self.words, self._keys, self.send, self.sent, hold, drop_nonfinite
-        )
+        """What a launch sends: ``pending``, and a header from the live state. See ``kernels.update``."""
+        snapshot(self.words, self._scale_bits, self._keys, self._pending_bits, self.send)
+        if hold is not None:
+            withhold(self.send, self._pending_bits, hold, drop_nonfinite)
 
-    def commit(self, reduced: Tensor, trusted: Tensor | None, hold: Tensor | None = None) -> Tensor:
+    def look_ahead(self, held: bool) -> None:
+        """The rest of a launch, which may run while the collective is in flight.
+
+        Args:
+            held: ``pending`` was already set by ``snapshot(hold)``.
+        """
+        if not held:
+            self.pending.fill_(DID_NOT_RUN)
+        self.sent.copy_(self.scales)
+        self._ahead = self._read_ahead()
+
+    def _read_ahead(self) -> _Ahead:
+        ring = look_ahead(self.history, self.block_max, self.taken, self.ring)
+        limit = self.fp8_max * self.inv_scale
+        if self.recipe.warmup == "current":
+            # A slot that was cast just in time cannot exceed its own scale.
+            limit.masked_fill_(self.cold, torch.inf)
+        return _Ahead(ring, limit)
+
+    def commit(self, reduced: Tensor, trusted: Tensor | bool, hold: Tensor | None = None) -> Tensor:
         """History rolls, scales are recomputed, the step counter goes up.
 
         Args:
             reduced: int32[8 + n], ``send`` after the collective.
-            trusted: 0-d bool: where it is False nothing is mixed in. None: trusted.
+            trusted: bool, on the host or 0-d on the device: if False nothing is mixed in.
             hold: 0-d or None: where it is non-zero this is no step.
 
         Returns:
-            0-d int64: how many slots saw a non-finite amax.
+            0-d bool: whether a slot saw a non-finite amax.
         """
+        ring, limit = self._ahead or self._read_ahead()
+        self._ahead = None
         bits = reduced[HEADER:]
+        if trusted is not True:
+            bits = torch.where(torch.as_tensor(trusted, device=bits.device), bits, DID_NOT_RUN_BITS)
         amax = bits.view(torch.float32)
-        ran = bits >= 0
-        if trusted is not None:
-            ran &= trusted
-        taken = ran & (bits < INFINITY_BITS)
-        nonfinite = ran ^ taken
-        self.nonfinite = nonfinite
-        window_max = write_and_reduce(
-            self.history,
-            self.block_max,
-            self.cursor,
-            self._row_start,
-            self._block_start,
-            self.ring,
-            amax,
-            taken,
-        )
-        self.counters[COMMITS].add_(taken)
-        self.counters[NONFINITE].add_(nonfinite)
-        # A slot cast just in time cannot exceed its own scale.
-        fixed_scale = taken & ~self.cold if self.recipe.warmup == "current" else taken
-        self.counters[SATURATED].add_(fixed_scale & (amax * self.scale > self.fp8_max))
+        taken, nonfinite, saturated = self._flags
+        torch.ge(bits, INFINITY_BITS, out=nonfinite)
+        torch.ge(bits, 0, out=taken).bitwise_xor_(nonfinite)
+        torch.gt(amax, limit, out=saturated).bitwise_and_(taken)
+        self.counters.add_(self.flags)
+        window_max = write(self.history, self.block_max, ring, amax, taken)
         torch.where(taken, amax, self.amax, out=self.amax)
-        self.cold.logical_and_(torch.where(taken, amax, 0.0) <= 0)
+        self.cold.bitwise_and_(self.amax <= 0)
         self._rescale(self._reduce_windows(window_max), taken)
-        if hold is None:
-            self.step.add_(1)
-        else:
-            self.step.add_(hold.reshape(()) == 0)
-        return nonfinite.sum()
+        self.step.add_(1 if hold is None else hold.reshape(()) == 0)
+        return nonfinite.any()
 
     def _reduce_windows(self, window_max: Tensor) -> Tensor:
         algorithm = self.recipe.amax_algo
@@ -219,8 +229,8 @@ class Arena:
 
     def _rescale(self, amax: Tensor, where: Tensor) -> None:
         recipe = self.recipe
-        scale = scale_from_amax(amax, self.scale, self.fp8_max, recipe.margin, recipe.power_of_two)
-        torch.where(where, scale, self.scale, out=self.scale)
+        scale = scale_from_amax(amax, self.scale, self.fp8_max, recipe.margin, recipe.power_of_two, where)
+        self.scale.copy_(scale)
         torch.reciprocal(self.scale, out=self.inv_scale)
 
     def derive_scales(self, amax: Tensor, where: Tensor) -> None:
@@ -228,24 +238,32 @@ class Arena:
         slots are no longer cold. No history, no step."""
         usable = where & (amax > 0) & (amax < torch.inf)
         self._rescale(amax, usable)
-        self.cold.logical_and_(~usable)
+        self.cold.bitwise_and_(~usable)
+        self._ahead = None
 
     def forget_history(self, where: Tensor) -> None:
         """Empty the windows of the slots where bool[n] says so."""
         self.history.masked_fill_(where[:, None], 0)
         self.block_max.masked_fill_(where[:, None], 0)
-        self.cursor.masked_fill_(where, 0)
+        self._ahead = None
+
+    def set_scale(self, index: int, scale: float) -> None:
+        """Set one slot's scale; it is no longer cold."""
+        self.scale[index] = scale
+        torch.reciprocal(self.scale, out=self.inv_scale)
+        self.cold[index] = False
+        self._ahead = None
 
     # Reading and writing -------------------------------------------------------------------------
 
     def ordered_history(self) -> Tensor:
         """float32[n, history_len] copy, oldest first."""
-        return ordered_window(self.history, self.cursor, self.ring.length)
+        return ordered_window(self.history, self.taken, self.ring)
 
     def window(self, index: int) -> Tensor:
         """float32[history_len] copy of one slot's window, oldest first."""
         row = slice(index, index + 1)
-        return ordered_window(self.history[row], self.cursor[row], self.ring.length)[0]
+        return ordered_window(self.history[row], self.taken[row], self.ring)[0]
 
     def shared_state(self) -> list[Tensor]:
         """What is equal on all ranks that share this arena, as tensors that any backend can send."""
@@ -253,7 +271,6 @@ class Arena:
             self.scales,
             self.history,
             self.block_max,
-            self.cursor,
             self.amax,
             self.cold.view(torch.uint8),
             self.counters,
@@ -263,9 +280,10 @@ class Arena:
     def write_history(self, rows: Tensor, index: Tensor) -> None:
         """Replace the windows of the slots ``index`` (int64[m]) by ``rows`` (float32[m, history_len],
         oldest first)."""
-        self.history[index, : self.ring.length] = rows
-        self.cursor[index] = 0
-        self.block_max.copy_(self.history.view(len(self), self.ring.blocks, self.ring.block).amax(2))
+        windows = self.ordered_history()
+        windows[index] = rows
+        write_window(self.history, self.block_max, self.taken, self.ring, windows)
+        self._ahead = None
 
     def reset(self) -> None:
         """Back to the state of a new arena. The manifest stays."""
@@ -273,8 +291,9 @@ class Arena:
         self.pending.fill_(DID_NOT_RUN)
         for tensor in (self.scales, self.sent, self.cold):
             tensor.fill_(1)
-        for tensor in (self.history, self.block_max, self.cursor, self.amax, self.counters, self.words):
+        for tensor in (self.history, self.block_max, self.amax, self.counters, self.words):
             tensor.zero_()
+        self._ahead = None
         self.words[WORD_MANIFEST] = manifest
 
     # Copying and pickling: views are rebuilt, so that they are views again -------------------------

@@ -1,9 +1,9 @@
-"""A position-keyed, order-free digest of int64 words.
+"""A position-keyed digest of 32-bit words: multilinear hashing.
 
-Each word is mixed with a key that depends on its place, and the mixed words are summed with
-wrap-around. The sum is the same in any order of summation; moving, swapping or equally flipping
-words changes it. The mixer is the xorshift-multiply finaliser of SplitMix64 (Steele, Lea, Flood,
-"Fast splittable pseudorandom number generators", OOPSLA 2014).
+``sum(key[i] * word[i]) mod 2**64``, with a fixed pseudo-random odd 64-bit key for each place (the
+multilinear family of Lemire and Kaser, "Strongly universal string hashing is fast", 2014). A change of
+one word always changes it: the key is odd and the difference is below 2**32. Swapped words, and equal flips in two places, are missed
+with probability 2**-33 or less. The sum wraps and is the same in any order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _MULTIPLIER_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 
 def position_keys(count: int, device: torch.device) -> Tensor:
-    """int64[count]: a different odd-multiple key for each place."""
-    return (torch.arange(count, dtype=torch.int64, device=device) + 1) * _GOLDEN
+    """int64[count] odd keys: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of the place, lowest bit set."""
+    x = (torch.arange(count, dtype=torch.int64, device=device) + 1) * _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
+    x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
+    return (x ^ _shift_right(x, 31)) | 1
 
 
-def digest_words(words: Tensor, keys: Tensor) -> Tensor:
-    """0-d int64 digest of ``words`` (int64[n]) under ``keys`` (int64[n])."""
-    mixed = torch.bitwise_xor(words, keys)
-    mixed = mixed.bitwise_xor_(_shift_right(mixed, 30)).mul_(_MULTIPLIER_1)
-    mixed = mixed.bitwise_xor_(_shift_right(mixed, 27)).mul_(_MULTIPLIER_2)
-    return mixed.bitwise_xor_(_shift_right(mixed, 31)).sum()
+def digest_words(words: Tensor, keys: Tensor, out: Tensor) -> None:
+    """Write the digest of ``words`` (int32[n]) under ``keys`` (int64[n]) to ``out`` (int64[1])."""
+    torch.sum(words * keys, dim=0, keepdim=True, out=out)
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
     """Logical right shift; torch's own is arithmetic on int64."""
-    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
+    return (x >> by) & ((1 << (64 - by)) - 1)

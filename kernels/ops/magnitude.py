@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DID_NOT_RUN", "INFINITY_BITS", "amax_bits", "record_amax"]
+__all__ = ["DID_NOT_RUN", "DID_NOT_RUN_BITS", "INFINITY_BITS", "amax_bits", "record_amax"]
 
 DID_NOT_RUN = -1.0
 """What ``pending`` holds for a slot that saw nothing. Its bits are a negative int32, so any
 recorded amax (bits >= 0) wins an integer max against it."""
+
+DID_NOT_RUN_BITS = -0x40800000
+"""The same, as int32."""
 
 INFINITY_BITS = 0x7F800000
 """Bits of float32 +Inf. Finite amaxes are below, NaN is above."""

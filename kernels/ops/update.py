@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.kernels.digest import digest_words
-from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS
+from fp8dist.kernels.magnitude import DID_NOT_RUN_BITS, INFINITY_BITS
 
 __all__ = [
     "HEADER",
@@ -22,6 +22,7 @@ __all__ = [
     "WORDS",
     "header_agreement",
     "snapshot",
+    "withhold",
 ]
 
 WORDS = 4
@@ -29,43 +30,38 @@ HEADER = 2 * WORDS
 WORD_MANIFEST, WORD_STEP, WORD_SCALE_LOW, WORD_SCALE_HIGH = range(WORDS)
 
 
-def snapshot(
-    pending: Tensor,
-    scales: Tensor,
-    words: Tensor,
-    keys: Tensor,
-    send: Tensor,
-    sent_scales: Tensor,
-    hold: Tensor | None,
-    drop_nonfinite: bool,
-) -> None:
-    """Fill ``send`` and ``sent_scales`` from the live state and set ``pending`` to "did not run".
+def snapshot(words: Tensor, scale_bits: Tensor, keys: Tensor, pending_bits: Tensor, send: Tensor) -> None:
+    """Fill ``send`` from the live state: header, then the amaxes seen since the last launch.
 
     Args:
-        pending: float32[n], changed in place.
-        scales: float32[2, n]: scale and inv_scale. Digested from live memory.
-        words: int32[4]: manifest digest, step counter, and room for the scale digest.
-        keys: int64[n] of ``digest.position_keys``.
-        send: int32[8 + n], written. ``sent_scales``: float32[2, n], written.
-        hold: 0-d tensor or None. Where it is non-zero (a loss scaler skipped this optimizer step)
-            nothing is sent, and ``pending`` stays as it is. Decided on the device.
-        drop_nonfinite: while holding, set non-finite ``pending`` to "did not run".
+        words: int32[4]: manifest digest, step counter, and room for the scale digest, which is taken
+            here, from live memory: a scale that was damaged after its commit shows in this header.
+        scale_bits: int32[2n]: bits of scale and inv_scale.
+        keys: int64[2n] of ``digest.position_keys``.
+        pending_bits: int32[n].
+        send: int32[8 + n], written.
     """
-    digest = digest_words(scales.view(-1).view(torch.int64), keys)
-    words[WORD_SCALE_LOW:] = digest.view(1).view(torch.int32)
-    send[:WORDS] = words
+    digest_words(scale_bits, keys, words.view(torch.int64)[1:])
+    send[:WORDS].copy_(words)
     torch.bitwise_not(words, out=send[WORDS:HEADER])
-    sent_scales.copy_(scales)
-    bits = pending.view(torch.int32)
-    if hold is None:
-        send[HEADER:] = bits
-        pending.fill_(DID_NOT_RUN)
-        return
-    held = hold.reshape(()).bool()
-    nothing = torch.full_like(pending, DID_NOT_RUN).view(torch.int32)
-    send[HEADER:] = torch.where(held, nothing, bits)
-    dropped = (bits >= INFINITY_BITS) if drop_nonfinite else torch.zeros_like(bits, dtype=torch.bool)
-    bits.copy_(torch.where(held & ~dropped, bits, nothing))
+    send[HEADER:].copy_(pending_bits)
+
+
+def withhold(send: Tensor, pending_bits: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
+    """Undo a snapshot's amaxes where ``hold`` is non-zero: a loss scaler skipped this optimizer step.
+
+    Decided on the device. Held amaxes wait in ``pending_bits`` (int32[n], already "did not run")
+    for the next launch, the non-finite ones only unless ``drop_nonfinite``.
+
+    Args:
+        send: int32[8 + n] as ``snapshot`` left it, changed in place.
+        hold: 0-d or one element.
+    """
+    held, bits = hold.reshape(()).bool(), send[HEADER:]
+    nothing = torch.full_like(bits, DID_NOT_RUN_BITS)
+    keep = held & (bits < INFINITY_BITS) if drop_nonfinite else held
+    pending_bits.copy_(torch.where(keep, bits, nothing))
+    bits.copy_(torch.where(held, nothing, bits))
 
 
 def header_agreement(reduced: Tensor) -> Tensor:

@@ -1,0 +1,81 @@
+"""Who is running: this process's rank, its device, and the few things that ranks tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Ranks", "digest_of", "joined_ranks"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all of the job."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str | None  # None: no process group.
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes files and speaks."""
+        return self.rank == 0
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Elementwise mean over the ranks. COLLECTIVE."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values / self.size
+
+    def agree(self, digest: str) -> bool:
+        """Whether all ranks hold the same digest. COLLECTIVE."""
+        digests = [digest] * self.size
+        if self.size > 1:
+            dist.all_gather_object(digests, digest)
+        return len(set(digests)) == 1
+
+
+@contextlib.contextmanager
+def joined_ranks(parallel: str) -> Iterator[Ranks]:
+    """Pick the device and, unless ``parallel`` is "none", join the process group. COLLECTIVE."""
+    rank = int(os.environ.get("RANK", "0"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    device, backend = _device_and_backend()
+    if parallel == "none":
+        yield Ranks(rank, size, device, None)
+        return
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    else:  # Not under torchrun: a group of one.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Ranks(rank, size, device, backend)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device_and_backend() -> tuple[torch.device, str]:
+    """One GPU per rank and nccl where there are enough; nccl refuses to share one, gloo does not."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return device, "nccl" if enough else "gloo"
+
+
+def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

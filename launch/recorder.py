@@ -1,0 +1,114 @@
+"""What a run leaves behind: a progress bar, ``metrics.jsonl``, and the time it took."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+from ranks import Ranks
+from torch import Tensor
+from tqdm import tqdm
+
+from fp8dist import StateManager
+from options import Options
+
+__all__ = ["Recorder"]
+
+FINAL_STEPS = 10
+"""The final training loss is the mean over this many steps."""
+
+PLAIN_LINES = 5
+"""How often a run whose stderr is no terminal says where it is."""
+
+
+class Recorder:
+    """Collects losses on the device and reads them every ``--log-every`` steps.
+
+    ``flush`` makes one all_reduce, of the losses since the last one; between flushes nothing is read
+    from the device and nothing is communicated. Rates and FP8 metrics are means over that interval.
+    """
+
+    def __init__(self, options: Options, ranks: Ranks, manager: StateManager | None) -> None:
+        self.training_seconds = 0.0
+        self.final_losses: deque[float] = deque(maxlen=FINAL_STEPS)
+        self._options, self._ranks, self._manager = options, ranks, manager
+        self._waiting: list[tuple[int, float, Tensor]] = []  # step, learning rate, loss [] on the device
+        self._file: TextIO | None = None
+        if ranks.first:
+            self._file = (options.out / "metrics.jsonl").open("w", encoding="utf-8")
+        self._bar = tqdm(
+            total=options.steps, desc=options.precision, unit="step", disable=None if ranks.first else True
+        )
+        self._sync_ms = self._metrics().get("fp8/sync_wait_ms", 0.0)
+        self._start = time.perf_counter()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks and microbatches."""
+        options = self._options
+        return options.batch_size * options.context * options.accumulate * self._ranks.size
+
+    def add(self, step: int, learning_rate: float, loss: Tensor) -> None:
+        """Remember a step. Local; does not wait for the device."""
+        self._waiting.append((step, learning_rate, loss))
+        self._bar.update()
+
+    def due(self, step: int) -> bool:
+        """Whether ``flush`` should follow on this step, counted from 1."""
+        options = self._options
+        validates = options.eval_every and step % options.eval_every == 0
+        return step % options.log_every == 0 or step == options.steps or bool(validates)
+
+    def flush(self, validate: Callable[[], float] | None = None) -> None:
+        """Write the steps since the last flush. COLLECTIVE.
+
+        ``validate`` runs outside the measured time; its loss joins the last step's line.
+        """
+        losses = self._ranks.mean(torch.stack([loss for _, _, loss in self._waiting])).tolist()
+        seconds = time.perf_counter() - self._start
+        self.training_seconds += seconds
+        self.final_losses.extend(losses)
+        validation = {} if validate is None else {"validation_loss": validate()}
+        if self._file is not None:
+            self._write(self._file, losses, seconds, validation)
+            self._report_progress(losses[-1])
+        self._waiting.clear()
+        self._start = time.perf_counter()
+
+    def close(self) -> None:
+        """Close bar and file."""
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, file: TextIO, losses: list[float], seconds: float, validation: dict[str, float]) -> None:
+        count = len(losses)
+        interval: dict[str, Any] = {"tokens_per_s": round(count * self.tokens_per_step / seconds, 1)}
+        metrics = self._metrics()
+        if metrics:
+            before, self._sync_ms = self._sync_ms, metrics["fp8/sync_wait_ms"]
+            interval["sync_ms"] = round((self._sync_ms - before) / count, 4)
+            interval["cold_slots"] = int(metrics["fp8/cold_slots"])
+            interval["nonfinite_amaxes"] = int(metrics["fp8/nonfinite_amaxes"])
+        for (step, learning_rate, _), loss in zip(self._waiting, losses, strict=True):
+            line = {"step": step, "loss": loss, "learning_rate": learning_rate, **interval}
+            if step == self._waiting[-1][0]:
+                line.update(validation)
+            file.write(json.dumps(line) + "\n")
+        file.flush()
+
+    def _metrics(self) -> dict[str, float]:
+        """Of rank 0; reading them is local, but waits for the device."""
+        return self._manager.metrics() if self._manager is not None and self._ranks.first else {}
+
+    def _report_progress(self, loss: float) -> None:
+        self._bar.set_postfix(loss=f"{loss:.3f}")
+        done, steps = self._waiting[-1][0], self._options.steps
+        before = done - len(self._waiting)
+        if self._bar.disable and done * PLAIN_LINES // steps > before * PLAIN_LINES // steps:
+            print(f"{self._options.precision}: step {done} of {steps}, loss {loss:.3f}", file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""What one step's sync and scale update cost, against a bare all-reduce of the same bytes.
+
+Run by ``scripts/benchmark`` under torchrun. Medians over interleaved pairs, so that a busy machine
+disturbs both sides alike. Prints one JSON object from rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8dist
+from fp8dist.manager import StateManager
+
+
+class CountOps(TorchDispatchMode):
+    """How many torch ops run: on a GPU each would be at least one launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def manager_of(slots: int, history_len: int) -> StateManager:
+    """A manager with that many slots and no modules."""
+    model = torch.nn.Identity()
+    manager = fp8dist.prepare(
+        model, fp8dist.DelayedScaling(history_len=history_len), group=dist.group.WORLD, skip=("*",)
+    )
+    manager._kept = model  # type: ignore[attr-defined]  # a manager knows its model only weakly
+    roles = ("input", "weight", "grad_output")
+    sync = manager._syncs[0]
+    from fp8dist.formats import E4M3
+    from fp8dist.state.slots import Slot, SlotSpec
+
+    sync.arena = sync.arena.extended(
+        [SlotSpec(Slot(f"layers.{i // 3:06d}", roles[i % 3]), E4M3) for i in range(slots)]
+    )
+    manager.attach()
+    return manager
+
+
+def one_step(manager: StateManager) -> None:
+    """A step in which every slot ran."""
+    manager._syncs[0].arena.pending.fill_(1.0)
+    manager.step()
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def measure(slots: int, history_len: int, pairs: int) -> dict[str, float]:
+    """Medians in ms of both sides and of their ratio, and the op count of one step."""
+    manager = manager_of(slots, history_len)
+    bare = torch.zeros_like(manager._syncs[0].arena.send)
+    for _ in range(20):
+        one_step(manager)
+        dist.all_reduce(bare, dist.ReduceOp.MAX)
+    ours, theirs = [], []
+    for _ in range(pairs):
+        dist.barrier()
+        theirs.append(timed(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)))
+        dist.barrier()
+        manager._syncs[0].arena.pending.fill_(1.0)
+        ours.append(timed(manager.step))
+    with CountOps() as counter:
+        manager.step()
+    return {
+        "slots": slots,
+        "history": history_len,
+        "bytes": bare.numel() * bare.element_size(),
+        "bare_ms": statistics.median(theirs),
+        "step_ms": statistics.median(ours),
+        "ratio": statistics.median(ours) / statistics.median(theirs),
+        "torch_ops": counter.count,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--slots", type=int, nargs="+", default=[672, 100_000])
+    parser.add_argument("--history", type=int, default=1024)
+    parser.add_argument("--pairs", type=int, default=200)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = [measure(n, arguments.history, arguments.pairs) for n in arguments.slots]
+    if dist.get_rank() == 0:
+        print(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

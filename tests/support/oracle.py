@@ -1,0 +1,175 @@
+"""What FP8 state must become, in plain Python: an oracle that shares no code with the library.
+
+Written from DESIGN.md, "State" ("Commit, per slot"). Numbers are Python floats that hold float32 values;
+every operation is done in float64 and rounded to float32 once. That is exact IEEE float32 arithmetic:
+products of two float32 fit into a float64, and rounding a float64 quotient of two float32 once more cannot
+change the result, because 53 >= 2 * 24 + 2 (Figueroa, "When is double rounding innocuous?", 1995).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+
+SlotName = tuple[str, str]
+
+
+def float32(x: float) -> float:
+    """``x`` rounded to the nearest float32, ties to even, too large to Inf."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", x))[0]
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def bits_of(x: float) -> int:
+    """The bits of a float32 value, as a signed 32-bit integer."""
+    return struct.unpack("<i", struct.pack("<f", x))[0]
+
+
+def of_bits(bits: int) -> float:
+    """The float32 value with these 32 bits. (A NaN loses its payload.)"""
+    return struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0]
+
+
+def divide(a: float, b: float) -> float:
+    """a / b in float32, for a > 0 and b >= 0."""
+    return float32(a / b) if b != 0 else math.inf
+
+
+def amax_of(values: Iterable[float]) -> float | None:
+    """Largest magnitude; NaN beats Inf beats finite; None of nothing."""
+    magnitudes = [abs(v) for v in values]
+    if not magnitudes:
+        return None
+    return math.nan if any(map(math.isnan, magnitudes)) else max(magnitudes)
+
+
+def merged(amaxes: Iterable[float | None]) -> float | None:
+    """One amax from those of all ranks or microbatches; None stands for "did not run"."""
+    return amax_of(a for a in amaxes if a is not None)
+
+
+def scale_for(amax: float, previous: float, fp8_max: float, margin: int = 0, power_of_two: bool = False) -> float:
+    """``(fp8_max / amax) / 2**margin``; amax 0, Inf and NaN keep ``previous``."""
+    if not 0 < amax < math.inf:
+        return previous
+    scale = float32(divide(fp8_max, amax) / 2.0**margin)
+    scale = min(scale, FLOAT32_MAX)
+    if power_of_two:
+        _, exponent = math.frexp(scale)
+        scale = math.ldexp(0.5, exponent)
+    return scale
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A recipe, as far as it decides state."""
+
+    history_len: int
+    amax_algo: str | Callable[[Sequence[float]], float] = "max"
+    margin: int = 0
+    power_of_two: bool = False
+    warmup: str = "current"
+
+
+@dataclass
+class SlotOracle:
+    """One slot: what it is after the commits so far."""
+
+    fp8_max: float
+    rules: Rules
+    history: list[float] = field(default_factory=list)  # Oldest first.
+    scale: float = 1.0
+    amax: float = 0.0
+    cold: bool = True
+    commits: int = 0
+    nonfinite: int = 0
+    saturated: int = 0
+
+    def __post_init__(self) -> None:
+        self.history = self.history or [0.0] * self.rules.history_len
+
+    def commit(self, amax: float | None) -> None:
+        """One step's synced amax."""
+        if amax is None:
+            return
+        if math.isnan(amax) or math.isinf(amax):
+            self.nonfinite += 1
+            return
+        has_fixed_scale = not self.cold or self.rules.warmup == "unit"
+        if has_fixed_scale and float32(amax * self.scale) > self.fp8_max:
+            self.saturated += 1
+        self.commits += 1
+        self.amax = amax
+        self.history = [*self.history[1:], amax]
+        if amax > 0:
+            self.cold = False
+        self.scale = self._scale(self._window())
+
+    def derive(self, amax: float | None, only_cold: bool = True) -> None:
+        """A weight's amax taken at attach: gives a scale, is no step."""
+        if amax is None or not 0 < amax < math.inf or (only_cold and not self.cold):
+            return
+        self.scale, self.cold = self._scale(amax), False
+
+    def resized(self, rules: Rules) -> SlotOracle:
+        """As loaded by a job with another history length: the newest entries stay."""
+        missing = max(0, rules.history_len - len(self.history))
+        history = [0.0] * missing + self.history[-rules.history_len :]
+        kept = {name: getattr(self, name) for name in ("scale", "amax", "cold", "commits", "nonfinite", "saturated")}
+        return SlotOracle(self.fp8_max, rules, history, **kept)
+
+    def _window(self) -> float:
+        algorithm = self.rules.amax_algo
+        if algorithm == "max":
+            return max(self.history)
+        if algorithm == "most_recent":
+            return self.history[-1]
+        assert callable(algorithm)
+        return algorithm(self.history)
+
+    def _scale(self, amax: float) -> float:
+        return scale_for(amax, self.scale, self.fp8_max, self.rules.margin, self.rules.power_of_two)
+
+    def state(self) -> dict[str, Any]:
+        """Everything a test compares, floats as bits."""
+        return {
+            "history": [bits_of(a) for a in self.history],
+            "scale": bits_of(self.scale),
+            "inv_scale": bits_of(divide(1.0, self.scale)),
+            "amax": bits_of(self.amax),
+            "cold": self.cold,
+            "counters": [self.commits, self.nonfinite, self.saturated],
+        }
+
+
+class Oracle:
+    """All slots of a model."""
+
+    def __init__(self, formats: Mapping[SlotName, str], rules: Rules) -> None:
+        self.slots = {slot: SlotOracle(FP8_MAX[name], rules) for slot, name in formats.items()}
+
+    def step(self, *ranks: Mapping[SlotName, float | None]) -> None:
+        """One boundary. Each rank's local amaxes; a slot that is absent did not run there."""
+        for name, slot in self.slots.items():
+            slot.commit(merged(rank.get(name) for rank in ranks))
+
+    def derive(self, *ranks: Mapping[SlotName, float | None]) -> None:
+        """Weight amaxes taken at attach, merged over ranks."""
+        for name, slot in self.slots.items():
+            slot.derive(merged(rank.get(name) for rank in ranks))
+
+    def resize(self, rules: Rules) -> None:
+        """Load into a job with other rules."""
+        self.slots = {name: slot.resized(rules) for name, slot in self.slots.items()}
+
+    def state(self) -> dict[SlotName, dict[str, Any]]:
+        """As ``states.state_of`` shows a manager."""
+        return {name: slot.state() for name, slot in self.slots.items()}

@@ -1,0 +1,36 @@
+"""What a StateManager shows through its public API, as plain numbers that can be compared bitwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist import StateManager
+
+
+def bits(tensor: Tensor) -> Any:
+    """Bits of a float32 tensor as (nested lists of) int32."""
+    return tensor.detach().contiguous().view(torch.int32).tolist()
+
+
+def state_of(manager: StateManager) -> dict[tuple[str, str], dict[str, Any]]:
+    """History, scale, inv_scale, amax, cold and counters of each slot."""
+    saved = manager.state_dict()
+    state = {}
+    for place, (fqn, role) in enumerate(saved["slots"]):
+        state[fqn, role] = {
+            "history": bits(manager.amax_history(fqn, role)),
+            "scale": bits(manager.scale(fqn, role)),
+            "inv_scale": bits(manager.inv_scale(fqn, role)),
+            "amax": bits(manager.amax(fqn, role)),
+            "cold": bool(saved["cold"][place]),
+            "counters": saved["counters"][:, place].tolist(),
+        }
+    return state
+
+
+def without(state: dict[Any, dict[str, Any]], *names: str) -> dict[Any, dict[str, Any]]:
+    """The same without some entries of each slot."""
+    return {slot: {k: v for k, v in entry.items() if k not in names} for slot, entry in state.items()}

@@ -1,0 +1,126 @@
+"""Small models, deterministic data, exact comparisons, and an oracle of amaxes that shares no code with fp8dist."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist import StateManager
+from fp8dist.nn import FP8Linear
+
+SlotName = tuple[str, str]
+Amaxes = dict[SlotName, float]
+
+
+class Net(nn.Module):
+    """Three eligible Linears, one of which may be skipped; a BatchNorm on request."""
+
+    def __init__(self, batchnorm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 48)
+        self.norm: nn.Module = nn.BatchNorm1d(48) if batchnorm else nn.Identity()
+        self.branch = nn.Linear(48, 48)
+        self.last = nn.Linear(48, 16)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        h = torch.relu(self.norm(self.first(x)))
+        if not skip:
+            h = h + self.branch(h)
+        return self.last(h)
+
+
+def make_net(seed: int = 0, batchnorm: bool = False) -> Net:
+    """The same net for the same seed."""
+    torch.manual_seed(seed)
+    return Net(batchnorm)
+
+
+def batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
+    """(x [8, 32], y [8, 16]); magnitudes differ from batch to batch and rank to rank."""
+    generator = torch.Generator().manual_seed(1000 * rank + index)
+    x = torch.randn(8, 32, generator=generator) * (1 + 0.3 * ((7 * index + 3 * rank) % 5))
+    return x, torch.randn(8, 16, generator=generator)
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The memory of a tensor: NaN equals itself, 0.0 differs from -0.0."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def state_bits(manager: StateManager) -> dict[str, bytes]:
+    """The whole FP8 state, exactly. Reads commit what is due."""
+    return {name: bits(value) for name, value in manager.state_dict().items() if isinstance(value, Tensor)}
+
+
+def parameter_bits(model: nn.Module) -> dict[str, bytes]:
+    """All parameters, exactly."""
+    return {name: bits(parameter) for name, parameter in model.named_parameters()}
+
+
+def gradient_bits(model: nn.Module) -> dict[str, bytes | None]:
+    """All gradients, exactly."""
+    return {name: None if p.grad is None else bits(p.grad) for name, p in model.named_parameters()}
+
+
+def histories(manager: StateManager) -> dict[SlotName, list[float]]:
+    """Every slot's amax window, oldest first."""
+    return {(s.fqn, s.role): manager.amax_history(s.fqn, s.role).tolist() for s in manager.slots}
+
+
+class AmaxRecorder:
+    """What each FP8Linear saw on this rank, step by step: taken by module hooks, with torch.abs and max."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.steps: list[Amaxes] = []
+        self._open: Amaxes = {}
+        for name, module in model.named_modules():
+            if isinstance(module, FP8Linear):
+                module.register_forward_pre_hook(self._saw_input(name))
+                module.register_forward_hook(self._saw_output(name))
+
+    def end_step(self) -> None:
+        """An optimizer step ends here."""
+        self.steps.append(self._open)
+        self._open = {}
+
+    def end_data(self, counts: bool) -> None:
+        """The data ended in the middle of a step; ``counts``: what was seen of it was sent."""
+        if counts and self._open:
+            self.end_step()
+
+    def _note(self, name: str, role: str, x: Tensor) -> None:
+        seen = float(x.detach().float().abs().max())
+        self._open[name, role] = max(self._open.get((name, role), 0.0), seen)
+
+    def _saw_input(self, name: str) -> Any:
+        def hook(module: FP8Linear, args: tuple[Any, ...]) -> None:
+            if module.training and torch.is_grad_enabled():
+                self._note(name, "input", args[0])
+                self._note(name, "weight", module.weight)
+
+        return hook
+
+    def _saw_output(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if module.training and output.requires_grad:
+                output.register_hook(lambda grad: self._note(name, "grad_output", grad))
+
+        return hook
+
+
+def expected_histories(
+    slots: Sequence[SlotName], steps_of_ranks: Sequence[Sequence[Amaxes]], length: int
+) -> dict[SlotName, list[float]]:
+    """What every rank must hold: per step the largest amax of all ranks that ran the slot; no entry where none did."""
+    taken: Mapping[SlotName, list[float]] = defaultdict(list)
+    for step in range(max(map(len, steps_of_ranks))):
+        present = [steps[step] for steps in steps_of_ranks if step < len(steps)]
+        for slot in slots:
+            seen = [amaxes[slot] for amaxes in present if slot in amaxes]
+            if seen:
+                taken[slot].append(max(seen))
+    return {slot: ([0.0] * length + taken[slot])[-length:] for slot in slots}

@@ -1,0 +1,821 @@
+"""DistributedDataParallel on real ranks: one FP8 collective per step, whatever DDP is told to do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import ConfigurationError
+from fp8dist.nn import UNBOUNDED_BACKWARDS
+from tests.support.collectives import Calls, counted_collectives
+from tests.support.ranks import RankPool, RanksFailed
+from tests.support.training import (
+    AmaxRecorder,
+    Amaxes,
+    Net,
+    SlotName,
+    batch,
+    expected_histories,
+    histories,
+    make_net,
+    parameter_bits,
+    state_bits,
+)
+
+HISTORY = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run; every rank gets the same one."""
+
+    ddp: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    no_sync: bool = False
+    hook: str = ""
+    batchnorm: bool = False
+    skipping: bool = False
+    update: str = "same_step"
+    steps: int = 4
+    frozen_bias: bool = False
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    losses: list[float]
+    parameters: dict[str, bytes]
+    state: dict[str, bytes]
+    histories: dict[SlotName, list[float]]
+    amaxes: list[Amaxes]
+    fp8_collectives: list[int]
+    other_fp8_collectives: int
+    steps: int
+
+
+def fp8_count(calls: Calls, manager: StateManager) -> int:
+    """FP8 syncs among the counted collectives: known by their size, 8 header words and one per slot."""
+    size = 4 * (8 + len(manager.slots))
+    return sum(1 for name, bytes_ in zip(calls.names, calls.sizes) if (name, bytes_) == ("all_reduce", size))
+
+
+def _register_hook(ddp: DistributedDataParallel, manager: StateManager, kind: str) -> None:
+    def powersgd_state() -> PowerSGDState:
+        return PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+
+    if kind == "bf16":
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    elif kind == "powersgd":
+        ddp.register_comm_hook(powersgd_state(), powerSGD_hook)
+    elif kind == "ours":
+        ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    elif kind == "ours+bf16":
+        ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, bf16_compress_hook))
+    elif kind == "ours+powersgd":
+        ddp.register_comm_hook(powersgd_state(), fp8dist.ddp.comm_hook(manager, powerSGD_hook))
+    else:
+        assert not kind
+
+
+def _train(job: Job) -> Outcome:
+    rank = dist.get_rank()
+    net = make_net(batchnorm=job.batchnorm)
+    recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
+    group = dist.new_group() if "powersgd" in job.hook else dist.group.WORLD
+    assert group is not None
+    manager = fp8dist.prepare(net, recipe, group=group)
+    ddp = DistributedDataParallel(net, **job.ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    manager.attach(ddp, optimizer=optimizer)
+    _register_hook(ddp, manager, job.hook)
+    recorder = AmaxRecorder(net)
+    losses, per_step = [], []
+    index = 0
+    with counted_collectives() as outside:
+        for step in range(job.steps):
+            before = fp8_count(outside, manager)
+            for micro in range(job.accumulate):
+                silent = job.no_sync and micro < job.accumulate - 1
+                with ddp.no_sync() if silent else contextlib.nullcontext():
+                    x, y = batch(rank, index)
+                    skip = job.skipping and (rank, step) in ((1, 0), (1, 2), (0, 3))
+                    loss = nn.functional.mse_loss(ddp(x, skip=skip), y) / job.accumulate
+                    loss.backward()
+                losses.append(float(loss.detach()))
+                index += 1
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.end_step()
+            per_step.append(fp8_count(outside, manager) - before)
+        total = fp8_count(outside, manager)
+        outcome = Outcome(
+            losses,
+            parameter_bits(net),
+            state_bits(manager),
+            histories(manager),
+            recorder.steps,
+            per_step,
+            fp8_count(outside, manager) - total,
+            manager.steps,
+        )
+    if "powersgd" in job.hook:
+        dist.destroy_process_group(group)
+    return outcome
+
+
+def assert_agree(outcomes: Sequence[Outcome], length: int = HISTORY) -> None:
+    """All ranks hold the same parameters and state, and the state is what all their amaxes together give."""
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        assert other.parameters == first.parameters
+        assert other.state == first.state
+    expected = expected_histories(list(first.histories), [o.amaxes for o in outcomes], length)
+    for outcome in outcomes:
+        assert outcome.histories == expected
+
+
+PLAIN = [
+    pytest.param(Job(), id="plain"),
+    pytest.param(Job(update="next_step"), id="next_step"),
+    pytest.param(Job(accumulate=3, no_sync=True), id="no_sync"),
+    pytest.param(Job(accumulate=3), id="accumulation without no_sync"),
+    pytest.param(Job(accumulate=2, no_sync=True, update="next_step"), id="no_sync, next_step"),
+    pytest.param(Job(ddp={"bucket_cap_mb": 0.005}), id="several buckets"),
+    pytest.param(Job(ddp={"static_graph": True}), id="static_graph"),
+    pytest.param(Job(ddp={"static_graph": True}, accumulate=2), id="static_graph, accumulation"),
+    pytest.param(Job(ddp={"gradient_as_bucket_view": True}, accumulate=2, no_sync=True), id="bucket views, no_sync"),
+    pytest.param(Job(ddp={"find_unused_parameters": True}, skipping=True), id="unused"),
+    pytest.param(
+        Job(ddp={"find_unused_parameters": True}, skipping=True, accumulate=2, no_sync=True), id="unused, no_sync"
+    ),
+    pytest.param(
+        Job(ddp={"find_unused_parameters": True, "broadcast_buffers": False}, skipping=True, batchnorm=True),
+        id="unused, own buffers",
+    ),
+    pytest.param(Job(ddp={"broadcast_buffers": True}, batchnorm=True), id="broadcast buffers"),
+    pytest.param(Job(ddp={"broadcast_buffers": False}, batchnorm=True), id="own buffers"),
+    pytest.param(
+        Job(ddp={"broadcast_buffers": False}, batchnorm=True, accumulate=2, no_sync=True), id="own buffers, no_sync"
+    ),
+    pytest.param(
+        Job(ddp={"broadcast_buffers": True, "static_graph": True}, batchnorm=True), id="broadcast buffers, static_graph"
+    ),
+    pytest.param(Job(hook="bf16"), id="user's bf16 hook"),
+    pytest.param(Job(hook="powersgd"), id="user's PowerSGD hook"),
+    pytest.param(Job(hook="bf16", accumulate=2, no_sync=True), id="user's bf16 hook, no_sync"),
+    pytest.param(
+        Job(hook="powersgd", ddp={"bucket_cap_mb": 0.005}, accumulate=2, no_sync=True),
+        id="user's PowerSGD hook, buckets, no_sync",
+    ),
+    pytest.param(
+        Job(hook="bf16", ddp={"find_unused_parameters": True}, skipping=True), id="user's bf16 hook, unused"
+    ),
+]
+
+
+@pytest.mark.parametrize("job", PLAIN)
+def test_one_collective_per_optimizer_step(two_ranks: RankPool, job: Job) -> None:
+    outcomes = two_ranks.run(_train, job)
+    assert_agree(outcomes)
+    for outcome in outcomes:
+        assert outcome.fp8_collectives == [1] * job.steps
+        assert outcome.other_fp8_collectives == 0
+        assert outcome.steps == job.steps
+
+
+def test_three_ranks_with_unused_modules(three_ranks: RankPool) -> None:
+    job = Job(ddp={"find_unused_parameters": True}, skipping=True, accumulate=2, no_sync=True)
+    outcomes = three_ranks.run(_train, job)
+    assert_agree(outcomes)
+    assert [outcome.fp8_collectives for outcome in outcomes] == [[1] * job.steps] * 3
+
+
+EARLY = [
+    pytest.param(Job(hook="ours"), id="default"),
+    pytest.param(Job(hook="ours", update="next_step"), id="default, next_step"),
+    pytest.param(Job(hook="ours", ddp={"bucket_cap_mb": 0.005}), id="several buckets"),
+    pytest.param(Job(hook="ours", ddp={"static_graph": True}), id="static_graph"),
+    pytest.param(Job(hook="ours", ddp={"find_unused_parameters": True}, skipping=True), id="unused"),
+    pytest.param(Job(hook="ours", accumulate=3, no_sync=True), id="no_sync"),
+    pytest.param(Job(hook="ours", accumulate=3), id="accumulation without no_sync"),
+    pytest.param(Job(hook="ours+bf16"), id="bf16"),
+    pytest.param(Job(hook="ours+bf16", accumulate=2), id="bf16, accumulation without no_sync"),
+    pytest.param(Job(hook="ours+powersgd"), id="PowerSGD"),
+    pytest.param(
+        Job(hook="ours+powersgd", ddp={"bucket_cap_mb": 0.005}, accumulate=2), id="PowerSGD, buckets, accumulation"
+    ),
+]
+
+
+@pytest.mark.parametrize("job", EARLY)
+def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, job: Job) -> None:
+    early = two_ranks.run(_train, job)
+    late = two_ranks.run(_train, replace(job, hook=job.hook.removeprefix("ours").removeprefix("+")))
+    assert_agree(early)
+    synced_backwards = 1 if job.no_sync else job.accumulate
+    for mine, theirs in zip(early, late):
+        assert mine.fp8_collectives == [synced_backwards] * job.steps
+        assert theirs.fp8_collectives == [1] * job.steps
+        assert mine.losses == theirs.losses
+        assert mine.parameters == theirs.parameters
+        assert mine.state == theirs.state
+
+
+def _launched_from_last_bucket() -> tuple[list[str], int]:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
+    manager.attach(ddp, optimizer=torch.optim.SGD(ddp.parameters(), lr=0.1))
+    order: list[str] = []
+
+    def inner(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        order.append("last bucket" if bucket.is_last() else "bucket")
+        return bf16_compress_hook(state, bucket)
+
+    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager, inner))
+    ddp(batch(0, 0)[0]).sum().backward()  # DDP rebuilds its buckets after this one.
+    ddp(batch(0, 0)[0]).sum().backward()
+    order.clear()
+    with counted_collectives() as calls:
+        ddp(batch(0, 1)[0]).sum().backward()
+    early = fp8_count(calls, manager)
+    manager.detach()
+    return order, early
+
+
+def test_comm_hook_launches_in_backward_after_the_last_of_several_buckets(two_ranks: RankPool) -> None:
+    for order, early in two_ranks.run(_launched_from_last_bucket):
+        assert order.count("bucket") >= 1
+        assert order[-1] == "last bucket" and order.count("last bucket") == 1
+        assert early == 1
+
+
+def test_comm_hook_is_refused_with_a_frozen_converted_weight() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    fp8dist.ddp.comm_hook(manager)
+    net.branch.weight.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match=r"branch\.weight is frozen"):
+        fp8dist.ddp.comm_hook(manager)
+
+
+def test_comm_hook_allows_frozen_parameters_that_are_not_fp8() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, skip=("branch",))
+    net.branch.weight.requires_grad_(False)
+    net.last.bias.requires_grad_(False)
+    fp8dist.ddp.comm_hook(manager)
+
+
+# Join: uneven data -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """How many batches each rank has, and what it does with them."""
+
+    batches: tuple[int, ...]
+    accumulate: int = 1
+    no_sync: bool = False
+    update: str = "same_step"
+    ddp: dict[str, Any] = field(default_factory=dict)
+    afterwards: int = 0
+    joined_twice: bool = False
+    batchnorm: bool = False
+
+
+def _epoch(
+    job: Uneven,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    recorder: AmaxRecorder,
+    count: int,
+    first_index: int,
+) -> list[float]:
+    losses = []
+    for i in range(count):
+        boundary = (i + 1) % job.accumulate == 0
+        with ddp.no_sync() if job.no_sync and not boundary else contextlib.nullcontext():
+            x, y = batch(dist.get_rank(), first_index + i)
+            loss = nn.functional.mse_loss(ddp(x), y) / job.accumulate
+            loss.backward()
+        losses.append(float(loss.detach()))
+        if boundary:
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.end_step()
+    return losses
+
+
+def _train_uneven(job: Uneven) -> Outcome:
+    rank = dist.get_rank()
+    net = make_net(batchnorm=job.batchnorm)
+    recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net, **job.ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=optimizer)
+    recorder = AmaxRecorder(net)
+    with counted_collectives() as calls:
+        with Join([ddp, manager]):
+            losses = _epoch(job, ddp, optimizer, recorder, job.batches[rank], 0)
+    in_join = fp8_count(calls, manager)
+    recorder.end_data(counts=job.accumulate > 1 and not job.no_sync)
+    optimizer.zero_grad()
+    if job.joined_twice:
+        with Join([ddp, manager]):
+            losses += _epoch(job, ddp, optimizer, recorder, job.batches[::-1][rank], 100)
+        optimizer.zero_grad()
+    if job.afterwards:
+        losses += _epoch(job, ddp, optimizer, recorder, job.afterwards, 200)
+    return Outcome(
+        losses,
+        parameter_bits(net),
+        state_bits(manager),
+        histories(manager),
+        recorder.steps,
+        [in_join],
+        0,
+        manager.steps,
+    )
+
+
+def assert_joined(job: Uneven, outcomes: Sequence[Outcome]) -> None:
+    longest = max(job.batches)
+    synced = longest // job.accumulate if job.no_sync else longest
+    for outcome in outcomes:
+        assert outcome.fp8_collectives == [synced]
+        assert outcome.steps == longest // job.accumulate
+    # An exhausted rank's incomplete step was sent where its backwards were synced; the step itself is the others'.
+    complete = [replace_amaxes(o, longest // job.accumulate) for o in outcomes]
+    assert_agree(complete)
+
+
+def replace_amaxes(outcome: Outcome, steps: int) -> Outcome:
+    return replace(outcome, amaxes=outcome.amaxes[:steps])
+
+
+UNEVEN = [
+    pytest.param(Uneven((3, 6)), id="3 and 6"),
+    pytest.param(Uneven((6, 3)), id="6 and 3"),
+    pytest.param(Uneven((0, 4)), id="none and 4"),
+    pytest.param(Uneven((4, 4)), id="even"),
+    pytest.param(Uneven((3, 6), update="next_step"), id="next_step"),
+    pytest.param(Uneven((4, 8), accumulate=2, no_sync=True), id="no_sync"),
+    pytest.param(Uneven((4, 8), accumulate=2), id="accumulation without no_sync"),
+    pytest.param(Uneven((3, 6), accumulate=2, no_sync=True), id="no_sync, ends within a step"),
+    pytest.param(Uneven((3, 6), accumulate=2), id="accumulation without no_sync, ends within a step"),
+    pytest.param(Uneven((4, 7), accumulate=3), id="accumulation without no_sync, both end within a step"),
+    pytest.param(Uneven((7, 4), accumulate=3, no_sync=True, update="next_step"), id="no_sync, next_step, within"),
+    pytest.param(Uneven((2, 5), ddp={"find_unused_parameters": True}), id="find_unused_parameters"),
+    pytest.param(Uneven((2, 5), ddp={"broadcast_buffers": True}, batchnorm=True), id="broadcast buffers"),
+    pytest.param(
+        Uneven((2, 5), ddp={"broadcast_buffers": False}, batchnorm=True, accumulate=2), id="own buffers, accumulation"
+    ),
+]
+
+
+@pytest.mark.parametrize("job", UNEVEN)
+def test_join_with_uneven_data(two_ranks: RankPool, job: Uneven) -> None:
+    assert_joined(job, two_ranks.run(_train_uneven, job))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Uneven((1, 3, 5)),
+        Uneven((5, 1, 4), accumulate=2),
+        Uneven((3, 7, 5), accumulate=2, no_sync=True, update="next_step"),
+    ],
+    ids=["plain", "accumulation without no_sync", "no_sync, next_step"],
+)
+def test_join_on_three_ranks(three_ranks: RankPool, job: Uneven) -> None:
+    assert_joined(job, three_ranks.run(_train_uneven, job))
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_training_goes_on_after_join(two_ranks: RankPool, update: str) -> None:
+    """A second Join the other way round, then even steps with one collective each: nobody's state is stale."""
+    job = Uneven((2, 4), update=update, joined_twice=True, afterwards=2)
+    outcomes = two_ranks.run(_train_uneven, job)
+    first, second = outcomes
+    assert first.state == second.state and first.parameters == second.parameters
+    assert first.steps == second.steps == 4 + 4 + 2
+    assert first.histories["first", "input"].count(0.0) == 0
+    # The last two entries are the even steps: both ranks' amaxes.
+    for slot, window in first.histories.items():
+        expected = [max(first.amaxes[i][slot], second.amaxes[i][slot]) for i in (-2, -1)]
+        assert window[-2:] == expected
+
+
+def _join_refusals() -> list[str]:
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    texts = []
+    with pytest.raises(ConfigurationError) as without_attach:
+        Join([ddp, manager])
+    texts.append(str(without_attach.value))
+    manager.attach(ddp, optimizer=torch.optim.SGD(ddp.parameters(), lr=0.1))
+    fp8dist.ddp.comm_hook(manager)
+    with pytest.raises(ConfigurationError) as with_hook:
+        Join([ddp, manager])
+    texts.append(str(with_hook.value))
+    return texts
+
+
+def test_join_refuses_what_would_hang(two_ranks: RankPool) -> None:
+    for without_attach, with_hook in two_ranks.run(_join_refusals):
+        assert "attach(ddp" in without_attach
+        assert "comm_hook" in with_hook
+
+
+# Optimizers --------------------------------------------------------------------------------------
+
+
+def _two_optimizers() -> tuple[list[int], int, dict[str, bytes]]:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    weights = [p for p in net.parameters() if p.ndim == 2]
+    biases = [p for p in net.parameters() if p.ndim == 1]
+    first, last = torch.optim.SGD(weights, lr=0.05), torch.optim.AdamW(biases, lr=0.01)
+    manager.attach(ddp, optimizer=[first, last])
+    counts = []
+    for step in range(3):
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(ddp(x), y).backward()
+        with counted_collectives() as calls:
+            first.step()
+            counts.append(fp8_count(calls, manager))
+            last.step()
+            counts.append(fp8_count(calls, manager))
+        first.zero_grad()
+        last.zero_grad()
+    return counts, manager.steps, state_bits(manager)
+
+
+def test_with_several_optimizers_the_last_ones_step_is_the_boundary(two_ranks: RankPool) -> None:
+    (counts, steps, state), (_, _, other) = two_ranks.run(_two_optimizers)
+    assert counts == [0, 1] * 3
+    assert steps == 3
+    assert state == other
+
+
+def test_a_weight_cast_does_not_outlive_the_first_of_two_optimizers() -> None:
+    """Between the two steps the weights have changed already: a forward there must cast them anew."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY))
+    first = torch.optim.SGD([p for p in net.parameters() if p.ndim == 2], lr=1.0, fused=True)
+    last = torch.optim.SGD([p for p in net.parameters() if p.ndim == 1], lr=0.1)
+    manager.attach(net, optimizer=[first, last])
+    x, _ = batch(0, 0)
+    net(x).sum().backward()
+    first.step()
+    between = net(x)
+    manager.reuse_casts(False)
+    assert torch.equal(net(x), between)
+
+
+def _recreated_optimizer() -> tuple[list[int], int]:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    old = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=old)
+    counts = []
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        x, y = batch(dist.get_rank(), len(counts))
+        nn.functional.mse_loss(ddp(x), y).backward()
+        with counted_collectives() as calls:
+            optimizer.step()
+        optimizer.zero_grad()
+        counts.append(fp8_count(calls, manager))
+
+    step(old)
+    new = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    manager.attach(ddp, optimizer=new)
+    step(new)
+    step(old)  # Lost its hook.
+    step(new)
+    return counts, manager.steps
+
+
+def test_reattach_moves_the_boundary_to_the_new_optimizer(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_recreated_optimizer) == [([1, 1, 0, 1], 3)] * 2
+
+
+def _manual_boundary(attach_optimizer: bool) -> tuple[list[int], int, dict[str, bytes]]:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    if attach_optimizer:
+        manager.attach(ddp, optimizer=optimizer, boundary="manual")
+    else:
+        manager.attach(ddp)
+    counts = []
+    for step in range(3):
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(ddp(x), y).backward()
+        with counted_collectives() as calls:
+            optimizer.step()
+            counts.append(fp8_count(calls, manager))
+            manager.step()
+            counts.append(fp8_count(calls, manager))
+        optimizer.zero_grad()
+    return counts, manager.steps, state_bits(manager)
+
+
+def test_manual_boundary(two_ranks: RankPool) -> None:
+    with_optimizer = two_ranks.run(_manual_boundary, True)
+    without = two_ranks.run(_manual_boundary, False)
+    for counts, steps, state in [*with_optimizer, *without]:
+        assert counts == [0, 1] * 3
+        assert steps == 3
+        assert state == with_optimizer[0][2]
+
+
+def test_step_is_refused_when_an_attached_optimizer_is_the_boundary() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    manager.attach(net, optimizer=optimizer)
+    with pytest.raises(ConfigurationError, match='boundary="manual"'):
+        manager.step()
+    assert manager.steps == 0
+    manager.attach(net, optimizer=optimizer, boundary="manual")
+    manager.step()
+    assert manager.steps == 1
+
+
+class _NoHooks:
+    """Steps, but cannot be hooked."""
+
+    def step(self) -> None: ...
+
+
+class _WrapsNoHooks:
+    optimizer = _NoHooks()
+
+
+@pytest.mark.parametrize("optimizer", [_NoHooks(), _WrapsNoHooks(), [_NoHooks()]], ids=["bare", "wrapped", "listed"])
+def test_optimizer_without_hooks_is_refused(optimizer: Any) -> None:
+    manager = fp8dist.prepare(make_net())
+    with pytest.raises(ConfigurationError, match=r"manager\.step\(\)"):
+        manager.attach(optimizer=optimizer)
+
+
+def test_bad_attach_arguments_are_refused() -> None:
+    manager = fp8dist.prepare(make_net())
+    with pytest.raises(ConfigurationError, match="boundary must be"):
+        manager.attach(boundary="never")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="no optimizer in it"):
+        manager.attach(optimizer=[])
+    with pytest.raises(ConfigurationError, match="does not hold|was not prepared"):
+        manager.attach(make_net())
+
+
+def test_one_warning_when_backwards_go_on_without_a_boundary(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(16, 16, bias=False)
+    manager = fp8dist.prepare(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    manager.attach(net, optimizer=optimizer)
+    x = torch.ones(1, 16)
+
+    def backwards(count: int) -> int:
+        with caplog.at_level(logging.WARNING, "fp8dist"):
+            caplog.clear()
+            for _ in range(count):
+                net(x).sum().backward()
+        return sum("without a boundary" in record.getMessage() for record in caplog.records)
+
+    assert backwards(10) == 0
+    optimizer.step()
+    assert backwards(UNBOUNDED_BACKWARDS - 1) == 0  # Counted from the boundary on.
+    assert backwards(1) == 1
+    assert backwards(UNBOUNDED_BACKWARDS + 1) == 0
+
+
+# GradScaler --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A run with a loss scaler in which one rank's loss is infinite once."""
+
+    optimizer: str
+    give_scaler: bool
+    hook: bool = False
+    update: str = "same_step"
+    inf_at: int = 2
+    steps: int = 5
+
+
+@dataclass
+class ScaledOutcome:
+    steps: list[int]
+    histories: list[dict[SlotName, list[float]]]
+    nonfinite: list[float]
+    parameters: dict[str, bytes]
+    state: dict[str, bytes]
+    amaxes: list[Amaxes]
+    skipped: list[bool]
+
+
+def _make_optimizer(kind: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.01, foreach=False)
+    if kind == "sgd-fused":
+        return torch.optim.SGD(parameters, lr=0.01, fused=True)
+    assert kind == "adamw-fused"
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def _train_scaled(job: Scaled) -> ScaledOutcome:
+    rank = dist.get_rank()
+    net = make_net()
+    recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    optimizer = _make_optimizer(job.optimizer, ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    manager.attach(ddp, optimizer=optimizer, scaler=scaler if job.give_scaler else None)
+    if job.hook:
+        ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    recorder = AmaxRecorder(net)
+    outcome = ScaledOutcome([], [], [], {}, {}, [], [])
+    for step in range(job.steps):
+        before = parameter_bits(net)
+        x, y = batch(rank, step)
+        loss = nn.functional.mse_loss(ddp(x), y)
+        if step == job.inf_at and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        recorder.end_step()
+        outcome.skipped.append(parameter_bits(net) == before)
+        outcome.steps.append(manager.steps)
+        outcome.histories.append(histories(manager))
+        outcome.nonfinite.append(manager.metrics()["fp8/nonfinite_amaxes"])
+    outcome.parameters, outcome.state = parameter_bits(net), state_bits(manager)
+    outcome.amaxes = recorder.steps
+    return outcome
+
+
+SCALED = [
+    pytest.param(Scaled(optimizer, True, hook, update), id=f"{optimizer}{', comm_hook' * hook}, {update}")
+    for optimizer in ("sgd", "sgd-fused", "adamw-fused")
+    for hook in (False, True)
+    for update in ("same_step", "next_step")
+    if not (hook and update == "next_step")
+]
+
+
+@pytest.mark.parametrize("job", SCALED)
+def test_a_skipped_step_is_no_boundary(two_ranks: RankPool, job: Scaled) -> None:
+    first, second = two_ranks.run(_train_scaled, job)
+    assert first.skipped == second.skipped == [False, False, True, False, False]
+    for outcome in (first, second):
+        assert outcome.steps == [1, 2, 2, 3, 4]
+        assert outcome.histories[2] == outcome.histories[1]
+    assert first.state == second.state and first.parameters == second.parameters
+
+
+@pytest.mark.parametrize("job", SCALED)
+def test_with_scaler_the_step_after_a_skipped_one_commits_clean_amaxes(two_ranks: RankPool, job: Scaled) -> None:
+    """Finite amaxes of the skipped step count for the next one; non-finite ones are forgotten."""
+    outcomes = two_ranks.run(_train_scaled, job)
+    first = outcomes[0]
+    assert [outcome.nonfinite for outcome in outcomes] == [[0.0] * job.steps] * 2
+    merged = []
+    for outcome in outcomes:
+        steps = [dict(amaxes) for amaxes in outcome.amaxes]
+        skipped = {slot: amax for slot, amax in steps.pop(job.inf_at).items() if amax < float("inf")}
+        after = steps[job.inf_at]
+        steps[job.inf_at] = {slot: max(after[slot], skipped.get(slot, 0.0)) for slot in after}
+        merged.append(steps)
+    assert first.histories[-1] == expected_histories(list(first.histories[-1]), merged, HISTORY)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adamw-fused"])
+def test_without_scaler_a_skipped_step_poisons_one_commit(two_ranks: RankPool, optimizer: str) -> None:
+    outcomes = two_ranks.run(_train_scaled, Scaled(optimizer, give_scaler=False))
+    for outcome in outcomes:
+        assert outcome.steps == [1, 2, 2, 3, 4]
+        # The gradients of all three Linears were not finite on rank 1, and wait for the next boundary.
+        assert outcome.nonfinite == [0.0, 0.0, 0.0, 3.0, 3.0]
+        slot = ("first", "grad_output")
+        assert outcome.histories[3][slot] == outcome.histories[1][slot]
+        assert outcome.histories[4][slot] != outcome.histories[3][slot]
+    assert outcomes[0].state == outcomes[1].state
+
+
+def test_attach_leaves_the_scaler_as_it_was_after_detach() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    scaler = torch.amp.GradScaler("cpu")
+    manager.attach(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), scaler=scaler)
+    assert "step" in vars(scaler)
+    manager.detach()
+    assert "step" not in vars(scaler)
+
+
+# Accelerate --------------------------------------------------------------------------------------
+
+
+def _train_with_accelerate(accumulate: int) -> tuple[list[int], int, dict[str, bytes], dict[str, bytes], Any, Any]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        net = make_net()
+        manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
+        ddp, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
+        assert isinstance(ddp, DistributedDataParallel)
+        manager.attach(ddp, optimizer=optimizer)
+        recorder = AmaxRecorder(net)
+        counts = []
+        for index in range(3 * accumulate):
+            with counted_collectives() as calls, accelerator.accumulate(ddp):
+                x, y = batch(dist.get_rank(), index)
+                accelerator.backward(nn.functional.mse_loss(ddp(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.append(fp8_count(calls, manager))
+            if accelerator.sync_gradients:
+                recorder.end_step()
+        return counts, manager.steps, state_bits(manager), parameter_bits(net), histories(manager), recorder.steps
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.slow
+def test_accelerate(two_ranks: RankPool, accumulate: int) -> None:
+    first, second = two_ranks.run(_train_with_accelerate, accumulate)
+    counts, steps, state, parameters, windows, amaxes = first
+    assert counts == ([0] * (accumulate - 1) + [1]) * 3
+    assert steps == 3
+    assert (state, parameters) == (second[2], second[3])
+    assert windows == expected_histories(list(windows), [amaxes, second[5]], HISTORY)
+
+
+# What the library must not hide ------------------------------------------------------------------
+
+
+def _forget_group() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        fp8dist.prepare(make_net())
+    return str(error.value)
+
+
+def test_prepare_on_ranks_needs_a_group(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_forget_group):
+        assert "group=" in text and "amax_sync=False" in text
+
+
+def _forget_attach() -> str:
+    manager = fp8dist.prepare(make_net(), group=dist.group.WORLD)
+    with pytest.raises(ConfigurationError) as error:
+        manager.step()
+    return str(error.value)
+
+
+def test_step_on_ranks_needs_attach(two_ranks: RankPool) -> None:
+    assert all("attach() first" in text for text in two_ranks.run(_forget_attach))
+
+
+def _unused_without_being_told(job: Job) -> Outcome:
+    return _train(job)
+
+
+def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
+    """Amaxes of one rank alone do not explain the state: else these tests would pass without any sync."""
+    outcomes = two_ranks.run(_train, Job())
+    with pytest.raises(AssertionError):
+        assert_agree([outcomes[0], replace(outcomes[1], amaxes=[])])
+    assert outcomes[0].losses != outcomes[1].losses
+
+
+__all__ = ["Net", "RanksFailed"]

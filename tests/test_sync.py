@@ -1,0 +1,535 @@
+"""The one collective: histories and scales on every rank are those of an oracle that saw all ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from tests.support.collectives import counted_collectives
+from tests.support.oracle import Oracle, Rules, amax_of, float32
+from tests.support.ranks import RankPool
+from tests.support.states import bits, state_of
+
+Slot = tuple[str, str]
+
+UPDATES = pytest.mark.parametrize("update", ["same_step", "next_step"])
+FOREIGN: dict[Slot, str] = {
+    ("a", "grad_output"): "e5m2",
+    ("a", "input"): "e4m3",
+    ("a", "weight"): "e4m3",
+    ("b", "input"): "e5m2",
+}
+HIDDEN = 32
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    """Two ranks, then three."""
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 3: "three_ranks"}[request.param])
+    return pool
+
+
+def _tensor(words: list[int]) -> Tensor:
+    """A float32 tensor of exactly these bits."""
+    return torch.frombuffer(bytearray(struct.pack(f"<{len(words)}I", *words)), dtype=torch.float32)
+
+
+def _foreign_manager(update: str, **settings: Any) -> tuple[nn.Module, StateManager]:
+    model = nn.Module()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=3, update=update), group=dist.group.WORLD, **settings)
+    for (fqn, role), format in FOREIGN.items():
+        manager.register(fqn, role, format)
+    return model, manager
+
+
+# Recorded tensors ------------------------------------------------------------------------------------
+
+
+def _record_plan(plan: list[list[dict[Slot, list[list[int]]]]], update: str) -> list[Any]:
+    """Follow ``plan[step][rank][slot]``: a list of tensors, as bits, that this rank records in this step."""
+    model, manager = _foreign_manager(update)
+    manager.attach()
+    states = []
+    for step in plan:
+        for (fqn, role), tensors in step[dist.get_rank()].items():
+            for words in tensors:
+                manager.record(fqn, role, _tensor(words))
+        manager.step()
+        states.append(state_of(manager))
+    assert model is not None
+    return states
+
+
+def _word(value: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+def _expected(plan: list[list[dict[Slot, list[list[int]]]]]) -> list[Any]:
+    oracle = Oracle(FOREIGN, Rules(3))
+    states = []
+    for step in plan:
+        local = [
+            {
+                slot: amax_of(struct.unpack("<f", struct.pack("<I", w))[0] for words in tensors for w in words)
+                for slot, tensors in rank.items()
+            }
+            for rank in step
+        ]
+        oracle.step(*local)
+        states.append(oracle.state())
+    return states
+
+
+NAN, NEGATIVE_NAN, ALL_ONES, INF, NEGATIVE_INF = 0x7FC00000, 0xFFC00000, 0xFFFFFFFF, 0x7F800000, 0xFF800000
+A, B = ("a", "input"), ("b", "input")
+ONE, TWO, FIVE = (_word(v) for v in (1.0, -2.0, 5.0))
+
+NAMED_PLANS: dict[str, list[list[dict[Slot, list[list[int]]]]]] = {
+    "one rank skips in step 1": [[{A: [[ONE]], B: [[TWO]]}, {B: [[FIVE]]}], [{A: [[ONE]]}, {A: [[TWO]]}]],
+    "one rank skips in step 5": [[{A: [[ONE + i]]}, {A: [[TWO + i]]}] for i in range(4)]
+    + [[{}, {A: [[FIVE]]}], [{A: [[ONE]]}, {A: [[ONE]]}]],
+    "nobody runs b": [[{A: [[ONE]]}, {A: [[TWO]]}]] * 3,
+    "nobody runs anything": [[{A: [[ONE]]}, {}], [{}, {}], [{}, {A: [[TWO]]}]],
+    "zero is an amax": [
+        [{A: [[FIVE]]}, {A: [[ONE]]}],
+        [{A: [[0, 0x80000000]]}, {A: [[0]]}],
+        [{A: [[0x80000000]]}, {}],
+        [{A: [[0]]}, {A: [[0]]}],
+        [{A: [[0]]}, {A: [[0]]}],
+    ],
+    "zero first": [[{A: [[0]]}, {A: [[0]]}], [{A: [[ONE]]}, {A: [[0]]}]],
+    "NaN of both signs": [
+        [{A: [[ONE]]}, {A: [[ONE]]}],
+        [{A: [[ONE, NAN]]}, {A: [[FIVE]]}],
+        [{A: [[NEGATIVE_NAN, ONE]]}, {A: [[FIVE]]}],
+        [{A: [[FIVE]]}, {A: [[ALL_ONES, FIVE]]}],
+        [{A: [[ALL_ONES]]}, {A: [[NAN]]}],
+        [{A: [[TWO]]}, {A: [[ONE]]}],
+    ],
+    "Inf": [[{A: [[INF]], B: [[ONE]]}, {A: [[ONE]], B: [[NEGATIVE_INF, ONE]]}], [{A: [[ONE]]}, {A: [[TWO]]}]],
+    "NaN on one, Inf on another": [
+        [{A: [[NAN]]}, {A: [[INF]]}],
+        [{A: [[NEGATIVE_INF]]}, {A: [[ALL_ONES]]}],
+        [{A: [[TWO]]}, {}],
+    ],
+    "several tensors a step": [[{A: [[ONE, TWO], [ONE]]}, {A: [[ONE], [FIVE], [TWO]]}], [{A: [[ONE]] * 3}, {}]],
+    "subnormal and huge": [[{A: [[1]]}, {A: [[2]]}], [{A: [[0x7F7FFFFF]]}, {A: [[1]]}], [{A: [[3]]}, {A: [[4]]}]],
+}
+
+
+@UPDATES
+@pytest.mark.parametrize("name", NAMED_PLANS)
+def test_recorded_amaxes_give_the_oracles_state(two_ranks: RankPool, name: str, update: str) -> None:
+    plan = NAMED_PLANS[name]
+    assert two_ranks.run(_record_plan, plan, update) == [_expected(plan)] * 2
+
+
+def _random_plan(seed: int, world_size: int, steps: int) -> list[list[dict[Slot, list[list[int]]]]]:
+    rng = random.Random(seed)
+
+    def word() -> int:
+        kind = rng.randrange(12)
+        if kind == 0:
+            return rng.choice([NAN, NEGATIVE_NAN, ALL_ONES, 0x7F800001])
+        if kind == 1:
+            return rng.choice([INF, NEGATIVE_INF])
+        if kind == 2:
+            return rng.choice([0, 0x80000000])
+        if kind == 3:
+            return rng.randrange(1, 0x00800000)
+        if kind == 4:
+            return rng.randrange(0x7F000000, 0x7F800000)
+        return rng.randrange(0x3F000000, 0x41000000) | rng.choice([0, 1 << 31])
+
+    def tensors() -> list[list[int]]:
+        return [[word() for _ in range(rng.randrange(1, 3))] for _ in range(rng.randrange(1, 3))]
+
+    return [
+        [{slot: tensors() for slot in FOREIGN if rng.random() < 0.6} for _ in range(world_size)]
+        for _ in range(steps)
+    ]
+
+
+@UPDATES
+@pytest.mark.parametrize("seed", range(3))
+def test_random_amaxes_give_the_oracles_state(ranks: RankPool, seed: int, update: str) -> None:
+    plan = _random_plan(seed, ranks.world_size, 40)
+    assert ranks.run(_record_plan, plan, update) == [_expected(plan)] * ranks.world_size
+
+
+# Real modules ----------------------------------------------------------------------------------------
+
+
+class _Branches(nn.Module):
+    """Layers that are run in the order that the caller asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.layers = nn.ModuleDict({name: nn.Linear(HIDDEN, HIDDEN, bias=False) for name in "pqrst"})
+        for parameter in self.parameters():
+            parameter.data.normal_(0, 0.2, generator=generator)
+        self.layers["t"].weight.data.zero_()
+
+    def forward(self, x: Tensor, order: str) -> Tensor:
+        """The layers named in ``order``, one after the other, added up."""
+        for name in order:
+            x = x + self.layers[name](x)
+        return x
+
+
+class _Watcher:
+    """Sees amaxes through plain hooks, without any help of the library."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: dict[Slot, float | None] = {}
+        for fqn, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self._hook(fqn))
+
+    def _hook(self, fqn: str) -> Callable[..., None]:
+        def after(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+            self._see((fqn, "input"), args[0])
+            self._see((fqn, "weight"), module.weight)
+            output.register_hook(lambda gradient: self._see((fqn, "grad_output"), gradient))
+
+        return after
+
+    def _see(self, slot: Slot, tensor: Tensor) -> None:
+        values = tensor.detach().flatten().tolist()
+        earlier = self.seen.get(slot)
+        self.seen[slot] = amax_of(values if earlier is None else [*values, earlier])
+
+    def take(self) -> dict[Slot, float | None]:
+        """What was seen since the last call."""
+        seen, self.seen = self.seen, {}
+        return seen
+
+
+def _run_branches(orders: list[list[str]], update: str, loss_scale: float) -> dict[str, Any]:
+    rank = dist.get_rank()
+    model = _Branches()
+    watcher = _Watcher(model)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=3, update=update), group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + rank))  # Weights drift apart, scales must not.
+    manager.attach(optimizer=optimizer)
+    weights = {(fqn, "weight"): amax_of(m.weight.flatten().tolist()) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
+    generator = torch.Generator().manual_seed(100 + rank)
+    local, states, gradients = [], [], []
+    for step in orders:
+        x = torch.randn(8, HIDDEN, generator=generator)
+        if step[rank]:
+            loss = (model(x, step[rank]) * torch.randn(8, HIDDEN, generator=generator)).mean() * loss_scale
+            loss.backward()
+        last = model.layers["t"].weight.grad
+        gradients.append(0.0 if last is None else last.abs().max().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        local.append(watcher.take())
+        states.append(state_of(manager))
+    return {"weights": weights, "local": local, "states": states, "gradients": gradients}
+
+
+def _check_against_oracle(results: list[dict[str, Any]]) -> None:
+    formats = {slot: "e5m2" if slot[1] == "grad_output" else "e4m3" for slot in results[0]["states"][0]}
+    oracle = Oracle(formats, Rules(3))
+    oracle.derive(*(r["weights"] for r in results))
+    for step in range(len(results[0]["states"])):
+        oracle.step(*(r["local"][step] for r in results))
+        for rank, result in enumerate(results):
+            assert result["states"][step] == oracle.state(), f"step {step}, rank {rank}"
+
+
+ORDERS = {
+    "different orders": ["pqrst", "tsrqp", "rptqs"],
+    "skipped in step 1": [["pq", "pqr", "q"], ["pqr"] * 3, ["rqp"] * 3],
+    "skipped in step 5": [["pqt"] * 3] * 4 + [["pt", "pqt", "p"]] + [["pqt"] * 3] * 2,
+    "a rank runs nothing": [["", "pq", "pq"], ["pq", "", "pq"], ["", "", ""], ["p", "p", "pq"]],
+    "used twice": [["ppq", "qp", "pqp"]] * 3,
+}
+
+
+@UPDATES
+@pytest.mark.parametrize("name", ORDERS)
+def test_modules_in_any_order_give_the_oracles_state(ranks: RankPool, name: str, update: str) -> None:
+    orders: Any = ORDERS[name]
+    if isinstance(orders[0], str):
+        orders = [orders, orders[::-1], orders, orders]
+        orders = [step if len(step) >= ranks.world_size else step * 2 for step in orders]
+    results = ranks.run(_run_branches, orders, update, 1.0)
+    _check_against_oracle(results)
+    # That the watcher saw something, and saw different things on different ranks.
+    assert results[0]["local"][-1].keys() and results[0]["local"][-1] != results[1]["local"][-1]
+
+
+@UPDATES
+def test_zero_initialised_projection_with_tiny_gradients(two_ranks: RankPool, update: str) -> None:
+    results = two_ranks.run(_run_branches, [["t", "t"], ["pt", "pt"], ["pt", "tp"]], update, 1e-8)
+    _check_against_oracle(results)
+    slot = ("layers.t", "grad_output")
+    for result in results:
+        first = result["local"][0]
+        assert 0 < first[slot] < 1e-9 and first["layers.t", "weight"] == 0.0
+        assert not result["states"][0][slot]["cold"] and result["states"][0]["layers.t", "weight"]["cold"]
+        # 1e-11 cast with scale 1 would be 0: just-in-time scaling keeps it alive.
+        assert result["gradients"][0] > 0
+
+
+# Collectives -----------------------------------------------------------------------------------------
+
+
+def _count_collectives(update: str, amax_sync: bool, folder: str) -> dict[str, Any]:
+    counts: dict[str, Any] = {}
+
+    def counted(name: str, function: Callable[[], Any]) -> Any:
+        with counted_collectives() as calls:
+            result = function()
+        counts[name] = list(zip(calls.names, calls.sizes))
+        return result
+
+    model = _Branches()
+    recipe = DelayedScaling(history_len=3, update=update)
+    manager = counted("prepare", lambda: fp8dist.prepare(model, recipe, group=dist.group.WORLD, amax_sync=amax_sync))
+    counted("register", lambda: manager.register("foreign", "input", "e4m3"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counted("attach", lambda: manager.attach(optimizer=optimizer))
+    x = torch.ones(4, HIDDEN)
+    for step in range(3):
+        counted(f"forward and backward {step}", lambda: model(x, "pq").sum().backward())
+        counted(f"step {step}", optimizer.step)
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(x, "pqr")
+        model.train()
+
+    counted("eval", evaluate)
+    counted("step after eval", optimizer.step)
+    counted("state", lambda: (state_of(manager), manager.metrics(), manager.steps))
+    path = f"{folder}/state-{{rank}}"
+    counted("step before save", optimizer.step)
+    counted("save", lambda: manager.save(path))
+    counted("load", lambda: manager.load(path))
+    counted("load_state_dict", lambda: manager.load_state_dict(manager.state_dict()))
+    counted("set_scale", lambda: manager.set_scale("foreign", "input", 2.0))
+    counted("refresh_weights", manager.refresh_weights)
+    counted("detach", manager.detach)
+    counts["slots"] = len(manager.slots)
+    return counts
+
+
+@UPDATES
+def test_one_collective_per_step_and_none_outside(two_ranks: RankPool, update: str, tmp_path: Path) -> None:
+    for counts in two_ranks.run(_count_collectives, update, True, str(tmp_path)):
+        slots = counts.pop("slots")
+        assert slots == 3 * 5 + 1
+        for name, calls in counts.items():
+            if name.startswith("step"):
+                assert calls == [("all_reduce", 4 * (8 + slots))], name
+            elif name in ("attach", "refresh_weights"):
+                assert [call for call, _ in calls] == ["all_reduce"], name
+            else:
+                assert calls == [], name
+
+
+def test_unsynced_state_has_no_collectives(two_ranks: RankPool, tmp_path: Path) -> None:
+    for counts in two_ranks.run(_count_collectives, "same_step", False, str(tmp_path)):
+        counts.pop("slots")
+        assert all(calls == [] for calls in counts.values()), counts
+
+
+def _unsynced_states() -> Any:
+    _, manager = _foreign_manager("same_step", amax_sync=False)
+    manager.attach()
+    local = [1.0 + dist.get_rank(), 3.0]
+    states = []
+    for value in local:
+        manager.record("a", "input", torch.tensor([value]))
+        manager.step()
+        states.append(state_of(manager))
+    return local, states
+
+
+def test_unsynced_state_is_each_ranks_own(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_unsynced_states)
+    for local, states in results:
+        oracle = Oracle(FOREIGN, Rules(3))
+        for value, state in zip(local, states):
+            oracle.step({A: value})
+            assert state == oracle.state()
+    assert results[0][1] != results[1][1]
+
+
+def _several_arenas(update: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([2])]
+    mine = {0: {"layers.[pq]": pairs[0]}, 1: {"layers.[pq]": pairs[0], "layers.r": pairs[1]}, 2: {"layers.r": pairs[1], "layers.[pq]": pairs[2]}}[rank]
+    if rank == 0:
+        mine["layers.r"] = dist.group.WORLD if False else _alone(0)
+    else:
+        _alone(0)
+    model = _Branches()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=3, update=update), group=dist.group.WORLD, groups=mine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(optimizer=optimizer)
+    watcher = _Watcher(model)
+    weights = {(fqn, "weight"): amax_of(m.weight.flatten().tolist()) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
+    generator = torch.Generator().manual_seed(7 + rank)
+    local, states, calls = [], [], []
+    for step in range(3):
+        model(torch.randn(4, HIDDEN, generator=generator), ["pqrs", "rqps", "srp"][(rank + step) % 3]).sum().backward()
+        with counted_collectives() as seen:
+            optimizer.step()
+        optimizer.zero_grad()
+        calls.append(sorted(zip(seen.names, seen.sizes)))
+        local.append(watcher.take())
+        states.append(state_of(manager))
+    return {"weights": weights, "local": local, "states": states, "calls": calls}
+
+
+def _alone(rank: int) -> Any:
+    return dist.new_group([rank])
+
+
+@UPDATES
+def test_several_arenas_sync_with_their_own_groups(three_ranks: RankPool, update: str) -> None:
+    results = three_ranks.run(_several_arenas, update)
+    members = {"p": [(0, 1), (0, 1), (2,)], "r": [(0,), (1, 2), (1, 2)]}
+    members["q"] = members["p"]
+    for rank, result in enumerate(results):
+        for slot in result["states"][0]:
+            shared = members.get(slot[0][-1], [(0, 1, 2)] * 3)[rank]
+            oracle = Oracle({slot: "e5m2" if slot[1] == "grad_output" else "e4m3"}, Rules(3))
+            oracle.derive(*(results[r]["weights"] for r in shared))
+            for step in range(3):
+                oracle.step(*(results[r]["local"][step] for r in shared))
+                assert result["states"][step][slot] == oracle.state()[slot], (rank, slot, step)
+    sizes = {"p and q": 4 * (8 + 6), "r": 4 * (8 + 3), "others": 4 * (8 + 6)}
+    expected = [["p and q", "others"], ["p and q", "r", "others"], ["r", "others"]]
+    for result, names in zip(results, expected):
+        assert result["calls"] == [sorted(("all_reduce", sizes[name]) for name in names)] * 3
+
+
+# When state shows a step -----------------------------------------------------------------------------
+
+
+def _views_after_step(update: str) -> dict[str, Any]:
+    model, manager = _foreign_manager(update)
+    manager.attach()
+    scale, amax = manager.scale(*A), manager.amax(*A)
+    manager.record(*A, torch.tensor([3.0 + dist.get_rank()]))
+    manager.step()
+    before_read = (scale.item(), amax.item())
+    history = manager.amax_history(*A).tolist()
+    assert model is not None
+    return {"before": before_read, "history": history, "after": (scale.item(), amax.item())}
+
+
+@UPDATES
+def test_views_change_when_the_timing_says_so(two_ranks: RankPool, update: str) -> None:
+    done = (float32(448.0 / 4.0), 4.0)
+    for result in two_ranks.run(_views_after_step, update):
+        assert result["before"] == (done if update == "same_step" else (1.0, 0.0))
+        assert result["history"] == [0.0, 0.0, 4.0] and result["after"] == done
+
+
+def _rank_zero_alone(folder: str) -> dict[str, Any]:
+    """Rank 0 evaluates, saves and reads with a sync in flight; rank 1 just goes on."""
+    rank = dist.get_rank()
+    model = _Branches()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(optimizer=optimizer)
+    generator = torch.Generator().manual_seed(rank)
+    seen = []
+    for step in range(4):
+        model(torch.randn(4, HIDDEN, generator=generator), "pqt").sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            with counted_collectives() as calls:
+                if step == 0:
+                    model.eval()
+                    with torch.no_grad():
+                        model(torch.full((4, HIDDEN), 1e6), "pqr")
+                    model.train()
+                elif step == 1:
+                    manager.save(f"{folder}/{{rank}}.safetensors")
+                elif step == 2:
+                    seen.append(bits(manager.scale("layers.p", "input")))
+                    manager.metrics()
+            assert calls.names == []
+    return {"state": state_of(manager), "reads": seen}
+
+
+def test_rank_zero_alone_may_evaluate_save_and_read_in_mid_flight(two_ranks: RankPool, tmp_path: Path) -> None:
+    results = two_ranks.run(_rank_zero_alone, str(tmp_path))
+    assert results[0]["state"] == results[1]["state"]
+    window = results[0]["state"]["layers.p", "input"]["history"]
+    assert all(0 < w < torch.tensor(1e5).view(torch.int32).item() for w in window)
+    assert len(results[0]["reads"]) == 1 and (tmp_path / "0.safetensors").exists()
+    assert not (tmp_path / "1.safetensors").exists()
+
+
+def _evaluation_between(update: str, evaluate: bool) -> Any:
+    model = _Branches()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(optimizer=optimizer)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(4, HIDDEN, generator=generator)
+        if evaluate:
+            model.eval()
+            model(torch.full((4, HIDDEN), 1e6), "pqr").sum().backward()  # Grad on: nothing may be recorded.
+            optimizer.zero_grad()
+            model.train()
+            with torch.no_grad():
+                model(torch.full((4, HIDDEN), 1e6), "pqr")
+        model(x, "pqt").sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(manager)
+
+
+@UPDATES
+def test_evaluation_leaves_no_trace(two_ranks: RankPool, update: str) -> None:
+    plain = two_ranks.run(_evaluation_between, update, False)
+    assert two_ranks.run(_evaluation_between, update, True) == plain
+    assert plain[0] == plain[1]
+
+
+def _nothing_to_sync() -> Any:
+    model = nn.Sequential(nn.Linear(3, 3))
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    manager.attach()
+    with counted_collectives() as calls:
+        manager.step()
+        manager.step()
+    return manager.slots, list(zip(calls.names, calls.sizes)), manager.steps
+
+
+def test_a_model_without_slots_still_steps(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_nothing_to_sync) == [((), [("all_reduce", 32)] * 2, 2)] * 2
+
+
+def test_the_oracle_itself() -> None:
+    """By hand: max over a window of 3 with margin 1, NaN not taken, zero taken, absent skipped."""
+    oracle = Oracle({A: "e4m3"}, Rules(3, margin=1))
+    for value, scale in [(7.0, 32.0), (None, 32.0), (math.nan, 32.0), (0.0, 32.0), (14.0, 16.0), (1.0, 16.0), (1.0, 16.0), (1.0, 224.0)]:
+        oracle.step({A: value}, {A: None})
+        assert oracle.slots[A].scale == scale
+    assert oracle.slots[A].history == [1.0, 1.0, 1.0]
+    assert (oracle.slots[A].commits, oracle.slots[A].nonfinite) == (6, 1)
