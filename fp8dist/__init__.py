@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from fp8dist import ddp, errors
 from fp8dist.check import DivergenceReport, Finding
-from fp8dist.manager import Event, StateManager, get_manager
+from fp8dist.cycle import Event
+from fp8dist.manager import StateManager, get_manager
 from fp8dist.prepare import prepare
 from fp8dist.recipe import DelayedScaling
 from fp8dist.state.slots import Slot

@@ -45,7 +45,7 @@ def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
     unwrapped = []
     for candidate in given:
         inner = candidate
-        while not hasattr(inner, "register_step_post_hook") and hasattr(inner, "optimizer"):
+        while hasattr(inner, "optimizer"):  # AcceleratedOptimizer inherits the hook methods, but not their hooks.
             inner = inner.optimizer
         if not hasattr(inner, "register_step_post_hook"):
             raise ConfigurationError(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -17,14 +16,11 @@ from torch.nn.parallel.distributed import _find_tensors
 
 __all__ = ["JoinLink", "ManagerJoinHook", "comm_hook", "find_ddp"]
 
-CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class Launcher(Protocol):
-    """What this module needs of a StateManager."""
-
-    def announce_early_launch(self) -> None:
-        """A comm hook will launch. Raises ConfigurationError where that would be wrong."""
+    """What this module needs of a manager's cycle of steps."""
 
     def launch_early(self) -> None:
         """Launch before the boundary. COLLECTIVE."""
@@ -40,7 +36,14 @@ class Launcher(Protocol):
         """Whether a Join context is open."""
 
 
-def comm_hook(manager: Launcher, inner: CommHook | None = None) -> CommHook:
+class EarlyLauncher(Protocol):
+    """What ``comm_hook`` needs of a StateManager."""
+
+    def early_launcher(self) -> Launcher:
+        """What launches. Raises ConfigurationError where an early launch would be wrong."""
+
+
+def comm_hook(manager: EarlyLauncher, inner: CommHook | None = None) -> CommHook:
     """A DDP comm hook that runs ``inner`` and launches the FP8 sync from the last gradient bucket.
 
     The sync then overlaps with the rest of backward. There is one collective per synced backward;
@@ -60,13 +63,13 @@ def comm_hook(manager: Launcher, inner: CommHook | None = None) -> CommHook:
         ConfigurationError: a converted module's weight is frozen: its gradient comes after the last
             bucket, and its grad_output amax would be a step late.
     """
-    manager.announce_early_launch()
+    launcher = manager.early_launcher()
     reduce = allreduce_hook if inner is None else inner
 
     def launching_hook(state, bucket):  # type: ignore[no-untyped-def]
         future = reduce(state, bucket)
         if bucket.is_last():
-            manager.launch_early()
+            launcher.launch_early()
         return future
 
     return launching_hook
@@ -74,9 +77,7 @@ def comm_hook(manager: Launcher, inner: CommHook | None = None) -> CommHook:
 
 def find_ddp(module: nn.Module) -> DistributedDataParallel | None:
     """The DDP module that ``module`` is or holds."""
-    found: Iterator[DistributedDataParallel] = (
-        m for m in module.modules() if isinstance(m, DistributedDataParallel)
-    )
+    found: Iterator[DistributedDataParallel] = (m for m in module.modules() if isinstance(m, DistributedDataParallel))
     return next(found, None)
 
 
@@ -105,7 +106,7 @@ class JoinLink:
             nonlocal queued
             if not queued:
                 queued = True
-                Variable._execution_engine.queue_callback(self._launcher.launch_early)  # type: ignore[attr-defined]
+                Variable._execution_engine.queue_callback(self._launcher.launch_early)
 
         for tensor in _find_tensors(output):
             if tensor.requires_grad:

@@ -1,11 +1,11 @@
 """The errors that fp8dist raises.
 
-    Exception
-    └── Fp8DistError
-        ├── ConfigurationError      (also a ValueError) the call cannot work as it was made
-        ├── ManifestMismatchError   ranks that must share FP8 state were prepared differently
-        ├── DivergenceError         FP8 state differs between ranks; carries the report
-        └── CheckpointError         a state file or state dict cannot be used
+Exception
+└── Fp8DistError
+    ├── ConfigurationError      (also a ValueError) the call cannot work as it was made
+    ├── ManifestMismatchError   ranks that must share FP8 state were prepared differently
+    ├── DivergenceError         FP8 state differs between ranks; carries the report
+    └── CheckpointError         a state file or state dict cannot be used
 """
 
 from __future__ import annotations

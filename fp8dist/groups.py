@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
@@ -98,7 +99,7 @@ class SyncGroup:
 class Publication:
     """This rank's manifest as it was put into the store, waiting for the others'."""
 
-    store: dist.Store
+    store: distributed_c10d.Store
     group: SyncGroup
     manifest: Mapping[str, Any]
     round: int
@@ -110,7 +111,7 @@ def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publicati
     The n-th publication of a rank meets the n-th of each other rank of the same ranks: the count is
     kept in the store, so that no process-wide state is needed.
     """
-    store = dist.PrefixStore(f"fp8dist/{group.identity}", dist.distributed_c10d._get_default_store())
+    store = distributed_c10d.PrefixStore(f"fp8dist/{group.identity}", distributed_c10d._get_default_store())
     round_ = store.add(f"count/{group.rank}", 1)
     publication = Publication(store, group, manifest, round_)
     store.set(_key(publication, "digest", group.rank), f"{manifest_digest(dict(manifest))} {socket.gethostname()}")
@@ -143,8 +144,9 @@ def agree_on_manifest(publication: Publication, timeout: timedelta) -> None:
 def _compare(publication: Publication, timeout: timedelta) -> str:
     group, store = publication.group, publication.store
     leader = group.rank
-    digests, hosts = {}, {}
-    missing = []
+    digests: dict[int, str] = {}
+    hosts: dict[int, str] = {}
+    missing: list[int] = []
     for rank in group.ranks:
         try:
             store.wait([_key(publication, "digest", rank)], timeout if not missing else timedelta(milliseconds=10))
@@ -173,7 +175,9 @@ def _compare(publication: Publication, timeout: timedelta) -> str:
     for ranks in odd.values():
         theirs = json.loads(_get(publication, "manifest", timeout, ranks[0]))
         difference = first_difference(dict(publication.manifest), theirs)
-        lines.append(f"rank {leader} ({hosts[leader]}) against rank(s) {_ranks(ranks)} ({hosts[ranks[0]]}): {difference}")
+        lines.append(
+            f"rank {leader} ({hosts[leader]}) against rank(s) {_ranks(ranks)} ({hosts[ranks[0]]}): {difference}"
+        )
     return "ranks were prepared differently; " + "; ".join(lines)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -18,45 +17,28 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.tensor import DTensor
 
 from fp8dist.boundary import BoundaryHooks, unwrap_optimizers
-from fp8dist.check import DivergenceReport, Finding, localise
+from fp8dist.cycle import Event, StepCycle
 from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
 from fp8dist.errors import ConfigurationError
-from fp8dist.formats import E4M3, E5M2, Format, Role
-from fp8dist.groups import SyncGroup, agree_on_manifest, publish_manifest
-from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
+from fp8dist.formats import E4M3, E5M2, Role
+from fp8dist.groups import SyncGroup
+from fp8dist.kernels.magnitude import amax_bits, record_amax
 from fp8dist.kernels.matmuls import ALIGNMENT
 from fp8dist.nn import FP8Linear, Mode, revert
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
 from fp8dist.state import storage
-from fp8dist.state.arena import NONFINITE, SATURATED, Arena
-from fp8dist.state.manifest import build_manifest, digest_word, manifest_digest
+from fp8dist.state.arena import NONFINITE, SATURATED
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
-from fp8dist.sync import ArenaSync, Phase, SyncCounters, all_reduce_max
+from fp8dist.sync import ArenaSync
 
-__all__ = ["ATTRIBUTE", "Event", "StateManager", "get_manager"]
-
-logger = logging.getLogger("fp8dist")
+__all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
 
 ATTRIBUTE = "_fp8dist_manager"
 """Where a prepared model keeps its manager. The model owns the manager; the manager knows the model
 only weakly."""
 
-_FORMATS = {E4M3.name: E4M3, E5M2.name: E5M2}
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that a monitor or a policy may want to hear of.
-
-    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed) or "diverged"
-    (``report`` says what). Events are told at boundaries, the same ones on every rank.
-    """
-
-    kind: Literal["nonfinite", "diverged"]
-    step: int
-    slots: tuple[Slot, ...] = ()
-    report: DivergenceReport | None = None
+_FORMATS = MappingProxyType({E4M3.name: E4M3, E5M2.name: E5M2})
 
 
 class StateManager(Joinable):
@@ -77,56 +59,34 @@ class StateManager(Joinable):
         groups: Sequence[SyncGroup | None],
         aliases: Mapping[Slot, Slot],
     ) -> None:
-        super().__init__()
         self.recipe = recipe
         self.settings = settings
         self._model = weakref.ref(model)
-        self._mode = mode
-        # In an order that all ranks of any two groups share: several launches must not cross.
-        pairs = sorted(zip(syncs, groups), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
-        self._syncs = tuple(sync for sync, _ in pairs)
-        self._groups = tuple(group for _, group in pairs)
         self._default = syncs[0]
         self._aliases = dict(aliases)
+        self._cycle = StepCycle(recipe, settings, mode, syncs, groups)
         self._init_transient()
+        super().__init__()
 
     def _init_transient(self) -> None:
         """What a copy does not inherit: ties to the job."""
-        self._attached = False
-        self._boundary_kind = "optimizer"
+        self._mode = self._cycle.mode
+        self._syncs = self._cycle.syncs
+        self._boundary_kind = "manual"
         self._hooks: BoundaryHooks | None = None
         self._join_link: JoinLink | None = None
-        self._early_announced = False
-        self._scaler_given = False
-        self._callbacks: list[Callable[[Event], None]] = []
-        self._join_config = _JoinConfig.construct_disabled_join_config()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "model": self._model(),
-            "recipe": self.recipe,
-            "settings": self.settings,
-            "mode": self._mode,
-            "syncs": self._syncs,
-            "groups": self._groups,
-            "default": self._default,
-            "aliases": self._aliases,
-        }
+        kept = ("recipe", "settings", "_default", "_aliases", "_cycle")
+        return {"model": self._model(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.recipe = state["recipe"]
-        self.settings = state["settings"]
-        self._model = weakref.ref(state["model"])
-        self._mode = state["mode"]
-        self._mode.reuse_casts = False
-        self._syncs = state["syncs"]
-        self._groups = state["groups"]
-        self._default = state["default"]
-        self._aliases = state["aliases"]
+        self._model = weakref.ref(state.pop("model"))
+        self.__dict__.update(state)
         self._init_transient()
 
     def __repr__(self) -> str:
-        where = "attached" if self._attached else "not attached"
+        where = "attached" if self._cycle.attached else "not attached"
         return f"StateManager({len(self.slots)} slots in {len(self._syncs)} arena(s), {self.recipe}, {where})"
 
     # Tying to a job ------------------------------------------------------------------------------
@@ -165,29 +125,28 @@ class StateManager(Joinable):
         self._release()
         self._place(model)
         self._boundary_kind = "optimizer" if boundary == "optimizer" and optimizers else "manual"
-        self._agree(timeout)
-        self._attached = True
+        self._cycle.agree(self._boundary_kind, timeout)
         if self.settings.enabled:
-            self._derive_weight_scales(only_cold=True)
-        self._scaler_given = scaler is not None
+            self._cycle.derive_weight_scales(self._weights(), only_cold=True)
+        self._cycle.drop_nonfinite = scaler is not None
         self._mode.invalidate_casts()
         self._mode.reuse_casts = bool(optimizers)
         if optimizers:
-            self._hooks = BoundaryHooks(self, optimizers, scaler, self._boundary_kind == "optimizer")
+            self._hooks = BoundaryHooks(self._cycle, optimizers, scaler, self._boundary_kind == "optimizer")
         ddp = find_ddp(module if module is not None else model)
         if ddp is not None:
-            self._join_link = JoinLink(ddp, self)
+            self._join_link = JoinLink(ddp, self._cycle)
         return self
 
     def detach(self) -> nn.Module:
         """Take all hooks off and give the model its plain nn.Linears back. Returns the model. Local."""
         model = self._require_model()
-        self._settle()
+        self._cycle.settle()
         self._release()
         for linear in _fp8_linears(model):
             revert(linear)
         delattr(model, ATTRIBUTE)
-        self._attached = False
+        self._cycle.attached = False
         return model
 
     def _release(self) -> None:
@@ -228,21 +187,10 @@ class StateManager(Joinable):
             if not sync.arena.placed:
                 sync.arena.place(default)
 
-    def _agree(self, timeout: timedelta) -> None:
-        publications = []
-        for sync, group in zip(self._syncs, self._groups):
-            manifest = build_manifest(
-                sync.arena.specs,
-                self.recipe.describe(),
-                {**self.settings.describe(), "boundary": self._boundary_kind},
-            )
-            sync.arena.set_manifest_word(digest_word(manifest_digest(manifest)))
-            if group is not None and group.size > 1:
-                publications.append(publish_manifest(group, manifest))
-            sync.group = group if self.settings.amax_sync and self.settings.enabled else None
-        for publication in publications:
-            agree_on_manifest(publication, timeout)
-
+    def _weights(self) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
+        for linear in _fp8_linears(self._require_model()):
+            slots = linear.fp8_slots
+            yield slots.weight_sync, slots.slots[Role.WEIGHT], linear.weight
 
     # The step ------------------------------------------------------------------------------------
 
@@ -259,157 +207,54 @@ class StateManager(Joinable):
                 'the attached optimizer\'s step is the boundary already: use attach(…, boundary="manual") to call '
                 "step() yourself"
             )
-        self.boundary()
-
-    def boundary(self, hold: Tensor | None = None) -> None:
-        """What the optimizer hook calls; see ``step``. COLLECTIVE."""
-        self._mode.boundaries += 1
-        self._mode.invalidate_casts()
-        if not self.settings.enabled:
-            return
-        self._require_attached()
-        self._settle()
-        self._act_on_verdicts()
-        if not self.joins:
-            for sync in self._syncs:
-                if sync.phase is Phase.IDLE:
-                    sync.launch(hold, self._scaler_given)
-        for sync in self._syncs:
-            sync.pass_boundary(hold)
-        if self.recipe.update == "same_step":
-            self._settle()
-            self._act_on_verdicts(only_immediate=True)
-
-    def weights_changed(self) -> None:
-        """An optimizer has stepped: FP8 casts of weights are stale. Local."""
-        self._mode.invalidate_casts()
-
-    def reuse_casts(self, allowed: bool) -> None:
-        """Whether weights stand still until the next call. Local."""
-        self._mode.reuse_casts = allowed
-        self._mode.invalidate_casts()
-
-    def step_skipped(self) -> None:
-        """The loss scaler skipped the optimizer: drop non-finite amaxes, keep the others. Local."""
-        self._settle()
-        for sync in self._syncs:
-            sync.drop_nonfinite()
-
-    def _require_attached(self) -> None:
-        if not self._attached and self.settings.amax_sync and any(g is not None and g.size > 1 for g in self._groups):
-            raise ConfigurationError("attach() first: ranks share this state, and attach() is what ties them")
-
-    def _settle(self) -> None:
-        for sync in self._syncs:
-            sync.settle()
-
-    def _act_on_verdicts(self, only_immediate: bool = False) -> None:
-        """Read what the last syncs proved and act on it. COLLECTIVE when they found a difference.
-
-        Called at boundaries only, so that all ranks come here together.
-        """
-        findings: list[Finding] = []
-        step = 0
-        for sync in self._syncs:
-            if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
-                continue
-            differs, nonfinite = sync.verdict.read()
-            sync.verdict = None
-            if not differs and not nonfinite:
-                continue
-            step = max(step, int(sync.arena.step))
-            if nonfinite:
-                self._tell(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
-            if differs:
-                findings += self._localise(sync, differs)
-        if findings:
-            self._report(DivergenceReport(tuple(findings)), step)
-
-    def _localise(self, sync: ArenaSync, differs: tuple[str, ...]) -> Sequence[Finding]:
-        assert sync.group is not None
-        if self.joins:  # Ranks without data would not come.
-            detail = "not localised inside a Join context"
-            return [Finding(int(sync.arena.step), kind, kind, sync.group.ranks, None, detail=detail) for kind in differs]
-        report, furthest = localise(sync)
-        sync.arena.step.fill_(furthest)  # Else every later sync would be refused.
-        return report.findings
-
-    def _report(self, report: DivergenceReport, step: int) -> None:
-        self._tell(Event("diverged", step, report=report))
-        if self.settings.check_policy == "raise":
-            report.raise_if_diverged()
-        first = report.findings[0]
-        speaker = first.reference_rank if first.reference_rank is not None else min(first.ranks)
-        if dist.get_rank() == speaker:
-            logger.warning("%s", report)
+        self._cycle.boundary()
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Have ``callback`` called with each Event. Local."""
-        self._callbacks.append(callback)
+        self._cycle.callbacks.append(callback)
 
-    def _tell(self, event: Event) -> None:
-        for callback in self._callbacks:
-            callback(event)
+    # DDP: the early launch and Join (see fp8dist.ddp) ----------------------------------------------
 
-    # Early launch and Join (see fp8dist.ddp) -------------------------------------------------------
+    def early_launcher(self) -> StepCycle:
+        """For ``fp8dist.ddp.comm_hook``: what launches from the last gradient bucket. Local.
 
-    def announce_early_launch(self) -> None:
-        """A comm hook will launch from the last gradient bucket. Local."""
+        Raises:
+            ConfigurationError: a converted weight is frozen.
+        """
         for linear in _fp8_linears(self._require_model()):
             if not linear.weight.requires_grad:
                 raise ConfigurationError(
                     f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
                     "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
                 )
-        self._early_announced = True
-
-    def launch_early(self) -> None:
-        """Launch before the boundary; the results of several launches merge. COLLECTIVE."""
-        if self.settings.enabled:
-            self._require_attached()
-            for sync in self._syncs:
-                sync.launch()
-
-    def launch_idle(self) -> None:
-        """Shadow the others' launch, for a rank without data. COLLECTIVE."""
-        for sync in self._syncs:
-            if sync.communicates:
-                sync.launch_idle()
-
-    def resync_after_join(self) -> None:
-        """Take over the state of the rank that is furthest, and end the Join context. COLLECTIVE."""
-        self._settle()
-        for sync, group in zip(self._syncs, self._groups):
-            if sync.communicates:
-                assert group is not None
-                _broadcast_furthest(sync.arena, group)
-            if sync.phase is not Phase.IDLE:
-                sync.abandon()
-        self._mode.invalidate_casts()
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._cycle.early = True
+        return self._cycle
 
     @property
-    def joins(self) -> bool:
-        """Whether a Join context is open."""
-        return bool(self._join_config.enable)
+    def _join_config(self) -> _JoinConfig:
+        return self._cycle.join_config
+
+    @_join_config.setter
+    def _join_config(self, config: _JoinConfig) -> None:
+        self._cycle.join_config = config
 
     def join_hook(self, **kwargs: Any) -> ManagerJoinHook:
         """For ``Join([ddp, manager])``, DDP first. Local."""
         if self._join_link is None:
             raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")
-        if self._early_announced:
+        if self._cycle.early:
             raise ConfigurationError("fp8dist.ddp.comm_hook cannot be used inside Join: leave the hook out")
-        return ManagerJoinHook(self, self._join_link.ddp)
+        return ManagerJoinHook(self._cycle, self._join_link.ddp)
 
     @property
     def join_device(self) -> torch.device:
         """Device of the collectives."""
-        return self._syncs[0].arena.device
+        return self._default.arena.device
 
     @property
     def join_process_group(self) -> Any:
         """Group of the first arena that has one."""
-        return next((g.process_group for g in self._groups if g is not None), None)
+        return next((group.process_group for group in self._cycle.groups if group is not None), None)
 
     # Modes ---------------------------------------------------------------------------------------
 
@@ -445,7 +290,7 @@ class StateManager(Joinable):
             for sync, pending in zip(self._syncs, before):
                 sync.arena.pending.copy_(pending)
             raise
-        self.boundary()
+        self._cycle.boundary()
 
     # Foreign modules -----------------------------------------------------------------------------
 
@@ -487,7 +332,7 @@ class StateManager(Joinable):
     @property
     def steps(self) -> int:
         """Boundaries committed so far. Local; reads the device."""
-        self._settle()
+        self._cycle.settle()
         return max(int(sync.arena.step) for sync in self._syncs)
 
     def _find(self, fqn: str, role: str) -> tuple[ArenaSync, int]:
@@ -532,7 +377,7 @@ class StateManager(Joinable):
     def metrics(self) -> dict[str, float]:
         """Numbers for any logger: slots, cold ones, non-finite and saturated amaxes, and what the syncs
         of this rank cost. Local; reads the device."""
-        self._settle()
+        self._cycle.settle()
         arenas = [sync.arena for sync in self._syncs]
         counters = [sync.counters for sync in self._syncs]
         return {
@@ -552,44 +397,17 @@ class StateManager(Joinable):
         Their histories are emptied: they told of other weights. Needed after ``.data`` writes, loaded
         weights, or anything else that no optimizer step tells of.
         """
-        self._require_attached()
-        self._settle()
+        self._cycle.require_attached()
+        self._cycle.settle()
         self._mode.invalidate_casts()
         if self.settings.enabled:
-            self._derive_weight_scales(only_cold=False)
-
-    def _derive_weight_scales(self, only_cold: bool) -> None:
-        weights = {
-            (id(linear.fp8_slots.weight_sync), linear.fp8_slots.slots[Role.WEIGHT]): linear.weight
-            for linear in _fp8_linears(self._require_model())
-        }
-        launched: list[tuple[ArenaSync, Tensor, dist.Work | None]] = []
-        for sync in self._syncs:
-            amaxes = torch.full_like(sync.arena.pending, DID_NOT_RUN)
-            for slot, index in sync.arena.slots_of(Role.WEIGHT):
-                weight = weights.get((id(sync), slot))
-                if weight is not None:
-                    record_amax(amax_bits(weight.detach()), amaxes[index])
-            bits, work = amaxes.view(torch.int32), None
-            if sync.communicates:
-                assert sync.group is not None
-                work = all_reduce_max(bits, sync.group, sync.counters)
-            launched.append((sync, bits, work))
-        for sync, bits, work in launched:
-            if work is not None:
-                work.wait()
-            arena = sync.arena
-            seen = bits >= 0
-            where = seen & arena.cold if only_cold else seen
-            arena.derive_scales(bits.view(torch.float32), where)
-            if not only_cold:
-                arena.forget_history(where)
+            self._cycle.derive_weight_scales(self._weights(), only_cold=False)
 
     # Saving and loading --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The whole FP8 state as CPU tensors in slot order, with names. Local."""
-        self._settle()
+        self._cycle.settle()
         return storage.collect([sync.arena for sync in self._syncs])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -645,20 +463,6 @@ def _fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
     return (module for module in model.modules() if isinstance(module, FP8Linear))
 
 
-def _slots_where(arena: Arena, mask: Tensor) -> tuple[Slot, ...]:
-    return tuple(arena.specs[i].slot for i in mask.nonzero().flatten().tolist())
-
-
 def _with_rank(path: str | os.PathLike[str]) -> str:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return os.fspath(path).replace("{rank}", str(rank))
-
-
-def _broadcast_furthest(arena: Arena, group: SyncGroup) -> None:
-    """Everyone takes the state of the rank with the highest step counter. COLLECTIVE."""
-    me = group.ranks.index(group.rank)
-    furthest = (arena.step.to(torch.int64) * group.size + me).view(1)
-    dist.all_reduce(furthest, dist.ReduceOp.MAX, group=group.process_group)
-    source = group.ranks[int(furthest) % group.size]
-    for tensor in arena.shared_state():
-        dist.broadcast(tensor, src=source, group=group.process_group)

@@ -71,11 +71,7 @@ class WeightCast:
 
     def serves(self, key: tuple[int, int, int], record: bool, for_backward: bool) -> bool:
         """Whether it may stand for a cast now."""
-        return (
-            self.key == key
-            and (self.recorded or not record)
-            and (self.columns.numel() > 0 or not for_backward)
-        )
+        return self.key == key and (self.recorded or not record) and (self.columns.numel() > 0 or not for_backward)
 
 
 class LinearSlots:
@@ -137,9 +133,7 @@ class LinearSlots:
     ) -> Tensor:
         """``ops.matmul`` with this manager's backend. Only fprop may accumulate fast: gradients are
         sums over many more terms (TransformerEngine draws the same line)."""
-        return ops.matmul(
-            a, b, inv_scale_a, inv_scale_b, dtype, fast_accumulation=fast, backend=self.mode.backend
-        )
+        return ops.matmul(a, b, inv_scale_a, inv_scale_b, dtype, fast_accumulation=fast, backend=self.mode.backend)
 
     def weight_cast(self, weight: Tensor, state: SlotState, record: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The weight in FP8: cast now, or taken from an earlier microbatch of this step.
@@ -265,9 +259,7 @@ class FP8Linear(nn.Linear):
         tokens = input.reshape(-1, self.in_features)
         weight = slots.weight_cast(self.weight, states[1], record)
         wants_weight_grad = torch.is_grad_enabled() and self.weight.requires_grad
-        output = _FP8LinearFunction.apply(
-            tokens, self.weight, *weight, slots, states, record, wants_weight_grad
-        )
+        output = _FP8LinearFunction.apply(tokens, self.weight, *weight, slots, states, record, wants_weight_grad)
         output = output.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 

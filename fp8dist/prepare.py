@@ -70,7 +70,9 @@ def prepare(
             argument that cannot be.
     """
     if check_every:
-        raise ConfigurationError("check_every: this version checks manifest, step and scales at every sync, and no more")
+        raise ConfigurationError(
+            "check_every: this version checks manifest, step and scales at every sync, and no more"
+        )
     if fp8_all_gather:
         raise ConfigurationError("fp8_all_gather=True needs FSDP2, which this version does not support")
     recipe = DelayedScaling() if recipe is None else recipe
@@ -169,6 +171,4 @@ class _Plan:
         """What the converted module will know of its slots."""
         owner = self._weight_owner[id(linear.weight)]
         slots = {role: Slot(owner if role is Role.WEIGHT else fqn, role.value) for role in Role}
-        return LinearSlots(
-            self.syncs[self._arena_of(fqn)], self.syncs[self._arena_of(owner)], mode, self.recipe, slots
-        )
+        return LinearSlots(self.syncs[self._arena_of(fqn)], self.syncs[self._arena_of(owner)], mode, self.recipe, slots)

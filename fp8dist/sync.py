@@ -73,8 +73,8 @@ class Verdict:
         """(kinds that differ between ranks: "manifest", "step", "scale"; whether an amax was not finite)."""
         if not self.immediate:
             self._event.synchronize()
-        nonfinite, *agreement = (tensor.tolist() for tensor in self._tensors)
-        agree = agreement[0] if agreement else []
+        nonfinite = bool(self._tensors[0])
+        agree = self._tensors[1].tolist() if len(self._tensors) > 1 else []
         if all(agree):
             return (), nonfinite
         differs = {

@@ -33,7 +33,7 @@ class Options:
     update: Literal["same_step", "next_step"]
     amax_sync: bool | None
     check_policy: Literal["raise", "warn"] | None
-    backend: Literal["auto", "torch", "reference"]
+    backend: Literal["auto", "torch", "reference"] | None
     layers: int
     width: int
     heads: int
@@ -128,7 +128,7 @@ def _add_job_flags(group: argparse._ArgumentGroup) -> None:
     add("--out", type=Path, metavar="DIR", default=Path("runs/gpt"), help="gets metrics.jsonl and summary.json")
     add("--eval-every", type=_at_least(0), metavar="N", default=0, help="validate every N steps; 0: at the end")
     add("--log-every", type=_at_least(1), metavar="N", default=10, help="read losses from the device every N steps")
-    add("--seed", type=_at_least(0), default=0, help="of weights and data order")
+    add("--seed", type=_at_least(0), metavar="N", default=0, help="of weights and data order")
 
 
 def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
@@ -144,8 +144,7 @@ def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--backend",
         choices=("auto", "torch", "reference"),
-        default="auto",
-        help="of FP8 products; auto: torch on a GPU, reference on a CPU",
+        help="of FP8 products (default: auto, which is torch on a GPU and reference on a CPU)",
     )
     add("--calibrate-steps", type=_at_least(0), metavar="N", default=0, help="observe N batches before training")
 
@@ -162,7 +161,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         ("--steps", 200, "optimizer steps"),
     ):
         add(flag, type=_at_least(1), metavar="N", default=default, help=help_)
-    add("--learning-rate", type=_positive_float, default=2e-3, help="peak, after a warm-up; decays to a tenth")
+    add("--learning-rate", type=_positive_float, metavar="X", default=2e-3, help="its peak; decays to a tenth")
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:

@@ -55,7 +55,7 @@ def joined_ranks(parallel: str) -> Iterator[Ranks]:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     else:  # Not under torchrun: a group of one.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield Ranks(rank, size, device, backend)
     finally:

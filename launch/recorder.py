@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 import torch
-from ranks import Ranks
 from torch import Tensor
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fp8dist import StateManager
 from options import Options
+from ranks import Ranks
 
 __all__ = ["Recorder"]
 

@@ -30,7 +30,11 @@ fi
 nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
 nnodes=${NNODES:-1}
 
-# A mistake in the flags is told here, once, and not by every rank through torchrun's error report.
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    exec "$python" "$launch/options.py" --help
+fi
+# A mistake in the flags is told here, once, with exit status 2. Later, torchrun would add a report of its own
+# and exit with 1.
 WORLD_SIZE=$((nnodes * nproc)) "$python" "$launch/options.py" "$@"
 
 if [[ -z ${OMP_NUM_THREADS:-} ]]; then

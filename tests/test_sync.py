@@ -374,12 +374,11 @@ def test_unsynced_state_is_each_ranks_own(two_ranks: RankPool) -> None:
 
 def _several_arenas(update: str) -> dict[str, Any]:
     rank = dist.get_rank()
-    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([2])]
-    mine = {0: {"layers.[pq]": pairs[0]}, 1: {"layers.[pq]": pairs[0], "layers.r": pairs[1]}, 2: {"layers.r": pairs[1], "layers.[pq]": pairs[2]}}[rank]
-    if rank == 0:
-        mine["layers.r"] = dist.group.WORLD if False else _alone(0)
-    else:
-        _alone(0)
+    pair_01, pair_12, only_0, only_2 = (dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0], [2]))
+    mine = {
+        "layers.[pq]": only_2 if rank == 2 else pair_01,
+        "layers.r": only_0 if rank == 0 else pair_12,
+    }
     model = _Branches()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=3, update=update), group=dist.group.WORLD, groups=mine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -397,10 +396,6 @@ def _several_arenas(update: str) -> dict[str, Any]:
         local.append(watcher.take())
         states.append(state_of(manager))
     return {"weights": weights, "local": local, "states": states, "calls": calls}
-
-
-def _alone(rank: int) -> Any:
-    return dist.new_group([rank])
 
 
 @UPDATES

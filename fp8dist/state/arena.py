@@ -300,7 +300,13 @@ class Arena:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in self._STATE}
-        return {"specs": self.specs, "recipe": self.recipe, "device": self.device, "placed": self.placed, "state": state}
+        return {
+            "specs": self.specs,
+            "recipe": self.recipe,
+            "device": self.device,
+            "placed": self.placed,
+            "state": state,
+        }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         Arena.__init__(self, saved["specs"], saved["recipe"])

@@ -15,9 +15,7 @@ NUMERICS_VERSION = 1
 """Goes up whenever the same inputs would give other scales. See CHANGELOG, "Numerics"."""
 
 
-def build_manifest(
-    specs: Sequence[SlotSpec], recipe: dict[str, Any], settings: dict[str, Any]
-) -> dict[str, Any]:
+def build_manifest(specs: Sequence[SlotSpec], recipe: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Plain JSON values: slots with formats, recipe, settings, numerics version."""
     return {
         "numerics_version": NUMERICS_VERSION,

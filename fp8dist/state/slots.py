@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def sorted_specs(specs: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
         ConfigurationError: two slots have the same name.
     """
     ordered = tuple(sorted(specs, key=lambda spec: spec.slot))
-    for first, second in zip(ordered, ordered[1:]):
+    for first, second in itertools.pairwise(ordered):
         if first.slot == second.slot:
             raise ConfigurationError(f"two slots are called {first.slot}")
     return ordered

@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,14 +27,16 @@ logger = logging.getLogger("fp8dist")
 
 FORMAT_VERSION = 1
 _FILE_FORMAT = "fp8dist-state"
-_TENSORS: Mapping[str, torch.dtype] = {
-    "step": torch.int64,  # []
-    "scale": torch.float32,  # [n]
-    "amax": torch.float32,  # [n]
-    "cold": torch.bool,  # [n]
-    "counters": torch.int64,  # [3, n]
-    "history": torch.float32,  # [n, history_len], oldest first
-}
+_TENSORS: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "step": torch.int64,  # []
+        "scale": torch.float32,  # [n]
+        "amax": torch.float32,  # [n]
+        "cold": torch.bool,  # [n]
+        "counters": torch.int64,  # [3, n]
+        "history": torch.float32,  # [n, history_len], oldest first
+    }
+)
 
 
 def collect(arenas: Sequence[Arena]) -> dict[str, Any]:
@@ -163,7 +166,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, A
             metadata = file.metadata() or {}
             if metadata.get("format") != _FILE_FORMAT:
                 raise CheckpointError(f"{path}: not an fp8dist state file")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file}
         if _checksum(metadata.get("header", ""), tensors) != metadata.get("sha256"):
             raise CheckpointError(f"{path}: checksum does not match: the file was damaged")
         header = json.loads(metadata["header"])
@@ -179,5 +182,5 @@ def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

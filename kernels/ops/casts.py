@@ -12,9 +12,7 @@ TOKEN_ALIGNMENT = 16
 contracted dim, so only it is padded (with zeros, which add nothing to a product)."""
 
 
-def saturating_cast(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor]:
+def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     """``x * scale`` in float32, rounded to nearest even into FP8.
 
     Finite values beyond the format saturate. Inf and NaN become NaN in either format: a loss

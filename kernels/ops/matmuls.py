@@ -52,9 +52,7 @@ def matmul_torch(
     )
 
 
-def matmul_reference(
-    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, out_dtype: torch.dtype
-) -> Tensor:
+def matmul_reference(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """The same product, dequantised and multiplied in float32. Shapes as ``matmul_torch``."""
     product = dequantize(a, inv_scale_a) @ dequantize(b, inv_scale_b).t()
     return product.to(out_dtype)

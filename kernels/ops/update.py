@@ -15,11 +15,11 @@ from fp8dist.kernels.magnitude import DID_NOT_RUN_BITS, INFINITY_BITS
 
 __all__ = [
     "HEADER",
+    "WORDS",
     "WORD_MANIFEST",
     "WORD_SCALE_HIGH",
     "WORD_SCALE_LOW",
     "WORD_STEP",
-    "WORDS",
     "header_agreement",
     "snapshot",
     "withhold",

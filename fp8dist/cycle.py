@@ -1,0 +1,268 @@
+"""The cycle of steps of one manager: boundaries, launches, commits, and what their verdicts lead to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import _JoinConfig
+
+from fp8dist.check import DivergenceReport, Finding, localise
+from fp8dist.errors import ConfigurationError
+from fp8dist.groups import SyncGroup, agree_on_manifest, publish_manifest
+from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
+from fp8dist.nn import Mode
+from fp8dist.recipe import DelayedScaling
+from fp8dist.settings import Settings
+from fp8dist.state.arena import NONFINITE, Arena
+from fp8dist.state.manifest import build_manifest, digest_word, manifest_digest
+from fp8dist.state.slots import Slot
+from fp8dist.sync import ArenaSync, Phase, all_reduce_max
+
+__all__ = ["Event", "StepCycle"]
+
+logger = logging.getLogger("fp8dist")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a monitor or a policy may want to hear of.
+
+    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed) or "diverged"
+    (``report`` says what). Events are told at boundaries, the same ones on every rank.
+    """
+
+    kind: Literal["nonfinite", "diverged"]
+    step: int
+    slots: tuple[Slot, ...] = ()
+    report: DivergenceReport | None = None
+
+
+class StepCycle:
+    """Drives all arenas of one manager through their steps.
+
+    Everything that communicates does so for all arenas in one order, which all ranks of any two groups
+    share, and is called at points of the program that all ranks reach.
+    """
+
+    def __init__(
+        self,
+        recipe: DelayedScaling,
+        settings: Settings,
+        mode: Mode,
+        syncs: Sequence[ArenaSync],
+        groups: Sequence[SyncGroup | None],
+    ) -> None:
+        self.recipe = recipe
+        self.settings = settings
+        self.mode = mode
+        pairs = sorted(zip(syncs, groups), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
+        self.syncs = tuple(sync for sync, _ in pairs)
+        self.groups = tuple(group for _, group in pairs)
+        self._init_transient()
+
+    def _init_transient(self) -> None:
+        """What a copy does not inherit: ties to a job."""
+        self.attached = False
+        self.early = False
+        self.drop_nonfinite = False
+        self.join_config = _JoinConfig.construct_disabled_join_config()
+        self.callbacks: list[Callable[[Event], None]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("recipe", "settings", "mode", "syncs", "groups")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.mode.reuse_casts = False
+        self._init_transient()
+
+    @property
+    def joins(self) -> bool:
+        """Whether a Join context is open."""
+        return bool(self.join_config.enable)
+
+    # Agreement -----------------------------------------------------------------------------------
+
+    def agree(self, boundary: str, timeout: timedelta) -> None:
+        """Publish all manifests, then wait for the others'. COLLECTIVE, through the store."""
+        publications = []
+        for sync, group in zip(self.syncs, self.groups):
+            settings = {**self.settings.describe(), "boundary": boundary}
+            manifest = build_manifest(sync.arena.specs, self.recipe.describe(), settings)
+            sync.arena.set_manifest_word(digest_word(manifest_digest(manifest)))
+            if group is not None and group.size > 1:
+                publications.append(publish_manifest(group, manifest))
+            sync.group = group if self.settings.amax_sync and self.settings.enabled else None
+        for publication in publications:
+            agree_on_manifest(publication, timeout)
+        self.attached = True
+
+    def require_attached(self) -> None:
+        """Raise ConfigurationError where ranks share state but nothing ties them yet."""
+        shared = self.settings.amax_sync and any(group is not None and group.size > 1 for group in self.groups)
+        if shared and not self.attached:
+            raise ConfigurationError("attach() first: ranks share this state, and attach() is what ties them")
+
+    def derive_weight_scales(self, weights: Iterable[tuple[ArenaSync, Slot, Tensor]], only_cold: bool) -> None:
+        """Set weight scales from the weights as they are now. COLLECTIVE: one all-reduce per arena.
+
+        Args:
+            weights: (sync, slot, weight); several may name one slot.
+            only_cold: leave the others alone. Else their histories are emptied too.
+        """
+        amaxes = {id(sync): torch.full_like(sync.arena.pending, DID_NOT_RUN) for sync in self.syncs}
+        for sync, slot, weight in weights:
+            record_amax(amax_bits(weight.detach()), amaxes[id(sync)][sync.arena.index[slot]])
+        launched = []
+        for sync in self.syncs:
+            bits = amaxes[id(sync)].view(torch.int32)
+            work = None
+            if sync.communicates:
+                assert sync.group is not None
+                work = all_reduce_max(bits, sync.group, sync.counters)
+            launched.append((sync.arena, bits, work))
+        for arena, bits, work in launched:
+            if work is not None:
+                work.wait()
+            where = (bits >= 0) & arena.cold if only_cold else bits >= 0
+            arena.derive_scales(bits.view(torch.float32), where)
+            if not only_cold:
+                arena.forget_history(where)
+
+    # The step ------------------------------------------------------------------------------------
+
+    def boundary(self, hold: Tensor | None = None) -> None:
+        """A step ends here. COLLECTIVE: one all-reduce per arena, less those that were launched early.
+
+        Args:
+            hold: non-zero: the loss scaler skips this step, which is then none. Read on the device.
+        """
+        self.mode.boundaries += 1
+        self.mode.invalidate_casts()
+        if not self.settings.enabled:
+            return
+        self.require_attached()
+        self.settle()
+        self._act_on_verdicts()
+        if not self.joins:
+            for sync in self.syncs:
+                if sync.phase is Phase.IDLE:
+                    sync.launch(hold, self.drop_nonfinite)
+        for sync in self.syncs:
+            sync.pass_boundary(hold)
+        if self.recipe.update == "same_step":
+            self.settle()
+            self._act_on_verdicts(only_immediate=True)
+
+    def settle(self) -> None:
+        """Commit what is due. Local."""
+        for sync in self.syncs:
+            sync.settle()
+
+    def weights_changed(self) -> None:
+        """An optimizer has stepped: FP8 casts of weights are stale. Local."""
+        self.mode.invalidate_casts()
+
+    def reuse_casts(self, allowed: bool) -> None:
+        """Whether weights stand still until the next call. Local."""
+        self.mode.reuse_casts = allowed
+        self.mode.invalidate_casts()
+
+    def step_skipped(self) -> None:
+        """The loss scaler skipped the optimizer: drop non-finite amaxes, keep the others. Local."""
+        self.settle()
+        for sync in self.syncs:
+            sync.drop_nonfinite()
+
+    def launch_early(self) -> None:
+        """Launch before the boundary; the results of several launches merge. COLLECTIVE."""
+        if self.settings.enabled:
+            self.require_attached()
+            for sync in self.syncs:
+                sync.launch()
+
+    def launch_idle(self) -> None:
+        """Shadow the others' launch, for a rank without data. COLLECTIVE."""
+        for sync in self.syncs:
+            if sync.communicates:
+                sync.launch_idle()
+
+    def resync_after_join(self) -> None:
+        """Take over the state of the rank that is furthest, and end the Join context. COLLECTIVE."""
+        self.settle()
+        for sync in self.syncs:
+            if sync.communicates:
+                assert sync.group is not None
+                _broadcast_furthest(sync.arena, sync.group)
+            if sync.phase is not Phase.IDLE:
+                sync.abandon()
+        self.mode.invalidate_casts()
+        self.join_config = _JoinConfig.construct_disabled_join_config()
+
+    # Verdicts ------------------------------------------------------------------------------------
+
+    def _act_on_verdicts(self, only_immediate: bool = False) -> None:
+        """Read what the last syncs proved and act on it. COLLECTIVE when they found a difference.
+
+        Called at boundaries only, so that all ranks come here together.
+        """
+        findings: list[Finding] = []
+        step = 0
+        for sync in self.syncs:
+            if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
+                continue
+            differs, nonfinite = sync.verdict.read()
+            sync.verdict = None
+            if not differs and not nonfinite:
+                continue
+            step = max(step, int(sync.arena.step))
+            if nonfinite:
+                self._tell(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
+            if differs:
+                findings += self._localise(sync, differs)
+        if findings:
+            self._report(DivergenceReport(tuple(findings)), step)
+
+    def _localise(self, sync: ArenaSync, differs: tuple[str, ...]) -> Sequence[Finding]:
+        assert sync.group is not None
+        if self.joins:  # Ranks without data would not come.
+            detail, step = "not localised inside a Join context", int(sync.arena.step)
+            return [Finding(step, kind, kind, sync.group.ranks, None, detail=detail) for kind in differs]
+        report, furthest = localise(sync)
+        sync.arena.step.fill_(furthest)  # Else every later sync would be refused.
+        return report.findings
+
+    def _report(self, report: DivergenceReport, step: int) -> None:
+        self._tell(Event("diverged", step, report=report))
+        if self.settings.check_policy == "raise":
+            report.raise_if_diverged()
+        first = report.findings[0]
+        speaker = first.reference_rank if first.reference_rank is not None else min(first.ranks)
+        if dist.get_rank() == speaker:
+            logger.warning("%s", report)
+
+    def _tell(self, event: Event) -> None:
+        for callback in self.callbacks:
+            callback(event)
+
+
+def _slots_where(arena: Arena, mask: Tensor) -> tuple[Slot, ...]:
+    return tuple(arena.specs[i].slot for i in mask.nonzero().flatten().tolist())
+
+
+def _broadcast_furthest(arena: Arena, group: SyncGroup) -> None:
+    """Everyone takes the state of the rank with the highest step counter. COLLECTIVE."""
+    me = group.ranks.index(group.rank)
+    furthest = (arena.step.to(torch.int64) * group.size + me).view(1)
+    dist.all_reduce(furthest, dist.ReduceOp.MAX, group=group.process_group)
+    source = group.ranks[int(furthest) % group.size]
+    for tensor in arena.shared_state():
+        dist.broadcast(tensor, src=source, group=group.process_group)

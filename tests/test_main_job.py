@@ -1,0 +1,240 @@
+"""The main job as a user starts it: launch/train_gpt.py, alone and by launch/torchrun.sh on two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
+SINGLE = (sys.executable, str(ROOT / "launch/train_gpt.py"))
+
+STEPS = 12
+TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
+SMALL = "--layers 2 --width 64 --heads 2 --context 64 --batch-size 8 --steps 80".split()
+
+# Runs are shared between tests, and so should be the process that keeps them.
+pytestmark = pytest.mark.xdist_group("main_job")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    summary: dict[str, Any]
+    lines: list[dict[str, Any]]
+    output: str
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of each step; JSON keeps every bit."""
+        return [line["loss"] for line in self.lines]
+
+
+def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the job with some environment variables on top, two ranks if it is torchrun.sh."""
+    environment = {
+        **os.environ, "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables,
+    }  # fmt: skip
+    return subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False
+    )
+
+
+def finish(out: Path, command: tuple[str, ...], *flags: str, **variables: str) -> Run:
+    """Run the job to its end and read what it wrote."""
+    done = start(command, *flags, "--out", str(out), **variables)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Run(json.loads((out / "summary.json").read_text()), lines, done.stdout + done.stderr)
+
+
+Runner = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def two_rank_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """A tiny FP8 run on two ranks; one with the same flags and ``again`` is made only once."""
+    made: dict[tuple[object, ...], Run] = {}
+
+    def run(*flags: str, again: int = 0) -> Run:
+        key = (*flags, again)
+        if key not in made:
+            made[key] = finish(tmp_path_factory.mktemp("run"), TORCHRUN, *TINY, *flags)
+        return made[key]
+
+    return run
+
+
+@pytest.mark.slow
+def test_fp8_learns_like_fp32_on_two_ranks(tmp_path: Path) -> None:
+    fp32 = finish(tmp_path / "fp32", TORCHRUN, *SMALL, "--precision", "fp32")
+    fp8 = finish(tmp_path / "fp8", TORCHRUN, *SMALL, "--precision", "fp8")
+    for run in (fp32, fp8):
+        assert run.losses[0] - run.summary["final_training_loss"] > 1.0
+        assert run.summary["parameters_identical"] is True
+    assert fp8.losses != fp32.losses
+    assert fp8.summary["final_training_loss"] == pytest.approx(fp32.summary["final_training_loss"], rel=0.02)
+    compared = start(
+        (sys.executable, str(ROOT / "launch/compare_runs.py")), str(tmp_path / "fp32"), str(tmp_path / "fp8")
+    )
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert "gap between the final training losses" in compared.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_the_same_state_for_one_collective_a_step(two_rank_run: Runner) -> None:
+    run = two_rank_run()
+    slots = 4 * 3  # qkv, attention_out, mlp_in, mlp_out; lm_head is none
+    assert run.summary["ranks"] == 2
+    assert run.summary["fp8_slots"] == slots
+    assert run.summary["fp8_collectives_per_step"] == 1
+    assert run.summary["fp8_bytes_per_sync"] == 4 * (8 + slots)
+    assert run.summary["exposed_sync_ms_per_step"] > 0
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+    assert "FP8 state identical on all ranks:                         yes" in run.output
+
+
+@pytest.mark.slow
+def test_metrics_have_a_line_per_step(two_rank_run: Runner) -> None:
+    lines = two_rank_run("--eval-every", "6").lines
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert math.isfinite(line["loss"])
+        assert line["tokens_per_s"] > 0
+        assert line["sync_ms"] > 0
+        assert line["learning_rate"] > 0
+        assert line["cold_slots"] == line["nonfinite_amaxes"] == 0
+    assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12]
+
+
+@pytest.mark.slow
+def test_validation_leaves_training_alone(two_rank_run: Runner) -> None:
+    assert two_rank_run("--eval-every", "6").losses == two_rank_run().losses
+
+
+@pytest.mark.slow
+def test_two_runs_with_one_seed_are_bitwise_equal(two_rank_run: Runner) -> None:
+    assert_equal_runs(two_rank_run(), two_rank_run(again=1))
+
+
+@pytest.mark.slow
+def test_both_update_timings_are_bitwise_equal(two_rank_run: Runner) -> None:
+    next_step = two_rank_run("--update", "next_step")
+    assert_equal_runs(two_rank_run(), next_step)
+    assert next_step.summary["fp8_collectives_per_step"] == 1
+
+
+def assert_equal_runs(first: Run, second: Run) -> None:
+    assert first.losses == second.losses
+    for key in ("validation_loss", "parameters_sha256"):
+        assert first.summary[key] == second.summary[key]
+
+
+@pytest.mark.slow
+def test_accumulation_syncs_once_per_optimizer_step(two_rank_run: Runner) -> None:
+    run = two_rank_run("--accumulate", "2", "--calibrate-steps", "2")
+    assert len(run.losses) == STEPS
+    assert run.summary["fp8_collectives_per_step"] == 1
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+
+
+@pytest.mark.slow
+def test_without_amax_sync_ranks_differ_and_nothing_is_sent(two_rank_run: Runner) -> None:
+    run = two_rank_run("--no-amax-sync")
+    assert run.summary["fp8_collectives_per_step"] == 0
+    assert run.summary["fp8_state_identical"] is False
+    assert run.summary["parameters_identical"] is True
+
+
+@pytest.mark.slow
+def test_switched_off_by_environment_equals_high_precision(tmp_path: Path) -> None:
+    off = finish(tmp_path / "off", SINGLE, *TINY, "--precision", "fp8", FP8DIST_ENABLED="0")
+    fp32 = finish(tmp_path / "fp32", SINGLE, *TINY, "--precision", "fp32")
+    assert_equal_runs(off, fp32)
+    assert "switched off" in off.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--precision", "fp8", "--calibrate-steps", "2", "--amax-algo", "most_recent", "--format", "e4m3"],
+        ["--precision", "fp8", "--parallel", "ddp", "--backend", "torch", "--margin", "1"],
+        ["--precision", "bf16"],
+    ],
+    ids=lambda flags: flags[1] + flags[-1],
+)
+def test_one_process_without_torchrun(tmp_path: Path, flags: list[str]) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"a few words, over and over. " * 100)
+    run = finish(tmp_path / "out", SINGLE, *TINY, *flags, "--data", str(text))
+    assert run.summary["ranks"] == 1
+    assert run.losses[-1] < run.losses[0]
+
+
+MISTAKES = {
+    "unknown flag": (["--recpie", "delayed"], "unrecognized arguments: --recpie"),
+    "value out of range": (["--steps", "0"], "--steps: must be at least 1"),
+    "not a number": (["--margin", "much"], "--margin"),
+    "not a choice": (["--parallel", "fsdp2"], "--parallel: invalid choice: 'fsdp2'"),
+    "one rank on two": (["--parallel", "none"], "--parallel none is for one rank, and there are 2"),
+    "heads": (["--heads", "5"], "--width 192 is not a multiple of --heads 5"),
+    "width": (["--width", "20"], "multiples of 16"),
+    "no data": (["--data", "/no/such/file"], "--data /no/such/file: No such file or directory"),
+    "data is a folder": (["--data", "/"], "--data /: Is a directory"),
+    "short text": (["--data", "setup.cfg", "--context", "5000"], "--context 5000 needs at least 50011"),
+    "bad out": (["--out", "setup.cfg/run"], "--out setup.cfg/run: Not a directory"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_2(flags: list[str], message: str) -> None:
+    assert_refused(start(TORCHRUN, *flags), message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        (["--data", "/no/such/file"], {}, "/no/such/file"),
+        ([], {"FP8DIST_CHECK_POLICY": "loud"}, "check_policy must be one of"),
+        ([], {"FP8DIST_BACKEND": "abacus"}, "backend must be one of"),
+        (["--margin", "1000"], {}, "margin must be"),
+    ],
+)
+def test_a_mistake_without_torchrun(
+    tmp_path: Path, flags: list[str], variables: Mapping[str, str], message: str
+) -> None:
+    assert_refused(start(SINGLE, "--out", str(tmp_path), *flags, **variables), message)
+
+
+def test_only_the_first_rank_tells_of_a_mistake() -> None:
+    done = start(SINGLE, "--steps", "0", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("train_gpt.py: error: ")
+
+
+def test_help_names_every_flag() -> None:
+    done = start(TORCHRUN, "--help")
+    assert done.returncode == 0
+    for flag in ("--parallel", "--precision", "--update", "--no-amax-sync", "--calibrate-steps", "--out"):
+        assert flag in done.stdout

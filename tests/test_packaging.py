@@ -1,0 +1,97 @@
+"""The wheel and the sdist hold every module, kernels included, and the editable install maps them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fp8dist.kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted(
+    [
+        ".".join(("fp8dist", *path.relative_to(ROOT / "fp8dist").with_suffix("").parts)).removesuffix(".__init__")
+        for path in (ROOT / "fp8dist").rglob("*.py")
+    ]
+    + [
+        ".".join(("fp8dist.kernels", path.stem)).removesuffix(".__init__")
+        for path in (ROOT / "kernels" / "ops").glob("*.py")
+    ]
+)
+
+
+def _run(*command: str, cwd: Path) -> str:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONWARNINGS")}
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(wheel made from the sdist, sdist), built from a copy of the source."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("fp8dist", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    _run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", "out", cwd=source)
+    (sdist,) = (source / "out").glob("*.tar.gz")
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (tree,) = unpacked.iterdir()
+    _run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", "out", cwd=tree)
+    (wheel,) = (tree / "out").glob("*.whl")
+    return wheel, sdist
+
+
+@pytest.mark.slow
+def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel, _ = distributions
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False)
+    (site,) = (home / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:  # What pip does with a pure wheel, without its start-up time.
+        archive.extractall(site)
+    # torch and the like from here; a .pth in that folder, such as our own editable one, is not followed.
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    script = (
+        "import importlib, sys\n"
+        f"for name in {MODULES!r}:\n"
+        "    module = importlib.import_module(name)\n"
+        f"    assert module.__file__.startswith({str(site)!r}), (name, module.__file__)\n"
+        "assert 'kernels' not in sys.modules\n"
+        "print(len(sys.modules['fp8dist'].__all__))\n"
+    )
+    out = _run(str(home / "bin" / "python"), "-I", "-c", script, cwd=tmp_path)
+    assert int(out.split()[-1]) == len(fp8dist.__all__)
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_carry_licence_and_type_marker(distributions: tuple[Path, Path]) -> None:
+    wheel, sdist = distributions
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "fp8dist/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    with tarfile.open(sdist) as archive:
+        assert any(name.endswith("kernels/ops/casts.py") for name in archive.getnames())
+
+
+def test_editable_install_maps_kernels() -> None:
+    assert Path(fp8dist.kernels.__file__ or "").parent == ROOT / "kernels" / "ops"
+
+
+def test_version_is_written_once_in_metadata_and_package() -> None:
+    from importlib.metadata import version
+
+    assert version("fp8dist") == fp8dist.__version__

@@ -1,0 +1,59 @@
+"""What README shows works as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8dist
+from fp8dist.manager import StateManager
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(code.splitlines()) <= 24
+    script = tmp_path / "loop.py"
+    script.write_text(code)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [line for line in run.stdout.splitlines() if "fp8/step" in line]
+    assert len(lines) == 2
+    assert all("'fp8/step': 10.0" in line and "'fp8/cold_slots': 0.0" in line for line in lines)
+    scales = {line.split()[0] for line in lines}
+    assert len(scales) == 1, f"ranks ended with different scales: {scales}"
+
+
+def test_table_of_methods_is_complete() -> None:
+    table = README.split("## Which calls are collective")[1].split("## Flags")[0]
+    hooks = {"early_launcher", "join_hook", "join_device", "join_process_group"}
+    public = {name for name in vars(StateManager) if not name.startswith("_")} - hooks
+    missing = {name for name in public if f"{name}" not in table}
+    assert not missing
+    for name in re.findall(r"`manager\.(\w+)", README):
+        assert hasattr(StateManager, name), f"README speaks of manager.{name}"
+
+
+def test_exports() -> None:
+    assert sorted(fp8dist.__all__) == fp8dist.__all__
+    assert all(hasattr(fp8dist, name) for name in fp8dist.__all__)
+
+
+def test_environment_variables_are_documented() -> None:
+    in_code = set(re.findall(r"FP8DIST_[A-Z_]+", (ROOT / "fp8dist" / "settings.py").read_text()))
+    assert in_code
+    assert in_code <= set(re.findall(r"FP8DIST_[A-Z_]+", README))
