@@ -78,20 +78,25 @@ def restore(arenas: Sequence[Arena], saved: Mapping[str, Any], strict: bool) -> 
             raise CheckpointError(f"the saved FP8 state is of another model. {text}")
         logger.warning("fp8dist: loading FP8 state non-strictly. %s", text)
     for arena in arenas:
-        found = [(i, places[slot]) for slot, i in arena.index.items() if slot in places]
-        mine = torch.tensor([i for i, _ in found], dtype=torch.int64, device=arena.device)
-        theirs = torch.tensor([i for _, i in found], dtype=torch.int64)
+        _restore_arena(arena, places, saved)
 
-        def rows(name: str, dim: int = 0) -> Tensor:
-            return saved[name].index_select(dim, theirs).to(arena.device)
 
-        arena.scale[mine] = rows("scale")
-        torch.reciprocal(arena.scale, out=arena.inv_scale)
-        arena.amax[mine] = rows("amax")
-        arena.cold[mine] = rows("cold")
-        arena.counters[:, mine] = rows("counters", 1)
-        arena.write_history(_fitted(rows("history"), arena.ring.length), mine)
-        arena.step.copy_(saved["step"])
+def _restore_arena(arena: Arena, places: Mapping[Slot, int], saved: Mapping[str, Any]) -> None:
+    found = [(i, places[slot]) for slot, i in arena.index.items() if slot in places]
+    mine = torch.tensor([i for i, _ in found], dtype=torch.int64, device=arena.device)
+    theirs = torch.tensor([i for _, i in found], dtype=torch.int64)
+
+    def rows(name: str, dim: int = 0) -> Tensor:
+        values: Tensor = saved[name]
+        return values.index_select(dim, theirs).to(arena.device)
+
+    arena.scale[mine] = rows("scale")
+    torch.reciprocal(arena.scale, out=arena.inv_scale)
+    arena.amax[mine] = rows("amax")
+    arena.cold[mine] = rows("cold")
+    arena.counters[:, mine] = rows("counters", 1)  # These say where in its ring a window starts.
+    arena.write_history(_fitted(rows("history"), arena.ring.length), mine)
+    arena.step.copy_(saved["step"])
 
 
 def _validated_slots(saved: Mapping[str, Any]) -> list[Slot]:

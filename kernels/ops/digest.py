@@ -2,8 +2,9 @@
 
 ``sum(key[i] * word[i]) mod 2**64``, with a fixed pseudo-random odd 64-bit key for each place (the
 multilinear family of Lemire and Kaser, "Strongly universal string hashing is fast", 2014). A change of
-one word always changes it: the key is odd and the difference is below 2**32. Swapped words, and equal flips in two places, are missed
-with probability 2**-33 or less. The sum wraps and is the same in any order.
+one word always changes it: the key is odd and the difference is below 2**32. A swap of two words, or
+equal flips in two places, are missed with a probability of about 2**-32 over the choice of keys. The sum
+wraps, and is the same in any order.
 """
 
 from __future__ import annotations
