@@ -19,7 +19,8 @@ from fp8dist import DelayedScaling, StateManager
 from tests.support.collectives import counted_collectives
 from tests.support.oracle import Oracle, Rules, amax_of, float32
 from tests.support.ranks import RankPool
-from tests.support.states import bits, state_of
+from tests.support.states import bits, without
+from tests.support.states import state_of as whole_state_of
 
 Slot = tuple[str, str]
 
@@ -51,6 +52,11 @@ def _foreign_manager(update: str, **settings: Any) -> tuple[nn.Module, StateMana
     for (fqn, role), format in FOREIGN.items():
         manager.register(fqn, role, format)
     return model, manager
+
+
+def state_of(manager: StateManager) -> dict[Slot, dict[str, Any]]:
+    """What the oracle knows, too."""
+    return without(whole_state_of(manager), "saturated")
 
 
 # Recorded tensors ------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, A
             metadata = file.metadata() or {}
             if metadata.get("format") != _FILE_FORMAT:
                 raise CheckpointError(f"{path}: not an fp8dist state file")
-            tensors = {name: file.get_tensor(name) for name in file}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
         if _checksum(metadata.get("header", ""), tensors) != metadata.get("sha256"):
             raise CheckpointError(f"{path}: checksum does not match: the file was damaged")
         header = json.loads(metadata["header"])

@@ -76,7 +76,6 @@ class Rules:
     amax_algo: str | Callable[[Sequence[float]], float] = "max"
     margin: int = 0
     power_of_two: bool = False
-    warmup: str = "current"
 
 
 @dataclass
@@ -91,7 +90,6 @@ class SlotOracle:
     cold: bool = True
     commits: int = 0
     nonfinite: int = 0
-    saturated: int = 0
 
     def __post_init__(self) -> None:
         self.history = self.history or [0.0] * self.rules.history_len
@@ -103,9 +101,6 @@ class SlotOracle:
         if math.isnan(amax) or math.isinf(amax):
             self.nonfinite += 1
             return
-        has_fixed_scale = not self.cold or self.rules.warmup == "unit"
-        if has_fixed_scale and float32(amax * self.scale) > self.fp8_max:
-            self.saturated += 1
         self.commits += 1
         self.amax = amax
         self.history = [*self.history[1:], amax]
@@ -123,7 +118,7 @@ class SlotOracle:
         """As loaded by a job with another history length: the newest entries stay."""
         missing = max(0, rules.history_len - len(self.history))
         history = [0.0] * missing + self.history[-rules.history_len :]
-        kept = {name: getattr(self, name) for name in ("scale", "amax", "cold", "commits", "nonfinite", "saturated")}
+        kept = {name: getattr(self, name) for name in ("scale", "amax", "cold", "commits", "nonfinite")}
         return SlotOracle(self.fp8_max, rules, history, **kept)
 
     def _window(self) -> float:
@@ -139,14 +134,14 @@ class SlotOracle:
         return scale_for(amax, self.scale, self.fp8_max, self.rules.margin, self.rules.power_of_two)
 
     def state(self) -> dict[str, Any]:
-        """Everything a test compares, floats as bits."""
+        """Everything that DESIGN.md defines to the bit, floats as bits."""
         return {
             "history": [bits_of(a) for a in self.history],
             "scale": bits_of(self.scale),
             "inv_scale": bits_of(divide(1.0, self.scale)),
             "amax": bits_of(self.amax),
             "cold": self.cold,
-            "counters": [self.commits, self.nonfinite, self.saturated],
+            "counters": [self.commits, self.nonfinite],
         }
 
 

@@ -16,7 +16,7 @@ def bits(tensor: Tensor) -> Any:
 
 
 def state_of(manager: StateManager) -> dict[tuple[str, str], dict[str, Any]]:
-    """History, scale, inv_scale, amax, cold and counters of each slot."""
+    """History, scale, inv_scale, amax, cold, counters (taken, non-finite) and saturated of each slot."""
     saved = manager.state_dict()
     state = {}
     for place, (fqn, role) in enumerate(saved["slots"]):
@@ -26,7 +26,8 @@ def state_of(manager: StateManager) -> dict[tuple[str, str], dict[str, Any]]:
             "inv_scale": bits(manager.inv_scale(fqn, role)),
             "amax": bits(manager.amax(fqn, role)),
             "cold": bool(saved["cold"][place]),
-            "counters": saved["counters"][:, place].tolist(),
+            "counters": saved["counters"][:2, place].tolist(),
+            "saturated": int(saved["counters"][2, place]),
         }
     return state
 
