@@ -17,7 +17,7 @@ from fp8dist.groups import SyncGroup
 from fp8dist.kernels.update import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 from fp8dist.sync import ArenaSync
 
-__all__ = ["DivergenceReport", "Finding", "localise"]
+__all__ = ["DivergenceReport", "Finding", "Localisation", "localise"]
 
 MAX_SLOTS_PER_RANK = 16
 """How many differing slots a rank tells the others of; the count is always told in full."""
@@ -79,28 +79,37 @@ class DivergenceReport:
         return "FP8 state differs between ranks\n" + "\n".join(lines)
 
 
-def localise(sync: ArenaSync) -> tuple[DivergenceReport, int]:
+@dataclass(frozen=True)
+class Localisation:
+    """What ``localise`` found; the same on every rank.
+
+    ``step`` is the highest step counter of the group; ``scales`` what the reference rank sent, float32[2, n],
+    where scales differ.
+    """
+
+    report: DivergenceReport
+    step: int
+    scales: Tensor | None
+
+
+def localise(sync: ArenaSync) -> Localisation:
     """Name the ranks and slots behind a failed header. COLLECTIVE over the sync's group.
 
     Compares what the ranks sent: the commit has made the live scales equal again, the evidence is
     in the scales as they were at launch.
-
-    Returns:
-        (report, highest step counter of the group). The same on every rank.
     """
     group = sync.group
     assert group is not None
-    mine = _Evidence.gather(sync)
-    everyone: list[_Evidence] = _all_gather(mine, group)
-    words = {e.rank: e.words for e in everyone}
-    findings = []
-    for kind, places in (("manifest", [WORD_MANIFEST]), ("step", [WORD_STEP])):
-        values = {rank: tuple(w[i] for i in places) for rank, w in words.items()}
+    everyone: list[_Evidence] = _all_gather(_Evidence.gather(sync), group)
+    findings, scales = [], None
+    for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
+        values = {e.rank: e.words[place] for e in everyone}
         if len(set(values.values())) > 1:
             findings.append(_finding_of_values(kind, values, everyone))
-    if len({w[WORD_SCALE_LOW:] for w in words.values()}) > 1:
-        findings += _scale_findings(sync, group, everyone)
-    return DivergenceReport(tuple(findings)), max(e.step for e in everyone)
+    if len({e.words[WORD_SCALE_LOW:] for e in everyone}) > 1:
+        found, scales = _scale_findings(sync, group, everyone)
+        findings += found
+    return Localisation(DivergenceReport(tuple(findings)), max(e.step for e in everyone), scales)
 
 
 @dataclass(frozen=True)
@@ -139,9 +148,9 @@ def _majority(values: dict[int, Any]) -> tuple[int | None, tuple[int, ...]]:
 
 def _finding_of_values(kind: str, values: dict[int, Any], everyone: Sequence[_Evidence]) -> Finding:
     reference, odd = _majority(values)
-    shown = "; ".join(f"rank {rank}: {', '.join(map(str, values[rank]))}" for rank in odd[:8])
+    shown = "; ".join(f"rank {rank}: {values[rank]}" for rank in odd[:8])
     if reference is not None:
-        shown += f"; reference: {', '.join(map(str, values[reference]))}"
+        shown += f"; rank {reference}: {values[reference]}"
     return _finding(everyone, kind, kind, odd, reference, shown)
 
 
@@ -166,8 +175,9 @@ def _finding(
     )
 
 
-def _scale_findings(sync: ArenaSync, group: SyncGroup, everyone: Sequence[_Evidence]) -> list[Finding]:
-    """Slots whose scale differs from the reference's. COLLECTIVE: one broadcast, one object gather."""
+def _scale_findings(sync: ArenaSync, group: SyncGroup, everyone: Sequence[_Evidence]) -> tuple[list[Finding], Tensor]:
+    """Slots whose scale differs from the reference's, and the reference's scales. COLLECTIVE: one
+    broadcast, one object gather."""
     digests = {e.rank: e.words[WORD_SCALE_LOW:] for e in everyone}
     reference, odd = _majority(digests)
     source = min(group.ranks) if reference is None else reference
@@ -190,7 +200,7 @@ def _scale_findings(sync: ArenaSync, group: SyncGroup, everyone: Sequence[_Evide
     if hidden > 0:
         detail = f"{hidden} more slots of one rank differ"
         findings.append(_finding(everyone, "scale", "…", odd, reference, detail))
-    return findings
+    return findings, theirs
 
 
 def _differences(mine: Tensor, theirs: Tensor) -> tuple[int, list[tuple[int, str, float, float]]]:

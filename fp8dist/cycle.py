@@ -236,9 +236,14 @@ class StepCycle:
         if self.joins:  # Ranks without data would not come.
             detail, step = "not localised inside a Join context", int(sync.arena.step)
             return [Finding(step, kind, kind, sync.group.ranks, None, detail=detail) for kind in differs]
-        report, furthest = localise(sync)
-        sync.arena.step.fill_(furthest)  # Else every later sync would be refused.
-        return report.findings
+        found = localise(sync)
+        # All ranks go on from one state. Else every later sync would be refused for its step, and a scale that
+        # the commit did not touch, because its slot did not run, would be reported for ever.
+        sync.arena.step.fill_(found.step)
+        if found.scales is not None:
+            sync.arena.adopt_untaken_scales(found.scales)
+            self.mode.invalidate_casts()
+        return found.report.findings
 
     def _report(self, report: DivergenceReport, step: int) -> None:
         self._tell(Event("diverged", step, report=report))

@@ -22,6 +22,7 @@ __all__ = ["GroupLike", "SyncGroup", "agree_on_manifest", "publish_manifest", "w
 GroupLike = dist.ProcessGroup | DeviceMesh
 
 _AGREED = "agreed"
+_ASKED, _VERDICT = "asked", "verdict"
 
 
 def world_size() -> int:
@@ -121,24 +122,37 @@ def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publicati
 def agree_on_manifest(publication: Publication, timeout: timedelta) -> None:
     """Wait until all ranks have published and agree. COLLECTIVE over the group, through the store.
 
-    The lowest rank compares; the others wait for its verdict. Full manifests travel only on a
-    mismatch.
+    The lowest rank compares; the others wait for its verdict. Whoever writes a verdict first, the lowest
+    rank or one that will wait no longer, has spoken for all: nobody goes on alone. Full manifests travel
+    only on a mismatch.
 
     Raises:
         ManifestMismatchError: on every rank, with the same text; or a rank did not come in time.
     """
-    group, store = publication.group, publication.store
+    group = publication.group
     leader = min(group.ranks)
     if group.rank == leader:
-        verdict = _compare(publication, timeout)
-        store.set(_key(publication, "verdict"), verdict)
+        verdict = _conclude(publication, _compare(publication, timeout))
     else:
-        odd = _get(publication, "verdict-phase", timeout * 2)
-        if odd != _AGREED and group.rank in json.loads(odd):
-            store.set(_key(publication, "manifest", group.rank), json.dumps(publication.manifest))
-        verdict = odd if odd == _AGREED else _get(publication, "verdict", timeout * 2)
+        verdict = _follow(publication, leader, timeout * 2)
     if verdict != _AGREED:
         raise ManifestMismatchError(verdict)
+
+
+def _follow(publication: Publication, leader: int, timeout: timedelta) -> str:
+    """Wait for the leader, showing it the manifest if it asks for it."""
+    asked = _get(publication, _ASKED, timeout)
+    if asked is not None and publication.group.rank in json.loads(asked):
+        publication.store.set(_key(publication, "manifest", publication.group.rank), json.dumps(publication.manifest))
+    verdict = None if asked is None else _get(publication, _VERDICT, timeout)
+    if verdict is None:
+        return _conclude(publication, _absent([leader], publication.group.size, timeout))
+    return verdict
+
+
+def _conclude(publication: Publication, verdict: str) -> str:
+    """Write the verdict, unless there is one already; the one that stands."""
+    return publication.store.compare_set(_key(publication, _VERDICT), "", verdict).decode()
 
 
 def _compare(publication: Publication, timeout: timedelta) -> str:
@@ -148,37 +162,38 @@ def _compare(publication: Publication, timeout: timedelta) -> str:
     hosts: dict[int, str] = {}
     missing: list[int] = []
     for rank in group.ranks:
-        try:
-            store.wait([_key(publication, "digest", rank)], timeout if not missing else timedelta(milliseconds=10))
-        except (dist.DistStoreError, RuntimeError):
+        text = _get(publication, "digest", timedelta(milliseconds=10) if missing else timeout, rank)
+        if text is None:
             missing.append(rank)
-            continue
-        digests[rank], _, hosts[rank] = store.get(_key(publication, "digest", rank)).decode().partition(" ")
-    if missing:
-        text = (
-            f"attach() was not reached within {timeout.total_seconds():.0f} s by rank(s) "
-            f"{_ranks(missing)} of {group.size}: attach() is collective over the group"
-        )
-        store.set(_key(publication, "verdict-phase"), "[]")
-        return text
+        else:
+            digests[rank], _, hosts[rank] = text.partition(" ")
     # One odd rank per distinct manifest tells all there is to know.
     odd: dict[str, list[int]] = {}
     for rank, digest in digests.items():
         if digest != digests[leader]:
             odd.setdefault(digest, []).append(rank)
-    if not odd:
-        store.set(_key(publication, "verdict-phase"), _AGREED)
-        return _AGREED
-    spokesmen = [ranks[0] for ranks in odd.values()]
-    store.set(_key(publication, "verdict-phase"), json.dumps(spokesmen))
+    store.set(_key(publication, _ASKED), json.dumps([] if missing else [ranks[0] for ranks in odd.values()]))
+    if missing:
+        return _absent(missing, group.size, timeout)
     lines = []
     for ranks in odd.values():
-        theirs = json.loads(_get(publication, "manifest", timeout, ranks[0]))
-        difference = first_difference(dict(publication.manifest), theirs)
+        theirs = _get(publication, "manifest", timeout, ranks[0])
+        difference = (
+            "gone before it could be compared"
+            if theirs is None
+            else first_difference(dict(publication.manifest), json.loads(theirs))
+        )
         lines.append(
             f"rank {leader} ({hosts[leader]}) against rank(s) {_ranks(ranks)} ({hosts[ranks[0]]}): {difference}"
         )
-    return "ranks were prepared differently; " + "; ".join(lines)
+    return "ranks were prepared differently; " + "; ".join(lines) if lines else _AGREED
+
+
+def _absent(ranks: list[int], size: int, timeout: timedelta) -> str:
+    return (
+        f"attach() was not reached within {timeout.total_seconds():.0f} s by rank(s) {_ranks(ranks)} of {size}: "
+        "it is collective over the group"
+    )
 
 
 def _key(publication: Publication, what: str, rank: int | None = None) -> str:
@@ -186,15 +201,13 @@ def _key(publication: Publication, what: str, rank: int | None = None) -> str:
     return f"{publication.round}/{what}{suffix}"
 
 
-def _get(publication: Publication, what: str, timeout: timedelta, rank: int | None = None) -> str:
+def _get(publication: Publication, what: str, timeout: timedelta, rank: int | None = None) -> str | None:
+    """The value, or None when it does not come in time."""
     key = _key(publication, what, rank)
     try:
         publication.store.wait([key], timeout)
     except (dist.DistStoreError, RuntimeError):
-        raise ManifestMismatchError(
-            f"no answer from rank {min(publication.group.ranks) if rank is None else rank} within "
-            f"{timeout.total_seconds():.0f} s at attach(), which is collective over the group"
-        ) from None
+        return None
     return publication.store.get(key).decode()
 
 

@@ -305,6 +305,8 @@ class StateManager(Joinable):
         if format not in _FORMATS:
             raise ConfigurationError(f"format must be one of {', '.join(_FORMATS)}, got {format!r}")
         slot = Slot(fqn, parse_role(role).value)
+        if slot in self._aliases or slot in self.slots:
+            raise ConfigurationError(f"there is a slot {slot} already")
         sync = self._default
         sync.arena = sync.arena.extended([SlotSpec(slot, _FORMATS[format])])
         for linear in _fp8_linears(self._require_model()):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "digest_of", "joined_ranks"]
+__all__ = ["Ranks", "digest_of", "joined_ranks", "leave"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,18 @@ def _device_and_backend() -> tuple[torch.device, str]:
     torch.cuda.set_device(device)
     enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return device, "nccl" if enough else "gloo"
+
+
+def leave() -> NoReturn:
+    """End the process well, without the interpreter's shutdown.
+
+    A gloo thread lets go of the last collective's tensors some time after it is done, and DDP keeps those threads
+    alive past ``destroy_process_group``. When that happens while the interpreter shuts down, it aborts the process
+    (pytorch/pytorch pull request 179291): of runs that had succeeded, one in seven failed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -33,7 +33,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from gpt import GPT
 from options import Options, exit_with, parse, prepare_input
-from ranks import Ranks, digest_of, joined_ranks
+from ranks import Ranks, digest_of, joined_ranks, leave
 from recorder import Recorder
 from text import BadInput, Text
 
@@ -292,3 +292,4 @@ def _as_table(summary: dict[str, object]) -> str:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    leave()

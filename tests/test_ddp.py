@@ -28,6 +28,7 @@ from tests.support.ranks import RankPool
 from tests.support.training import (
     Amaxes,
     AmaxRecorder,
+    Net,
     SlotName,
     batch,
     expected_histories,
@@ -298,6 +299,15 @@ class Uneven:
     afterwards: int = 0
     joined_twice: bool = False
     batchnorm: bool = False
+    two_outputs: bool = False
+
+
+class TwoHeads(Net):
+    """Returns two tensors, so that backward enters the graph in two places."""
+
+    def forward(self, x: Tensor, skip: bool = False) -> Any:
+        h = torch.relu(self.first(x))
+        return self.last(h), self.branch(h)
 
 
 def _epoch(
@@ -313,7 +323,10 @@ def _epoch(
         boundary = (i + 1) % job.accumulate == 0
         with ddp.no_sync() if job.no_sync and not boundary else contextlib.nullcontext():
             x, y = batch(dist.get_rank(), first_index + i)
-            loss = nn.functional.mse_loss(ddp(x), y) / job.accumulate
+            output = ddp(x)
+            if job.two_outputs:
+                output = output[0] + output[1].mean()
+            loss = nn.functional.mse_loss(output, y) / job.accumulate
             loss.backward()
         losses.append(float(loss.detach()))
         if boundary:
@@ -326,6 +339,8 @@ def _epoch(
 def _train_uneven(job: Uneven) -> Outcome:
     rank = dist.get_rank()
     net = make_net(batchnorm=job.batchnorm)
+    if job.two_outputs:
+        net.__class__ = TwoHeads
     recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
     manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD)
     ddp = DistributedDataParallel(net, **job.ddp)
@@ -383,6 +398,7 @@ UNEVEN = [
     pytest.param(Uneven((4, 7), accumulate=3), id="accumulation without no_sync, both end within a step"),
     pytest.param(Uneven((7, 4), accumulate=3, no_sync=True, update="next_step"), id="no_sync, next_step, within"),
     pytest.param(Uneven((2, 5), ddp={"find_unused_parameters": True}), id="find_unused_parameters"),
+    pytest.param(Uneven((2, 4), two_outputs=True), id="two outputs"),
     pytest.param(Uneven((2, 5), ddp={"broadcast_buffers": True}, batchnorm=True), id="broadcast buffers"),
     pytest.param(
         Uneven((2, 5), ddp={"broadcast_buffers": False}, batchnorm=True, accumulate=2), id="own buffers, accumulation"
@@ -489,7 +505,7 @@ def test_a_weight_cast_does_not_outlive_the_first_of_two_optimizers() -> None:
     net(x).sum().backward()
     first.step()
     between = net(x)
-    manager.reuse_casts(False)
+    manager._mode.reuse_casts = False
     assert torch.equal(net(x), between)
 
 
@@ -591,7 +607,7 @@ def test_bad_attach_arguments_are_refused() -> None:
         manager.attach(boundary="never")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="no optimizer in it"):
         manager.attach(optimizer=[])
-    with pytest.raises(ConfigurationError, match="does not hold|was not prepared"):
+    with pytest.raises(ConfigurationError, match="was not prepared"):
         manager.attach(make_net())
 
 

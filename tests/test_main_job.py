@@ -20,7 +20,7 @@ SINGLE = (sys.executable, str(ROOT / "launch/train_gpt.py"))
 
 STEPS = 12
 TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
-SMALL = "--layers 2 --width 64 --heads 2 --context 64 --batch-size 8 --steps 80".split()
+SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
 
 # Runs are shared between tests, and so should be the process that keeps them.
 pytestmark = pytest.mark.xdist_group("main_job")

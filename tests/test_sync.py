@@ -162,8 +162,7 @@ def _random_plan(seed: int, world_size: int, steps: int) -> list[list[dict[Slot,
         return [[word() for _ in range(rng.randrange(1, 3))] for _ in range(rng.randrange(1, 3))]
 
     return [
-        [{slot: tensors() for slot in FOREIGN if rng.random() < 0.6} for _ in range(world_size)]
-        for _ in range(steps)
+        [{slot: tensors() for slot in FOREIGN if rng.random() < 0.6} for _ in range(world_size)] for _ in range(steps)
     ]
 
 
@@ -230,7 +229,11 @@ def _run_branches(orders: list[list[str]], update: str, loss_scale: float) -> di
     manager = fp8dist.prepare(model, DelayedScaling(history_len=3, update=update), group=dist.group.WORLD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + rank))  # Weights drift apart, scales must not.
     manager.attach(optimizer=optimizer)
-    weights = {(fqn, "weight"): amax_of(m.weight.flatten().tolist()) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
+    weights = {
+        (fqn, "weight"): amax_of(m.weight.flatten().tolist())
+        for fqn, m in model.named_modules()
+        if isinstance(m, nn.Linear)
+    }
     generator = torch.Generator().manual_seed(100 + rank)
     local, states, gradients = [], [], []
     for step in orders:
@@ -276,7 +279,8 @@ def test_modules_in_any_order_give_the_oracles_state(ranks: RankPool, name: str,
     results = ranks.run(_run_branches, orders, update, 1.0)
     _check_against_oracle(results)
     # That the watcher saw something, and saw different things on different ranks.
-    assert results[0]["local"][-1].keys() and results[0]["local"][-1] != results[1]["local"][-1]
+    assert results[0]["local"][-1].keys()
+    assert results[0]["local"][-1] != results[1]["local"][-1]
 
 
 @UPDATES
@@ -286,8 +290,10 @@ def test_zero_initialised_projection_with_tiny_gradients(two_ranks: RankPool, up
     slot = ("layers.t", "grad_output")
     for result in results:
         first = result["local"][0]
-        assert 0 < first[slot] < 1e-9 and first["layers.t", "weight"] == 0.0
-        assert not result["states"][0][slot]["cold"] and result["states"][0]["layers.t", "weight"]["cold"]
+        assert 0 < first[slot] < 1e-9
+        assert first["layers.t", "weight"] == 0.0
+        assert not result["states"][0][slot]["cold"]
+        assert result["states"][0]["layers.t", "weight"]["cold"]
         # 1e-11 cast with scale 1 would be 0: just-in-time scaling keeps it alive.
         assert result["gradients"][0] > 0
 
@@ -390,7 +396,11 @@ def _several_arenas(update: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager.attach(optimizer=optimizer)
     watcher = _Watcher(model)
-    weights = {(fqn, "weight"): amax_of(m.weight.flatten().tolist()) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
+    weights = {
+        (fqn, "weight"): amax_of(m.weight.flatten().tolist())
+        for fqn, m in model.named_modules()
+        if isinstance(m, nn.Linear)
+    }
     generator = torch.Generator().manual_seed(7 + rank)
     local, states, calls = [], [], []
     for step in range(3):
@@ -443,7 +453,8 @@ def test_views_change_when_the_timing_says_so(two_ranks: RankPool, update: str) 
     done = (float32(448.0 / 4.0), 4.0)
     for result in two_ranks.run(_views_after_step, update):
         assert result["before"] == (done if update == "same_step" else (1.0, 0.0))
-        assert result["history"] == [0.0, 0.0, 4.0] and result["after"] == done
+        assert result["history"] == [0.0, 0.0, 4.0]
+        assert result["after"] == done
 
 
 def _rank_zero_alone(folder: str) -> dict[str, Any]:
@@ -480,7 +491,8 @@ def test_rank_zero_alone_may_evaluate_save_and_read_in_mid_flight(two_ranks: Ran
     assert results[0]["state"] == results[1]["state"]
     window = results[0]["state"]["layers.p", "input"]["history"]
     assert all(0 < w < torch.tensor(1e5).view(torch.int32).item() for w in window)
-    assert len(results[0]["reads"]) == 1 and (tmp_path / "0.safetensors").exists()
+    assert len(results[0]["reads"]) == 1
+    assert (tmp_path / "0.safetensors").exists()
     assert not (tmp_path / "1.safetensors").exists()
 
 
@@ -529,7 +541,16 @@ def test_a_model_without_slots_still_steps(two_ranks: RankPool) -> None:
 def test_the_oracle_itself() -> None:
     """By hand: max over a window of 3 with margin 1, NaN not taken, zero taken, absent skipped."""
     oracle = Oracle({A: "e4m3"}, Rules(3, margin=1))
-    for value, scale in [(7.0, 32.0), (None, 32.0), (math.nan, 32.0), (0.0, 32.0), (14.0, 16.0), (1.0, 16.0), (1.0, 16.0), (1.0, 224.0)]:
+    for value, scale in [
+        (7.0, 32.0),
+        (None, 32.0),
+        (math.nan, 32.0),
+        (0.0, 32.0),
+        (14.0, 16.0),
+        (1.0, 16.0),
+        (1.0, 16.0),
+        (1.0, 224.0),
+    ]:
         oracle.step({A: value}, {A: None})
         assert oracle.slots[A].scale == scale
     assert oracle.slots[A].history == [1.0, 1.0, 1.0]

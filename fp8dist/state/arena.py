@@ -247,6 +247,11 @@ class Arena:
         self.block_max.masked_fill_(where[:, None], 0)
         self._ahead = None
 
+    def adopt_untaken_scales(self, scales: Tensor) -> None:
+        """Take scale and inv_scale (float32[2, n]) for the slots that the last commit left as they were."""
+        torch.where(self.flags[TAKEN], self.scales, scales, out=self.scales)
+        self._ahead = None
+
     def set_scale(self, index: int, scale: float) -> None:
         """Set one slot's scale; it is no longer cold."""
         self.scale[index] = scale

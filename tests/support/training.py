@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -94,7 +95,8 @@ class AmaxRecorder:
 
     def _note(self, name: str, role: str, x: Tensor) -> None:
         seen = float(x.detach().float().abs().max())
-        self._open[name, role] = max(self._open.get((name, role), 0.0), seen)
+        before = self._open.get((name, role), 0.0)
+        self._open[name, role] = math.nan if math.isnan(seen) else max(seen, before)
 
     def _saw_input(self, name: str) -> Any:
         def hook(module: FP8Linear, args: tuple[Any, ...]) -> None:

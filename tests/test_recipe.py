@@ -1,0 +1,140 @@
+"""Recipes: defaults, frozen, every bad value is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import E4M3, E5M2, Role
+from tests.support.oracle import Oracle, Rules, bits_of, float32
+from tests.support.states import bits
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    assert dataclasses.asdict(DelayedScaling()) == {
+        "history_len": 1024,
+        "amax_algo": "max",
+        "margin": 0,
+        "format": "hybrid",
+        "update": "same_step",
+        "warmup": "current",
+        "power_of_two": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("history_len", v) for v in (0, -1, 1_000_001, 2.0, "4", None, True)]
+    + [("margin", v) for v in (-65, 65, 0.5, "0", None, False)]
+    + [("amax_algo", v) for v in ("mean", "MAX", None, 3)]
+    + [("format", v) for v in ("e5m2", "HYBRID", None, E4M3)]
+    + [("update", v) for v in ("now", None, 1)]
+    + [("warmup", v) for v in ("none", None, True)]
+    + [("power_of_two", v) for v in (1, 0, None, "yes")],
+)
+def test_a_bad_value_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DelayedScaling(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"{field} must be ")
+    assert str(caught.value).endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize(
+    "good", [{"history_len": 1}, {"history_len": 1_000_000}, {"margin": -64}, {"margin": 64}, {"amax_algo": max}]
+)
+def test_values_at_the_ends_are_taken(good: dict[str, Any]) -> None:
+    DelayedScaling(**good)
+
+
+def test_frozen() -> None:
+    recipe = DelayedScaling()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.margin = 1  # type: ignore[misc]
+    assert recipe == DelayedScaling()
+    assert recipe != DelayedScaling(margin=1)
+    assert hash(recipe) == hash(DelayedScaling())
+
+
+def test_formats_of_roles() -> None:
+    hybrid, e4m3 = DelayedScaling(), DelayedScaling(format="e4m3")
+    assert [hybrid.format_of(role) for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT)] == [E4M3, E4M3, E5M2]
+    assert [e4m3.format_of(role) for role in Role] == [E4M3] * 3
+
+
+def _median(windows: Tensor) -> Tensor:
+    return windows.median(1).values
+
+
+def _second_median(windows: Tensor) -> Tensor:
+    return windows.median(1).values
+
+
+class _Percentile:
+    def __call__(self, windows: Tensor) -> Tensor:
+        return windows.quantile(0.9, 1)
+
+
+def test_descriptions_tell_recipes_apart() -> None:
+    recipes = [
+        DelayedScaling(),
+        DelayedScaling(history_len=4),
+        DelayedScaling(amax_algo="most_recent"),
+        DelayedScaling(amax_algo=_median),
+        DelayedScaling(amax_algo=_second_median),
+        DelayedScaling(amax_algo=_Percentile()),
+        DelayedScaling(margin=1),
+        DelayedScaling(format="e4m3"),
+        DelayedScaling(update="next_step"),
+        DelayedScaling(warmup="unit"),
+        DelayedScaling(power_of_two=True),
+    ]
+    texts = {json.dumps(recipe.describe(), sort_keys=True) for recipe in recipes}
+    assert len(texts) == len(recipes)
+    assert DelayedScaling(amax_algo=_median).describe() == DelayedScaling(amax_algo=_median).describe()
+    assert DelayedScaling().describe()["recipe"] == "DelayedScaling"
+
+
+def test_a_partial_can_be_described() -> None:
+    recipe = DelayedScaling(amax_algo=functools.partial(torch.amax, dim=1))
+    json.dumps(recipe.describe())
+
+
+def test_a_callable_gets_windows_oldest_first() -> None:
+    seen: list[Any] = []
+
+    def weighted(windows: Tensor) -> Tensor:
+        seen.append(windows.tolist())
+        return windows[:, 0] + 2 * windows[:, 2]
+
+    model = nn.Module()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=3, amax_algo=weighted))
+    manager.register("a", "input", "e4m3")
+    manager.register("b", "input", "e4m3")
+    oracle = Oracle({("a", "input"): "e4m3"}, Rules(3, amax_algo=lambda w: float32(w[0] + 2 * w[2])))
+    for value in (1.0, 2.0, 3.0, 5.0):
+        manager.record("a", "input", torch.tensor([value]))
+        manager.step()
+        oracle.step({("a", "input"): value})
+        assert bits(manager.scale("a", "input")) == bits_of(oracle.slots["a", "input"].scale)
+    assert seen[-1] == [[2.0, 3.0, 5.0], [0.0, 0.0, 0.0]]
+    assert manager.scale("b", "input") == 1
+
+
+@pytest.mark.parametrize("wrong", [lambda w: w, lambda w: w.amax(), lambda w: w.amax(1).double()])
+def test_a_callable_that_returns_something_else(wrong: Any) -> None:
+    model = nn.Module()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=3, amax_algo=wrong))
+    manager.register("a", "input", "e4m3")
+    manager.register("b", "input", "e4m3")
+    manager.record("a", "input", torch.ones(1))
+    with pytest.raises(ConfigurationError, match=r"amax_algo must return float32\[2\], got"):
+        manager.step()

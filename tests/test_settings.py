@@ -1,0 +1,165 @@
+"""Run settings: argument, else environment variable, else default; every bad value is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.nn import FP8Linear
+from fp8dist.settings import Settings
+
+NOTHING: dict[str, Any] = {
+    "enabled": None,
+    "amax_sync": None,
+    "check_policy": None,
+    "backend": None,
+    "eval_precision": "fp8",
+}
+
+
+def _resolve(environ: dict[str, str] | None = None, **arguments: Any) -> Settings:
+    return Settings.resolve(**{**NOTHING, **arguments}, environ=environ or {})
+
+
+def test_defaults() -> None:
+    assert _resolve() == Settings(
+        enabled=True, amax_sync=True, check_policy="raise", backend="auto", eval_precision="fp8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(t, True) for t in ("1", "true", "YES", " on ", "True")]
+    + [(t, False) for t in ("0", "false", "No", "OFF ", "FALSE")],
+)
+def test_booleans_from_the_environment(text: str, value: bool) -> None:
+    assert _resolve({"FP8DIST_ENABLED": text}).enabled is value
+    assert _resolve({"FP8DIST_AMAX_SYNC": text}).amax_sync is value
+    # One variable decides one setting.
+    assert _resolve({"FP8DIST_ENABLED": text}).amax_sync is True
+    assert _resolve({"FP8DIST_AMAX_SYNC": text}).enabled is True
+
+
+def test_choices_from_the_environment() -> None:
+    settings = _resolve({"FP8DIST_CHECK_POLICY": "warn", "FP8DIST_BACKEND": "reference"})
+    assert settings.check_policy == "warn"
+    assert settings.backend == "reference"
+    assert _resolve({"FP8DIST_BACKEND": "torch"}).backend == "torch"
+
+
+@pytest.mark.parametrize("name", ["ENABLED", "AMAX_SYNC", "CHECK_POLICY", "BACKEND"])
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_variable_is_unset(name: str, text: str) -> None:
+    assert _resolve({f"FP8DIST_{name}": text}) == _resolve()
+
+
+def test_arguments_beat_the_environment() -> None:
+    environ = {"FP8DIST_AMAX_SYNC": "0", "FP8DIST_CHECK_POLICY": "warn", "FP8DIST_BACKEND": "reference"}
+    settings = _resolve(environ, amax_sync=True, check_policy="raise", backend="torch")
+    assert (settings.amax_sync, settings.check_policy, settings.backend) == (True, "raise", "torch")
+    assert _resolve({"FP8DIST_AMAX_SYNC": "1"}, amax_sync=False).amax_sync is False
+
+
+@pytest.mark.parametrize("argument", [None, True, False])
+@pytest.mark.parametrize("text", [None, "0", "1"])
+def test_enabled_by_the_argument_and_the_environment(argument: bool | None, text: str | None) -> None:
+    """FP8DIST_ENABLED=0 beats everything; =1 does not switch on what the program switched off."""
+    environ = {} if text is None else {"FP8DIST_ENABLED": text}
+    assert _resolve(environ, enabled=argument).enabled is (text != "0" and argument is not False)
+
+
+@pytest.mark.parametrize("name", ["FP8DIST_ENABLED", "FP8DIST_AMAX_SYNC"])
+@pytest.mark.parametrize("text", ["2", "ja", "-1", "None", "01"])
+def test_a_bad_boolean_variable_is_named(name: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}='{text}'"):
+        _resolve({name: text})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "choices"),
+    [
+        ("FP8DIST_CHECK_POLICY", "shout", "raise, warn"),
+        ("FP8DIST_CHECK_POLICY", "repair", "raise, warn"),
+        ("FP8DIST_BACKEND", "cuda", "auto, torch, reference"),
+        ("FP8DIST_BACKEND", "Torch", "auto, torch, reference"),
+    ],
+)
+def test_a_bad_choice_variable_is_named(name: str, text: str, choices: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{text}'") as caught:
+        _resolve({name: text})
+    assert choices in str(caught.value)
+    assert name in str(caught.value), "the user set a variable, and is told of an argument"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("check_policy", "shout"),
+        ("check_policy", True),
+        ("backend", "cuda"),
+        ("backend", 0),
+        ("eval_precision", "fp16"),
+        ("eval_precision", None),
+        ("enabled", "0"),
+        ("enabled", 1),
+        ("amax_sync", "0"),
+        ("amax_sync", 0),
+    ],
+)
+def test_a_bad_argument_is_named(argument: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=f"{argument} must be .*{value!r}"):
+        _resolve(**{argument: value})
+
+
+def test_a_bad_variable_matters_even_where_the_argument_wins_for_enabled() -> None:
+    """FP8DIST_ENABLED beats the argument, so a misspelt one may not be ignored."""
+    with pytest.raises(ConfigurationError, match="FP8DIST_ENABLED='of'"):
+        _resolve({"FP8DIST_ENABLED": "of"}, enabled=True)
+
+
+def test_all_settings_are_described() -> None:
+    assert _resolve(eval_precision="high", backend="torch").describe() == {
+        "enabled": True,
+        "amax_sync": True,
+        "check_policy": "raise",
+        "backend": "torch",
+        "eval_precision": "high",
+    }
+
+
+def test_prepare_reads_the_environment_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8DIST_BACKEND", "reference")
+    monkeypatch.setenv("FP8DIST_AMAX_SYNC", "0")
+    monkeypatch.setenv("FP8DIST_CHECK_POLICY", "warn")
+    manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
+    assert manager.settings == Settings(True, False, "warn", "reference", "fp8")
+    monkeypatch.setenv("FP8DIST_ENABLED", "0")
+    model = nn.Sequential(nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, enabled=True)
+    assert not manager.settings.enabled
+    assert isinstance(model[0], FP8Linear)
+    monkeypatch.setenv("FP8DIST_BACKEND", "nonsense")
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ConfigurationError, match="nonsense"):
+        fp8dist.prepare(model)
+    assert type(model[0]) is nn.Linear  # Nothing was changed.
+
+
+@pytest.mark.parametrize("argument", [{"check_every": 10}, {"fp8_all_gather": True}])
+def test_what_this_version_cannot_do_is_refused(argument: dict[str, Any]) -> None:
+    (name,) = argument
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ConfigurationError, match=name):
+        fp8dist.prepare(model, **argument)
+    assert type(model[0]) is nn.Linear
+
+
+def test_check_every_from_the_environment_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for checks and gets none must be told, as with the argument."""
+    monkeypatch.setenv("FP8DIST_CHECK_EVERY", "10")
+    with pytest.raises(ConfigurationError, match="FP8DIST_CHECK_EVERY"):
+        fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))

@@ -1,0 +1,398 @@
+"""State files: round trips, atomic writes, and every kind of damage refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import CheckpointError
+from fp8dist.state import storage
+from tests.support.ranks import RankPool
+from tests.support.states import state_of
+
+
+def _prepared(history_len: int = 3, layers: int = 2) -> tuple[nn.Module, StateManager]:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+    return model, fp8dist.prepare(model, DelayedScaling(history_len=history_len))
+
+
+@pytest.fixture
+def trained() -> tuple[nn.Module, StateManager]:
+    """A model after four steps, one with a NaN, one without its second layer."""
+    model, manager = _prepared()
+    generator = torch.Generator().manual_seed(0)
+    for step in range(4):
+        x = torch.randn(4, 16, generator=generator)
+        if step == 2:
+            x[0, 0] = float("nan")
+        (model if step != 1 else model[0])(x).sum().backward()
+        manager.step()
+    return model, manager
+
+
+@pytest.fixture
+def saved(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> Path:
+    path = tmp_path / "state.safetensors"
+    trained[1].save(path)
+    return path
+
+
+def _refused(path: Path, strict: bool = True, named: bool = True) -> str:
+    """The error of loading ``path``; nothing was changed by it."""
+    model, manager = _prepared()
+    model(torch.ones(2, 16)).sum().backward()
+    manager.step()
+    before, steps = state_of(manager), manager.steps
+    with pytest.raises(CheckpointError) as caught:
+        manager.load(path, strict=strict)
+    assert state_of(manager) == before
+    assert manager.steps == steps
+    assert not named or str(path) in str(caught.value), f"the file is not named: {caught.value}"
+    return str(caught.value)
+
+
+def test_round_trip(trained: tuple[nn.Module, StateManager], saved: Path) -> None:
+    _, manager = trained
+    model, other = _prepared()
+    other.load(saved)
+    assert state_of(other) == state_of(manager)
+    assert other.steps == manager.steps == 4
+    assert state_of(other)["1", "input"]["counters"] == [2, 1]
+    other.load(str(saved))
+    again = saved.with_name("again.safetensors")
+    other.save(str(again))
+    first, second = load_file(saved), load_file(again)
+    assert first.keys() == second.keys()
+    assert all(first[name].equal(second[name]) for name in first)
+    assert model is not None
+
+
+def test_saving_makes_folders_and_overwrites(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
+    _, manager = trained
+    path = tmp_path / "a" / "b" / "state"
+    manager.save(path)
+    manager.reset()
+    manager.save(path)
+    model, other = _prepared()
+    other.load(path)
+    assert state_of(other) == state_of(manager)
+    assert os.listdir(path.parent) == ["state"]
+    assert model is not None
+
+
+def _save_by_rank(folder: str) -> Any:
+    rank = torch.distributed.get_rank()
+    model = nn.Module()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=2), amax_sync=False)
+    manager.register("a", "input", "e4m3")
+    manager.record("a", "input", torch.tensor([1.0 + rank]))
+    manager.step()
+    manager.save(f"{folder}/{{rank}}/state-{{rank}}.safetensors")
+    manager.reset()
+    manager.load(f"{folder}/{{rank}}/state-{{rank}}.safetensors")
+    return manager.amax("a", "input").item()
+
+
+def test_rank_is_substituted(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(_save_by_rank, str(tmp_path)) == [1.0, 2.0]
+    found = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.safetensors"))
+    assert found == ["0/state-0.safetensors", "1/state-1.safetensors"]
+
+
+def test_rank_is_zero_without_distributed(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
+    trained[1].save(tmp_path / "{rank}")
+    assert os.listdir(tmp_path) == ["0"]
+
+
+# Writing is atomic ---------------------------------------------------------------------------------------
+
+
+def test_a_failed_write_leaves_the_old_file(
+    trained: tuple[nn.Module, StateManager], saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, manager = trained
+    old = saved.read_bytes()
+    manager.reset()
+
+    def fails_half_way(tensors: Any, path: Any, metadata: Any) -> None:
+        Path(path).write_bytes(b"half a file")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(storage, "save_file", fails_half_way)
+    with pytest.raises(OSError, match="disk full"):
+        manager.save(saved)
+    assert saved.read_bytes() == old
+    assert os.listdir(saved.parent) == [saved.name]
+    monkeypatch.undo()
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(saved)
+    monkeypatch.undo()
+    assert saved.read_bytes() == old
+    assert os.listdir(saved.parent) == [saved.name]
+    manager.save(saved)
+    assert saved.read_bytes() != old
+
+
+def test_a_reader_never_sees_half_a_file(
+    trained: tuple[nn.Module, StateManager], saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is written, the name still holds the old state, and the new one is on the same file system."""
+    _, manager = trained
+    old = saved.read_bytes()
+    written: list[Path] = []
+
+    def watching(tensors: Any, path: Any, metadata: Any) -> None:
+        save_file(tensors, path, metadata)
+        written.append(Path(path))
+        assert saved.read_bytes() == old
+
+    manager.reset()
+    monkeypatch.setattr(storage, "save_file", watching)
+    manager.save(saved)
+    assert len(written) == 1
+    assert written[0].parent == saved.parent
+    assert written[0] != saved
+
+
+# Damage ------------------------------------------------------------------------------------------------
+
+
+def _header_length(content: bytes) -> int:
+    length: int = struct.unpack("<Q", content[:8])[0]
+    return 8 + length
+
+
+def test_a_flipped_byte_anywhere_is_found(saved: Path) -> None:
+    """Positions in the length, in the JSON header, in the padding and in the numbers."""
+    content = saved.read_bytes()
+    header = _header_length(content)
+    rng = random.Random(0)
+    places = [*range(12), *rng.sample(range(header), 120), header - 1, *rng.sample(range(header, len(content)), 70)]
+    model, manager = _prepared()
+    before = state_of(manager)
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= rng.choice([1, 2, 4, 8, 16, 32, 64, 128, 255])
+        saved.write_bytes(damaged)
+        try:
+            manager.load(saved)
+        except CheckpointError as error:
+            if str(saved) not in str(error):
+                raise AssertionError(f"byte {place}: the file is not named: {error}") from error
+        except BaseException as error:
+            raise AssertionError(f"byte {place}: {type(error).__name__}: {error}") from error
+        else:
+            raise AssertionError(f"byte {place} ({content[place]:#x} -> {damaged[place]:#x}) was not noticed")
+    assert state_of(manager) == before
+    assert model is not None
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 0.6, 0.9, 0.999])
+def test_a_truncated_file_is_refused(saved: Path, part: float) -> None:
+    content = saved.read_bytes()
+    saved.write_bytes(content[: int(part * len(content))])
+    _refused(saved)
+
+
+def test_a_file_with_more_at_its_end_is_refused(saved: Path) -> None:
+    saved.write_bytes(saved.read_bytes() + b"\0" * 8)
+    _refused(saved)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert "no such file" in _refused(tmp_path / "nothing.safetensors")
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    _refused(tmp_path)
+
+
+def test_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.safetensors"
+    save_file({"weight": torch.ones(3)}, path)
+    assert "not an fp8dist state file" in _refused(path)
+    save_file({"weight": torch.ones(3)}, path, {"format": "pt"})
+    assert "not an fp8dist state file" in _refused(path)
+    path.write_text("hello " * 100)
+    _refused(path)
+    path.write_bytes(random.Random(0).randbytes(1000))
+    _refused(path)
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_pickle(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle is refused without being run; our own files are read without unpickling anything."""
+    bomb = tmp_path / "bomb"
+    crater = tmp_path / "crater"
+    bomb.write_bytes(pickle.dumps(_Bomb(crater)))
+    _refused(bomb)
+    torch.save(_Bomb(crater), bomb)
+    _refused(bomb)
+    assert not crater.exists()
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler", "dump", "dumps", "Pickler"):
+        monkeypatch.setattr(pickle, name, forbidden)
+    monkeypatch.setattr(torch, "load", forbidden)
+    monkeypatch.setattr(torch, "save", forbidden)
+    model, manager = _prepared()
+    manager.load(saved)
+    manager.save(tmp_path / "again")
+    assert set(load_file(tmp_path / "again")) == {"step", "scale", "amax", "cold", "counters", "history"}
+    with safe_open(saved, "pt") as file:
+        json.loads(file.metadata()["header"])
+    assert model is not None
+
+
+# What does not fit ------------------------------------------------------------------------------------
+
+
+def _rewritten(manager: StateManager, path: Path, **changes: Any) -> Path:
+    """A file with a valid checksum whose content was changed."""
+    storage.write_file(path, {**manager.state_dict(), **changes}, {})
+    return path
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_version_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path, version: object) -> None:
+    text = _refused(_rewritten(trained[1], tmp_path / "other", version=version), named=False)
+    assert f"version {version!r}" in text
+    assert "reads version 1" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale", torch.ones(5)),
+        ("scale", torch.ones(6, dtype=torch.float64)),
+        ("scale", torch.zeros(6)),
+        ("scale", torch.full((6,), float("nan"))),
+        ("scale", torch.full((6,), float("inf"))),
+        ("scale", -torch.ones(6)),
+        ("amax", torch.ones(6, 1)),
+        ("cold", torch.ones(6)),
+        ("counters", torch.ones(2, 6, dtype=torch.int64)),
+        ("history", torch.ones(6)),
+        ("history", torch.ones(6, 0)),
+        ("history", torch.ones(5, 3)),
+        ("step", torch.ones(1, dtype=torch.int64)),
+        ("slots", [["0", "input"]] * 6),
+        ("slots", [["0", "input"]]),
+        ("slots", [1, 2, 3, 4, 5, 6]),
+        ("slots", [["a", "b", "c"]] * 6),
+        ("slots", None),
+        ("slots", 7),
+    ],
+)  # fmt: skip
+def test_content_that_does_not_fit_is_refused(
+    trained: tuple[nn.Module, StateManager], tmp_path: Path, name: str, value: Any
+) -> None:
+    for strict in (True, False):
+        _refused(_rewritten(trained[1], tmp_path / "odd", **{name: value}), strict, named=False)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"version": 2}, {"scale": torch.zeros(6)}, {"slots": [["x", "input"]] * 6}], ids=str
+)
+def test_the_file_is_named_whatever_is_wrong_with_it(
+    trained: tuple[nn.Module, StateManager], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    _refused(_rewritten(trained[1], tmp_path / "this-file", **changes))
+
+
+def test_the_file_of_another_model_is_named(tmp_path: Path) -> None:
+    model, manager = _prepared(layers=3)
+    manager.save(tmp_path / "this-file")
+    assert "unexpected slots: 2:grad_output" in _refused(tmp_path / "this-file")
+    assert model is not None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_history_that_no_run_could_have_is_refused(trained: tuple[nn.Module, StateManager], value: float) -> None:
+    """A non-finite amax in the window would freeze the scale for history_len steps."""
+    state = trained[1].state_dict()
+    state["history"].view(-1)[0] = value
+    model, manager = _prepared()
+    with pytest.raises(CheckpointError, match="history"):
+        manager.load_state_dict(state)
+    assert model is not None
+
+
+@pytest.mark.parametrize("name", ["version", "slots", "step", "scale", "amax", "cold", "counters", "history"])
+def test_a_state_dict_that_lacks_something_is_refused(trained: tuple[nn.Module, StateManager], name: str) -> None:
+    state = trained[1].state_dict()
+    del state[name]
+    model, manager = _prepared()
+    before = state_of(manager)
+    with pytest.raises(CheckpointError, match=name):
+        manager.load_state_dict(state)
+    assert state_of(manager) == before
+    assert model is not None
+
+
+def test_another_model_is_refused_unless_not_strict(saved: Path) -> None:
+    model, manager = _prepared(layers=3)
+    before = state_of(manager)
+    with pytest.raises(
+        CheckpointError, match="missing slots: 2:grad_output, 2:input, 2:weight; unexpected slots: none"
+    ):
+        manager.load(saved)
+    assert state_of(manager) == before
+    manager.load(saved, strict=False)
+    after = state_of(manager)
+    assert all(after[slot] == before[slot] for slot in after if slot[0] == "2")
+    assert all(after[slot] != before[slot] for slot in after if slot[0] == "0")
+    model, manager = _prepared(layers=1)
+    with pytest.raises(CheckpointError, match="missing slots: none; unexpected slots: 1:grad_output, 1:input"):
+        manager.load(saved)
+    manager.load(saved, strict=False)
+    assert manager.amax("0", "input") > 0
+    assert model is not None
+
+
+def test_another_history_length_keeps_the_newest(trained: tuple[nn.Module, StateManager], saved: Path) -> None:
+    whole = trained[1].amax_history("0", "input").tolist()
+    for length in (1, 2, 3, 5, 20):
+        model, manager = _prepared(history_len=length)
+        manager.load(saved)
+        expected = ([0.0] * length + whole)[-length:]
+        assert manager.amax_history("0", "input").tolist() == expected
+        assert model is not None
+
+
+def test_a_model_without_slots_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    manager = fp8dist.prepare(model)
+    manager.step()
+    manager.save(tmp_path / "empty")
+    manager.step()
+    manager.load(tmp_path / "empty")
+    assert manager.steps == 1
+    assert manager.slots == ()
