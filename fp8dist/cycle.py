@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import _JoinConfig
 
 from fp8dist.check import DivergenceReport, Finding, localise
 from fp8dist.errors import ConfigurationError
-from fp8dist.groups import SyncGroup, agree_on_manifest, publish_manifest
+from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest
 from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
 from fp8dist.nn import Mode
 from fp8dist.recipe import DelayedScaling
@@ -101,8 +101,7 @@ class StepCycle:
             if group is not None and group.size > 1:
                 publications.append(publish_manifest(group, manifest))
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
-        for publication in publications:
-            agree_on_manifest(publication, timeout)
+        agree_on_manifests(publications, len(self.groups) - 1, timeout)
         self.attached = True
 
     def require_attached(self) -> None:
@@ -157,7 +156,7 @@ class StepCycle:
                 if sync.phase is Phase.IDLE:
                     sync.launch(hold, self.drop_nonfinite)
         for sync in self.syncs:
-            sync.pass_boundary(hold)
+            sync.pass_boundary(hold, self.drop_nonfinite)
         if self.recipe.update == "same_step":
             self.settle()
             self._act_on_verdicts(only_immediate=True)

@@ -27,16 +27,18 @@ class Role(str, enum.Enum):
 class Format:
     """One FP8 encoding (OCP 8-bit floating point specification, revision 1.0).
 
-    ``max`` is the largest finite magnitude; larger finite values saturate to it.
+    ``max`` is the largest finite magnitude; larger finite values saturate to it. Those up to
+    ``rounds_to_max``, half a step above, would do so by rounding alone.
     """
 
     name: str
     dtype: torch.dtype
     max: float
+    rounds_to_max: float
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 464.0)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 61440.0)
 
 _BY_RECIPE_FORMAT: Mapping[str, Mapping[Role, Format]] = MappingProxyType(
     {

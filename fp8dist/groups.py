@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from fp8dist.state.manifest import first_difference, manifest_digest
 
-__all__ = ["GroupLike", "SyncGroup", "agree_on_manifest", "publish_manifest", "world_size"]
+__all__ = ["GroupLike", "SyncGroup", "agree_on_manifests", "publish_manifest", "world_size"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
 
@@ -119,24 +119,44 @@ def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publicati
     return publication
 
 
-def agree_on_manifest(publication: Publication, timeout: timedelta) -> None:
-    """Wait until all ranks have published and agree. COLLECTIVE over the group, through the store.
+def agree_on_manifests(publications: Sequence[Publication], rounds: int, timeout: timedelta) -> None:
+    """Wait until all ranks of these groups have published and agree. COLLECTIVE, through the store.
 
-    The lowest rank compares; the others wait for its verdict. Whoever writes a verdict first, the lowest
-    rank or one that will wait no longer, has spoken for all: nobody goes on alone. Full manifests travel
-    only on a mismatch.
+    In each group the lowest rank compares and the others wait for its verdict. Whoever writes a verdict
+    first, the lowest rank or one that will wait no longer, has spoken for all: nobody goes on alone. Full
+    manifests travel only on a mismatch. With several groups, a failure in one is passed on to the others.
+
+    Args:
+        rounds: how many groups a failure may have to pass through to reach everyone; the same on all ranks.
+        timeout: how long to wait for a rank.
 
     Raises:
-        ManifestMismatchError: on every rank, with the same text; or a rank did not come in time.
+        ManifestMismatchError: on every rank; ranks differ, or one did not come in time.
     """
-    group = publication.group
-    leader = min(group.ranks)
-    if group.rank == leader:
+    failures = [text for p in publications if (text := _agree(p, timeout)) is not None]
+    for round_ in range(rounds):
+        for publication in publications:
+            told = json.dumps(failures[:1])
+            publication.store.set(_key(publication, f"failures-{round_}", publication.group.rank), told)
+        for publication in publications:
+            failures += _failures_of_members(publication, f"failures-{round_}", timeout)
+    if failures:
+        raise ManifestMismatchError(failures[0])
+
+
+def _failures_of_members(publication: Publication, what: str, timeout: timedelta) -> list[str]:
+    told = (_get(publication, what, timeout * 2, rank) for rank in publication.group.ranks)
+    return [text for one in told if one is not None for text in json.loads(one)]
+
+
+def _agree(publication: Publication, timeout: timedelta) -> str | None:
+    """What is wrong in this group, or None."""
+    leader = min(publication.group.ranks)
+    if publication.group.rank == leader:
         verdict = _conclude(publication, _compare(publication, timeout))
     else:
         verdict = _follow(publication, leader, timeout * 2)
-    if verdict != _AGREED:
-        raise ManifestMismatchError(verdict)
+    return None if verdict == _AGREED else verdict
 
 
 def _follow(publication: Publication, leader: int, timeout: timedelta) -> str:

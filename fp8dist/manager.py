@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fp8dist.boundary import BoundaryHooks, unwrap_optimizers
 from fp8dist.cycle import Event, StepCycle
 from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
-from fp8dist.errors import ConfigurationError
+from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.formats import E4M3, E5M2, Role
 from fp8dist.groups import SyncGroup
 from fp8dist.kernels.magnitude import amax_bits, record_amax
@@ -365,8 +365,9 @@ class StateManager(Joinable):
 
     def set_scale(self, fqn: str, role: str, scale: float) -> None:
         """Set a scale by hand; the slot is no longer cold. Local: do it on all ranks alike."""
-        if not 0 < scale < float("inf"):
-            raise ConfigurationError(f"a scale must be positive and finite, got {scale!r}")
+        rounded = torch.tensor(scale, dtype=torch.float64).float()
+        if not (rounded > 0 and rounded.reciprocal().isfinite() and rounded.isfinite()):
+            raise ConfigurationError(f"a scale and its inverse must be positive and finite in float32, got {scale!r}")
         sync, index = self._find(fqn, role)
         sync.arena.set_scale(index, scale)
         self._mode.invalidate_casts()
@@ -436,8 +437,12 @@ class StateManager(Joinable):
         Raises:
             CheckpointError: missing, damaged or foreign file, or it does not fit.
         """
-        state, _ = storage.read_file(_with_rank(path))
-        self.load_state_dict(state, strict)
+        source = _with_rank(path)
+        state, _ = storage.read_file(source)
+        try:
+            self.load_state_dict(state, strict)
+        except CheckpointError as error:
+            raise CheckpointError(f"{source}: {error}") from None
 
     def reset(self) -> None:
         """Forget all FP8 state. Local: do it on all ranks alike. Never needed between models."""

@@ -77,9 +77,17 @@ def _matmul(
     fast_accumulation: bool,
     backend: str,
 ) -> Tensor:
+    kind = a.device.type
+    if torch.is_autocast_enabled(kind):  # Autocast would reach into the product and change its dtype.
+        with torch.autocast(kind, enabled=False):
+            return _matmul(
+                a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation=fast_accumulation, backend=backend
+            )
+    if backend == "auto":  # On a CPU FP8 is emulated either way; float32 products are the faster emulation.
+        backend = "torch" if a.is_cuda else "reference"
     if backend == "reference":
         return matmul_reference(a, b, inv_scale_a, inv_scale_b, out_dtype)
-    if backend in ("auto", "torch"):
+    if backend == "torch":
         return matmul_torch(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation)
     raise ConfigurationError(f"unknown backend {backend!r}")
 

@@ -58,7 +58,8 @@ def prepare(
         enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` beats True.
         amax_sync: False: every rank keeps amaxes of its own, and there is no collective.
         check_policy: "raise" or "warn", for ranks that a sync proves to differ.
-        backend: "auto", "torch" (``torch._scaled_mm``) or "reference" (dequantised float32 matmul).
+        backend: "torch" (``torch._scaled_mm``), "reference" (dequantised float32 matmul), or "auto": torch on
+            CUDA, reference on the CPU.
         eval_precision: "fp8" or "high": what ``eval()`` computes in.
 
     For ``enabled``, ``amax_sync``, ``check_policy`` and ``backend`` None means the environment variable
@@ -69,16 +70,13 @@ def prepare(
         ConfigurationError: more than one rank and no group, a model that is prepared already, or an
             argument that cannot be.
     """
-    if check_every:
-        raise ConfigurationError(
-            "check_every: this version checks manifest, step and scales at every sync, and no more"
-        )
     if fp8_all_gather:
         raise ConfigurationError("fp8_all_gather=True needs FSDP2, which this version does not support")
     recipe = DelayedScaling() if recipe is None else recipe
     settings = Settings.resolve(
         enabled=enabled,
         amax_sync=amax_sync,
+        check_every=check_every,
         check_policy=check_policy,
         backend=backend,
         eval_precision=eval_precision,

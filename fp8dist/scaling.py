@@ -8,6 +8,7 @@ from torch import Tensor
 __all__ = ["FLOAT32_MAX", "round_down_to_power_of_two", "scale_from_amax"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def scale_from_amax(
@@ -17,7 +18,8 @@ def scale_from_amax(
 
     ``(fp8_max / amax) / 2**margin`` in float32, each division IEEE; an infinite result becomes
     float32's maximum; ``amax`` of 0, Inf or NaN keeps ``previous``. These are TransformerEngine's
-    numbers (``_default_sf_compute`` in its ``pytorch/quantization.py``). Elementwise; any shape.
+    numbers (``_default_sf_compute`` in its ``pytorch/quantization.py``), but for results below float32's
+    smallest normal, which become that, so that 1 / scale is finite. Elementwise; any shape.
 
     Args:
         amax: float32, >= 0 or NaN.
@@ -32,7 +34,7 @@ def scale_from_amax(
     scale = torch.div(fp8_max, amax)
     if margin:
         scale /= 2.0**margin
-    scale.clamp_max_(FLOAT32_MAX)
+    scale.clamp_(_SMALLEST_NORMAL, FLOAT32_MAX)
     if power_of_two:
         scale = round_down_to_power_of_two(scale)
     usable = (amax > 0).bitwise_and_(amax < torch.inf)

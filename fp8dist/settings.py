@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fp8dist.errors import ConfigurationError
 
 __all__ = ["Settings"]
 
-T = TypeVar("T")
-
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
-_BACKENDS = ("auto", "torch", "reference")
-_POLICIES = ("raise", "warn")
-_EVAL_PRECISIONS = ("fp8", "high")
 
 
 @dataclass(frozen=True)
@@ -37,6 +32,7 @@ class Settings:
         *,
         enabled: bool | None,
         amax_sync: bool | None,
+        check_every: int | None = None,
         check_policy: str | None,
         backend: str | None,
         eval_precision: str,
@@ -48,29 +44,27 @@ class Settings:
         runs the job, not of the one who wrote it.
 
         Raises:
-            ConfigurationError: a value that is none of the accepted ones; names the variable.
+            ConfigurationError: a value that is none of the accepted ones; names the argument or variable.
         """
 
-        def setting(value: T | None, variable: str, parse: Callable[[str], T], default: T) -> T:
+        def setting(name: str, value: object, parse: Callable[[object], Any], default: Any) -> Any:
             if value is not None:
-                return value
+                return _parsed(name, value, parse)
+            variable = f"FP8DIST_{name.upper()}"
             text = environ.get(variable, "").strip()
             if not text:
                 return default
-            try:
-                return parse(text)
-            except ValueError as error:
-                raise ConfigurationError(f"{variable}={text!r}: {error}") from None
+            return _parsed(variable, text, _flag if parse is _bool else parse)
 
-        allowed = setting(None, "FP8DIST_ENABLED", _parse_bool, True)
+        _parsed("eval_precision", eval_precision, _one_of("fp8", "high"))
+        setting("check_every", check_every, _no_periodic_check, 0)
+        allowed = setting("enabled", None, _bool, True)
         return cls(
-            enabled=allowed and enabled is not False,
-            amax_sync=setting(amax_sync, "FP8DIST_AMAX_SYNC", _parse_bool, True),
-            check_policy=_choice(
-                "check_policy", setting(check_policy, "FP8DIST_CHECK_POLICY", str, "raise"), _POLICIES
-            ),
-            backend=_choice("backend", setting(backend, "FP8DIST_BACKEND", str, "auto"), _BACKENDS),
-            eval_precision=_choice("eval_precision", eval_precision, _EVAL_PRECISIONS),
+            enabled=allowed and setting("enabled", enabled, _bool, True),
+            amax_sync=setting("amax_sync", amax_sync, _bool, True),
+            check_policy=setting("check_policy", check_policy, _one_of("raise", "warn"), "raise"),
+            backend=setting("backend", backend, _one_of("auto", "torch", "reference"), "auto"),
+            eval_precision=eval_precision,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -78,16 +72,36 @@ class Settings:
         return asdict(self)
 
 
-def _parse_bool(text: str) -> bool:
-    lowered = text.lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise ValueError("expected 1 or 0")
+def _parsed(source: str, value: object, parse: Callable[[object], Any]) -> Any:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ConfigurationError(f"{source} {error}, got {value!r}") from None
 
 
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ConfigurationError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be True or False")
     return value
+
+
+def _flag(text: object) -> bool:
+    lowered = str(text).lower()
+    if lowered not in _TRUE | _FALSE:
+        raise ValueError("must be 1 or 0")
+    return lowered in _TRUE
+
+
+def _one_of(*choices: str) -> Callable[[object], object]:
+    def parse(value: object) -> object:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return value
+
+    return parse
+
+
+def _no_periodic_check(value: object) -> int:
+    if str(value) != "0":
+        raise ValueError("must be 0: this version checks manifest, step and scales at every sync, no more at intervals")
+    return 0

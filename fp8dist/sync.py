@@ -105,6 +105,7 @@ class ArenaSync:
     _work: dist.Work | None = None
     _merged: Tensor | None = None
     _hold: Tensor | None = None
+    _drop_nonfinite: bool = False
 
     @property
     def communicates(self) -> bool:
@@ -157,11 +158,11 @@ class ArenaSync:
             self.counters.wait_s += time.perf_counter() - start
             self._work = None
 
-    def pass_boundary(self, hold: Tensor | None = None) -> None:
-        """What was launched is due for commit; where ``hold`` is non-zero it will change nothing."""
+    def pass_boundary(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
+        """What was launched is due for commit; where ``hold`` is non-zero it will wait for the next one."""
         if self.phase is Phase.IN_FLIGHT:
             self.phase = Phase.DUE
-            self._hold = hold
+            self._hold, self._drop_nonfinite = hold, drop_nonfinite
 
     def settle(self) -> None:
         """Commit what is due. Local; does nothing when nothing is due."""
@@ -173,6 +174,8 @@ class ArenaSync:
             reduced = torch.maximum(self._merged, reduced)
         trusted, agreement = self._judge(reduced)
         nonfinite = self.arena.commit(reduced, trusted, self._hold)
+        if self._hold is not None:
+            self.arena.give_back(reduced, self._hold, self._drop_nonfinite)
         self.verdict = Verdict(agreement, nonfinite)
         self.counters.steps += 1
         self._merged = self._hold = None

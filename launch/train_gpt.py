@@ -5,8 +5,7 @@
 
 CUDA and nccl where there are GPUs, the CPU and gloo where there are none. FP8 runs over
 torch.autocast(bfloat16) on CUDA. On a CPU it is emulated, and 1.7 times slower than float32 in place of faster:
-there it runs over plain float32, within a tenth of the fastest choice and comparable with --precision fp32, on
-the "reference" backend (the "torch" one is much slower when a rank has several threads).
+there it runs over plain float32, within a tenth of the fastest choice and comparable with --precision fp32.
 
 Writes ``metrics.jsonl`` (a JSON object per step) and ``summary.json`` into ``--out``. The data that a rank sees
 depends on seed, step and rank only, so two runs with one seed give the same bits.
@@ -18,7 +17,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,16 +97,13 @@ def _prepare_fp8(model: GPT, options: Options, ranks: Ranks) -> fp8dist.StateMan
         format=options.format,
         update=options.update,
     )
-    backend = options.backend or os.environ.get("FP8DIST_BACKEND") or "auto"
-    if backend == "auto" and ranks.device.type == "cpu":
-        backend = "reference"
     return fp8dist.prepare(
         model,
         recipe,
         group=dist.group.WORLD if options.parallel == "ddp" else None,
         amax_sync=options.amax_sync,
         check_policy=options.check_policy,
-        backend=backend,
+        backend=options.backend,
     )
 
 

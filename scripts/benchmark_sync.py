@@ -44,9 +44,7 @@ def manager_of(slots: int, history_len: int) -> StateManager:
     from fp8dist.formats import E4M3
     from fp8dist.state.slots import Slot, SlotSpec
 
-    sync.arena = sync.arena.extended(
-        [SlotSpec(Slot(f"layers.{i // 3:06d}", roles[i % 3]), E4M3) for i in range(slots)]
-    )
+    sync.arena = sync.arena.extended([SlotSpec(Slot(f"layers.{i // 3:06d}", roles[i % 3]), E4M3) for i in range(slots)])
     manager.attach()
     return manager
 

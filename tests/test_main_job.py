@@ -209,8 +209,8 @@ def test_a_mistake_is_one_line_and_exit_2(flags: list[str], message: str) -> Non
     ("flags", "variables", "message"),
     [
         (["--data", "/no/such/file"], {}, "/no/such/file"),
-        ([], {"FP8DIST_CHECK_POLICY": "loud"}, "check_policy must be one of"),
-        ([], {"FP8DIST_BACKEND": "abacus"}, "backend must be one of"),
+        ([], {"FP8DIST_CHECK_POLICY": "loud"}, "FP8DIST_CHECK_POLICY must be one of"),
+        ([], {"FP8DIST_BACKEND": "abacus"}, "FP8DIST_BACKEND must be one of"),
         (["--margin", "1000"], {}, "margin must be"),
     ],
 )

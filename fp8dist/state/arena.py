@@ -17,7 +17,7 @@ from fp8dist.formats import Format, Role
 from fp8dist.kernels.digest import position_keys
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist.kernels.rings import LookAhead, RingShape, look_ahead, ordered_window, write, write_window
-from fp8dist.kernels.update import HEADER, WORD_MANIFEST, WORD_STEP, WORDS, snapshot, withhold
+from fp8dist.kernels.update import HEADER, WORD_MANIFEST, WORD_STEP, WORDS, give_back, snapshot, withhold
 from fp8dist.recipe import DelayedScaling
 from fp8dist.scaling import scale_from_amax
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
@@ -100,6 +100,7 @@ class Arena:
         self._scale_bits = self.scales.view(-1).view(torch.int32)
         # Constants.
         self.fp8_max = torch.tensor([spec.format.max for spec in self.specs], device=device)
+        self._rounds_to_max = torch.tensor([spec.format.rounds_to_max for spec in self.specs], device=device)
         self._keys = position_keys(2 * n, device)
         self._ahead: _Ahead | None = None
 
@@ -165,6 +166,10 @@ class Arena:
         if hold is not None:
             withhold(self.send, self._pending_bits, hold, drop_nonfinite)
 
+    def give_back(self, reduced: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
+        """Where ``hold`` is non-zero, amaxes of a result that must not be committed wait for the next launch."""
+        give_back(reduced, self._pending_bits, hold, drop_nonfinite)
+
     def look_ahead(self, held: bool) -> None:
         """The rest of a launch, which may run while the collective is in flight.
 
@@ -178,7 +183,7 @@ class Arena:
 
     def _read_ahead(self) -> _Ahead:
         ring = look_ahead(self.history, self.block_max, self.taken, self.ring)
-        limit = self.fp8_max * self.inv_scale
+        limit = self._rounds_to_max * self.inv_scale
         if self.recipe.warmup == "current":
             # A slot that was cast just in time cannot exceed its own scale.
             limit.masked_fill_(self.cold, torch.inf)

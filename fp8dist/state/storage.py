@@ -125,6 +125,9 @@ def _validated_slots(saved: Mapping[str, Any]) -> list[Slot]:
         raise CheckpointError("FP8 state has an empty history")
     if not bool(((saved["scale"] > 0) & saved["scale"].isfinite()).all()):
         raise CheckpointError("FP8 state holds a scale that is not positive and finite")
+    for name in ("amax", "history"):
+        if not bool(((saved[name] >= 0) & saved[name].isfinite()).all()):
+            raise CheckpointError(f"FP8 state: {name} holds a value that is negative or not finite")
     return names
 
 

@@ -34,12 +34,7 @@ def matmul_torch(
     Raises:
         ValueError: layout or alignment that CUDA would refuse.
     """
-    if not (a.is_contiguous() and b.is_contiguous()):
-        raise ValueError("FP8 operands must be contiguous with the contracted dim last")
-    if a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT:
-        raise ValueError(
-            f"FP8 matmul needs k and n in multiples of {ALIGNMENT}, got a {tuple(a.shape)}, b {tuple(b.shape)}"
-        )
+    _require_layout(a, b)
     if a.shape[0] == 0 or a.shape[1] == 0:
         return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     return torch._scaled_mm(
@@ -54,5 +49,15 @@ def matmul_torch(
 
 def matmul_reference(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """The same product, dequantised and multiplied in float32. Shapes as ``matmul_torch``."""
+    _require_layout(a, b)
     product = dequantize(a, inv_scale_a) @ dequantize(b, inv_scale_b).t()
     return product.to(out_dtype)
+
+
+def _require_layout(a: Tensor, b: Tensor) -> None:
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise ValueError("FP8 operands must be contiguous with the contracted dim last")
+    if a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT:
+        raise ValueError(
+            f"FP8 matmul needs k and n in multiples of {ALIGNMENT}, got a {tuple(a.shape)}, b {tuple(b.shape)}"
+        )

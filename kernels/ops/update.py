@@ -20,6 +20,7 @@ __all__ = [
     "WORD_SCALE_HIGH",
     "WORD_SCALE_LOW",
     "WORD_STEP",
+    "give_back",
     "header_agreement",
     "snapshot",
     "withhold",
@@ -50,18 +51,26 @@ def snapshot(words: Tensor, scale_bits: Tensor, keys: Tensor, pending_bits: Tens
 def withhold(send: Tensor, pending_bits: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
     """Undo a snapshot's amaxes where ``hold`` is non-zero: a loss scaler skipped this optimizer step.
 
-    Decided on the device. Held amaxes wait in ``pending_bits`` (int32[n], already "did not run")
-    for the next launch, the non-finite ones only unless ``drop_nonfinite``.
+    Sets ``pending_bits`` (int32[n]) to "did not run", and gives back what is held. Decided on the device.
 
     Args:
         send: int32[8 + n] as ``snapshot`` left it, changed in place.
         hold: 0-d or one element.
+        drop_nonfinite: forget held amaxes that are not finite.
     """
-    held, bits = hold.reshape(()).bool(), send[HEADER:]
-    nothing = torch.full_like(bits, DID_NOT_RUN_BITS)
-    keep = held & (bits < INFINITY_BITS) if drop_nonfinite else held
-    pending_bits.copy_(torch.where(keep, bits, nothing))
-    bits.copy_(torch.where(held, nothing, bits))
+    pending_bits.fill_(DID_NOT_RUN_BITS)
+    give_back(send, pending_bits, hold, drop_nonfinite)
+    send[HEADER:].masked_fill_(hold.reshape(()).bool(), DID_NOT_RUN_BITS)
+
+
+def give_back(message: Tensor, pending_bits: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
+    """Where ``hold`` is non-zero, let ``pending_bits`` grow to a message's amaxes: they wait for the next
+    launch. Arguments as of ``withhold``; ``message`` may have been reduced."""
+    bits = message[HEADER:]
+    keep = hold.reshape(()).bool()
+    if drop_nonfinite:
+        keep = keep & (bits < INFINITY_BITS)
+    torch.maximum(pending_bits, torch.where(keep, bits, DID_NOT_RUN_BITS), out=pending_bits)
 
 
 def header_agreement(reduced: Tensor) -> Tensor:
