@@ -12,7 +12,13 @@ _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def scale_from_amax(
-    amax: Tensor, previous: Tensor, fp8_max: Tensor, margin: int, power_of_two: bool, where: Tensor | None = None
+    amax: Tensor,
+    previous: Tensor,
+    fp8_max: Tensor,
+    margin: int,
+    power_of_two: bool,
+    where: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The scale to cast with, from the largest magnitude seen.
 
@@ -30,6 +36,7 @@ def scale_from_amax(
         margin: the scale is divided by ``2**margin``. May be negative.
         power_of_two: round the scale down to a power of two.
         where: bool: keep ``previous`` elsewhere.
+        out: written and returned; may be ``previous``.
     """
     scale = torch.div(fp8_max, amax)
     if margin:
@@ -40,7 +47,7 @@ def scale_from_amax(
     usable = (amax > 0).bitwise_and_(amax < torch.inf)
     if where is not None:
         usable.bitwise_and_(where)
-    return torch.where(usable, scale, previous)
+    return torch.where(usable, scale, previous, out=out)
 
 
 def round_down_to_power_of_two(x: Tensor) -> Tensor:

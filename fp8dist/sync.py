@@ -121,7 +121,6 @@ class ArenaSync:
         self._collect()
         self.arena.snapshot(hold, drop_nonfinite)
         self._reduce()
-        self.arena.look_ahead(held=hold is not None)
 
     def launch_idle(self) -> None:
         """Take part in the others' launch without having anything to say. COLLECTIVE.

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8dist.kernels.casts import dequantize, saturating_cast
 from fp8dist.kernels.digest import digest_words, position_keys
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS, amax_bits, record_amax
-from fp8dist.kernels.rings import RingShape, look_ahead, ordered_window, write, write_window
+from fp8dist.kernels.rings import RingShape, ordered_window, write, write_window
 from fp8dist.kernels.update import HEADER, WORDS, header_agreement, snapshot, withhold
 from tests.support.oracle import amax_of, bits_of, float32, of_bits
 from tests.support.states import bits
@@ -223,14 +223,13 @@ def test_rings_against_lists(length: int) -> None:
     n, shape = 5, RingShape(length)
     assert shape.padded == shape.block * shape.blocks >= length
     history, block_max = torch.zeros(n, shape.padded), torch.zeros(n, shape.blocks)
-    count = torch.zeros(n, dtype=torch.int64)
+    count, row_start = torch.zeros(n, dtype=torch.int64), torch.arange(n) * shape.padded
     windows = [[0.0] * length for _ in range(n)]
     for step in range(min(4 * length + 7, 2600)):
         amax = [float32(rng.choice([0.0, rng.random(), 10.0 ** rng.uniform(-40, 38)])) for _ in range(n)]
         taken = [rng.random() < (0.2 + 0.2 * i) for i in range(n)]
-        ahead = look_ahead(history, block_max, count, shape)
         sent = torch.tensor([a if t else rng.choice([-1.0, math.nan, math.inf]) for a, t in zip(amax, taken)])
-        maxima = write(history, block_max, ahead, sent, torch.tensor(taken))
+        maxima = write(history, block_max, count, row_start, shape, sent, torch.tensor(taken))
         count += torch.tensor(taken)
         for i in range(n):
             if taken[i]:
@@ -249,7 +248,8 @@ def test_windows_can_be_replaced(length: int) -> None:
     n, shape = 4, RingShape(length)
     history, block_max = torch.rand(n, shape.padded), torch.rand(n, shape.blocks)
     history[:, length:] = 0
-    count = torch.tensor([0, 1, length - 1, 3 * length + 2])
+    count, row_start = torch.tensor([0, 1, length - 1, 3 * length + 2]), torch.arange(n) * shape.padded
+    everyone = torch.ones(n, dtype=torch.bool)
     rows = torch.rand(n, length)
     write_window(history, block_max, count, shape, rows)
     assert ordered_window(history, count, shape).tolist() == rows.tolist()
@@ -257,8 +257,7 @@ def test_windows_can_be_replaced(length: int) -> None:
     windows = rows.tolist()
     for _ in range(length + 2):
         amax = [float32(rng.random()) for _ in range(n)]
-        ahead = look_ahead(history, block_max, count, shape)
-        maxima = write(history, block_max, ahead, torch.tensor(amax), torch.ones(n, dtype=torch.bool))
+        maxima = write(history, block_max, count, row_start, shape, torch.tensor(amax), everyone)
         count += 1
         windows = [[*w[1:], a] for w, a in zip(windows, amax)]
         assert maxima.tolist() == [max(w) for w in windows]

@@ -7,7 +7,7 @@ divergence) and ``.bfloat16()`` would cast them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Format, Role
 from fp8dist.kernels.digest import position_keys
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
-from fp8dist.kernels.rings import LookAhead, RingShape, look_ahead, ordered_window, write, write_window
+from fp8dist.kernels.rings import RingShape, ordered_window, write, write_window
 from fp8dist.kernels.update import HEADER, WORD_MANIFEST, WORD_STEP, WORDS, give_back, snapshot, withhold
 from fp8dist.recipe import DelayedScaling
 from fp8dist.scaling import scale_from_amax
@@ -38,13 +38,6 @@ class SlotState:
         self.scale: Tensor = arena.scale[index]
         self.cold: Tensor = arena.cold[index]
         self.pending: Tensor = arena.pending[index]
-
-
-class _Ahead(NamedTuple):
-    """What a commit can know before the collective is done."""
-
-    ring: LookAhead
-    limit: Tensor  # float32[n]: an amax beyond it did not fit the scale it was cast with
 
 
 class Arena:
@@ -102,7 +95,7 @@ class Arena:
         self.fp8_max = torch.tensor([spec.format.max for spec in self.specs], device=device)
         self._rounds_to_max = torch.tensor([spec.format.rounds_to_max for spec in self.specs], device=device)
         self._keys = position_keys(2 * n, device)
-        self._ahead: _Ahead | None = None
+        self._row_start = torch.arange(n, device=device) * self.ring.padded
 
     _STATE = ("pending", "scales", "sent", "history", "block_max", "amax", "cold", "counters", "words")
 
@@ -163,31 +156,15 @@ class Arena:
     def snapshot(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """What a launch sends: ``pending``, and a header from the live state. See ``kernels.update``."""
         snapshot(self.words, self._scale_bits, self._keys, self._pending_bits, self.send)
-        if hold is not None:
+        self.sent.copy_(self.scales)
+        if hold is None:
+            self.pending.fill_(DID_NOT_RUN)
+        else:
             withhold(self.send, self._pending_bits, hold, drop_nonfinite)
 
     def give_back(self, reduced: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
         """Where ``hold`` is non-zero, amaxes of a result that must not be committed wait for the next launch."""
         give_back(reduced, self._pending_bits, hold, drop_nonfinite)
-
-    def look_ahead(self, held: bool) -> None:
-        """The rest of a launch, which may run while the collective is in flight.
-
-        Args:
-            held: ``pending`` was already set by ``snapshot(hold)``.
-        """
-        if not held:
-            self.pending.fill_(DID_NOT_RUN)
-        self.sent.copy_(self.scales)
-        self._ahead = self._read_ahead()
-
-    def _read_ahead(self) -> _Ahead:
-        ring = look_ahead(self.history, self.block_max, self.taken, self.ring)
-        limit = self._rounds_to_max * self.inv_scale
-        if self.recipe.warmup == "current":
-            # A slot that was cast just in time cannot exceed its own scale.
-            limit.masked_fill_(self.cold, torch.inf)
-        return _Ahead(ring, limit)
 
     def commit(self, reduced: Tensor, trusted: Tensor | bool, hold: Tensor | None = None) -> Tensor:
         """History rolls, scales are recomputed, the step counter goes up.
@@ -200,8 +177,6 @@ class Arena:
         Returns:
             0-d bool: whether a slot saw a non-finite amax.
         """
-        ring, limit = self._ahead or self._read_ahead()
-        self._ahead = None
         bits = reduced[HEADER:]
         if trusted is not True:
             bits = torch.where(torch.as_tensor(trusted, device=bits.device), bits, DID_NOT_RUN_BITS)
@@ -209,9 +184,12 @@ class Arena:
         taken, nonfinite, saturated = self._flags
         torch.ge(bits, INFINITY_BITS, out=nonfinite)
         torch.ge(bits, 0, out=taken).bitwise_xor_(nonfinite)
-        torch.gt(amax, limit, out=saturated).bitwise_and_(taken)
+        torch.gt(amax * self.scale, self._rounds_to_max, out=saturated).bitwise_and_(taken)
+        if self.recipe.warmup == "current":
+            # What was cast just in time cannot exceed its own scale: saturated and not cold.
+            torch.gt(saturated, self.cold, out=saturated)
+        window_max = write(self.history, self.block_max, self.taken, self._row_start, self.ring, amax, taken)
         self.counters.add_(self.flags)
-        window_max = write(self.history, self.block_max, ring, amax, taken)
         torch.where(taken, amax, self.amax, out=self.amax)
         self.cold.bitwise_and_(self.amax <= 0)
         self._rescale(self._reduce_windows(window_max), taken)
@@ -234,8 +212,7 @@ class Arena:
 
     def _rescale(self, amax: Tensor, where: Tensor) -> None:
         recipe = self.recipe
-        scale = scale_from_amax(amax, self.scale, self.fp8_max, recipe.margin, recipe.power_of_two, where)
-        self.scale.copy_(scale)
+        scale_from_amax(amax, self.scale, self.fp8_max, recipe.margin, recipe.power_of_two, where, out=self.scale)
         torch.reciprocal(self.scale, out=self.inv_scale)
 
     def derive_scales(self, amax: Tensor, where: Tensor) -> None:
@@ -244,25 +221,21 @@ class Arena:
         usable = where & (amax > 0) & (amax < torch.inf)
         self._rescale(amax, usable)
         self.cold.bitwise_and_(~usable)
-        self._ahead = None
 
     def forget_history(self, where: Tensor) -> None:
         """Empty the windows of the slots where bool[n] says so."""
         self.history.masked_fill_(where[:, None], 0)
         self.block_max.masked_fill_(where[:, None], 0)
-        self._ahead = None
 
     def adopt_untaken_scales(self, scales: Tensor) -> None:
         """Take scale and inv_scale (float32[2, n]) for the slots that the last commit left as they were."""
         torch.where(self.flags[TAKEN], self.scales, scales, out=self.scales)
-        self._ahead = None
 
     def set_scale(self, index: int, scale: float) -> None:
         """Set one slot's scale; it is no longer cold."""
         self.scale[index] = scale
         torch.reciprocal(self.scale, out=self.inv_scale)
         self.cold[index] = False
-        self._ahead = None
 
     # Reading and writing -------------------------------------------------------------------------
 
@@ -293,7 +266,6 @@ class Arena:
         windows = self.ordered_history()
         windows[index] = rows
         write_window(self.history, self.block_max, self.taken, self.ring, windows)
-        self._ahead = None
 
     def reset(self) -> None:
         """Back to the state of a new arena. The manifest stays."""
@@ -303,7 +275,6 @@ class Arena:
             tensor.fill_(1)
         for tensor in (self.history, self.block_max, self.amax, self.counters, self.words):
             tensor.zero_()
-        self._ahead = None
         self.words[WORD_MANIFEST] = manifest
 
     # Copying and pickling: views are rebuilt, so that they are views again -------------------------
