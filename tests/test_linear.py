@@ -913,3 +913,27 @@ def test_a_copied_model_trains_on_its_own() -> None:
     other.step()
     assert state_bits(manager) == before
     assert other.steps == manager.steps + 1
+
+
+def test_first_forward_in_inference_mode_then_training() -> None:
+    """Nothing that the state or a weight cast is made of may be an inference tensor."""
+    module, manager = linear("auto", update="next_step")
+    twin, twin_manager = linear("auto", update="next_step")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, twin)]
+    x = inputs(16, 48)
+    with torch.inference_mode():
+        module(x)
+    with torch.no_grad():
+        twin(x)
+    assert not any(tensor.is_inference() for tensor in manager._syncs[0].arena.shared_state())
+    for each, owner, optimizer in zip((module, twin), (manager, twin_manager), optimizers):
+        owner.attach(optimizer=optimizer)
+        for _ in range(3):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.inference_mode():
+            each(x)  # Commits what is due.
+    assert torch.equal(module.weight, twin.weight)
+    for role in ("input", "weight", "grad_output"):
+        assert torch.equal(manager.scale("", role), twin_manager.scale("", role))

@@ -117,7 +117,7 @@ def test_a_bad_argument_is_named(argument: str, value: object) -> None:
 
 def test_a_bad_variable_matters_even_where_the_argument_wins_for_enabled() -> None:
     """FP8DIST_ENABLED beats the argument, so a misspelt one may not be ignored."""
-    with pytest.raises(ConfigurationError, match="FP8DIST_ENABLED must be .*'of'"):
+    with pytest.raises(ConfigurationError, match=r"FP8DIST_ENABLED must be .*'of'"):
         _resolve({"FP8DIST_ENABLED": "of"}, enabled=True)
 
 

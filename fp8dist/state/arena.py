@@ -70,6 +70,7 @@ class Arena:
     def __len__(self) -> int:
         return len(self.specs)
 
+    @torch.inference_mode(False)  # The first forward may be in inference mode; these are written in training too.
     def _allocate(self, device: torch.device) -> None:
         n = len(self.specs)
         self.device = device
