@@ -6,6 +6,7 @@ backward is not: a rank that ran none would not launch, and the others would han
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -68,7 +69,7 @@ class BoundaryHooks:
 
     def __init__(self, owner: BoundaryOwner, optimizers: Sequence[Optimizer], scaler: Any, is_boundary: bool) -> None:
         self._owner = owner
-        self._last = optimizers[-1]
+        self._last = weakref.ref(optimizers[-1])  # It holds these hooks.
         self._is_boundary = is_boundary
         self._handles: list[RemovableHandle] = []
         for optimizer in optimizers:
@@ -88,14 +89,14 @@ class BoundaryHooks:
         if _has_closure(args, kwargs):
             # The optimizer may move the weights between two calls of the closure.
             self._owner.reuse_casts(False)
-        elif optimizer is self._last and self._is_boundary:
+        elif optimizer is self._last() and self._is_boundary:
             self._owner.boundary(_found_inf(optimizer))
-        self._stepped |= optimizer is self._last
+        self._stepped |= optimizer is self._last()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _has_closure(args, kwargs):
             self._owner.reuse_casts(True)
-            if optimizer is self._last and self._is_boundary:
+            if optimizer is self._last() and self._is_boundary:
                 self._owner.boundary()
         self._owner.weights_changed()
 
@@ -106,7 +107,7 @@ class BoundaryHooks:
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._stepped = False
             result = original(optimizer, *args, **kwargs)
-            if not self._stepped and unwrap_optimizers(optimizer)[0] is self._last:
+            if not self._stepped and unwrap_optimizers(optimizer)[0] is self._last():
                 self._owner.step_skipped()
             return result
 

@@ -3,6 +3,7 @@
 No ``from __future__ import annotations`` here: DDP inspects a comm hook's annotations as objects.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -89,7 +90,7 @@ class JoinLink:
     """
 
     def __init__(self, ddp: DistributedDataParallel, launcher: Launcher) -> None:
-        self.ddp = ddp
+        self._ddp = weakref.ref(ddp)  # It holds the model, which holds the manager, which holds this.
         self._launcher = launcher
         self._handle = ddp.register_forward_hook(self._after_forward)
 
@@ -97,8 +98,15 @@ class JoinLink:
         """Take the hook off."""
         self._handle.remove()
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self._launcher.joins and torch.is_grad_enabled() and self.ddp.require_backward_grad_sync):
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The module, which is alive as long as anybody trains with it."""
+        ddp = self._ddp()
+        assert ddp is not None
+        return ddp
+
+    def _after_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
+        if not (self._launcher.joins and torch.is_grad_enabled() and module.require_backward_grad_sync):
             return
         queued = False
 

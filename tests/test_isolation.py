@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -454,3 +455,26 @@ def test_nonfinite_amaxes_are_told(two_ranks: RankPool, update: str) -> None:
     one_later = [[], [], [second], [second, third], [second, third]]
     told = at_once if update == "same_step" else one_later
     assert two_ranks.run(_nonfinite_events, update) == [(told, 2.0)] * 2
+
+
+def _alive_after_deleting() -> list[str]:
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager.attach(model, optimizer=optimizer)
+        model(torch.ones(16, 32)).sum().backward()
+        optimizer.step()
+        watched = {"model": weakref.ref(model), "manager": weakref.ref(manager)}
+        watched["arena"] = weakref.ref(manager._syncs[0].arena)
+        del model, manager, optimizer
+        return [name for name, reference in watched.items() if reference() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_dead_model_takes_its_state_along_without_the_garbage_collector(two_ranks: RankPool) -> None:
+    """GPU memory must not wait for a cycle to be found."""
+    assert two_ranks.run(_alive_after_deleting) == [[], []]
