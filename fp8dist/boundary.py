@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.nn import Mode
 
-__all__ = ["BoundaryHooks", "BoundaryOwner", "unwrap_optimizers"]
+__all__ = ["BoundaryHooks", "BoundaryOwner", "invalidate_at_every_step", "unwrap_optimizers"]
 
 
 class BoundaryOwner(Protocol):
@@ -34,6 +36,24 @@ class BoundaryOwner(Protocol):
 
     def step_skipped(self) -> None:
         """The loss scaler did not run the optimizer."""
+
+
+def invalidate_at_every_step(mode: Mode) -> RemovableHandle:
+    """Forget weight casts whenever any torch optimizer of this process steps, attached or not.
+
+    A re-created optimizer has none of our hooks, and a fused one leaves no trace in ``_version``. The
+    hook goes with the mode.
+    """
+    alive = weakref.ref(mode)
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = alive()
+        if living is not None:
+            living.invalidate_casts()
+
+    handle = register_optimizer_step_post_hook(hook)
+    weakref.finalize(mode, handle.remove)
+    return handle
 
 
 def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:

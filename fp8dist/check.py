@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8dist.errors import DivergenceError
 from fp8dist.groups import SyncGroup
 from fp8dist.kernels.update import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
-from fp8dist.sync import ArenaSync
+from fp8dist.sync import ArenaSync, Evidence
 
 __all__ = ["DivergenceReport", "Finding", "Localisation", "localise"]
 
@@ -92,28 +92,38 @@ class Localisation:
     scales: Tensor | None
 
 
-def localise(sync: ArenaSync) -> Localisation:
+def localise(sync: ArenaSync, evidence: Evidence | None, differs: Sequence[str]) -> Localisation:
     """Name the ranks and slots behind a failed header. COLLECTIVE over the sync's group.
 
     Compares what the ranks sent: the commit has made the live scales equal again, the evidence is
     in the scales as they were at launch.
+
+    Args:
+        evidence: what was sent, if it is no longer in the arena.
+        differs: the kinds that the header says differ; each gets a finding.
     """
     group = sync.group
     assert group is not None
-    everyone: list[_Evidence] = _all_gather(_Evidence.gather(sync), group)
+    words, sent = evidence or Evidence(sync.arena.words, sync.arena.sent)
+    everyone: list[_Witness] = _all_gather(_Witness.of(sync, group, words), group)
     findings, scales = [], None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
         values = {e.rank: e.words[place] for e in everyone}
         if len(set(values.values())) > 1:
             findings.append(_finding_of_values(kind, values, everyone))
     if len({e.words[WORD_SCALE_LOW:] for e in everyone}) > 1:
-        found, scales = _scale_findings(sync, group, everyone)
+        found, scales = _scale_findings(sync, group, sent, everyone)
         findings += found
+    for kind in set(differs) - {finding.kind for finding in findings}:
+        ranks = tuple(e.rank for e in everyone)
+        findings.append(
+            _finding(everyone, kind, kind, ranks, None, "the message differed, what it was made of does not")
+        )
     return Localisation(DivergenceReport(tuple(findings)), max(e.step for e in everyone), scales)
 
 
 @dataclass(frozen=True)
-class _Evidence:
+class _Witness:
     rank: int
     host: str
     coords: dict[str, int] | None
@@ -124,11 +134,11 @@ class _Evidence:
         return self.words[WORD_STEP]
 
     @classmethod
-    def gather(cls, sync: ArenaSync) -> _Evidence:
-        assert sync.group is not None
+    def of(cls, sync: ArenaSync, group: SyncGroup, words: Tensor) -> _Witness:
         # Manifest and scale digest as at the launch that failed; the step counter as it is now.
-        words = tuple(sync.arena.words.tolist())
-        return cls(sync.group.rank, socket.gethostname(), sync.group.mesh_coordinates(), words)
+        numbers = words.tolist()
+        numbers[WORD_STEP] = int(sync.arena.step)
+        return cls(group.rank, socket.gethostname(), group.mesh_coordinates(), tuple(numbers))
 
 
 def _all_gather(mine: Any, group: SyncGroup) -> list[Any]:
@@ -146,7 +156,7 @@ def _majority(values: dict[int, Any]) -> tuple[int | None, tuple[int, ...]]:
     return min(rank for rank, v in values.items() if v == value), odd
 
 
-def _finding_of_values(kind: str, values: dict[int, Any], everyone: Sequence[_Evidence]) -> Finding:
+def _finding_of_values(kind: str, values: dict[int, Any], everyone: Sequence[_Witness]) -> Finding:
     reference, odd = _majority(values)
     shown = "; ".join(f"rank {rank}: {values[rank]}" for rank in odd[:8])
     if reference is not None:
@@ -155,7 +165,7 @@ def _finding_of_values(kind: str, values: dict[int, Any], everyone: Sequence[_Ev
 
 
 def _finding(
-    everyone: Sequence[_Evidence],
+    everyone: Sequence[_Witness],
     kind: str,
     name: str,
     ranks: tuple[int, ...],
@@ -175,15 +185,17 @@ def _finding(
     )
 
 
-def _scale_findings(sync: ArenaSync, group: SyncGroup, everyone: Sequence[_Evidence]) -> tuple[list[Finding], Tensor]:
+def _scale_findings(
+    sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_Witness]
+) -> tuple[list[Finding], Tensor]:
     """Slots whose scale differs from the reference's, and the reference's scales. COLLECTIVE: one
     broadcast, one object gather."""
     digests = {e.rank: e.words[WORD_SCALE_LOW:] for e in everyone}
     reference, odd = _majority(digests)
     source = min(group.ranks) if reference is None else reference
-    theirs = sync.arena.sent.clone()
+    theirs = sent.clone()
     dist.broadcast(theirs, src=source, group=group.process_group)
-    differing = _all_gather(_differences(sync.arena.sent, theirs), group)
+    differing = _all_gather(_differences(sent, theirs), group)
     by_slot: dict[tuple[int, str], dict[int, tuple[float, float]]] = {}
     for evidence, (_, examples) in zip(everyone, differing):
         for place, which, mine, other in examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.join import _JoinConfig
 
 from fp8dist.check import DivergenceReport, Finding, localise
 from fp8dist.errors import ConfigurationError
-from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest
+from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
 from fp8dist.nn import Mode
 from fp8dist.recipe import DelayedScaling
@@ -23,7 +24,7 @@ from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, Arena
 from fp8dist.state.manifest import build_manifest, digest_word, manifest_digest
 from fp8dist.state.slots import Slot
-from fp8dist.sync import ArenaSync, Phase, all_reduce_max
+from fp8dist.sync import ArenaSync, Evidence, Phase, all_reduce_max
 
 __all__ = ["Event", "StepCycle"]
 
@@ -70,6 +71,7 @@ class StepCycle:
     def _init_transient(self) -> None:
         """What a copy does not inherit: ties to a job."""
         self.attached = False
+        self.hooked = False
         self.early = False
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
@@ -89,13 +91,21 @@ class StepCycle:
         """Whether a Join context is open."""
         return bool(self.join_config.enable)
 
+    @property
+    def shared_by_all(self) -> bool:
+        """Whether every rank of the job holds the same state."""
+        size = world_size()
+        groups = [group for group in self.groups if group is not None]
+        synced = self.settings.amax_sync and len(groups) == len(self.groups)
+        return size == 1 or (synced and all(group.size == size for group in groups))
+
     # Agreement -----------------------------------------------------------------------------------
 
     def agree(self, boundary: str, timeout: timedelta) -> None:
         """Publish all manifests, then wait for the others'. COLLECTIVE, through the store."""
         publications = []
         for sync, group in zip(self.syncs, self.groups):
-            settings = {**self.settings.describe(), "boundary": boundary}
+            settings = {**self.settings.describe(), "boundary": boundary, "arenas": len(self.syncs)}
             manifest = build_manifest(sync.arena.specs, self.recipe.describe(), settings)
             sync.arena.set_manifest_word(digest_word(manifest_digest(manifest)))
             if group is not None and group.size > 1:
@@ -103,6 +113,15 @@ class StepCycle:
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
         agree_on_manifests(publications, len(self.groups) - 1, timeout)
         self.attached = True
+
+    def require_groups(self) -> None:
+        """Raise ConfigurationError where there are several ranks, but no group was named."""
+        if self.settings.amax_sync and None in self.groups and world_size() > 1:
+            raise ConfigurationError(
+                f"{world_size()} ranks and no group: pass prepare(group=…) the ranks that share activations and "
+                "weights (torch.distributed.group.WORLD for plain data parallelism, the whole DeviceMesh for DP x TP), "
+                "or amax_sync=False"
+            )
 
     def require_attached(self) -> None:
         """Raise ConfigurationError where ranks share state but nothing ties them yet."""
@@ -134,7 +153,7 @@ class StepCycle:
             where = (bits >= 0) & arena.cold if only_cold else bits >= 0
             arena.derive_scales(bits.view(torch.float32), where)
             if not only_cold:
-                arena.forget_history(where)
+                arena.forget(where)
 
     # The step ------------------------------------------------------------------------------------
 
@@ -157,7 +176,7 @@ class StepCycle:
                     sync.launch(hold, self.drop_nonfinite)
         for sync in self.syncs:
             sync.pass_boundary(hold, self.drop_nonfinite)
-        if self.recipe.update == "same_step":
+        if self.recipe.update == "same_step" or (self.mode.compiled and not self.hooked):
             self.settle()
             self._act_on_verdicts(only_immediate=True)
 
@@ -169,6 +188,8 @@ class StepCycle:
     def weights_changed(self) -> None:
         """An optimizer has stepped: FP8 casts of weights are stale. Local."""
         self.mode.invalidate_casts()
+        if self.mode.compiled:  # A compiled forward cannot commit what is due.
+            self.settle()
 
     def reuse_casts(self, allowed: bool) -> None:
         """Whether weights stand still until the next call. Local."""
@@ -182,8 +203,11 @@ class StepCycle:
             sync.drop_nonfinite()
 
     def launch_early(self) -> None:
-        """Launch before the boundary; the results of several launches merge. COLLECTIVE."""
-        if self.settings.enabled:
+        """Launch before the boundary; the results of several launches merge. COLLECTIVE.
+
+        Not while calibrating, which commits on a clean exit only.
+        """
+        if self.settings.enabled and not self.mode.calibrating:
             self.require_attached()
             for sync in self.syncs:
                 sync.launch()
@@ -219,23 +243,25 @@ class StepCycle:
             if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
                 continue
             differs, nonfinite = sync.verdict.read()
-            sync.verdict = None
+            evidence, sync.verdict = sync.verdict.evidence, None
             if not differs and not nonfinite:
                 continue
             step = max(step, int(sync.arena.step))
             if nonfinite:
                 self._tell(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
             if differs:
-                findings += self._localise(sync, differs)
+                findings += self._localise(sync, evidence, differs)
         if findings:
             self._report(DivergenceReport(tuple(findings)), step)
 
-    def _localise(self, sync: ArenaSync, differs: tuple[str, ...]) -> Sequence[Finding]:
+    def _localise(self, sync: ArenaSync, evidence: Evidence | None, differs: tuple[str, ...]) -> Sequence[Finding]:
         assert sync.group is not None
         if self.joins:  # Ranks without data would not come.
             detail, step = "not localised inside a Join context", int(sync.arena.step)
             return [Finding(step, kind, kind, sync.group.ranks, None, detail=detail) for kind in differs]
-        found = localise(sync)
+        device = sync.arena.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            found = localise(sync, evidence, differs)
         # All ranks go on from one state. Else every later sync would be refused for its step, and a scale that
         # the commit did not touch, because its slot did not run, would be reported for ever.
         sync.arena.step.fill_(found.step)

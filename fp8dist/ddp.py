@@ -106,6 +106,8 @@ class JoinLink:
         return ddp
 
     def _after_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
+        if module is not self._ddp():  # A deep copy has this hook too, and after attach() one of its own.
+            return
         if not (self._launcher.joins and torch.is_grad_enabled() and module.require_backward_grad_sync):
             return
         queued = False

@@ -42,6 +42,8 @@ class SyncGroup:
         self.mesh: DeviceMesh | None = None
         self._process_group: dist.ProcessGroup | None = None
         if isinstance(group, DeviceMesh):
+            if group.ndim > 1 and group.mesh_dim_names is None:
+                raise ConfigurationError("a DeviceMesh of several axes needs mesh_dim_names to be a group")
             self.mesh = group
             self.ranks: tuple[int, ...] = tuple(group.mesh.flatten().tolist())
         elif isinstance(group, dist.ProcessGroup):
@@ -113,8 +115,9 @@ def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publicati
     kept in the store, so that no process-wide state is needed.
     """
     store = distributed_c10d.PrefixStore(f"fp8dist/{group.identity}", distributed_c10d._get_default_store())
-    round_ = store.add(f"count/{group.rank}", 1)
-    publication = Publication(store, group, manifest, round_)
+    publication = Publication(store, group, manifest, store.add(f"count/{group.rank}", 1))
+    while store.check([_key(publication, _VERDICT)]):  # The others gave up on that round without this rank.
+        publication = Publication(store, group, manifest, store.add(f"count/{group.rank}", 1))
     store.set(_key(publication, "digest", group.rank), f"{manifest_digest(dict(manifest))} {socket.gethostname()}")
     return publication
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from fp8dist.boundary import BoundaryHooks, unwrap_optimizers
+from fp8dist.boundary import BoundaryHooks, invalidate_at_every_step, unwrap_optimizers
 from fp8dist.cycle import Event, StepCycle
 from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
 from fp8dist.errors import CheckpointError, ConfigurationError
@@ -67,6 +68,7 @@ class StateManager(Joinable):
         self._cycle = StepCycle(recipe, settings, mode, syncs, groups)
         self._init_transient()
         super().__init__()
+        self._cycle.require_groups()
 
     def _init_transient(self) -> None:
         """What a copy does not inherit: ties to the job."""
@@ -75,6 +77,7 @@ class StateManager(Joinable):
         self._boundary_kind = "manual"
         self._hooks: BoundaryHooks | None = None
         self._join_link: JoinLink | None = None
+        self._guard: RemovableHandle | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "settings", "_default", "_aliases", "_cycle")
@@ -119,6 +122,7 @@ class StateManager(Joinable):
         """
         if boundary not in ("optimizer", "manual"):
             raise ConfigurationError(f'boundary must be "optimizer" or "manual", got {boundary!r}')
+        self._cycle.require_groups()
         optimizers = [] if optimizer is None else unwrap_optimizers(optimizer)
         model = self._require_model()
         self._require_contains(module, model)
@@ -131,7 +135,9 @@ class StateManager(Joinable):
         self._cycle.drop_nonfinite = scaler is not None
         self._mode.invalidate_casts()
         self._mode.reuse_casts = bool(optimizers)
+        self._cycle.hooked = bool(optimizers)
         if optimizers:
+            self._guard = invalidate_at_every_step(self._mode)
             self._hooks = BoundaryHooks(self._cycle, optimizers, scaler, self._boundary_kind == "optimizer")
         ddp = find_ddp(module if module is not None else model)
         if ddp is not None:
@@ -154,7 +160,10 @@ class StateManager(Joinable):
             self._hooks.remove()
         if self._join_link is not None:
             self._join_link.remove()
-        self._hooks = self._join_link = None
+        if self._guard is not None:
+            self._guard.remove()
+        self._hooks = self._join_link = self._guard = None
+        self._cycle.hooked = False
         self._mode.reuse_casts = False
 
     def _require_model(self) -> nn.Module:
@@ -409,7 +418,15 @@ class StateManager(Joinable):
     # Saving and loading --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole FP8 state as CPU tensors in slot order, with names. Local."""
+        """The whole FP8 state as CPU tensors in slot order, with names. Local.
+
+        State that not all ranks share (``amax_sync=False``, ``groups=…``) is under a key of this rank,
+        so that a checkpoint that merges equal keys of several ranks keeps them apart.
+        """
+        state = self._collect()
+        return state if self._cycle.shared_by_all else {_rank_key(): state}
+
+    def _collect(self) -> dict[str, Any]:
         self._cycle.settle()
         return storage.collect([sync.arena for sync in self._syncs])
 
@@ -421,7 +438,8 @@ class StateManager(Joinable):
         Raises:
             CheckpointError: it does not fit; nothing was changed.
         """
-        storage.restore([sync.arena for sync in self._syncs], state_dict, strict)
+        saved = state_dict.get(_rank_key(), state_dict)
+        storage.restore([sync.arena for sync in self._syncs], saved, strict)
         for sync in self._syncs:
             sync.abandon()
         self._mode.invalidate_casts()
@@ -429,7 +447,7 @@ class StateManager(Joinable):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a safetensors file, atomically. Local. ``{rank}`` in the path is substituted."""
         info = {"recipe": self.recipe.describe(), "settings": self.settings.describe()}
-        storage.write_file(_with_rank(path), self.state_dict(), info)
+        storage.write_file(_with_rank(path), self._collect(), info)
 
     def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Read what ``save`` wrote; see ``load_state_dict``. Local.
@@ -470,6 +488,13 @@ def _fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
     return (module for module in model.modules() if isinstance(module, FP8Linear))
 
 
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _rank_key() -> str:
+    return f"rank{_rank()}"
+
+
 def _with_rank(path: str | os.PathLike[str]) -> str:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return os.fspath(path).replace("{rank}", str(rank))
+    return os.fspath(path).replace("{rank}", str(_rank()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +52,12 @@ class Mode:
     enabled: bool = True
     calibrating: bool = False
     reuse_casts: bool = False
+    compiled: bool = False
     generation: int = 0
     boundaries: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "reuse_casts": False}  # Nothing tells a copy when its weights change.
 
     def invalidate_casts(self) -> None:
         """Weights may have changed: forget their casts."""
@@ -63,15 +68,15 @@ class Mode:
 class WeightCast:
     """A weight in FP8: row-major for fprop, transposed for dgrad, and the inv_scale of both."""
 
-    rows: Tensor
-    columns: Tensor
-    inv_scale: Tensor
+    tensors: tuple[Tensor, Tensor, Tensor]
+    weight: weakref.ref[Tensor]
     key: tuple[int, int, int]
     recorded: bool
 
-    def serves(self, key: tuple[int, int, int], record: bool, for_backward: bool) -> bool:
-        """Whether it may stand for a cast now."""
-        return self.key == key and (self.recorded or not record) and (self.columns.numel() > 0 or not for_backward)
+    def serves(self, weight: Tensor, key: tuple[int, int, int], record: bool) -> bool:
+        """Whether it may stand for a cast of ``weight`` now. A tensor at the same address need not be
+        the same tensor: temporaries of functional_call or of a parametrization are not."""
+        return self.weight() is weight and self.key == key and (self.recorded or not record)
 
 
 class LinearSlots:
@@ -92,11 +97,20 @@ class LinearSlots:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_states": None, "_cast": None}
 
+    def settle(self) -> None:
+        """Commit what is due, before a scale is read. A compiled graph cannot: then the optimizer's
+        post-hook does (see ``StepCycle.weights_changed``)."""
+        if torch.compiler.is_compiling():
+            self.mode.compiled = True
+            return
+        self.sync.settle()
+        self.weight_sync.settle()
+
     def states(self, device: torch.device) -> States:
         """(input, weight, grad_output), committed as far as due. Places the arenas on first use."""
+        self.settle()
         syncs = (self.sync, self.weight_sync, self.sync)
         for sync in syncs[:2]:
-            sync.settle()
             if sync.arena.device != device or not sync.arena.placed:
                 sync.arena.place(device)
         if self._states is None:
@@ -138,25 +152,25 @@ class LinearSlots:
     def weight_cast(self, weight: Tensor, state: SlotState, record: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The weight in FP8: cast now, or taken from an earlier microbatch of this step.
 
-        No reuse under torch.compile (a guard on it would break), during capture (the graph must
-        contain the cast), or under a dispatch mode (selective checkpointing counts ops by position).
+        No reuse with grad off (a weight may be swapped for an eval, unseen), under torch.compile (a guard on it
+        would break), during capture (the graph must contain the cast), or under a dispatch mode
+        (selective checkpointing counts ops by position).
         """
+        for_backward = torch.is_grad_enabled()
         reuse = (
             self.mode.reuse_casts
+            and for_backward
             and not torch.compiler.is_compiling()
             and torch._C._len_torch_dispatch_stack() == 0
             and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         )
-        for_backward = torch.is_grad_enabled()
-        if not reuse:
-            rows, columns, inv_scale = self.quantize(weight.detach(), state, record, True, for_backward)
-            return rows, columns, inv_scale
-        key = (self.mode.generation, weight.data_ptr(), weight._version)
-        cast = self._cast
-        if cast is None or not cast.serves(key, record, for_backward):
-            rows, columns, inv_scale = self.quantize(weight.detach(), state, record, True, for_backward)
-            cast = self._cast = WeightCast(rows, columns, inv_scale, key, record)
-        return cast.rows, cast.columns, cast.inv_scale
+        key = (self.mode.generation, weight.data_ptr(), weight._version) if reuse else (0, 0, 0)
+        if reuse and self._cast is not None and self._cast.serves(weight, key, record):
+            return self._cast.tensors
+        rows, columns, inv_scale = self.quantize(weight.detach(), state, record, True, for_backward)
+        if reuse:
+            self._cast = WeightCast((rows, columns, inv_scale), weakref.ref(weight), key, record)
+        return rows, columns, inv_scale
 
     def count_backward(self) -> None:
         """Warn once when backwards go on without a boundary."""
@@ -206,6 +220,7 @@ class _FP8LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x_columns, x_inv_scale, weight_columns, weight_inv_scale = ctx.saved_tensors
         slots: LinearSlots = ctx.slots
+        slots.settle()  # A boundary may lie between this forward and this backward.
         wants_input_grad, wants_weight_grad = ctx.needs_input_grad[:2]
         rows, columns, inv_scale = slots.quantize(
             grad_output, ctx.grad_state, ctx.record, wants_input_grad, wants_weight_grad
@@ -313,5 +328,7 @@ def convert(module: nn.Linear, slots: LinearSlots) -> None:
 
 def revert(module: FP8Linear) -> None:
     """Make it a plain nn.Linear again, in place."""
+    if type(module) is not FP8Linear:
+        raise ConfigurationError(f"{type(module).__name__} was built on an FP8Linear: take that off before detach()")
     del module.fp8_slots
     module.__class__ = nn.Linear  # type: ignore[assignment]

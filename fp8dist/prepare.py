@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
-from fp8dist.groups import GroupLike, SyncGroup, world_size
+from fp8dist.groups import GroupLike, SyncGroup
 from fp8dist.manager import ATTRIBUTE, StateManager
 from fp8dist.nn import LinearSlots, Mode, convert, eligible_linears
 from fp8dist.recipe import DelayedScaling
@@ -81,20 +81,14 @@ def prepare(
         backend=backend,
         eval_precision=eval_precision,
     )
-    if group is None and settings.amax_sync and world_size() > 1:
-        raise ConfigurationError(
-            f"{world_size()} ranks and no group: pass group= the ranks that share activations and weights "
-            "(torch.distributed.group.WORLD for plain data parallelism, the whole DeviceMesh for DP x TP), "
-            "or amax_sync=False"
-        )
     if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigurationError("the model, or a part of it, is prepared already: detach() its manager first")
     linears = _choose(model, skip, filter_fn)
     plan = _Plan(linears, group, groups or {}, recipe)
     mode = Mode(settings.enabled, settings.backend, settings.eval_precision)
+    manager = StateManager(model, recipe, settings, mode, plan.syncs, plan.sync_groups, plan.aliases)
     for fqn, linear in linears.items():
         convert(linear, plan.slots_of(fqn, linear, mode))
-    manager = StateManager(model, recipe, settings, mode, plan.syncs, plan.sync_groups, plan.aliases)
     model.__dict__[ATTRIBUTE] = manager
     if not settings.enabled:
         logger.warning("fp8dist is switched off: %d Linears stay in high precision", len(linears))

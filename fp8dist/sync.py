@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from fp8dist.kernels.update import (
 )
 from fp8dist.state.arena import Arena
 
-__all__ = ["ArenaSync", "Phase", "SyncCounters", "Verdict"]
+__all__ = ["ArenaSync", "Evidence", "Phase", "SyncCounters", "Verdict"]
 
 _NEUTRAL_WORD = torch.iinfo(torch.int32).min
 
@@ -55,19 +55,29 @@ class SyncCounters:
     wait_s: float = 0.0
 
 
+class Evidence(NamedTuple):
+    """What this rank sent: header words, int32[4], and scales, float32[2, n]."""
+
+    words: Tensor
+    scales: Tensor
+
+
 class Verdict:
     """What one sync proved, on its way to the host.
 
-    On CUDA the four numbers are copied without blocking and read at the next boundary.
+    On CUDA the numbers are copied without blocking and read at the next boundary. ``evidence`` is kept
+    only when a launch before that boundary would overwrite it in the arena.
     """
 
     def __init__(self, agreement: Tensor | None, nonfinite: Tensor) -> None:
         self.immediate = not nonfinite.is_cuda
+        self.evidence: Evidence | None = None
         self._tensors = [nonfinite] if agreement is None else [nonfinite, agreement]
         if nonfinite.is_cuda:
-            self._tensors = [_to_host(tensor) for tensor in self._tensors]
-            self._event = torch.cuda.Event()
-            self._event.record()
+            with torch.cuda.device(nonfinite.device):
+                self._tensors = [_to_host(tensor) for tensor in self._tensors]
+                self._event = torch.cuda.Event()
+                self._event.record()
 
     def read(self) -> tuple[tuple[str, ...], bool]:
         """(kinds that differ between ranks: "manifest", "step", "scale"; whether an amax was not finite)."""
@@ -86,7 +96,7 @@ class Verdict:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
@@ -119,6 +129,8 @@ class ArenaSync:
         """
         self.settle()
         self._collect()
+        if self.verdict is not None and self.verdict.evidence is None:
+            self.verdict.evidence = Evidence(self.arena.words.clone(), self.arena.sent.clone())
         self.arena.snapshot(hold, drop_nonfinite)
         self._reduce()
 

@@ -259,6 +259,7 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
 
 def _state_digest(manager: fp8dist.StateManager) -> str:
     state = manager.state_dict()
+    state = state.get(f"rank{dist.get_rank()}", state) if dist.is_initialized() else state
     return digest_of((name, value) for name, value in state.items() if isinstance(value, Tensor))
 
 

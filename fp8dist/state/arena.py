@@ -74,13 +74,13 @@ class Arena:
     def _allocate(self, device: torch.device) -> None:
         n = len(self.specs)
         self.device = device
-        self.pending = torch.full((n,), DID_NOT_RUN, device=device)
+        self.pending = torch.full((n,), DID_NOT_RUN, dtype=torch.float32, device=device)
         self.send = torch.zeros(HEADER + n, dtype=torch.int32, device=device)
-        self.scales = torch.ones(2, n, device=device)
-        self.sent = torch.ones(2, n, device=device)
-        self.history = torch.zeros(n, self.ring.padded, device=device)
-        self.block_max = torch.zeros(n, self.ring.blocks, device=device)
-        self.amax = torch.zeros(n, device=device)
+        self.scales = torch.ones(2, n, dtype=torch.float32, device=device)
+        self.sent = torch.ones(2, n, dtype=torch.float32, device=device)
+        self.history = torch.zeros(n, self.ring.padded, dtype=torch.float32, device=device)
+        self.block_max = torch.zeros(n, self.ring.blocks, dtype=torch.float32, device=device)
+        self.amax = torch.zeros(n, dtype=torch.float32, device=device)
         self.cold = torch.ones(n, dtype=torch.bool, device=device)
         self.counters = torch.zeros(3, n, dtype=torch.int64, device=device)
         self.words = torch.zeros(WORDS, dtype=torch.int32, device=device)
@@ -93,8 +93,10 @@ class Arena:
         self._pending_bits = self.pending.view(torch.int32)
         self._scale_bits = self.scales.view(-1).view(torch.int32)
         # Constants.
-        self.fp8_max = torch.tensor([spec.format.max for spec in self.specs], device=device)
-        self._rounds_to_max = torch.tensor([spec.format.rounds_to_max for spec in self.specs], device=device)
+        self.fp8_max = torch.tensor([spec.format.max for spec in self.specs], dtype=torch.float32, device=device)
+        self._rounds_to_max = torch.tensor(
+            [spec.format.rounds_to_max for spec in self.specs], dtype=torch.float32, device=device
+        )
         self._keys = position_keys(2 * n, device)
         self._row_start = torch.arange(n, device=device) * self.ring.padded
 
@@ -223,8 +225,9 @@ class Arena:
         self._rescale(amax, usable)
         self.cold.bitwise_and_(~usable)
 
-    def forget_history(self, where: Tensor) -> None:
-        """Empty the windows of the slots where bool[n] says so."""
+    def forget(self, where: Tensor) -> None:
+        """Empty the windows of the slots where bool[n] says so, and what was recorded since the last launch."""
+        self.pending.masked_fill_(where, DID_NOT_RUN)
         self.history.masked_fill_(where[:, None], 0)
         self.block_max.masked_fill_(where[:, None], 0)
 

@@ -46,7 +46,7 @@ def collect(arenas: Sequence[Arena]) -> dict[str, Any]:
 
     def merged(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         whole = torch.cat([t.detach().cpu() for t in tensors], dim)
-        return whole.index_select(dim, torch.tensor(order, dtype=torch.int64))
+        return whole.index_select(dim, torch.tensor(order, dtype=torch.int64, device="cpu"))
 
     return {
         "version": FORMAT_VERSION,
@@ -84,10 +84,10 @@ def restore(arenas: Sequence[Arena], saved: Mapping[str, Any], strict: bool) -> 
 def _restore_arena(arena: Arena, places: Mapping[Slot, int], saved: Mapping[str, Any]) -> None:
     found = [(i, places[slot]) for slot, i in arena.index.items() if slot in places]
     mine = torch.tensor([i for i, _ in found], dtype=torch.int64, device=arena.device)
-    theirs = torch.tensor([i for _, i in found], dtype=torch.int64)
+    theirs = torch.tensor([i for _, i in found], dtype=torch.int64, device="cpu")
 
     def rows(name: str, dim: int = 0) -> Tensor:
-        values: Tensor = saved[name]
+        values: Tensor = saved[name].cpu()
         return values.index_select(dim, theirs).to(arena.device)
 
     arena.scale[mine] = rows("scale")

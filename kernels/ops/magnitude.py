@@ -29,7 +29,7 @@ def amax_bits(x: Tensor) -> Tensor:
         0-d int32 on ``x``'s device; the bits of ``DID_NOT_RUN`` for an empty ``x``.
     """
     if x.numel() == 0:
-        return torch.full((), DID_NOT_RUN, device=x.device).view(torch.int32)
+        return torch.full((), DID_NOT_RUN_BITS, dtype=torch.int32, device=x.device)
     low, high = torch.aminmax(x)
     return torch.maximum(high, -low).float().view(torch.int32) & _MAGNITUDE
 
