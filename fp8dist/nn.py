@@ -265,16 +265,20 @@ class FP8Linear(nn.Linear):
         use_fp8 = mode.enabled and (self.training or mode.eval_precision == "fp8")
         if not mode.allowed or not (use_fp8 or mode.calibrating):
             return F.linear(input, self.weight, self.bias)
-        states = slots.states(self.weight.device)
+        if input.ndim == 0 or input.shape[-1] != self.in_features:
+            fqn = slots.slots[Role.INPUT].fqn
+            raise ConfigurationError(f"{fqn}: expected [..., {self.in_features}], got {tuple(input.shape)}")
+        weight = self.weight  # Once: a parametrization computes it anew at each access.
+        states = slots.states(weight.device)
         if not use_fp8:
-            return self._calibrate(input, states)
+            return _calibrate(input, weight, self.bias, states)
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, self.in_features)
-        weight = slots.weight_cast(self.weight, states[1], record)
-        wants_weight_grad = torch.is_grad_enabled() and self.weight.requires_grad
-        output = _FP8LinearFunction.apply(tokens, self.weight, *weight, slots, states, record, wants_weight_grad)
+        cast = slots.weight_cast(weight, states[1], record)
+        wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
+        output = _FP8LinearFunction.apply(tokens, weight, *cast, slots, states, record, wants_weight_grad)
         output = output.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
@@ -283,12 +287,14 @@ class FP8Linear(nn.Linear):
         self.fp8_slots.mode.invalidate_casts()
         return super().train(mode)
 
-    def _calibrate(self, input: Tensor, states: States) -> Tensor:
-        input_state, weight_state, grad_state = states
-        ops.observe(input.detach(), input_state.pending)
-        ops.observe(self.weight.detach(), weight_state.pending)
-        output = F.linear(input, self.weight, self.bias)
-        return _ObserveGradient.apply(output, grad_state) if output.requires_grad else output
+
+def _calibrate(input: Tensor, weight: Tensor, bias: Tensor | None, states: States) -> Tensor:
+    """In high precision, recording what FP8 would cast."""
+    input_state, weight_state, grad_state = states
+    ops.observe(input.detach(), input_state.pending)
+    ops.observe(weight.detach(), weight_state.pending)
+    output = F.linear(input, weight, bias)
+    return _ObserveGradient.apply(output, grad_state) if output.requires_grad else output
 
 
 def eligible_linears(

@@ -937,3 +937,11 @@ def test_first_forward_in_inference_mode_then_training() -> None:
     assert torch.equal(module.weight, twin.weight)
     for role in ("input", "weight", "grad_output"):
         assert torch.equal(manager.scale("", role), twin_manager.scale("", role))
+
+
+def test_input_of_another_width_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(48, 32))
+    fp8dist.prepare(model)
+    for shape in ((4, 96), (2, 24), ()):
+        with pytest.raises(ConfigurationError, match=r"0: expected \[\.\.\., 48\]"):
+            model(torch.zeros(shape))
