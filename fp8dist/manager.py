@@ -25,7 +25,7 @@ from fp8dist.formats import E4M3, E5M2, Role
 from fp8dist.groups import SyncGroup
 from fp8dist.kernels.magnitude import amax_bits, record_amax
 from fp8dist.kernels.matmuls import ALIGNMENT
-from fp8dist.nn import FP8Linear, Mode, revert
+from fp8dist.nn import FP8Linear, Mode, require_revertible, revert
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
 from fp8dist.state import storage
@@ -147,9 +147,12 @@ class StateManager(Joinable):
     def detach(self) -> nn.Module:
         """Take all hooks off and give the model its plain nn.Linears back. Returns the model. Local."""
         model = self._require_model()
+        linears = list(_fp8_linears(model))
+        for linear in linears:
+            require_revertible(linear)
         self._cycle.settle()
         self._release()
-        for linear in _fp8_linears(model):
+        for linear in linears:
             revert(linear)
         delattr(model, ATTRIBUTE)
         self._cycle.attached = False

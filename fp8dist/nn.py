@@ -27,7 +27,7 @@ from fp8dist.state.arena import SlotState
 from fp8dist.state.slots import Slot, clean_fqn
 from fp8dist.sync import ArenaSync
 
-__all__ = ["FP8Linear", "LinearSlots", "Mode", "convert", "eligible_linears", "revert"]
+__all__ = ["FP8Linear", "LinearSlots", "Mode", "convert", "eligible_linears", "require_revertible", "revert"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -332,9 +332,13 @@ def convert(module: nn.Linear, slots: LinearSlots) -> None:
     module.fp8_slots = slots  # type: ignore[assignment]
 
 
-def revert(module: FP8Linear) -> None:
-    """Make it a plain nn.Linear again, in place."""
+def require_revertible(module: FP8Linear) -> None:
+    """Raise ConfigurationError for a class that something else made of FP8Linear."""
     if type(module) is not FP8Linear:
         raise ConfigurationError(f"{type(module).__name__} was built on an FP8Linear: take that off before detach()")
+
+
+def revert(module: FP8Linear) -> None:
+    """Make it a plain nn.Linear again, in place."""
     del module.fp8_slots
     module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,9 +135,10 @@ def test_closures_see_fresh_casts(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_forwards_with_grad_off_in_between_change_nothing(name: str) -> None:
+    """They cast anew each time: nobody tells when weights are swapped for an evaluation."""
     reused = train(OPTIMIZERS[name], reuse=True, closure=False, evaluate=True)
     assert reused == train(OPTIMIZERS[name], reuse=False, closure=False, evaluate=True)
-    assert reused.casts == LINEARS * STEPS
+    assert reused.casts == LINEARS * STEPS * (1 + MICROBATCHES)
 
 
 def test_reuse_resumes_after_a_closure() -> None:
@@ -335,7 +337,9 @@ def _data_then_boundary(net: Net, manager: StateManager) -> None:
     for parameter in net.parameters():
         parameter.grad = None
     assert manager._hooks is not None
-    manager._hooks._last.step()
+    optimizer = manager._hooks._last()
+    assert optimizer is not None
+    optimizer.step()
 
 
 def _scale(net: Net, manager: StateManager) -> None:
@@ -358,7 +362,7 @@ EVENTS = [
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__.lstrip("_"))
 def test_a_cast_dies_at(event: Callable[[Net, StateManager], None]) -> None:
-    net, manager, _ = attached()
+    net, manager, _optimizer = attached()  # It must stay alive: the manager holds it weakly.
     x, _ = batch(0, 0)
     before = bits(net(x))
     event(net, manager)
@@ -421,3 +425,132 @@ def test_tied_weights_are_cast_anew_after_a_step() -> None:
     after = bits(model(x))
     with mock.patch.object(manager._mode, "reuse_casts", False):
         assert bits(model(x)) == after
+
+
+# Where nothing tells that a weight is another one ---------------------------------------------------
+
+
+def fresh_before_every_forward(module: nn.Module, mode: Any) -> None:
+    """Reuse off, whatever hooks have said."""
+    module.register_forward_pre_hook(lambda *_: mode.invalidate_casts())
+
+
+def _recreated_optimizer(reuse: bool, keep_old: bool) -> Any:
+    net, manager, old = attached()
+    if not reuse:
+        fresh_before_every_forward(net, manager._mode)
+    losses = []
+
+    def steps(optimizer: torch.optim.Optimizer, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            for micro in range(2):
+                x, y = batch(0, micro)
+                loss = nn.functional.mse_loss(net(x), y)
+                loss.backward()
+                losses.append(bits(loss))
+            optimizer.step()
+
+    steps(old, 2)
+    kept = [old] if keep_old else []
+    del old
+    gc.collect()
+    new = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)  # A user's loop that forgot to attach it.
+    steps(new, 4)
+    assert len(kept) == keep_old
+    return losses, parameter_bits(net), state_bits(manager)
+
+
+@pytest.mark.parametrize("keep_old", [False, True])
+def test_a_recreated_optimizer_that_was_not_attached(keep_old: bool) -> None:
+    assert _recreated_optimizer(True, keep_old) == _recreated_optimizer(False, keep_old)
+
+
+def _functional_calls(reuse: bool) -> Any:
+    net, manager, optimizer = attached()
+    if not reuse:
+        fresh_before_every_forward(net, manager._mode)
+    losses = []
+    for step in range(3):
+        for micro in range(4):
+            x, y = batch(0, 4 * step + micro)
+            temporaries = {name: p * 0.7**micro for name, p in net.named_parameters()}
+            loss = nn.functional.mse_loss(torch.func.functional_call(net, temporaries, (x,)), y)
+            del temporaries
+            loss.backward()
+            losses.append(bits(loss))
+            del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, parameter_bits(net), state_bits(manager)
+
+
+def test_functional_call_with_temporaries_under_accumulation() -> None:
+    """The next microbatch's temporary may lie where the last one's was, with the same version."""
+    assert _functional_calls(True) == _functional_calls(False)
+
+
+def _copied_part(reuse: bool) -> list[bytes]:
+    net = nn.ModuleDict({"block": make_net()})
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    manager.attach(net, optimizer=optimizer)
+    twin = copy.deepcopy(net["block"])
+    if not reuse:
+        fresh_before_every_forward(twin, twin.first.fp8_slots.mode)
+    losses = []
+    for step in range(4):
+        x, y = batch(0, step)
+        loss = nn.functional.mse_loss(twin(x), y)
+        loss.backward()
+        losses.append(bits(loss))
+        for parameter in twin.parameters():
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad, alpha=0.5)
+            parameter.grad = None
+    return losses
+
+
+def test_a_copied_part_that_is_trained_by_hand() -> None:
+    """Nothing tells a copy's modules when its weights change."""
+    assert _copied_part(True) == _copied_part(False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_swapped_for_an_evaluation(training: bool) -> None:
+    """The usual way of an EMA: copied in through ``.data``, evaluated, copied back."""
+    net, manager, _ = attached()
+    net.train(training)
+    x, _ = batch(0, 0)
+    kept = [p.detach().clone() for p in net.parameters()]
+    with torch.no_grad():
+        before = bits(net(x))
+        for parameter, average in zip(net.parameters(), make_net(seed=99).parameters()):
+            parameter.data.copy_(average)
+        swapped = bits(net(x))
+        assert swapped == fresh_output(net, manager, x) != before
+        for parameter, own in zip(net.parameters(), kept):
+            parameter.data.copy_(own)
+        assert bits(net(x)) == before
+
+
+@pytest.mark.parametrize("forward_again", [False, True])
+def test_refresh_weights_between_backward_and_boundary(forward_again: bool) -> None:
+    """What the old weights recorded since the last boundary is forgotten, too."""
+    net, manager, optimizer = attached()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    x, _ = batch(0, 0)
+    net(x).sum().backward()
+    for weight in weights(net):
+        weight.data.mul_(1e-3)
+    manager.refresh_weights()
+    if forward_again:
+        net(x).sum().backward()
+    optimizer.step()
+    for name in ("first", "branch", "last"):
+        amax = getattr(net, name).weight.detach().abs().max()
+        expected = [0.0, 0.0, float(amax) if forward_again else 0.0]
+        assert manager.amax_history(name, "weight").tolist() == expected
+        assert float(manager.scale(name, "weight")) == float(torch.tensor(448.0) / amax)
+        assert manager.amax_history(name, "input").count_nonzero() == 1

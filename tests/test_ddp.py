@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -21,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
-from fp8dist.errors import ConfigurationError
+from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.nn import UNBOUNDED_BACKWARDS
 from tests.support.collectives import Calls, counted_collectives
 from tests.support.ranks import RankPool
+from tests.support.states import state_of, without
 from tests.support.training import (
     Amaxes,
     AmaxRecorder,
@@ -841,3 +843,109 @@ def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
     with pytest.raises(AssertionError):
         assert_agree([outcomes[0], replace(outcomes[1], amaxes=[])])
     assert outcomes[0].losses != outcomes[1].losses
+
+
+# What an early launch must not lose, or let through -------------------------------------------------
+
+
+def _damaged_with_hook(update: str, policy: str) -> Any:
+    """Six steps; before the third, one scale is damaged on rank 1."""
+    rank = dist.get_rank()
+    net = make_net()
+    recipe = DelayedScaling(history_len=HISTORY, update=update)  # type: ignore[arg-type]
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy=policy)  # type: ignore[arg-type]
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    manager.attach(ddp, optimizer=optimizer)
+    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    reports: list[Any] = []
+    manager.on_event(lambda event: reports.append(event.report))
+    raised = []
+    for step in range(6):
+        if step == 2 and rank == 1:
+            manager.scale("first", "input").mul_(4.0)
+        x, y = batch(rank, step)
+        nn.functional.mse_loss(ddp(x), y).backward()
+        try:
+            optimizer.step()
+        except DivergenceError:
+            raised.append(step)
+        optimizer.zero_grad()
+    findings = [(f.step, f.kind, f.name, f.ranks, f.reference_rank) for r in reports for f in r.findings]
+    return findings, raised, without(state_of(manager), "saturated"), parameter_bits(net)
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_a_damaged_scale_is_reported_under_an_early_launch(three_ranks: RankPool, update: str, policy: str) -> None:
+    """Under next_step the next launch starts before anybody reads the verdict on the last one."""
+    results = three_ranks.run(_damaged_with_hook, update, policy)
+    for findings, raised, *shared in results:
+        assert findings == [(3, "scale", "first:input", (1,), 0)]
+        assert raised == ([] if policy == "warn" else [2 if update == "same_step" else 3])
+        assert shared == list(results[0][2:])
+
+
+def _calibrating_with_hook(update: str, calibrate: bool) -> Any:
+    rank = dist.get_rank()
+    net = make_net()
+    recipe = DelayedScaling(history_len=HISTORY, update=update)  # type: ignore[arg-type]
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    manager.attach(ddp, optimizer=optimizer)
+    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+
+    def backward(step: int, factor: float = 1.0) -> None:
+        x, y = batch(rank, step)
+        nn.functional.mse_loss(ddp(x * factor), y).backward()
+
+    def interrupted() -> None:
+        with manager.calibrate():
+            backward(7, 1000.0)
+            raise KeyError
+
+    states = []
+    for step in range(3):
+        backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if calibrate and step == 1:
+            with pytest.raises(KeyError):
+                interrupted()
+            optimizer.zero_grad()
+        states.append((manager.steps, state_bits(manager)))
+    return states, parameter_bits(net)
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_an_interrupted_calibration_commits_nothing_under_an_early_launch(two_ranks: RankPool, update: str) -> None:
+    assert two_ranks.run(_calibrating_with_hook, update, True) == two_ranks.run(_calibrating_with_hook, update, False)
+
+
+def _join_on_a_copy() -> tuple[int, dict[str, bytes], dict[str, bytes]]:
+    rank = dist.get_rank()
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=optimizer)
+    twin = copy.deepcopy(ddp)
+    twins = fp8dist.get_manager(twin)
+    assert twins is not manager
+    other = torch.optim.SGD(twin.parameters(), lr=0.05)
+    twins.attach(twin, optimizer=other)
+    with Join([twin, twins]):
+        for step in range(2 + rank):
+            x, y = batch(rank, step)
+            nn.functional.mse_loss(twin(x), y).backward()
+            other.step()
+            other.zero_grad()
+    assert manager.steps == 0
+    return twins.steps, state_bits(twins), parameter_bits(twin)
+
+
+def test_join_on_a_copy_of_a_ddp_model(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_join_on_a_copy, timeout=30)
+    assert first == second
+    assert first[0] == 3

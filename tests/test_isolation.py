@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 import fp8dist
 from fp8dist import DelayedScaling, Event, Slot, StateManager
@@ -316,6 +317,35 @@ def test_detach_gives_plain_linears_back() -> None:
     again = fp8dist.prepare(model)
     assert again.slots == manager.slots
     assert again.steps == 0
+
+
+class _Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_detach_under_a_parametrization_is_refused(place: int) -> None:
+    model = _model()
+    manager = fp8dist.prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(optimizer=optimizer)
+    x = _data(1)[0]
+    model(x).sum().backward()
+    optimizer.step()
+    parametrize.register_parametrization(model[place], "weight", _Halved())
+    kind = type(model[place])
+    with torch.no_grad():
+        before = bits(model(x))
+    with pytest.raises(ConfigurationError, match=r"take that off before detach\(\)"):
+        manager.detach()
+    assert type(model[place]) is kind
+    with torch.no_grad():
+        assert bits(model(x)) == before
+    assert fp8dist.get_manager(model) is manager
+    parametrize.remove_parametrizations(model[place], "weight")
+    manager.detach()
+    assert type(model[0]) is type(model[2]) is nn.Linear
 
 
 @pytest.mark.parametrize("part", ["whole", "inside", "around"])

@@ -866,6 +866,82 @@ def test_compiled_in_one_graph_it_trains_as_in_eager_mode(update: str) -> None:
     assert _train_block(True, update) == _train_block(False, update)
 
 
+LONG = 12
+WARM = 3
+BOUNDARIES: dict[str, Callable[[StateManager, nn.Module, torch.optim.Optimizer], Any]] = {
+    "optimizer": lambda manager, block, optimizer: manager.attach(block, optimizer=optimizer),
+    "manager.step()": lambda manager, block, optimizer: manager.attach(block),
+}
+
+
+def _train_long(compiled: bool, update: str, boundary: str) -> Any:
+    block = Block()
+    manager = fp8dist.prepare(block, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
+    BOUNDARIES[boundary](manager, block, optimizer)
+    forward = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    losses = []
+    for step in range(LONG):
+        with torch._dynamo.config.patch(error_on_recompile=step >= WARM):
+            loss = forward(inputs(6, 32, seed=20 + step) * (1 + step % 5)).square().mean()
+            loss.backward()
+        losses.append(bits(loss))
+        optimizer.step()
+        if boundary == "manager.step()":
+            manager.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    return losses, state_bits(manager), parameter_bits(block)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.slow
+def test_compiled_in_one_graph_it_is_not_compiled_again(update: str, boundary: str) -> None:
+    assert _train_long(True, update, boundary) == _train_long(False, update, boundary)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """``torch.set_default_dtype``, for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _train_under(dtype: torch.dtype, power_of_two: bool) -> Any:
+    block = Block()
+    data = [inputs(6, 32, seed=30 + step) * (1 + step) for step in range(4)]
+    recipe = DelayedScaling(history_len=3, power_of_two=power_of_two, margin=1)
+    with default_dtype(dtype):
+        manager = fp8dist.prepare(block, recipe)
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
+        manager.attach(block, optimizer=optimizer)
+        for x in data:
+            block(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        manager.set_scale("up", "input", 0.3)
+        for slot in manager.slots:
+            values = [read(*slot) for read in (manager.scale, manager.inv_scale, manager.amax, manager.amax_history)]
+            assert [value.dtype for value in values] == [torch.float32] * 4
+        twin = Block()
+        other = fp8dist.prepare(twin, recipe)
+        other.load_state_dict(manager.state_dict())
+        assert state_bits(other) == state_bits(manager)
+    return state_bits(manager), parameter_bits(block)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype, power_of_two: bool) -> None:
+    assert _train_under(dtype, power_of_two) == _train_under(torch.float32, power_of_two)
+
+
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("cold", [False, True])

@@ -7,11 +7,13 @@ import os
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
@@ -134,6 +136,74 @@ def test_a_rank_that_never_attaches_is_named(three_ranks: RankPool, missing: int
     assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3  # and a second try of all works.
 
 
+def _late_once(late: int, attaches_late: bool) -> list[str]:
+    """One rank is late for the first attach(); then all try again, and with a fresh manager."""
+    rank = dist.get_rank()
+    model = nn.Linear(32, 32)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    outcomes = []
+
+    def attach(manager: StateManager, seconds: float) -> None:
+        try:
+            manager.attach(timeout=timedelta(seconds=seconds))
+        except ManifestMismatchError:
+            outcomes.append("gave up")
+        else:
+            outcomes.append("attached")
+
+    if rank != late:
+        attach(manager, 0.5)
+    dist.barrier()
+    if rank == late and attaches_late:  # It is alone now.
+        attach(manager, 0.5)
+    dist.barrier()
+    attach(manager, 10.0)
+    dist.barrier()
+    other = nn.Linear(32, 32)
+    attach(fp8dist.prepare(other, DelayedScaling(history_len=4), group=dist.group.WORLD), 10.0)
+    return outcomes
+
+
+@pytest.mark.parametrize("attaches_late", [False, True])
+@pytest.mark.parametrize("late", [0, 2])
+def test_all_may_try_again_after_one_was_late(three_ranks: RankPool, late: int, attaches_late: bool) -> None:
+    three_ranks.run(_attach_differently, {}, 60.0)  # The ranks are up: the time-outs below are not for starting them.
+    results = three_ranks.run(_late_once, late, attaches_late)
+    for rank, outcomes in enumerate(results):
+        first = ["gave up"] if rank != late or attaches_late else []
+        assert outcomes == [*first, "attached", "attached"], (rank, results)
+
+
+def _unequal_patterns(more: int, size: int) -> Any:
+    """Only rank ``more`` names a group of its own for one of the modules."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(size)]
+    model = nn.ModuleDict({"shared": nn.Linear(16, 16)})
+    if rank == more:
+        model["expert"] = nn.Linear(16, 16)
+    groups = {"expert": alone[rank]} if rank == more else None
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, groups=groups)
+    start = time.monotonic()
+    try:
+        manager.attach(timeout=timedelta(seconds=5))
+    except Fp8DistError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_unequal_numbers_of_groups_are_named_at_once(two_ranks: RankPool, more: int) -> None:
+    two_ranks.run(_attach_differently, {}, 60.0)
+    results = two_ranks.run(_unequal_patterns, more, 2)
+    for result in results:
+        assert result is not None, results
+        kind, message, seconds = result
+        assert kind == "ManifestMismatchError"
+        assert "settings.arenas: " in message
+        assert seconds < 4
+    assert two_ranks.run(_attach_differently, {}, 60.0) == [None] * 2
+
+
 def _one_arena_differs(outsider: int) -> Any:
     """Two ranks share an arena that ``outsider`` has no part in, and rank 1 has another slot there."""
     rank = dist.get_rank()
@@ -179,6 +249,37 @@ def test_no_group_on_two_ranks_says_what_to_pass(two_ranks: RankPool) -> None:
         assert "group=" in text
         assert "group.WORLD" in text
         assert "amax_sync=False" in text
+
+
+def _prepared_before_init() -> tuple[str, int]:
+    model = nn.Linear(16, 16)
+    with mock.patch("fp8dist.cycle.world_size", return_value=1):
+        manager = fp8dist.prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError) as caught, counted_collectives() as calls:
+        manager.attach(optimizer=optimizer)
+    return str(caught.value), len(calls.names) + len(optimizer._optimizer_step_pre_hooks)
+
+
+def test_prepared_before_the_process_group_existed_and_without_a_group(two_ranks: RankPool) -> None:
+    for text, traces in two_ranks.run(_prepared_before_init):
+        assert "2 ranks and no group" in text
+        assert traces == 0
+
+
+def _mesh_without_names() -> str:
+    model = nn.Linear(16, 16)
+    with pytest.raises(ConfigurationError) as caught:
+        fp8dist.prepare(model, group=init_device_mesh("cpu", (1, 2)))
+    assert type(model) is nn.Linear
+    manager = fp8dist.prepare(model, group=init_device_mesh("cpu", (2,)))  # One axis needs no name.
+    manager.attach()
+    return str(caught.value)
+
+
+def test_a_mesh_of_two_axes_without_names_is_refused(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_mesh_without_names):
+        assert "mesh_dim_names" in text
 
 
 def _step_without_attach() -> str:

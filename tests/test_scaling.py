@@ -123,9 +123,8 @@ def test_where_keeps_the_previous_scale() -> None:
 
 
 def test_round_down_to_power_of_two() -> None:
-    """Every exponent, at its ends and inside; subnormals too."""
+    """Every normal exponent, at its ends and inside. (A scale is never subnormal.)"""
     words = [e << 23 | m for e in range(1, 255) for m in (0, 1, 0x400000, 0x7FFFFF)]
-    words += [1 << i for i in range(23)] + [(1 << i) + 1 for i in range(1, 23)] + [0x7FFFFF]
     expected = [oracle.bits_of(math.ldexp(0.5, math.frexp(oracle.of_bits(w))[1])) for w in words]
     assert bits(round_down_to_power_of_two(_tensor(words))) == expected
 

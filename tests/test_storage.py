@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -396,3 +397,50 @@ def test_a_model_without_slots_can_be_saved_and_loaded(tmp_path: Path) -> None:
     manager.load(tmp_path / "empty")
     assert manager.steps == 1
     assert manager.slots == ()
+
+
+# State that not all ranks share ---------------------------------------------------------------------
+
+
+def _own_states(kind: str, folder: str) -> Any:
+    """(keys of state_dict, what it is, as loaded from all ranks' keys merged, as loaded from one file of DCP)."""
+    rank = torch.distributed.get_rank()
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    world = torch.distributed.group.WORLD
+    settings: dict[str, Any] = {
+        "amax_sync": {"group": world, "amax_sync": False},
+        "groups": {"group": world, "groups": {"0": alone}},
+        "shared": {"group": world},
+    }[kind]
+
+    def new() -> tuple[nn.Module, StateManager]:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        return model, fp8dist.prepare(model, DelayedScaling(history_len=2), **settings)
+
+    torch.manual_seed(0)
+    model, manager = new()
+    manager.attach()
+    model(torch.full((4, 16), 1.0 + rank)).sum().backward()
+    manager.step()
+    state = manager.state_dict()
+    everyone: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyone, state)
+    merged_model, merged = new()
+    merged.load_state_dict({**everyone[0], **everyone[1]})
+    flat_model, flat = new()
+    flat.load_state_dict(next(iter(state.values())) if len(state) == 1 else state)
+    dcp.save({"fp8": manager}, checkpoint_id=folder)
+    stored_model, stored = new()
+    dcp.load({"fp8": stored}, checkpoint_id=folder)
+    assert None not in (merged_model, flat_model, stored_model)
+    return list(state), state_of(manager), [state_of(m) for m in (merged, flat, stored)]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own.
+@pytest.mark.parametrize("kind", ["amax_sync", "groups", "shared"])
+def test_each_rank_loads_its_own_state_back(two_ranks: RankPool, kind: str, tmp_path: Path) -> None:
+    results = two_ranks.run(_own_states, kind, str(tmp_path))
+    for rank, (keys, state, loaded) in enumerate(results):
+        assert (keys == [f"rank{rank}"]) == (kind != "shared")
+        assert loaded == [state] * 3
+    assert (results[0][1] == results[1][1]) == (kind == "shared")

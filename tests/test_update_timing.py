@@ -153,6 +153,30 @@ def test_a_commit_at_the_wrong_time_would_be_seen() -> None:
     assert _curve("same_step", Loop()).train != _curve("same_step", Loop(history_len=1)).train
 
 
+def _two_losses(update: str) -> Any:
+    net = make_net()
+    recipe = DelayedScaling(history_len=2, amax_algo="most_recent", update=update)  # type: ignore[arg-type]
+    manager = fp8dist.prepare(net, recipe)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(net, optimizer=optimizer)
+    losses = []
+    for step in range(6):
+        x, y = batch(0, step)
+        first = nn.functional.mse_loss(net(x), y) * (1 + 3 * step)
+        second = net(x).abs().mean() * 5
+        losses += [bits(first), bits(second)]
+        for loss in (first, second):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, parameter_bits(net), state_bits(manager)
+
+
+def test_a_boundary_between_a_forward_and_its_backward_trains_the_same() -> None:
+    """Two forwards, then backward and step of each: the second backward's scales are those after the first step."""
+    assert _two_losses("next_step") == _two_losses("same_step")
+
+
 # When the state shows it ---------------------------------------------------------------------------
 
 

@@ -15,9 +15,17 @@ def bits(tensor: Tensor) -> Any:
     return tensor.detach().contiguous().view(torch.int32).tolist()
 
 
+def saved_of(manager: StateManager) -> dict[str, Any]:
+    """``state_dict()`` without the rank's key, which is there when not all ranks share all state."""
+    saved = manager.state_dict()
+    if "slots" not in saved:
+        (saved,) = saved.values()
+    return saved
+
+
 def state_of(manager: StateManager) -> dict[tuple[str, str], dict[str, Any]]:
     """History, scale, inv_scale, amax, cold, counters (taken, non-finite) and saturated of each slot."""
-    saved = manager.state_dict()
+    saved = saved_of(manager)
     state = {}
     for place, (fqn, role) in enumerate(saved["slots"]):
         state[fqn, role] = {

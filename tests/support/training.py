@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8dist import StateManager
 from fp8dist.nn import FP8Linear
+from tests.support.states import saved_of
 
 SlotName = tuple[str, str]
 Amaxes = dict[SlotName, float]
@@ -54,7 +55,7 @@ def bits(tensor: Tensor) -> bytes:
 
 def state_bits(manager: StateManager) -> dict[str, bytes]:
     """The whole FP8 state, exactly. Reads commit what is due."""
-    return {name: bits(value) for name, value in manager.state_dict().items() if isinstance(value, Tensor)}
+    return {name: bits(value) for name, value in saved_of(manager).items() if isinstance(value, Tensor)}
 
 
 def parameter_bits(model: nn.Module) -> dict[str, bytes]:
