@@ -146,14 +146,14 @@ class StepCycle:
             if sync.communicates:
                 assert sync.group is not None
                 work = all_reduce_max(bits, sync.group, sync.counters)
-            launched.append((sync.arena, bits, work))
-        for arena, bits, work in launched:
+            launched.append((sync, bits, work))
+        for sync, bits, work in launched:
             if work is not None:
                 work.wait()
-            where = (bits >= 0) & arena.cold if only_cold else bits >= 0
-            arena.derive_scales(bits.view(torch.float32), where)
+            where = (bits >= 0) & sync.arena.cold if only_cold else bits >= 0
+            sync.arena.derive_scales(bits.view(torch.float32), where)
             if not only_cold:
-                arena.forget(where)
+                sync.forget(where)
 
     # The step ------------------------------------------------------------------------------------
 

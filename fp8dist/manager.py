@@ -135,7 +135,7 @@ class StateManager(Joinable):
         self._cycle.drop_nonfinite = scaler is not None
         self._mode.invalidate_casts()
         self._mode.reuse_casts = bool(optimizers)
-        self._cycle.hooked = bool(optimizers)
+        self._cycle.hooked = self._boundary_kind == "optimizer"
         if optimizers:
             self._guard = invalidate_at_every_step(self._mode)
             self._hooks = BoundaryHooks(self._cycle, optimizers, scaler, self._boundary_kind == "optimizer")

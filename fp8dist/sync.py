@@ -207,13 +207,23 @@ class ArenaSync:
 
     def drop_nonfinite(self) -> None:
         """Forget non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
+        for bits in self._waiting():
+            bits.masked_fill_(bits >= INFINITY_BITS, DID_NOT_RUN_BITS)
+
+    def forget(self, where: Tensor) -> None:
+        """Forget history and waiting amaxes of the slots where bool[n] says so: they told of another tensor."""
+        self.arena.forget_history(where)
+        for bits in self._waiting():
+            bits.masked_fill_(where, DID_NOT_RUN_BITS)
+
+    def _waiting(self) -> list[Tensor]:
+        """Amaxes that no commit has taken yet, int32[n] each, to be changed in place."""
         self._collect()
         waiting = [self.arena.pending.view(torch.int32)]
         if self._merged is not None:
             self.arena.send.copy_(self._merged)
             waiting += [self._merged[HEADER:], self.arena.send[HEADER:]]
-        for bits in waiting:
-            bits.masked_fill_(bits >= INFINITY_BITS, DID_NOT_RUN_BITS)
+        return waiting
 
     def abandon(self) -> None:
         """Wait for what is in flight and throw it and all pending amaxes away."""

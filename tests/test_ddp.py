@@ -949,3 +949,24 @@ def test_join_on_a_copy_of_a_ddp_model(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(_join_on_a_copy, timeout=30)
     assert first == second
     assert first[0] == 3
+
+
+def _refreshed_after_an_early_launch() -> tuple[list[float], float]:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    manager.attach(ddp, optimizer=optimizer)
+    ddp(batch(dist.get_rank(), 0)[0]).sum().backward()  # Launches.
+    net.first.weight.data.mul_(1e-3)
+    manager.refresh_weights()
+    optimizer.step()
+    return manager.amax_history("first", "weight").tolist(), manager.scale("first", "weight").item()
+
+
+def test_refresh_weights_after_an_early_launch_forgets_what_was_sent(two_ranks: RankPool) -> None:
+    largest = make_net().first.weight.detach().mul(1e-3).abs().max()
+    for history, scale in two_ranks.run(_refreshed_after_an_early_launch):
+        assert history == [0.0] * 4
+        assert scale == (torch.tensor(448.0) / largest).item()

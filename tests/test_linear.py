@@ -871,6 +871,7 @@ WARM = 3
 BOUNDARIES: dict[str, Callable[[StateManager, nn.Module, torch.optim.Optimizer], Any]] = {
     "optimizer": lambda manager, block, optimizer: manager.attach(block, optimizer=optimizer),
     "manager.step()": lambda manager, block, optimizer: manager.attach(block),
+    "manual": lambda manager, block, optimizer: manager.attach(block, optimizer=optimizer, boundary="manual"),
 }
 
 
@@ -887,7 +888,7 @@ def _train_long(compiled: bool, update: str, boundary: str) -> Any:
             loss.backward()
         losses.append(bits(loss))
         optimizer.step()
-        if boundary == "manager.step()":
+        if boundary != "optimizer":
             manager.step()
         optimizer.zero_grad()
     torch._dynamo.reset()

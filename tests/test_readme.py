@@ -24,15 +24,17 @@ def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     # torch 2.13 with gloo sometimes aborts in interpreter shutdown after DDP (pytorch pull request 179291).
     script.write_text(code + "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n")
+    logs = tmp_path / "logs"  # A file per rank: on one pipe their lines would mix.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        [*launcher, "--redirects=1", f"--log-dir={logs}", str(script)],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stderr
-    lines = [line for line in run.stdout.splitlines() if "fp8/step" in line]
+    lines = [line for log in logs.rglob("stdout.log") for line in log.read_text().splitlines() if "fp8/step" in line]
     assert len(lines) == 2
     assert all("'fp8/step': 10.0" in line and "'fp8/cold_slots': 0.0" in line for line in lines)
     scales = {line.split()[0] for line in lines}

@@ -225,9 +225,8 @@ class Arena:
         self._rescale(amax, usable)
         self.cold.bitwise_and_(~usable)
 
-    def forget(self, where: Tensor) -> None:
-        """Empty the windows of the slots where bool[n] says so, and what was recorded since the last launch."""
-        self.pending.masked_fill_(where, DID_NOT_RUN)
+    def forget_history(self, where: Tensor) -> None:
+        """Empty the windows of the slots where bool[n] says so."""
         self.history.masked_fill_(where[:, None], 0)
         self.block_max.masked_fill_(where[:, None], 0)
 
