@@ -28,6 +28,7 @@ from fp8dist.kernels.update import (
     WORD_SCALE_HIGH,
     WORD_SCALE_LOW,
     WORD_STEP,
+    WORDS,
     header_agreement,
 )
 from fp8dist.state.arena import Arena
@@ -69,13 +70,13 @@ class Verdict:
     only when a launch before that boundary would overwrite it in the arena.
     """
 
-    def __init__(self, agreement: Tensor | None, nonfinite: Tensor) -> None:
+    def __init__(self, agreement: Tensor | list[bool], nonfinite: Tensor) -> None:
         self.immediate = not nonfinite.is_cuda
         self.evidence: Evidence | None = None
-        self._tensors = [nonfinite] if agreement is None else [nonfinite, agreement]
-        if nonfinite.is_cuda:
-            with torch.cuda.device(nonfinite.device):
-                self._tensors = [_to_host(tensor) for tensor in self._tensors]
+        self._agreement, self._nonfinite = agreement, nonfinite
+        if isinstance(agreement, Tensor) and agreement.is_cuda:
+            with torch.cuda.device(agreement.device):
+                self._agreement, self._nonfinite = _to_host(agreement), _to_host(nonfinite)
                 self._event = torch.cuda.Event()
                 self._event.record()
 
@@ -83,8 +84,8 @@ class Verdict:
         """(kinds that differ between ranks: "manifest", "step", "scale"; whether an amax was not finite)."""
         if not self.immediate:
             self._event.synchronize()
-        nonfinite = bool(self._tensors[0])
-        agree = self._tensors[1].tolist() if len(self._tensors) > 1 else []
+        nonfinite = bool(self._nonfinite)
+        agree = self._agreement.tolist() if isinstance(self._agreement, Tensor) else self._agreement
         if all(agree):
             return (), nonfinite
         differs = {
@@ -192,18 +193,20 @@ class ArenaSync:
         self._merged = self._hold = None
         self.phase = Phase.IDLE
 
-    def _judge(self, reduced: Tensor) -> tuple[Tensor | bool, Tensor | None]:
+    def _judge(self, reduced: Tensor) -> tuple[Tensor | bool, Tensor | list[bool]]:
         """(whether the others' amaxes may be taken, agreement of the four header words).
 
         Only a mismatch of manifest or step says that they are not ours to take: after one of scales
-        the commit makes the scales equal again. On the CPU the answer is known at once.
+        the commit makes the scales equal again. On the CPU this is eight ints, compared on the host.
         """
-        if not self.communicates and self._hold is None:
-            return True, None
+        if not reduced.is_cuda:
+            numbers = reduced[:HEADER].tolist()
+            agree = [word == ~complement for word, complement in zip(numbers[:WORDS], numbers[WORDS:])]
+            held = self._hold is not None and bool(self._hold)
+            return agree[WORD_MANIFEST] and agree[WORD_STEP] and not held, agree
         agreement = header_agreement(reduced)
         same_step = agreement[: WORD_STEP + 1].all()
-        trusted = same_step if self._hold is None else same_step & (self._hold.reshape(()) == 0)
-        return (trusted if trusted.is_cuda else bool(trusted)), agreement
+        return same_step if self._hold is None else same_step & (self._hold.reshape(()) == 0), agreement
 
     def drop_nonfinite(self) -> None:
         """Forget non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
