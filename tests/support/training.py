@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8dist import StateManager
 from fp8dist.nn import FP8Linear
+from tests.support.collectives import Calls
 from tests.support.states import saved_of
 
 SlotName = tuple[str, str]
@@ -127,3 +128,9 @@ def expected_histories(
             if seen:
                 taken[slot].append(max(seen))
     return {slot: ([0.0] * length + taken[slot])[-length:] for slot in slots}
+
+
+def fp8_count(calls: Calls, manager: StateManager) -> int:
+    """FP8 syncs among the counted collectives: known by their size, 8 header words and one per slot."""
+    size = 4 * (8 + len(manager.slots))
+    return sum(1 for name, bytes_ in zip(calls.names, calls.sizes) if (name, bytes_) == ("all_reduce", size))
