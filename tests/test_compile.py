@@ -1,0 +1,173 @@
+"""torch.compile, opcheck, and the default dtype."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager, ops
+from tests.support.linear import BACKENDS, E4M3, E5M2, NONE, inputs
+from tests.support.training import bits, parameter_bits, state_bits
+
+
+class Block(nn.Module):
+    """Two Linears with something between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def _train_block(compiled: bool, update: str) -> tuple[list[bytes], dict[str, bytes], dict[str, bytes]]:
+    block = Block()
+    manager = fp8dist.prepare(block, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
+    manager.attach(block, optimizer=optimizer)
+    forward = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    losses = []
+    for step in range(4):
+        for micro in range(2):
+            x = inputs(6, 32, seed=20 + 2 * step + micro) * (1 + step)
+            loss = forward(x).square().mean()
+            loss.backward()
+            losses.append(bits(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        block.eval()
+        with torch.no_grad():
+            losses.append(bits(forward(inputs(6, 32, seed=50 + step))))
+        block.train()
+    torch._dynamo.reset()
+    return losses, state_bits(manager), parameter_bits(block)
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.slow
+def test_compiled_in_one_graph_it_trains_as_in_eager_mode(update: str) -> None:
+    assert _train_block(True, update) == _train_block(False, update)
+
+
+LONG = 12
+WARM = 3
+BOUNDARIES: dict[str, Callable[[StateManager, nn.Module, torch.optim.Optimizer], Any]] = {
+    "optimizer": lambda manager, block, optimizer: manager.attach(block, optimizer=optimizer),
+    "manager.step()": lambda manager, block, optimizer: manager.attach(block),
+    "manual": lambda manager, block, optimizer: manager.attach(block, optimizer=optimizer, boundary="manual"),
+}
+
+
+def _train_long(compiled: bool, update: str, boundary: str) -> Any:
+    block = Block()
+    manager = fp8dist.prepare(block, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
+    BOUNDARIES[boundary](manager, block, optimizer)
+    forward = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    losses = []
+    for step in range(LONG):
+        with torch._dynamo.config.patch(error_on_recompile=step >= WARM):
+            loss = forward(inputs(6, 32, seed=20 + step) * (1 + step % 5)).square().mean()
+            loss.backward()
+        losses.append(bits(loss))
+        optimizer.step()
+        if boundary != "optimizer":
+            manager.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    return losses, state_bits(manager), parameter_bits(block)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.slow
+def test_compiled_in_one_graph_it_is_not_compiled_again(update: str, boundary: str) -> None:
+    assert _train_long(True, update, boundary) == _train_long(False, update, boundary)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """``torch.set_default_dtype``, for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _train_under(dtype: torch.dtype, power_of_two: bool) -> Any:
+    block = Block()
+    data = [inputs(6, 32, seed=30 + step) * (1 + step) for step in range(4)]
+    recipe = DelayedScaling(history_len=3, power_of_two=power_of_two, margin=1)
+    with default_dtype(dtype):
+        manager = fp8dist.prepare(block, recipe)
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
+        manager.attach(block, optimizer=optimizer)
+        for x in data:
+            block(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        manager.set_scale("up", "input", 0.3)
+        for slot in manager.slots:
+            values = [read(*slot) for read in (manager.scale, manager.inv_scale, manager.amax, manager.amax_history)]
+            assert [value.dtype for value in values] == [torch.float32] * 4
+        twin = Block()
+        other = fp8dist.prepare(twin, recipe)
+        other.load_state_dict(manager.state_dict())
+        assert state_bits(other) == state_bits(manager)
+    return state_bits(manager), parameter_bits(block)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype, power_of_two: bool) -> None:
+    assert _train_under(dtype, power_of_two) == _train_under(torch.float32, power_of_two)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_opcheck_quantize(dtype: torch.dtype, cold: bool, record: bool, columns: bool) -> None:
+    place = torch.tensor(NONE)
+    torch.library.opcheck(
+        ops.quantize,
+        (inputs(5, 32), torch.tensor(2.0), torch.tensor(cold), place, dtype),
+        {
+            "record": record,
+            "just_in_time": True,
+            "margin": 0,
+            "power_of_two": False,
+            "rows": True,
+            "columns": columns,
+        },
+    )
+
+
+def test_opcheck_observe() -> None:
+    torch.library.opcheck(ops.observe, (inputs(5, 32), torch.tensor(NONE)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck_matmul(backend: str) -> None:
+    one = torch.tensor(1.0)
+    torch.library.opcheck(
+        ops.matmul,
+        (inputs(5, 32).to(E5M2), inputs(16, 32).to(E4M3), one, one, torch.bfloat16),
+        {"fast_accumulation": False, "backend": backend},
+        # test_schema compares arguments with allclose, which FP8 does not have.
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )

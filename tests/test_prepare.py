@@ -1,0 +1,129 @@
+"""What prepare() takes and what it leaves alone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.nn import FP8Linear
+from tests.support.linear import inputs, linear
+from tests.support.training import parameter_bits
+
+
+class MyLinear(nn.Linear):
+    """Not exactly nn.Linear."""
+
+
+class Zoo(nn.Module):
+    """One Linear to convert among many to leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.good = nn.Linear(32, 48)
+        self.narrow = nn.Linear(24, 32)
+        self.odd = nn.Linear(32, 33)
+        self.mine = MyLinear(32, 32)
+        self.attention = nn.MultiheadAttention(32, 4)
+        self.spectral = torch.nn.utils.spectral_norm(nn.Linear(32, 32))
+        self.parametrized = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+        self.lm_head = nn.Linear(32, 64)
+        self.lora_down = nn.Linear(32, 16)
+        self.unwanted = nn.Linear(32, 32)
+
+
+def test_ineligible_modules_are_left_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    zoo = Zoo()
+    with caplog.at_level(logging.INFO, "fp8dist"):
+        manager = fp8dist.prepare(zoo, filter_fn=lambda module, fqn: fqn != "unwanted")
+    converted = [name for name, module in zoo.named_modules() if isinstance(module, FP8Linear)]
+    assert converted == ["good"]
+    assert {slot.fqn for slot in manager.slots} == {"good"}
+    said = {record.getMessage().split()[1]: record.getMessage() for record in caplog.records}
+    for name, reason in {
+        "narrow": "24 x 32 are not multiples of 16",
+        "odd": "32 x 33 are not multiples of 16",
+        "mine": "MyLinear",
+        "attention.out_proj": "NonDynamicallyQuantizableLinear",
+        "spectral": "spectral_norm",
+        "parametrized": "ParametrizedLinear",
+        "lm_head": "skip",
+        "lora_down": "skip",
+        "unwanted": "filter_fn",
+    }.items():
+        assert reason in said.pop(name)
+    assert not said
+
+
+def test_skip_replaces_the_default_patterns() -> None:
+    zoo = Zoo()
+    fp8dist.prepare(zoo, skip=("g*", "unwanted"))
+    converted = [name for name, module in zoo.named_modules() if isinstance(module, FP8Linear)]
+    assert converted == ["lm_head", "lora_down"]
+
+
+def test_filter_fn_is_asked_about_eligible_modules_only() -> None:
+    asked = []
+
+    def filter_fn(module: nn.Module, fqn: str) -> bool:
+        asked.append((type(module), fqn))
+        return True
+
+    fp8dist.prepare(Zoo(), filter_fn=filter_fn)
+    assert asked == [(nn.Linear, "good"), (nn.Linear, "unwanted")]
+
+
+def test_prepare_changes_neither_keys_nor_parameters_nor_hooks() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
+    keys = list(model.state_dict())
+    parameters = dict(model.named_parameters())
+    modules = list(model.modules())
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    before = parameter_bits(model)
+    manager = fp8dist.prepare(model)
+    assert list(model.state_dict()) == keys
+    assert list(model.modules()) == modules
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert not list(model.buffers())
+    model(inputs(4, 32))
+    assert calls == [1]
+    assert parameter_bits(model) == before
+    assert isinstance(model[0], nn.Linear)
+    manager.detach()
+    assert type(model[0]) is type(model[2]) is nn.Linear
+    assert list(model.state_dict()) == keys
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+
+
+def test_a_model_is_prepared_once() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    fp8dist.prepare(model)
+    for again in (model, nn.Sequential(model), model[0]):
+        with pytest.raises(ConfigurationError, match="prepared already"):
+            fp8dist.prepare(again)
+
+
+def test_moving_a_model_after_its_state_was_placed_is_refused() -> None:
+    module, manager = linear()
+    module(inputs(4, 48))
+    module.to("meta")
+    with pytest.raises(ConfigurationError, match="meta"):
+        module(inputs(4, 48).to("meta"))
+    with pytest.raises(ConfigurationError, match="the model moved from cpu to cuda"):
+        manager._syncs[0].arena.place(torch.device("cuda", 0))
+
+
+def test_a_model_may_change_its_dtype_after_its_state_was_placed() -> None:
+    module, manager = linear()
+    module(inputs(4, 48).requires_grad_()).sum().backward()
+    manager.step()
+    scale = float(manager.scale("", "input"))
+    module.bfloat16()
+    assert module(inputs(4, 48).bfloat16()).dtype == torch.bfloat16
+    assert manager.scale("", "input").dtype == torch.float32
+    assert float(manager.scale("", "input")) == scale
