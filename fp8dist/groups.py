@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,14 +41,16 @@ class SyncGroup:
 
     def __init__(self, group: GroupLike) -> None:
         self.mesh: DeviceMesh | None = None
-        self._process_group: dist.ProcessGroup | None = None
+        # Weak, because a ProcessGroup that outlives destroy_process_group() may abort the interpreter's exit
+        # (gloo, torch 2.13). While it is usable, torch.distributed keeps it alive.
+        self._process_group: weakref.ref[dist.ProcessGroup] | None = None
         if isinstance(group, DeviceMesh):
             if group.ndim > 1 and group.mesh_dim_names is None:
                 raise ConfigurationError("a DeviceMesh of several axes needs mesh_dim_names to be a group")
             self.mesh = group
             self.ranks: tuple[int, ...] = tuple(group.mesh.flatten().tolist())
         elif isinstance(group, dist.ProcessGroup):
-            self._process_group = group
+            self._process_group = weakref.ref(group)
             self.ranks = tuple(dist.get_process_group_ranks(group))
         else:
             raise ConfigurationError(
@@ -57,12 +60,19 @@ class SyncGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The communicator."""
+        """The communicator.
+
+        Raises:
+            ConfigurationError: it was destroyed.
+        """
         if self._process_group is None:
             assert self.mesh is not None
             mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten()
-            self._process_group = mesh.get_group()
-        return self._process_group
+            self._process_group = weakref.ref(mesh.get_group())
+        group = self._process_group()
+        if group is None:
+            raise ConfigurationError("the process group of this FP8 state was destroyed")
+        return group
 
     @property
     def size(self) -> int:

@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8dist
 from fp8dist.manager import StateManager
 
+RUN = 20
+"""Steps in a row of the back-to-back figure."""
+
 
 class CountOps(TorchDispatchMode):
     """How many torch ops run: on a GPU each would be at least one launch."""
@@ -33,11 +36,11 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def manager_of(slots: int, history_len: int) -> StateManager:
+def manager_of(slots: int, history_len: int, amax_sync: bool = True) -> StateManager:
     """A manager with that many slots and no modules."""
     model = torch.nn.Identity()
     manager = fp8dist.prepare(
-        model, fp8dist.DelayedScaling(history_len=history_len), group=dist.group.WORLD, skip=("*",)
+        model, fp8dist.DelayedScaling(history_len=history_len), group=dist.group.WORLD, amax_sync=amax_sync
     )
     manager._kept = model  # type: ignore[attr-defined]  # a manager knows its model only weakly
     roles = ("input", "weight", "grad_output")
@@ -62,22 +65,33 @@ def timed(action: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+def average(action: Callable[[], object]) -> float:
+    """ms of one of ``RUN`` in a row."""
+    return timed(lambda: [action() for _ in range(RUN)]) / RUN
+
+
 def measure(slots: int, history_len: int, pairs: int) -> dict[str, float]:
-    """Medians in ms of both sides and of their ratio, and the op count of one step."""
+    """Medians in ms of both sides and their ratio, after a barrier and back to back; ops of one step."""
     manager = manager_of(slots, history_len)
     bare = torch.zeros_like(manager._syncs[0].arena.send)
     for _ in range(20):
         one_step(manager)
         dist.all_reduce(bare, dist.ReduceOp.MAX)
     ours, theirs = [], []
+    back_to_back = [
+        (average(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)), average(lambda: one_step(manager)))
+        for _ in range(max(1, pairs // RUN))
+    ]
     for _ in range(pairs):
         dist.barrier()
         theirs.append(timed(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)))
         dist.barrier()
         manager._syncs[0].arena.pending.fill_(1.0)
         ours.append(timed(manager.step))
+    # Without its collective: one that runs under a dispatch mode keeps the process group alive for ever.
+    unsynced = manager_of(slots, history_len, amax_sync=False)
     with CountOps() as counter:
-        manager.step()
+        unsynced.step()
     return {
         "slots": slots,
         "history": history_len,
@@ -85,6 +99,7 @@ def measure(slots: int, history_len: int, pairs: int) -> dict[str, float]:
         "bare_ms": statistics.median(theirs),
         "step_ms": statistics.median(ours),
         "ratio": statistics.median(ours) / statistics.median(theirs),
+        "back_to_back_ratio": statistics.median(step / bare_ms for bare_ms, step in back_to_back),
         "torch_ops": counter.count,
     }
 

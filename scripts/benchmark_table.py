@@ -27,17 +27,19 @@ def main(folder: Path) -> None:
     sync: list[dict[str, Any]] = json.loads((folder / "sync.json").read_text())
     torchao: list[dict[str, Any]] = json.loads((folder / "torchao.json").read_text())
     print(f"Machine: {machine()}.\n")
-    print("| whole step: launch, sync, commit | history | ms | bare all-reduce, ms | ratio | torch ops |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| whole step: launch, sync, commit | history | ms | bare all-reduce, ms | ratio | back to back | torch ops |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for row in sync:
         print(
             f"| fp8dist, {row['slots']:,} slots | {row['history']} | {row['step_ms']:.2f} | {row['bare_ms']:.2f} "
-            f"| {row['ratio']:.2f} | {row['torch_ops']} |"
+            f"| {row['ratio']:.2f} | {row['back_to_back_ratio']:.2f} | {row['torch_ops']} |"
         )
     for row in torchao:
         print(
             f"| torchao 0.9.0, 672 slots | {row['history']} | {row['torchao_ms']:.2f} | {row['bare_ms']:.2f} "
-            f"| {row['ratio']:.2f} | |"
+            f"| {row['ratio']:.2f} | | |"
         )
     print("\n| main job | exposed sync, ms per step | tokens/s |\n|---|---|---|")
     for update in ("same_step", "next_step"):

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -508,3 +509,17 @@ def _alive_after_deleting() -> list[str]:
 def test_a_dead_model_takes_its_state_along_without_the_garbage_collector(two_ranks: RankPool) -> None:
     """GPU memory must not wait for a cycle to be found."""
     assert two_ranks.run(_alive_after_deleting) == [[], []]
+
+
+def test_a_manager_does_not_keep_a_destroyed_process_group_alive(tmp_path: Path) -> None:
+    """One that outlives destroy_process_group() aborts the exit of about every second gloo job."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(32, 32))
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    manager.attach()
+    manager.step()
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+    assert manager.steps == 1
