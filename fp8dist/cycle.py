@@ -83,7 +83,6 @@ class StepCycle:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.mode.reuse_casts = False
         self._init_transient()
 
     @property

@@ -52,7 +52,6 @@ class SyncCounters:
 
     collectives: int = 0
     bytes: int = 0
-    steps: int = 0
     wait_s: float = 0.0
 
 
@@ -189,7 +188,6 @@ class ArenaSync:
         if self._hold is not None:
             self.arena.give_back(reduced, self._hold, self._drop_nonfinite)
         self.verdict = Verdict(agreement, nonfinite)
-        self.counters.steps += 1
         self._merged = self._hold = None
         self.phase = Phase.IDLE
 
