@@ -10,9 +10,10 @@ README has the rest; ARCHITECTURE.md says how it works.
 from __future__ import annotations
 
 from fp8dist import ddp, errors
-from fp8dist.check import DivergenceReport, Finding
-from fp8dist.cycle import Event
+from fp8dist.checker import Event
+from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.manager import StateManager, get_manager
+from fp8dist.model_check import check
 from fp8dist.prepare import prepare
 from fp8dist.recipe import DelayedScaling
 from fp8dist.state.slots import Slot
@@ -26,6 +27,7 @@ __all__ = [
     "Finding",
     "Slot",
     "StateManager",
+    "check",
     "ddp",
     "errors",
     "get_manager",

@@ -1,48 +1,30 @@
-"""The cycle of steps of one manager: boundaries, launches, commits, and what their verdicts lead to."""
+"""The cycle of steps of one manager: boundaries, launches, commits."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 
-from fp8dist.check import DivergenceReport, Finding, localise
+from fp8dist.checker import Checker, Policy, Scope
+from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
 from fp8dist.nn import Mode
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
-from fp8dist.state.arena import NONFINITE, Arena
+from fp8dist.state.arena import Arena
 from fp8dist.state.manifest import build_manifest, digest_word, manifest_digest
 from fp8dist.state.slots import Slot
-from fp8dist.sync import ArenaSync, Evidence, Phase, all_reduce_max
+from fp8dist.sync import ArenaSync, Phase, all_reduce_max
 
-__all__ = ["Event", "StepCycle"]
-
-logger = logging.getLogger("fp8dist")
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that a monitor or a policy may want to hear of.
-
-    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed) or "diverged"
-    (``report`` says what). Events are told at boundaries, the same ones on every rank.
-    """
-
-    kind: Literal["nonfinite", "diverged"]
-    step: int
-    slots: tuple[Slot, ...] = ()
-    report: DivergenceReport | None = None
+__all__ = ["StepCycle"]
 
 
 class StepCycle:
@@ -75,7 +57,8 @@ class StepCycle:
         self.early = False
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
-        self.callbacks: list[Callable[[Event], None]] = []
+        self.checker = Checker(self.syncs, self.groups, self.settings, self.mode)
+        self._boundaries = 0
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "settings", "mode", "syncs", "groups")
@@ -112,6 +95,7 @@ class StepCycle:
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
         agree_on_manifests(publications, len(self.groups) - 1, timeout)
         self.attached = True
+        self._boundaries = 0
 
     def require_groups(self) -> None:
         """Raise ConfigurationError where there are several ranks, but no group was named."""
@@ -164,11 +148,13 @@ class StepCycle:
         """
         self.mode.boundaries += 1
         self.mode.invalidate_casts()
+        if self.settings.enabled:
+            self.require_attached()
+            self.settle()
+            self.checker.act_on_verdicts(self.joins)
+        self._check_if_due()
         if not self.settings.enabled:
             return
-        self.require_attached()
-        self.settle()
-        self._act_on_verdicts()
         if not self.joins:
             for sync in self.syncs:
                 if sync.phase is Phase.IDLE:
@@ -177,7 +163,25 @@ class StepCycle:
             sync.pass_boundary(hold, self.drop_nonfinite)
         if self.recipe.update == "same_step" or (self.mode.compiled and not self.hooked):
             self.settle()
-            self._act_on_verdicts(only_immediate=True)
+            self.checker.act_on_verdicts(self.joins, only_immediate=True)
+
+    def _check_if_due(self) -> None:
+        """Every ``check_every`` steps, before the next one ends: by then each rank has committed the last. COLLECTIVE
+        then.
+
+        Counted on the host since ``attach``, so that all ranks come here together. Not inside a Join context, where
+        ranks without data would not come.
+        """
+        every, passed = self.settings.check_every, self._boundaries
+        self._boundaries += 1
+        if every and passed and passed % every == 0 and self.attached and not self.joins:
+            self.check(Scope(), self.settings.check_policy)
+
+    def check(self, scope: Scope, policy: Policy | None) -> DivergenceReport:
+        """Compare FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE."""
+        self.settle()
+        steps = [int(sync.arena.step) for sync in self.syncs] if self.settings.enabled else [self.mode.boundaries]
+        return self.checker.check(max(steps), scope, policy)
 
     def settle(self) -> None:
         """Commit what is due. Local."""
@@ -228,63 +232,6 @@ class StepCycle:
                 sync.abandon()
         self.mode.invalidate_casts()
         self.join_config = _JoinConfig.construct_disabled_join_config()
-
-    # Verdicts ------------------------------------------------------------------------------------
-
-    def _act_on_verdicts(self, only_immediate: bool = False) -> None:
-        """Read what the last syncs proved and act on it. COLLECTIVE when they found a difference.
-
-        Called at boundaries only, so that all ranks come here together.
-        """
-        findings: list[Finding] = []
-        step = 0
-        for sync in self.syncs:
-            if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
-                continue
-            differs, nonfinite = sync.verdict.read()
-            evidence, sync.verdict = sync.verdict.evidence, None
-            if not differs and not nonfinite:
-                continue
-            step = max(step, int(sync.arena.step))
-            if nonfinite:
-                self._tell(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
-            if differs:
-                findings += self._localise(sync, evidence, differs)
-        if findings:
-            self._report(DivergenceReport(tuple(findings)), step)
-
-    def _localise(self, sync: ArenaSync, evidence: Evidence | None, differs: tuple[str, ...]) -> Sequence[Finding]:
-        assert sync.group is not None
-        if self.joins:  # Ranks without data would not come.
-            detail, step = "not localised inside a Join context", int(sync.arena.step)
-            return [Finding(step, kind, kind, sync.group.ranks, None, detail=detail) for kind in differs]
-        device = sync.arena.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            found = localise(sync, evidence, differs)
-        # All ranks go on from one state. Else every later sync would be refused for its step, and a scale that
-        # the commit did not touch, because its slot did not run, would be reported for ever.
-        sync.arena.step.fill_(found.step)
-        if found.scales is not None:
-            sync.arena.adopt_untaken_scales(found.scales)
-            self.mode.invalidate_casts()
-        return found.report.findings
-
-    def _report(self, report: DivergenceReport, step: int) -> None:
-        self._tell(Event("diverged", step, report=report))
-        if self.settings.check_policy == "raise":
-            report.raise_if_diverged()
-        first = report.findings[0]
-        speaker = first.reference_rank if first.reference_rank is not None else min(first.ranks)
-        if dist.get_rank() == speaker:
-            logger.warning("%s", report)
-
-    def _tell(self, event: Event) -> None:
-        for callback in self.callbacks:
-            callback(event)
-
-
-def _slots_where(arena: Arena, mask: Tensor) -> tuple[Slot, ...]:
-    return tuple(arena.specs[i].slot for i in mask.nonzero().flatten().tolist())
 
 
 def _broadcast_furthest(arena: Arena, group: SyncGroup) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fp8dist.check import DivergenceReport
+    from fp8dist.consistency.report import DivergenceReport
 
 __all__ = [
     "CheckpointError",
@@ -41,13 +41,14 @@ class ManifestMismatchError(Fp8DistError):
 
 
 class DivergenceError(Fp8DistError):
-    """FP8 state differs between ranks that must share it.
+    """FP8 state, or what else was compared, differs between ranks that must hold the same.
 
-    Raised on every rank of the group at the same boundary; ``report`` says what differs where.
+    Raised on every rank of the group at the same boundary. The message names the first things that differ; ``report``
+    has all of them, and one rank has logged it as a table.
     """
 
     def __init__(self, report: DivergenceReport) -> None:
-        super().__init__(str(report))
+        super().__init__(report.summary())
         self.report = report
 
     def __reduce__(self) -> tuple[type[DivergenceError], tuple[DivergenceReport]]:

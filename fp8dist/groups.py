@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,6 +74,19 @@ class SyncGroup:
         if group is None:
             raise ConfigurationError("the process group of this FP8 state was destroyed")
         return group
+
+    @property
+    def device(self) -> torch.device:
+        """Where its collectives want tensors: this process's GPU with nccl, else the CPU."""
+        if "nccl" in dist.get_backend(self.process_group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Everyone's object, in the order of ``ranks``. COLLECTIVE."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, mine, group=self.process_group)
+        return gathered
 
     @property
     def size(self) -> int:

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.boundary import BoundaryHooks, invalidate_at_every_step, unwrap_optimizers
-from fp8dist.cycle import Event, StepCycle
+from fp8dist.checker import Event, Policy, Scope
+from fp8dist.consistency.report import DivergenceReport
+from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.formats import E4M3, E5M2, Role
@@ -74,6 +76,9 @@ class StateManager(Joinable):
         """What a copy does not inherit: ties to the job."""
         self._mode = self._cycle.mode
         self._syncs = self._cycle.syncs
+        model = self._model()
+        if model is not None:
+            self._cycle.checker.watch(model)
         self._boundary_kind = "manual"
         self._hooks: BoundaryHooks | None = None
         self._join_link: JoinLink | None = None
@@ -139,7 +144,9 @@ class StateManager(Joinable):
         if optimizers:
             self._guard = invalidate_at_every_step(self._mode)
             self._hooks = BoundaryHooks(self._cycle, optimizers, scaler, self._boundary_kind == "optimizer")
-        ddp = find_ddp(module if module is not None else model)
+        whole = module if module is not None else model
+        self._cycle.checker.watch(whole)
+        ddp = find_ddp(whole)
         if ddp is not None:
             self._join_link = JoinLink(ddp, self._cycle)
         return self
@@ -223,7 +230,47 @@ class StateManager(Joinable):
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Have ``callback`` called with each Event. Local."""
-        self._cycle.callbacks.append(callback)
+        self._cycle.checker.callbacks.append(callback)
+
+    def check(
+        self,
+        parameters: bool = True,
+        gradients: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        policy: Policy | None = None,
+    ) -> DivergenceReport:
+        """Compare the whole FP8 state, and what else is known to be replicated, across the ranks. COLLECTIVE.
+
+        One all-reduce of 100 bytes for each distinct set of ranks; more only if something differs, to say what, where
+        and on which ranks. Compared are parameters that DDP keeps equal (when ``attach`` was given the DDP module) and
+        DTensors across their Replicate axes; ``fp8dist.check(module, group=…)`` compares whatever the caller vouches
+        for.
+
+        Args:
+            parameters: compare parameters.
+            gradients: compare gradients: after they are reduced, before they are zeroed.
+            optimizer: compare its state.
+            policy: "raise", "warn", "repair" (copy from the majority, check again, raise where there is none or it
+                differs still); None: as "warn": one rank logs what differs.
+
+        Returns:
+            The same report on all ranks.
+
+        Raises:
+            DivergenceError: on all ranks, if the policy says so.
+            ConfigurationError: inside a Join context: ranks without data would not come.
+        """
+        self._cycle.require_attached()
+        if self._cycle.joins:
+            raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
+        return self._cycle.check(
+            Scope(parameters, gradients, None if optimizer is None else unwrap_optimizers(optimizer)[0]), policy
+        )
+
+    def checkable(self) -> StepCycle:
+        """For ``fp8dist.check``: the arenas, committed as far as due. Local."""
+        self._cycle.settle()
+        return self._cycle
 
     # DDP: the early launch and Join (see fp8dist.ddp) ----------------------------------------------
 
@@ -391,7 +438,7 @@ class StateManager(Joinable):
 
     def metrics(self) -> dict[str, float]:
         """Numbers for any logger: slots, cold ones, non-finite and saturated amaxes, and what the syncs
-        of this rank cost. Local; reads the device."""
+        and checks of this rank cost. Local; reads the device."""
         self._cycle.settle()
         arenas = [sync.arena for sync in self._syncs]
         counters = [sync.counters for sync in self._syncs]
@@ -404,6 +451,8 @@ class StateManager(Joinable):
             "fp8/collectives": float(sum(c.collectives for c in counters)),
             "fp8/sync_bytes": float(sum(c.bytes for c in counters)),
             "fp8/sync_wait_ms": 1e3 * sum(c.wait_s for c in counters),
+            "fp8/checks": float(self._cycle.checker.checks),
+            "fp8/check_ms": 1e3 * self._cycle.checker.seconds,
         }
 
     def refresh_weights(self) -> None:

@@ -57,14 +57,17 @@ def prepare(
         skip: fqn patterns (fnmatch) that stay in high precision.
         enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` beats True.
         amax_sync: False: every rank keeps amaxes of its own, and there is no collective.
-        check_policy: "raise" or "warn", for ranks that a sync proves to differ.
+        check_every: compare FP8 state and parameters after every so many steps (see ``StateManager.check``); 0: never.
+            Every sync compares manifest, step and scales anyway, at no cost.
+        check_policy: what to do when ranks differ: "raise", "warn", or "repair" (copy from the majority, raise without
+            one).
         backend: "torch" (``torch._scaled_mm``), "reference" (dequantised float32 matmul), or "auto": torch on
             CUDA, reference on the CPU.
         eval_precision: "fp8" or "high": what ``eval()`` computes in.
 
-    For ``enabled``, ``amax_sync``, ``check_policy`` and ``backend`` None means the environment variable
-    (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND), else the default (on,
-    synced, "raise", "auto").
+    For ``enabled``, ``amax_sync``, ``check_every``, ``check_policy`` and ``backend`` None means the environment
+    variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND), else the
+    default (on, synced, 0, "raise", "auto"). FP8DIST_REPORT_DIR: where evidence of a divergence is written.
 
     Raises:
         ConfigurationError: more than one rank and no group, a model that is prepared already, or an
@@ -140,6 +143,7 @@ class _Plan:
                 distinct.append(given)
             self._place.append(known)
         specs: list[list[SlotSpec]] = [[] for _ in distinct]
+        patterns = [tuple(p for p, at in zip(self._patterns, self._place) if at == i) for i in range(len(distinct))]
         self._weight_owner: dict[int, str] = {}
         for fqn in sorted(linears):
             weight = linears[fqn].weight
@@ -150,7 +154,7 @@ class _Plan:
                     self.aliases[slot] = Slot(owner, role.value)
                     continue
                 specs[self._arena_of(fqn)].append(SlotSpec(slot, recipe.format_of(role)))
-        self.syncs = [ArenaSync(Arena(part, recipe)) for part in specs]
+        self.syncs = [ArenaSync(Arena(part, recipe), patterns=names) for part, names in zip(specs, patterns)]
         self.sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
 
     def _arena_of(self, fqn: str) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from fp8dist.errors import ConfigurationError
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "report_dir"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -17,14 +18,16 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 
 @dataclass(frozen=True)
 class Settings:
-    """Resolved settings of one manager. All of them decide numbers or communication, so all of
-    them are part of the manifest."""
+    """Resolved settings of one manager. All of them but ``report_dir`` decide numbers or communication, and
+    are part of the manifest."""
 
     enabled: bool
     amax_sync: bool
-    check_policy: str
+    check_every: int
+    check_policy: Literal["raise", "warn", "repair"]
     backend: str
     eval_precision: str
+    report_dir: str | None = None
 
     @classmethod
     def resolve(
@@ -32,7 +35,7 @@ class Settings:
         *,
         enabled: bool | None,
         amax_sync: bool | None,
-        check_every: int | None = None,
+        check_every: int | None,
         check_policy: str | None,
         backend: str | None,
         eval_precision: str,
@@ -54,22 +57,30 @@ class Settings:
             text = environ.get(variable, "").strip()
             if not text:
                 return default
-            return _parsed(variable, text, _flag if parse is _bool else parse)
+            return _parsed(variable, text, _READ_FROM_TEXT.get(parse, parse))
 
         _parsed("eval_precision", eval_precision, _one_of("fp8", "high"))
-        setting("check_every", check_every, _no_periodic_check, 0)
         allowed = setting("enabled", None, _bool, True)
         return cls(
             enabled=allowed and setting("enabled", enabled, _bool, True),
             amax_sync=setting("amax_sync", amax_sync, _bool, True),
-            check_policy=setting("check_policy", check_policy, _one_of("raise", "warn"), "raise"),
+            check_every=setting("check_every", check_every, _count, 0),
+            check_policy=setting("check_policy", check_policy, _one_of("raise", "warn", "repair"), "raise"),
             backend=setting("backend", backend, _one_of("auto", "torch", "reference"), "auto"),
             eval_precision=eval_precision,
+            report_dir=report_dir(environ),
         )
 
     def describe(self) -> dict[str, Any]:
         """Plain JSON values for the manifest."""
-        return asdict(self)
+        described = asdict(self)
+        del described["report_dir"]  # Every host may have its own.
+        return described
+
+
+def report_dir(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Where evidence of a divergence is written: ``FP8DIST_REPORT_DIR``."""
+    return environ.get("FP8DIST_REPORT_DIR", "").strip() or None
 
 
 def _parsed(source: str, value: object, parse: Callable[[object], Any]) -> Any:
@@ -101,7 +112,16 @@ def _one_of(*choices: str) -> Callable[[object], object]:
     return parse
 
 
-def _no_periodic_check(value: object) -> int:
-    if str(value) != "0":
-        raise ValueError("must be 0: this version checks manifest, step and scales at every sync, no more at intervals")
-    return 0
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("must be a number of steps, or 0")
+    return value
+
+
+def _count_text(text: object) -> int:
+    return _count(int(str(text)) if str(text).isdecimal() else text)
+
+
+_READ_FROM_TEXT: Mapping[Callable[[object], Any], Callable[[object], Any]] = MappingProxyType(
+    {_bool: _flag, _count: _count_text}
+)

@@ -104,11 +104,13 @@ def _to_host(tensor: Tensor) -> Tensor:
 class ArenaSync:
     """An arena, the group that shares it, and what is in flight.
 
-    ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``).
+    ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``). ``patterns``: which
+    modules it is of, as ``prepare(groups=…)`` named them; none for all others.
     """
 
     arena: Arena
     group: SyncGroup | None = None
+    patterns: tuple[str, ...] = ()
     phase: Phase = Phase.IDLE
     counters: SyncCounters = field(default_factory=SyncCounters)
     verdict: Verdict | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["digest_words", "position_keys"]
+__all__ = ["digest_words", "mix", "position_keys"]
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
 _MULTIPLIER_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
@@ -21,10 +21,14 @@ _MULTIPLIER_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 def position_keys(count: int, device: torch.device) -> Tensor:
     """int64[count] odd keys: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of the place, lowest bit set."""
-    x = (torch.arange(count, dtype=torch.int64, device=device) + 1) * _GOLDEN
+    return mix((torch.arange(count, dtype=torch.int64, device=device) + 1) * _GOLDEN) | 1
+
+
+def mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64: a bijection of int64; each bit of the input moves all bits of the result."""
     x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
-    return (x ^ _shift_right(x, 31)) | 1
+    return x ^ _shift_right(x, 31)
 
 
 def digest_words(words: Tensor, keys: Tensor, out: Tensor) -> None:

@@ -1,0 +1,193 @@
+"""What is compared: named tensors, or the slots of an arena, with their digests."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8dist.consistency.differences import unravel
+from fp8dist.kernels.content import BLOCK_WORDS, ContentDigest, as_bytes, block_count
+from fp8dist.state.arena import Arena
+
+__all__ = ["ArenaContent", "Content", "Digester", "Field", "Key", "TensorContent", "bytes_of", "values_near"]
+
+_SLOTS_AT_ONCE = 256
+
+_NEIGHBOURS = 16
+"""Elements on either side of a differing one that go into a file of evidence."""
+
+
+class Key(NamedTuple):
+    """What a thing is called and what it looks like: two ranks compare what has equal keys."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Field(NamedTuple):
+    """A tensor that belongs to a compared thing. A parameter has one, a slot several."""
+
+    name: str  # "" where there is only one.
+    kind: str  # Of a finding.
+    tensor: Tensor
+    locate: Callable[[int], tuple[int, ...]]  # The index of a place in the flattened tensor.
+
+
+class Digester:
+    """Digests on whatever device a tensor is; keys are made once per device."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, ContentDigest] = {}
+
+    def on(self, device: torch.device) -> ContentDigest:
+        """The one of that device."""
+        return self._by_device.setdefault(device, ContentDigest(device))
+
+    def leaves(self, tensor: Tensor) -> Tensor:
+        """int64[blocks, 2] on the tensor's device."""
+        if tensor.is_meta:
+            raise ValueError("it is on the meta device: materialise it first")
+        return self.on(tensor.device).leaves(tensor)
+
+
+class Content(ABC):
+    """Some of what one rank, or one file, holds."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self.keys = tuple(keys)
+
+    @abstractmethod
+    def digests(self, digester: Digester) -> Tensor:
+        """int64[len(keys), 2] on the CPU."""
+
+    @abstractmethod
+    def fields(self, index: int) -> list[Field]:
+        """The tensors of one thing: views where it lives in memory, so that a repair can write to them."""
+
+    @property
+    def seeds(self) -> Tensor:
+        """int64[len(keys), 2]: the keys' part in the digests."""
+        hashes = b"".join(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).digest() for key in self.keys)
+        return torch.from_numpy(np.frombuffer(hashes, dtype="<i8").copy()).view(-1, 2)
+
+
+class TensorContent(Content):
+    """Tensors by name."""
+
+    def __init__(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        super().__init__([_key_of(name, kind, tensor) for name, tensor in tensors])
+        self._tensors = [tensor.detach() for _, tensor in tensors]
+
+    def digests(self, digester: Digester) -> Tensor:
+        """See ``Content``."""
+        result = torch.empty(len(self.keys), 2, dtype=torch.int64)
+        seeds = self.seeds
+        by_device: dict[torch.device, list[int]] = {}
+        for i, tensor in enumerate(self._tensors):
+            by_device.setdefault(tensor.device, []).append(i)
+        for device, places in by_device.items():
+            leaves = [_named(self.keys[i], digester, self._tensors[i]) for i in places]
+            counts = [len(part) for part in leaves]
+            result[places] = digester.on(device).digests(torch.cat(leaves), counts, seeds[places]).cpu()
+        return result
+
+    def fields(self, index: int) -> list[Field]:
+        """See ``Content``."""
+        key = self.keys[index]
+        return [Field("", key.kind, self._tensors[index], lambda place: unravel(place, key.shape))]
+
+
+class ArenaContent(Content):
+    """The slots of an arena: everything that must be equal on the ranks that share it."""
+
+    def __init__(self, arena: Arena) -> None:
+        shape = (arena.ring.length,)
+        super().__init__([Key(str(spec.slot), "slot", shape, spec.format.name) for spec in arena.specs])
+        self._arena = arena
+
+    def digests(self, digester: Digester) -> Tensor:
+        """See ``Content``."""
+        arena = self._arena
+        digest = digester.on(arena.device)
+        columns = [
+            *(row[:, None].view(torch.int32) for row in (arena.scale, arena.inv_scale, arena.amax)),
+            arena.cold[:, None].int(),
+            arena.counters.T.contiguous().view(torch.int32),
+            arena.history.view(torch.int32),
+            arena.block_max.view(torch.int32),
+        ]
+        width = sum(part.shape[1] for part in columns)
+        if width % 2:
+            columns.append(torch.zeros(len(arena), 1, dtype=torch.int32, device=arena.device))
+        blocks = block_count(4 * width)
+        leaves = torch.empty(len(arena) * blocks, 2, dtype=torch.int64, device=arena.device)
+        for start in range(0, len(arena), _SLOTS_AT_ONCE):
+            words = torch.cat([part[start : start + _SLOTS_AT_ONCE] for part in columns], 1).view(torch.int64)
+            out = leaves[start * blocks :][: len(words) * blocks].view(-1, blocks, 2)
+            for block in range(blocks):
+                digest.row_leaves(words[:, block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS], out[:, block])
+        return digest.digests(leaves, [blocks] * len(arena), self.seeds).cpu()
+
+    def fields(self, index: int) -> list[Field]:
+        """See ``Content``. A history's index is that into ``manager.amax_history``."""
+        arena = self._arena
+
+        def only(place: int) -> tuple[int, ...]:
+            return ()
+
+        def along(place: int) -> tuple[int, ...]:
+            return (place,)
+
+        def by_age(place: int) -> tuple[int, ...]:
+            length = arena.ring.length
+            return ((place - int(arena.taken[index])) % length if place < length else place,)
+
+        return [
+            Field("scale", "scale", arena.scale[index], only),
+            Field("inv_scale", "scale", arena.inv_scale[index], only),
+            Field("cold", "scale", arena.cold[index], only),
+            Field("amax", "history", arena.amax[index], only),
+            Field("history", "history", arena.history[index], by_age),
+            Field("counters", "history", arena.counters[:, index], along),
+            Field("block_max", "history", arena.block_max[index], along),
+        ]
+
+
+def _key_of(name: str, kind: str, tensor: Tensor) -> Key:
+    """The key of a named tensor."""
+    return Key(name, kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _named(key: Key, digester: Digester, tensor: Tensor) -> Tensor:
+    try:
+        return digester.leaves(tensor)
+    except Exception as error:
+        raise _type_of(error)(f"{key.kind} {key.name}: {error}") from error
+
+
+def _type_of(error: Exception) -> type[Exception]:
+    """A type that takes one message, as near to the error's as is safe."""
+    return type(error) if type(error) in (RuntimeError, ValueError, NotImplementedError) else RuntimeError
+
+
+def bytes_of(field: Field) -> Tensor:
+    """Its content, uint8[nbytes] on its device."""
+    return as_bytes(field.tensor)
+
+
+def values_near(field: Field, place: int | None) -> dict[str, Any]:
+    """The elements of a field around a place in it, or all of them, as text, for a file of evidence."""
+    flat = field.tensor.detach().reshape(-1)
+    start = 0 if place is None else max(0, place - _NEIGHBOURS)
+    if place is not None:
+        flat = flat[start : place + _NEIGHBOURS + 1]
+    values = flat.to(torch.float64) if flat.is_floating_point() else flat
+    return {"field": field.name, "from": start, "values": list(map(repr, values.tolist()))}

@@ -1,0 +1,128 @@
+"""Elements that differ: where, what they are, and how far apart. Local; no torch.distributed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.kernels.content import BLOCK_BYTES
+
+__all__ = ["Difference", "block_of", "compare_block", "first_differing_block", "ravel", "ulp_distance", "unravel"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first differing element of a tensor, as plain values that any rank can be told."""
+
+    place: int  # In the flattened tensor.
+    value: Any
+    expected: Any
+    ulp: int | None
+    bits: tuple[str, str]  # Hexadecimal, of value and of expected.
+    elements: int  # How many differ in the first differing block …
+    blocks: int  # … and how many blocks differ, …
+    of_elements: int  # … of a block with so many elements, …
+    of_blocks: int  # … and a tensor with so many blocks.
+
+    def extent(self) -> str:
+        """How much differs."""
+        if self.of_blocks == 1:
+            return f"{self.elements} of {self.of_elements} elements"
+        return f"{self.elements} elements in the first of {self.blocks} differing blocks, of {self.of_blocks}"
+
+
+def first_differing_block(mine: Tensor, theirs: Tensor) -> tuple[int, int] | None:
+    """(first block whose leaves differ, how many do) for int64[blocks, 2] of two tensors; None if all are equal."""
+    places = (mine != theirs).any(1).nonzero().flatten()
+    return (int(places[0]), len(places)) if len(places) else None
+
+
+def block_of(content: Tensor, block: int) -> Tensor:
+    """The bytes of one block of uint8[nbytes]."""
+    return content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+
+
+def compare_block(
+    mine: Tensor, theirs: Tensor, dtype: torch.dtype, block: int, blocks: int, of_blocks: int
+) -> Difference | None:
+    """The first element that differs between two blocks of bytes, uint8[n] each on the CPU; None if none does.
+
+    Args:
+        block: which block of the tensor it is.
+        blocks: how many blocks of the tensor differ.
+        of_blocks: how many it has.
+    """
+    size = dtype.itemsize
+    differs = (mine.view(-1, size) != theirs.view(-1, size)).any(1).nonzero().flatten()
+    if not len(differs):
+        return None
+    first = int(differs[0])
+    a, b = (part[first * size : (first + 1) * size].clone() for part in (mine, theirs))
+    return Difference(
+        place=block * (BLOCK_BYTES // size) + first,
+        value=_value(a, dtype),
+        expected=_value(b, dtype),
+        ulp=ulp_distance(a, b, dtype),
+        bits=(_hexadecimal(a), _hexadecimal(b)),
+        elements=len(differs),
+        blocks=blocks,
+        of_elements=len(mine) // size,
+        of_blocks=of_blocks,
+    )
+
+
+def ulp_distance(a: Tensor, b: Tensor, dtype: torch.dtype) -> int | None:
+    """Representable numbers between two, from their bytes (uint8[itemsize]). None for NaN, bool and complex.
+
+    Sign and magnitude are mapped to one line of integers (Dawson, "Comparing Floating Point Numbers", 2012): +0 and -0
+    are 0 apart. For integers it is the plain difference.
+    """
+    if dtype.is_complex or dtype == torch.bool:
+        return None
+    x, y = _value(a, dtype), _value(b, dtype)
+    if not dtype.is_floating_point:
+        return abs(x - y) if isinstance(x, int) else None
+    if math.isnan(x) or math.isnan(y):
+        return None
+    return abs(_on_a_line(a) - _on_a_line(b))
+
+
+def _on_a_line(element: Tensor) -> int:
+    bits = int.from_bytes(bytes(element.tolist()), "little")
+    sign = 1 << (8 * len(element) - 1)
+    return bits if bits < sign else sign - bits
+
+
+def _value(element: Tensor, dtype: torch.dtype) -> Any:
+    typed = element.view(dtype)
+    if dtype.is_floating_point:
+        try:
+            return typed.to(torch.float64).item()
+        except (RuntimeError, NotImplementedError):  # A packed format: two numbers in a byte.
+            return math.nan
+    return typed.item()
+
+
+def _hexadecimal(element: Tensor) -> str:
+    return "0x" + bytes(element.tolist())[::-1].hex()
+
+
+def unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of a place in a flattened tensor of ``shape``."""
+    index = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        index.append(rest)
+    return tuple(reversed(index))
+
+
+def ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The place in a flattened tensor of ``shape`` of an index; 0 for an index that is not one of it."""
+    place = 0
+    for i, size in zip(index, shape):
+        place = place * size + i
+    return place

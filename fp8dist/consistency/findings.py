@@ -1,0 +1,135 @@
+"""From what was seen to findings. Local; what is compared may be ranks or files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fp8dist.consistency.contents import Field, Key
+from fp8dist.consistency.differences import Difference
+from fp8dist.consistency.report import Finding, sides_of, split
+
+__all__ = ["MORE", "Differing", "Seen", "explained", "is_odd", "layout_findings", "named_only", "reference_of"]
+
+MORE = "…"
+"""The name of a finding that counts what is not named."""
+
+MAX_SIDES = 8
+"""Odd sides of one thing whose values are told."""
+
+
+class Differing(NamedTuple):
+    """A thing that differs within a set: its place in ``keys`` on this rank, and who agrees with whom."""
+
+    place: int
+    key: Key
+    sides: tuple[tuple[int, ...], ...]
+
+
+class Seen(NamedTuple):
+    """What a rank saw in a block."""
+
+    thing: int
+    field: int
+    at: tuple[int, ...]
+    difference: Difference
+
+
+def layout_findings(keys: Mapping[int, Mapping[tuple[str, str], Key]]) -> list[Finding]:
+    """What only some hold, or hold in another shape or dtype. ``keys``: of each rank, by name and kind."""
+    findings = []
+    for name, kind in sorted({name for theirs in keys.values() for name in theirs}):
+        looks = {rank: _look(theirs.get((name, kind))) for rank, theirs in keys.items()}
+        sides = sides_of(looks)
+        if len(sides) > 1:
+            reference, odd = split(sides)
+            shown = "; ".join(f"rank {side[0]}: {looks[side[0]]}" for side in sides[:MAX_SIDES][::-1])
+            findings += [Finding(0, "layout", name, ranks, reference, detail=shown, sides=sides) for ranks in odd]
+    return findings
+
+
+def _look(key: Key | None) -> str:
+    return "absent" if key is None else f"{key.dtype}{list(key.shape)}"
+
+
+def reference_of(thing: Differing) -> int:
+    return thing.sides[0][0]
+
+
+def is_odd(rank: int, thing: Differing) -> bool:
+    """Whether this rank speaks for one of the sides that differ from the reference."""
+    return rank in {side[0] for side in thing.sides[1 : MAX_SIDES + 1]}
+
+
+def explained(thing: Differing, fields: dict[int, Field], by_rank: dict[int, list[Seen]]) -> list[Finding]:
+    """One finding per kind and odd side; without a majority one per kind."""
+    reference, odd = split(thing.sides)
+    findings = []
+    for kind in dict.fromkeys(f.kind for f in fields.values()):
+        told = {
+            side[0]: [one for one in by_rank[side[0]] if fields[one.field].kind == kind] for side in thing.sides[1:]
+        }
+        speakers = [side[0] for side in thing.sides[1:] if told[side[0]]]
+        if not speakers:
+            continue
+        if reference is None:
+            findings.append(_finding(thing, kind, fields, odd[0], None, {r: told[r] for r in speakers}))
+        else:
+            findings += [
+                _finding(thing, kind, fields, side, reference, {side[0]: told[side[0]]})
+                for side in odd
+                if told[side[0]]
+            ]
+    return findings
+
+
+def _finding(
+    thing: Differing,
+    kind: str,
+    fields: dict[int, Field],
+    ranks: tuple[int, ...],
+    reference: int | None,
+    told: dict[int, list[Seen]],
+) -> Finding:
+    source = reference_of(thing)
+    first = next(iter(told.values()))[0]
+    texts = []
+    for place in dict.fromkeys(one.field for seen in told.values() for one in seen):
+        values = [(rank, one) for rank, seen in told.items() for one in seen if one.field == place]
+        name = fields[place].name
+        shown = "; ".join(f"rank {rank}: {_shown(one, 0)}" for rank, one in values)
+        if name or len(values) > 1:
+            texts.append(f"{name or 'first element'}: {shown}; rank {source}: {_shown(values[0][1], 1)}")
+        else:
+            bits = " against ".join(values[0][1].difference.bits)
+            texts.append(f"{values[0][1].difference.extent()}, {bits}")
+    return Finding(
+        step=0,
+        kind=kind,
+        name=thing.key.name,
+        ranks=ranks,
+        reference_rank=reference,
+        detail=", ".join(texts),
+        sides=thing.sides,
+        field=fields[first.field].name,
+        index=first.at,
+        value=first.difference.value,
+        expected=first.difference.expected,
+        ulp=first.difference.ulp,
+    )
+
+
+def _shown(one: Seen, which: int) -> str:
+    difference = one.difference
+    value = (difference.value, difference.expected)[which]
+    if (
+        difference.value == difference.expected or difference.value != difference.value
+    ):  # Only the bits tell them apart.
+        return f"{value!r} ({difference.bits[which]})"
+    return repr(value)
+
+
+def named_only(thing: Differing, why: str) -> list[Finding]:
+    kind = "scale" if thing.key.kind == "slot" else thing.key.kind
+    reference, odd = split(thing.sides)
+    return [Finding(0, kind, thing.key.name, ranks, reference, detail=why, sides=thing.sides) for ranks in odd]

@@ -1,0 +1,183 @@
+"""Tiers 2 and 3: which things differ, on which ranks, and the first differing element. All COLLECTIVE over one set's
+group."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8dist.consistency.contents import Digester, Field, Key, bytes_of
+from fp8dist.consistency.differences import block_of, compare_block, first_differing_block
+from fp8dist.consistency.findings import (
+    MORE,
+    Differing,
+    Seen,
+    explained,
+    is_odd,
+    layout_findings,
+    named_only,
+    reference_of,
+)
+from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
+from fp8dist.consistency.report import Finding, Participant, sides_of
+from fp8dist.groups import SyncGroup
+
+__all__ = ["localise_set"]
+
+MAX_DIFFERING = 1024
+"""Differing things whose ranks are told apart; the rest is counted."""
+
+MAX_EXPLAINED = 16
+"""Differing things of which the first differing element is fetched."""
+
+
+def localise_set(s: ReplicaSet, digests: Tensor, mine: Holdings) -> tuple[list[Finding], list[Differing]]:
+    """Findings, and what differs, the same on all ranks. COLLECTIVE over the set's group."""
+    group, keys = s.group, s.keys
+    layout = hashlib.sha256(repr(sorted(keys)).encode()).hexdigest()
+    told: list[_Told] = group.gather(_Told(participant(group, mine), layout, mine.step, mine.last_good_step))
+    layouts = sides_of({t.participant.rank: t.layout for t in told})
+    findings: list[Finding] = []
+    common = sorted(keys)
+    if len(layouts) > 1:
+        findings, common = _compare_layouts(group, common, layouts)
+    place = {key: i for i, key in enumerate(keys)}
+    differing, more = _differing_things(group, [place[key] for key in common], common, digests)
+    if differing:
+        findings += _explain(s, differing)
+    ranks = tuple(sorted(group.ranks))
+    if more:
+        findings.append(Finding(0, "parameter", MORE, ranks, None, detail=f"{more} more things differ"))
+    if not findings:
+        detail = "the digests differed, and did not when they were compared one by one"
+        findings.append(Finding(0, "error", "it changed during the check", ranks, None, detail=detail))
+    step = max(t.step for t in told)
+    good = min((t.last_good_step for t in told if t.last_good_step is not None), default=None)
+    everyone = [t.participant for t in told]
+    return [replace(f, step=step, last_good_step=good).located(everyone) for f in findings], differing
+
+
+class _Told(NamedTuple):
+    """What ranks tell each other first."""
+
+    participant: Participant
+    layout: str
+    step: int
+    last_good_step: int | None
+
+
+def _compare_layouts(
+    group: SyncGroup, mine: list[Key], layouts: tuple[tuple[int, ...], ...]
+) -> tuple[list[Finding], list[Key]]:
+    """Findings for what only some ranks hold or hold in another shape or dtype, and the keys that all have. COLLECTIVE.
+
+    One rank of each distinct layout shows it.
+    """
+    speaks = group.rank in {side[0] for side in layouts}
+    shown: dict[int, list[Key]] = dict(zip(group.ranks, group.gather(mine if speaks else None)))
+    by_rank = {rank: {(k.name, k.kind): k for k in shown[side[0]]} for side in layouts for rank in side}
+    common = set(shown[layouts[0][0]]).intersection(*(shown[side[0]] for side in layouts[1:]))
+    return layout_findings(by_rank), sorted(common)
+
+
+def _differing_things(
+    group: SyncGroup, order: list[int], keys: list[Key], digests: Tensor
+) -> tuple[list[Differing], int]:
+    """(what differs, as many as are told apart; how many more). COLLECTIVE.
+
+    An all-reduce finds the things, so only the digests of those have to be gathered.
+    """
+    mine = digests[order]
+    pairs = torch.stack([mine, ~mine]).to(group.device)
+    dist.all_reduce(pairs, dist.ReduceOp.MAX, group=group.process_group)
+    places = (pairs[0] != ~pairs[1]).any(1).cpu().nonzero().flatten().tolist()
+    told = group.gather([tuple(row) for row in mine[places[:MAX_DIFFERING]].tolist()])
+    differing = []
+    for i, place in enumerate(places[:MAX_DIFFERING]):
+        sides = sides_of({rank: rows[i] for rank, rows in zip(group.ranks, told)})
+        differing.append(Differing(order[place], keys[place], sides))
+    return differing, len(places) - len(differing)
+
+
+# Tier 3 ------------------------------------------------------------------------------------------------
+
+
+class _Want(NamedTuple):
+    """A block that some odd rank wants to compare with the reference's."""
+
+    thing: int
+    field: int
+    block: int
+
+
+def _explain(s: ReplicaSet, differing: list[Differing]) -> list[Finding]:
+    """Findings for these, with the first differing elements of the first few. COLLECTIVE."""
+    group, few = s.group, differing[:MAX_EXPLAINED]
+    fields: list[list[Field]] = []
+    leaves: list[list[Tensor]] = []
+    error = ""
+    try:
+        digester = Digester()
+        fields = [s.fields(thing.place) for thing in few]
+        leaves = [[digester.leaves(f.tensor).to(group.device) for f in part] for part in fields]
+    except Exception as raised:
+        error = f"rank {group.rank}: {type(raised).__name__}: {raised}"
+    errors = [text for text in group.gather(error) if text]
+    if errors:
+        return [finding for thing in differing for finding in named_only(thing, errors[0])]
+    wants = _exchange_leaves(group, few, leaves)
+    seen: dict[tuple[int, int], list[Seen]] = {}
+    for rank, part in zip(group.ranks, group.gather(_exchange_blocks(group, few, fields, leaves, wants))):
+        for one in part:
+            seen.setdefault((one.thing, rank), []).append(one)
+    kinds = [{i: f for i, f in enumerate(part)} for part in fields]
+    findings = []
+    for i, thing in enumerate(few):
+        by_rank = {rank: seen.get((i, rank), []) for rank in group.ranks}
+        findings += explained(thing, kinds[i], by_rank) or named_only(thing, "")
+    return findings + [finding for thing in differing[MAX_EXPLAINED:] for finding in named_only(thing, "")]
+
+
+def _exchange_leaves(group: SyncGroup, few: list[Differing], leaves: list[list[Tensor]]) -> list[_Want]:
+    """Which blocks odd ranks want to see. COLLECTIVE: a broadcast per reference rank, a gather."""
+    mine: list[_Want] = []
+    for source in sorted({reference_of(thing) for thing in few}):
+        places = [(i, j) for i, thing in enumerate(few) if reference_of(thing) == source for j in range(len(leaves[i]))]
+        theirs = torch.cat([leaves[i][j] for i, j in places])
+        dist.broadcast(theirs, src=source, group=group.process_group)
+        for (i, j), part in zip(places, theirs.split([len(leaves[i][j]) for i, j in places])):
+            first = first_differing_block(leaves[i][j], part)
+            if first is not None and is_odd(group.rank, few[i]):
+                mine.append(_Want(i, j, first[0]))
+                leaves[i][j] = part  # Kept to say how many blocks differ.
+    return sorted({want for part in group.gather(mine) for want in part})
+
+
+def _exchange_blocks(
+    group: SyncGroup, few: list[Differing], fields: list[list[Field]], leaves: list[list[Tensor]], wants: list[_Want]
+) -> list[Seen]:
+    """What this rank sees in the reference's blocks. COLLECTIVE: a broadcast per block."""
+    seen = []
+    for want in wants:
+        thing, field = few[want.thing], fields[want.thing][want.field]
+        mine = block_of(bytes_of(field), want.block).to(group.device)
+        theirs = mine.clone()
+        dist.broadcast(theirs, src=reference_of(thing), group=group.process_group)
+        if not is_odd(group.rank, thing):
+            continue
+        theirs_leaves = leaves[want.thing][want.field]
+        own_leaves = Digester().leaves(field.tensor).to(group.device)
+        first = first_differing_block(own_leaves, theirs_leaves)
+        if first is None or first[0] != want.block:  # Another rank's first block.
+            continue
+        difference = compare_block(
+            mine.cpu(), theirs.cpu(), field.tensor.dtype, want.block, first[1], len(theirs_leaves)
+        )
+        if difference is not None:
+            seen.append(Seen(want.thing, want.field, field.locate(difference.place), difference))
+    return seen

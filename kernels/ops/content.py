@@ -1,0 +1,111 @@
+"""The digest of a tensor's content: 128 bits that change when a bit, a place, or an order changes.
+
+The bytes of the tensor in logical order are little-endian 64-bit words ``w``, the last one filled up with zeros, in
+blocks of ``BLOCK_WORDS``. For each of two lanes, all in wrapping 64-bit arithmetic::
+
+    leaf(block)  = sum over words j of  (w ^ (w >>> 32)) * key[lane, j]          key: odd, pseudo-random
+    content      = sum over blocks b of mix(leaf(b) ^ key[lane, b mod BLOCK_WORDS] + b)
+    digest       = mix(content + seed)
+
+``mix`` is the finaliser of SplitMix64, a bijection. All sums commute: blocks may be done in any order, on any device.
+
+Changing one word changes its term, and with it the leaf and the digest, with certainty: ``w ^ (w >>> 32)`` is a
+bijection, the key is odd, ``mix`` is a bijection. Any two changes in one block cancel with a probability of at most
+2**-32 in each lane over the choice of keys (the lowest set bit of a term's change is among the low 32); the two lanes
+have keys of their own. The seed carries name, shape and dtype, so tensors that trade places are seen as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8dist.kernels.digest import mix, position_keys
+
+__all__ = ["BLOCK_BYTES", "BLOCK_WORDS", "ContentDigest", "as_bytes", "block_count"]
+
+BLOCK_WORDS = 1 << 15
+BLOCK_BYTES = 8 * BLOCK_WORDS
+
+_LOW_HALF = 0xFFFFFFFF
+_BLOCKS_AT_ONCE_ON_GPU = 128
+"""On a CPU one block at a time stays in the cache; on a GPU a launch should have more to do."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The logical content as uint8[numel * itemsize]: a view where the tensor is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def block_count(nbytes: int) -> int:
+    """Blocks of a tensor of so many bytes."""
+    return -(-nbytes // BLOCK_BYTES)
+
+
+class ContentDigest:
+    """Digests of tensors on one device. Holds the keys, and room for one block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._keys = position_keys(2 * BLOCK_WORDS, device).view(2, BLOCK_WORDS)
+        at_once = 1 if device.type == "cpu" else _BLOCKS_AT_ONCE_ON_GPU
+        self._folded = torch.empty(at_once, BLOCK_WORDS, dtype=torch.int64, device=device)
+        self._product = torch.empty_like(self._folded)
+
+    def leaves(self, tensor: Tensor) -> Tensor:
+        """int64[blocks, 2] of a tensor of any dtype, shape and strides; an empty one has no blocks."""
+        content = as_bytes(tensor)
+        whole, rest = divmod(content.numel(), BLOCK_BYTES)
+        leaves = torch.empty(whole + (rest > 0), 2, dtype=torch.int64, device=self.device)
+        if whole:
+            words = _as_words(content[: whole * BLOCK_BYTES]).view(whole, BLOCK_WORDS)
+            at_once = len(self._folded)
+            for start in range(0, whole, at_once):
+                self.row_leaves(words[start : start + at_once], leaves[start : start + at_once])
+        if rest:
+            self.row_leaves(_as_words(content[whole * BLOCK_BYTES :]).view(1, -1), leaves[whole:])
+        return leaves
+
+    def row_leaves(self, words: Tensor, out: Tensor) -> None:
+        """The leaf of each row of int64[r, w], w <= BLOCK_WORDS, into int64[r, 2]."""
+        rows, width = words.shape
+        if rows <= len(self._folded) and width == BLOCK_WORDS:
+            folded, product = self._folded[:rows], self._product[:rows]
+        else:
+            folded, product = torch.empty_like(words), torch.empty_like(words)
+        # Arithmetic shift, then mask: torch has no logical one for int64.
+        torch.bitwise_right_shift(words, 32, out=folded)
+        folded.bitwise_and_(_LOW_HALF).bitwise_xor_(words)
+        for lane in range(2):
+            torch.mul(folded, self._keys[lane, :width], out=product)
+            torch.sum(product, dim=1, out=out[:, lane])
+
+    def digests(self, leaves: Tensor, counts: Sequence[int], seeds: Tensor) -> Tensor:
+        """int64[t, 2]: the digests of t tensors.
+
+        Args:
+            leaves: int64[sum(counts), 2], those of the first tensor first.
+            counts: how many leaves each tensor has.
+            seeds: int64[t, 2].
+        """
+        repeats = torch.tensor(counts, dtype=torch.int64)
+        owner = torch.repeat_interleave(torch.arange(len(counts)), repeats)
+        place = torch.arange(len(owner)) - (repeats.cumsum(0) - repeats)[owner]
+        owner, place = owner.to(self.device), place.to(self.device)
+        keyed = leaves ^ self._keys[:, place % BLOCK_WORDS].T
+        content = torch.zeros(len(counts), 2, dtype=torch.int64, device=self.device)
+        content.index_add_(0, owner, mix(keyed + place[:, None]))
+        return mix(content + seeds.to(self.device))
+
+
+def _as_words(content: Tensor) -> Tensor:
+    """uint8[n] as int64[ceil(n / 8)]."""
+    rest = -content.numel() % 8
+    if rest:
+        content = torch.nn.functional.pad(content, (0, rest))
+    elif content.storage_offset() % 8:
+        content = content.clone()
+    return content.view(torch.int64)
