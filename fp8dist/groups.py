@@ -56,7 +56,7 @@ class SyncGroup:
         else:
             raise ConfigurationError(
                 f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
-                "A rank that is not in the group must not prepare with it"
+                "A rank that is not in the group must not prepare or check with it"
             )
 
     @property
@@ -77,10 +77,11 @@ class SyncGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where its collectives want tensors: this process's GPU with nccl, else the CPU."""
-        if "nccl" in dist.get_backend(self.process_group):
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        """Where small messages are put: the CPU where the group has a backend for it, else this process's GPU."""
+        types = [device.type for device in self.process_group._device_types]
+        if "cpu" in types or not types:
+            return torch.device("cpu")
+        return torch.device(types[0], torch.cuda.current_device())
 
     def gather(self, mine: Any) -> list[Any]:
         """Everyone's object, in the order of ``ranks``. COLLECTIVE."""

@@ -49,7 +49,9 @@ class Digester:
 
     def on(self, device: torch.device) -> ContentDigest:
         """The one of that device."""
-        return self._by_device.setdefault(device, ContentDigest(device))
+        if device not in self._by_device:
+            self._by_device[device] = ContentDigest(device)
+        return self._by_device[device]
 
     def leaves(self, tensor: Tensor) -> Tensor:
         """int64[blocks, 2] on the tensor's device."""
@@ -59,10 +61,11 @@ class Digester:
 
 
 class Content(ABC):
-    """Some of what one rank, or one file, holds."""
+    """Some of what one rank, or one file, holds. ``device``: where most of it is."""
 
-    def __init__(self, keys: Sequence[Key]) -> None:
+    def __init__(self, keys: Sequence[Key], device: torch.device) -> None:
         self.keys = tuple(keys)
+        self.device = device
 
     @abstractmethod
     def digests(self, digester: Digester) -> Tensor:
@@ -83,7 +86,8 @@ class TensorContent(Content):
     """Tensors by name."""
 
     def __init__(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        super().__init__([_key_of(name, kind, tensor) for name, tensor in tensors])
+        device = tensors[0][1].device if tensors else torch.device("cpu")
+        super().__init__([_key_of(name, kind, tensor) for name, tensor in tensors], device)
         self._tensors = [tensor.detach() for _, tensor in tensors]
 
     def digests(self, digester: Digester) -> Tensor:
@@ -110,7 +114,7 @@ class ArenaContent(Content):
 
     def __init__(self, arena: Arena) -> None:
         shape = (arena.ring.length,)
-        super().__init__([Key(str(spec.slot), "slot", shape, spec.format.name) for spec in arena.specs])
+        super().__init__([Key(str(spec.slot), "slot", shape, spec.format.name) for spec in arena.specs], arena.device)
         self._arena = arena
 
     def digests(self, digester: Digester) -> Tensor:

@@ -35,7 +35,7 @@ class Seen(NamedTuple):
     difference: Difference
 
 
-def layout_findings(keys: Mapping[int, Mapping[tuple[str, str], Key]]) -> list[Finding]:
+def layout_findings(keys: Mapping[int, Mapping[tuple[str, str], Key]], noun: str = "rank") -> list[Finding]:
     """What only some hold, or hold in another shape or dtype. ``keys``: of each rank, by name and kind."""
     findings = []
     for name, kind in sorted({name for theirs in keys.values() for name in theirs}):
@@ -43,7 +43,7 @@ def layout_findings(keys: Mapping[int, Mapping[tuple[str, str], Key]]) -> list[F
         sides = sides_of(looks)
         if len(sides) > 1:
             reference, odd = split(sides)
-            shown = "; ".join(f"rank {side[0]}: {looks[side[0]]}" for side in sides[:MAX_SIDES][::-1])
+            shown = "; ".join(f"{noun} {side[0]}: {looks[side[0]]}" for side in sides[:MAX_SIDES][::-1])
             findings += [Finding(0, "layout", name, ranks, reference, detail=shown, sides=sides) for ranks in odd]
     return findings
 
@@ -53,6 +53,7 @@ def _look(key: Key | None) -> str:
 
 
 def reference_of(thing: Differing) -> int:
+    """The lowest rank of the largest side: all others are compared with it."""
     return thing.sides[0][0]
 
 
@@ -61,7 +62,9 @@ def is_odd(rank: int, thing: Differing) -> bool:
     return rank in {side[0] for side in thing.sides[1 : MAX_SIDES + 1]}
 
 
-def explained(thing: Differing, fields: dict[int, Field], by_rank: dict[int, list[Seen]]) -> list[Finding]:
+def explained(
+    thing: Differing, fields: Mapping[int, Field], by_rank: Mapping[int, list[Seen]], noun: str = "rank"
+) -> list[Finding]:
     """One finding per kind and odd side; without a majority one per kind."""
     reference, odd = split(thing.sides)
     findings = []
@@ -73,10 +76,10 @@ def explained(thing: Differing, fields: dict[int, Field], by_rank: dict[int, lis
         if not speakers:
             continue
         if reference is None:
-            findings.append(_finding(thing, kind, fields, odd[0], None, {r: told[r] for r in speakers}))
+            findings.append(_finding(thing, kind, fields, odd[0], None, {r: told[r] for r in speakers}, noun))
         else:
             findings += [
-                _finding(thing, kind, fields, side, reference, {side[0]: told[side[0]]})
+                _finding(thing, kind, fields, side, reference, {side[0]: told[side[0]]}, noun)
                 for side in odd
                 if told[side[0]]
             ]
@@ -86,10 +89,11 @@ def explained(thing: Differing, fields: dict[int, Field], by_rank: dict[int, lis
 def _finding(
     thing: Differing,
     kind: str,
-    fields: dict[int, Field],
+    fields: Mapping[int, Field],
     ranks: tuple[int, ...],
     reference: int | None,
-    told: dict[int, list[Seen]],
+    told: Mapping[int, list[Seen]],
+    noun: str,
 ) -> Finding:
     source = reference_of(thing)
     first = next(iter(told.values()))[0]
@@ -97,9 +101,9 @@ def _finding(
     for place in dict.fromkeys(one.field for seen in told.values() for one in seen):
         values = [(rank, one) for rank, seen in told.items() for one in seen if one.field == place]
         name = fields[place].name
-        shown = "; ".join(f"rank {rank}: {_shown(one, 0)}" for rank, one in values)
+        shown = "; ".join(f"{noun} {rank}: {_shown(one, 0)}" for rank, one in values)
         if name or len(values) > 1:
-            texts.append(f"{name or 'first element'}: {shown}; rank {source}: {_shown(values[0][1], 1)}")
+            texts.append(f"{name or 'first element'}: {shown}; {noun} {source}: {_shown(values[0][1], 1)}")
         else:
             bits = " against ".join(values[0][1].difference.bits)
             texts.append(f"{values[0][1].difference.extent()}, {bits}")
@@ -122,14 +126,14 @@ def _finding(
 def _shown(one: Seen, which: int) -> str:
     difference = one.difference
     value = (difference.value, difference.expected)[which]
-    if (
-        difference.value == difference.expected or difference.value != difference.value
-    ):  # Only the bits tell them apart.
+    same_text = difference.value == difference.expected or difference.value != difference.value
+    if same_text:  # Only the bits tell them apart.
         return f"{value!r} ({difference.bits[which]})"
     return repr(value)
 
 
 def named_only(thing: Differing, why: str) -> list[Finding]:
+    """Findings of a thing whose elements were not looked at."""
     kind = "scale" if thing.key.kind == "slot" else thing.key.kind
     reference, odd = split(thing.sides)
     return [Finding(0, kind, thing.key.name, ranks, reference, detail=why, sides=thing.sides) for ranks in odd]

@@ -77,5 +77,5 @@ class Holdings:
 
 def participant(group: SyncGroup, mine: Holdings) -> Participant:
     """This rank, and where its tensors are. Local."""
-    device = next((f.tensor.device for s in mine.sets if s.keys for f in s.fields(0)[:1]), group.device)
+    device = next((c.device for s in mine.sets for c in s.contents if c.keys), group.device)
     return Participant.this_rank(device, mine.coords)

@@ -131,7 +131,7 @@ class Inventory:
         for pattern, group in self._patterns.items():
             if fnmatch.fnmatchcase(name, pattern):
                 if group is None:
-                    return f"matching {pattern}: each rank has its own"
+                    return f"matching {pattern}: left out"
                 return self._within_anchor(pattern, group)
         if id(p) in ignored:
             return "that DDP was told to ignore"

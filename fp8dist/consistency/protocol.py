@@ -23,6 +23,7 @@ from fp8dist.consistency.findings import MAX_SIDES, Differing
 from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
 from fp8dist.consistency.localisation import localise_set
 from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of, split
+from fp8dist.errors import Fp8DistError
 from fp8dist.groups import SyncGroup
 
 __all__ = ["Compared", "check_replicas"]
@@ -109,7 +110,8 @@ def _agree(group: SyncGroup, words: list[int], digests: Tensor | None) -> tuple[
 
 
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:
-    text = "" if error is None else f"{type(error).__name__}: {error}"
+    named = isinstance(error, Fp8DistError)  # Says what is wrong without the name of its type.
+    text = "" if error is None else str(error) if named else f"{type(error).__name__}: {error}"
     told: list[tuple[Participant, str, int]] = anchor.gather((participant(anchor, mine), text, mine.step))
     step = max(step for *_, step in told)
     everyone = [p for p, *_ in told]

@@ -155,19 +155,33 @@ class DivergenceReport:
             return "\n".join([f"consistent ({compared or 'nothing was compared'})", *notes])
         if self.repaired:
             notes += ["repaired, and checked again: " + "; ".join(self.repaired)]
-        return "\n".join([self._headline(), *_table(self.findings), *_where(self.findings, self.noun), *notes])
+        return "\n".join(
+            [self._headline(), *_table(self.findings, self.noun), *_where(self.findings, self.noun), *notes]
+        )
 
 
-def _table(findings: tuple[Finding, ...]) -> list[str]:
-    columns = ("step", "last good", "kind", "name", "ranks", "reference", "index", "value", "expected", "ULP", "what")
+def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
+    columns = (
+        "step",
+        "last good",
+        "kind",
+        "name",
+        f"{noun}s",
+        "reference",
+        "index",
+        "value",
+        "expected",
+        "ULP",
+        "what",
+    )
     rows = [columns]
     for f in findings[:SHOWN_ROWS]:
         rows.append(
             (
-                str(f.step),
-                "-" if f.last_good_step is None else str(f.last_good_step),
+                str(f.step) if noun == "rank" else "",
+                "-" if f.last_good_step is None and noun == "rank" else str(f.last_good_step or ""),
                 f.kind,
-                f.name,
+                _printable(f.name),
                 ranks_text(f.ranks),
                 "no majority" if f.reference_rank is None else str(f.reference_rank),
                 "" if f.index is None else ", ".join(map(str, f.index)),
@@ -219,7 +233,13 @@ def _sentence(f: Finding, noun: str) -> str:
         values = f", {f.field or 'element'} {f.value!r} against {f.expected!r}{at}"
     good = "" if f.last_good_step is None else f", last good step {f.last_good_step}"
     detail = f" ({f.detail})" if f.detail and f.index is None else ""
-    return f"{f.kind} {f.name} of {who}{where}, {against}{values}, step {f.step}{good}{detail}"
+    step = f", step {f.step}" if noun == "rank" else ""
+    return f"{f.kind} {_printable(f.name)} of {who}{where}, {against}{values}{step}{good}{detail}"
+
+
+def _printable(name: str) -> str:
+    """Names may come from files, with anything in them."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

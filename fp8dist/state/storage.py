@@ -21,7 +21,7 @@ from fp8dist.errors import CheckpointError
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
 
-__all__ = ["FORMAT_VERSION", "collect", "read_file", "restore", "write_file"]
+__all__ = ["FORMAT_VERSION", "collect", "read_file", "restore", "validated_slots", "write_file"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -68,7 +68,7 @@ def restore(arenas: Sequence[Arena], saved: Mapping[str, Any], strict: bool) -> 
     Raises:
         CheckpointError: version, shapes or dtypes are off; with ``strict``, other slots.
     """
-    names = _validated_slots(saved)
+    names = validated_slots(saved)
     places = {name: i for i, name in enumerate(names)}
     ours = {slot for arena in arenas for slot in arena.index}
     missing, unexpected = sorted(ours - places.keys()), sorted(places.keys() - ours)
@@ -99,7 +99,12 @@ def _restore_arena(arena: Arena, places: Mapping[Slot, int], saved: Mapping[str,
     arena.step.copy_(saved["step"])
 
 
-def _validated_slots(saved: Mapping[str, Any]) -> list[Slot]:
+def validated_slots(saved: Mapping[str, Any]) -> list[Slot]:
+    """The slots of a collected state, in order.
+
+    Raises:
+        CheckpointError: version, names, shapes, dtypes or values are not those of a state.
+    """
     version = saved.get("version")
     if version != FORMAT_VERSION:
         raise CheckpointError(f"FP8 state has version {version!r}, this library reads version {FORMAT_VERSION}")

@@ -1,0 +1,9 @@
+"""``python -m fp8dist``."""
+
+from __future__ import annotations
+
+import sys
+
+from fp8dist.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checkpoints read without a job: no process group, no GPU, no code from the file."""

@@ -1,0 +1,179 @@
+"""Files of torch.save: zip archives, and the format before them."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import CheckpointError
+from fp8dist.offline.entries import PARAMETERS, Entry, Item, Source, dtype_name
+from fp8dist.offline.pickles import Unpickler
+from fp8dist.offline.slices import FileSlice
+from fp8dist.offline.values import TORCH_SAVE, Storage, StoredTensor, flatten, plain_tensor, storage_of
+
+__all__ = ["LEGACY_MAGIC", "Archive", "items_of", "legacy_source", "zip_source"]
+
+LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # Follows the pickle's protocol, two bytes.
+_LEGACY_VERSION = 1001
+_LARGEST_PICKLE = 1 << 29
+_CHUNK = 1 << 20
+_HOUSEKEEPING = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
+
+Locate = Callable[[Storage], tuple[int, int]]
+
+
+class Archive:
+    """A zip archive as torch.save writes it: stored records under one folder.
+
+    Raises:
+        CheckpointError: it is another kind of zip, truncated, or not made of plain records.
+    """
+
+    def __init__(self, file: FileSlice) -> None:
+        self._file = file
+        try:
+            self._zip = zipfile.ZipFile(cast(BinaryIO, file))
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(f"is truncated or damaged: {error}") from None
+        names = [info.filename for info in self._zip.infolist()]
+        folders = [name.partition("/")[0] for name in names if name.partition("/")[2] == "data.pkl"]
+        if not folders:
+            npz = names and all(name.endswith(".npy") for name in names)
+            raise CheckpointError(
+                f"is {'a NumPy .npz file' if npz else 'a foreign zip archive'}, not one of torch.save"
+            )
+        if f"{folders[0]}/constants.pkl" in names:
+            raise CheckpointError("is a TorchScript archive, expected a file of torch.save")
+        self._records = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
+        if len(folders) > 1 or len(self._records) != len(names):
+            raise CheckpointError("has two records of one name")
+        if sum(info.file_size for info in self._records.values()) > file.length:
+            raise CheckpointError("has records that are larger than the file")
+        for name, info in self._records.items():
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
+                raise CheckpointError(f"record {name} is compressed or encrypted, torch.save does neither")
+
+    def verify(self) -> None:
+        """Compare every record with its checksum.
+
+        Raises:
+            CheckpointError: one does not match; says which.
+        """
+        for name, info in self._records.items():
+            try:
+                with self._zip.open(info) as record:
+                    while record.read(_CHUNK):
+                        pass
+            except (zipfile.BadZipFile, EOFError) as error:
+                raise CheckpointError(
+                    f"record {name} is damaged: {error or 'truncated'} (or it was written without checksums, "
+                    "under torch.serialization.set_crc32_options(False))"
+                ) from None
+
+    def content(self) -> tuple[Any, int]:
+        """(what was saved, with its tensors as references; bytes of the pickle)."""
+        order = self._bytes("byteorder") if "byteorder" in self._records else b"little"
+        if order != b"little":
+            raise CheckpointError("was written on a big-endian machine, expected little-endian")
+        data = self._bytes("data.pkl")
+        return Unpickler(io.BytesIO(data), len(data), TORCH_SAVE, storage_of).load(), len(data)
+
+    def storage(self, storage: Storage) -> tuple[int, int]:
+        """(place in the file, bytes) of a storage's record."""
+        info = self._records.get(f"data/{storage.key}")
+        if info is None:
+            raise CheckpointError(f"has no record data/{storage.key}")
+        header = self._file.bytes_at(info.header_offset, 30).numpy().tobytes()
+        name, extra = struct.unpack("<HH", header[26:])
+        return info.header_offset + len(header) + name + extra, info.file_size
+
+    def payload(self) -> Tensor:
+        """uint8: all that depends on what was saved, in the order of the records' names."""
+        data = b"".join(self._bytes(name) for name in sorted(self._records) if name not in _HOUSEKEEPING)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    @property
+    def payload_size(self) -> int:
+        return sum(info.file_size for name, info in self._records.items() if name not in _HOUSEKEEPING)
+
+    def _bytes(self, name: str) -> bytes:
+        if name == "data.pkl" and self._records[name].file_size > _LARGEST_PICKLE:
+            raise CheckpointError(f"has a pickle of more than {_LARGEST_PICKLE} bytes")
+        return self._zip.read(self._records[name])
+
+
+def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str = "") -> list[Item]:
+    """Entries of all leaves of what was saved. ``locate`` gives (place in ``file``, bytes) of a storage."""
+    items: list[Item] = []
+    for name, leaf in flatten(value, size, prefix):
+        load: Callable[[], Tensor]
+        if isinstance(leaf, Storage):
+            leaf = StoredTensor.whole(leaf)
+        if isinstance(leaf, StoredTensor):
+            start, available = locate(leaf.storage)
+            leaf.check(available, file.length)
+            entry = Entry(name, "parameter", leaf.shape, dtype_name(leaf.dtype))
+            load = partial(leaf.read, file, start)
+        else:
+            load = partial(plain_tensor, leaf)
+            found = load()
+            entry = Entry(name, "parameter", tuple(found.shape), dtype_name(found.dtype))
+        items.append((entry, load))
+    return items
+
+
+def zip_source(file: FileSlice) -> Source:
+    """A zip file of torch.save. Every record's checksum is verified first."""
+    archive = Archive(file)
+    archive.verify()
+    value, size = archive.content()
+    return Source(file.path, PARAMETERS, items_of(value, size, file, archive.storage))
+
+
+def legacy_source(file: FileSlice) -> Source:
+    """A file of ``torch.save(…, _use_new_zipfile_serialization=False)``. It has no checksums."""
+    stream = io.BufferedReader(file)
+
+    def pickled(with_storages: bool = False) -> Any:
+        stored: list[Storage] = []
+
+        def remember(identity: Any) -> Storage:
+            stored.append(storage_of(identity))
+            return stored[-1]
+
+        value = Unpickler(stream, file.length, TORCH_SAVE, remember if with_storages else None).load()
+        return (value, stored) if with_storages else value
+
+    _magic, version, system = pickled(), pickled(), pickled()
+    if version != _LEGACY_VERSION or not isinstance(system, dict) or not system.get("little_endian"):
+        raise CheckpointError(f"is of another protocol or big-endian, expected {_LEGACY_VERSION}, little-endian")
+    (value, stored), keys = pickled(with_storages=True), pickled()
+    size = stream.tell()
+    places = _legacy_places(keys, {storage.key: storage for storage in stored}, file, size)
+    return Source(file.path, PARAMETERS, items_of(value, size, file, lambda storage: places[storage.key]))
+
+
+def _legacy_places(keys: Any, storages: dict[str, Storage], file: FileSlice, start: int) -> dict[str, tuple[int, int]]:
+    """(place, bytes) of each storage: they follow the pickles, each behind its number of elements, int64."""
+    if not isinstance(keys, list) or not all(isinstance(k, str) for k in keys) or sorted(keys) != sorted(storages):
+        raise CheckpointError("its list of storages is damaged")
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys:
+        (numel,) = struct.unpack("<q", file.bytes_at(start, 8).numpy().tobytes())
+        storage = storages[key]
+        if numel != storage.numel:
+            raise CheckpointError(f"storage {key} has {numel} elements, expected {storage.numel}")
+        if start + 8 + storage.nbytes > file.length:
+            raise CheckpointError(f"is truncated in storage {key}")
+        places[key] = (start + 8, storage.nbytes)
+        start += 8 + storage.nbytes
+    if start != file.length:
+        raise CheckpointError(f"has {file.length - start} bytes more than its storages")
+    return places

@@ -1,0 +1,119 @@
+"""Checkpoints that should be equal: digested one tensor at a time, and what is not equal explained."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from fp8dist.consistency.contents import Content, Digester, Field, Key, bytes_of
+from fp8dist.consistency.differences import block_of, compare_block, first_differing_block, unravel
+from fp8dist.consistency.findings import Differing, Seen, explained, is_odd, layout_findings, named_only, reference_of
+from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of
+from fp8dist.offline.entries import Entry, Source
+
+__all__ = ["SourceContent", "bytes_in", "compare_sources"]
+
+MAX_EXPLAINED = 64
+"""Differing tensors of which the first differing element is looked for."""
+
+Progress = Callable[[int], None]
+"""Is told of bytes that were read."""
+
+_FINDING_KINDS: Mapping[str, str] = MappingProxyType(
+    {"cold": "scale", "amax": "history", "counters": "history", "parameter": "parameter"}
+)
+
+
+class SourceContent(Content):
+    """What a checkpoint holds. Reads one tensor at a time, and keeps none."""
+
+    def __init__(self, source: Source, progress: Progress) -> None:
+        super().__init__([Key(e.name, e.kind, e.shape, e.dtype) for e in source.entries], torch.device("cpu"))
+        self._source = source
+        self._progress = progress
+
+    def digests(self, digester: Digester) -> Tensor:
+        """See ``Content``."""
+        result = torch.empty(len(self.keys), 2, dtype=torch.int64)
+        seeds = self.seeds
+        for i in range(len(self.keys)):
+            tensor = self._source.read(i)
+            leaves = digester.leaves(tensor)
+            result[i] = digester.on(tensor.device).digests(leaves, [len(leaves)], seeds[i : i + 1])[0]
+            self._progress(tensor.nbytes)
+        return result
+
+    def fields(self, index: int) -> list[Field]:
+        """See ``Content``. Read anew."""
+        entry = self._source.entries[index]
+        return [field_of(entry, self._source.read(index))]
+
+
+def bytes_in(source: Source) -> int:
+    """How much its tensors hold together."""
+    return sum(math.prod(e.shape) * getattr(torch, e.dtype).itemsize for e in source.entries)
+
+
+def field_of(entry: Entry, tensor: Tensor) -> Field:
+    """An entry with its tensor."""
+    name = "" if entry.kind == "parameter" else entry.kind
+    kind = _FINDING_KINDS.get(entry.kind, entry.kind)
+    return Field(name, kind, tensor, lambda place: unravel(place, entry.shape))
+
+
+def compare_sources(sources: Sequence[Source], progress: Progress) -> DivergenceReport:
+    """Compare checkpoints by name. In findings a "rank" is a place in ``sources``; its path is the host.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    contents = [SourceContent(source, progress) for source in sources]
+    digester = Digester()
+    digests = [content.digests(digester) for content in contents]
+    places = [{key: i for i, key in enumerate(content.keys)} for content in contents]
+    by_name = {n: {(key.name, key.kind): key for key in content.keys} for n, content in enumerate(contents)}
+    findings = layout_findings(by_name, "file")
+    common = sorted(set(places[0]).intersection(*places[1:]))
+    explained_count = 0
+    for key in common:
+        sides = sides_of({n: tuple(digests[n][places[n][key]].tolist()) for n in range(len(sources))})
+        if len(sides) == 1:
+            continue
+        thing = Differing(places[0][key], key, sides)
+        seen = _look_into(thing, sources, places, digester) if explained_count < MAX_EXPLAINED else None
+        explained_count += 1
+        findings += named_only(thing, "") if seen is None else seen
+    participants = [Participant(n, source.path) for n, source in enumerate(sources)]
+    compared = tuple(sorted(Counter(key.kind for key in common).items()))
+    return DivergenceReport(tuple(f.located(participants) for f in findings), compared, noun="file")
+
+
+def _look_into(
+    thing: Differing, sources: Sequence[Source], places: Sequence[Mapping[Key, int]], digester: Digester
+) -> list[Finding]:
+    """Findings with the first differing element of each odd side. Two tensors are in memory."""
+
+    def read(n: int) -> Field:
+        index = places[n][thing.key]
+        return field_of(sources[n].entries[index], sources[n].read(index))
+
+    expected = read(reference_of(thing))
+    theirs = digester.leaves(expected.tensor)
+    seen: dict[int, list[Seen]] = {n: [] for n in range(len(sources))}
+    for n in seen:
+        if is_odd(n, thing):
+            mine = read(n)
+            first = first_differing_block(digester.leaves(mine.tensor), theirs)
+            if first is None:
+                continue
+            block, blocks = first
+            a, b = (block_of(bytes_of(field), block) for field in (mine, expected))
+            difference = compare_block(a, b, mine.tensor.dtype, block, blocks, len(theirs))
+            if difference is not None:
+                seen[n].append(Seen(0, 0, mine.locate(difference.place), difference))
+    return explained(thing, {0: expected}, seen, "file") or named_only(thing, "")

@@ -1,0 +1,115 @@
+"""Parts of regular files, read by position."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.offline.failures import Named
+
+__all__ = ["FileSlice"]
+
+_Stamp = tuple[int, int, int, int]
+
+
+class FileSlice(io.RawIOBase):
+    """Bytes ``[start, start + length)`` of a file, as a file of its own.
+
+    The file is open only while it is read, so that thousands can be held; one that has changed in between is refused.
+    """
+
+    def __init__(self, path: str, start: int, length: int, stamp: _Stamp) -> None:
+        super().__init__()
+        self.path, self.start, self.length = path, start, length
+        self._stamp = stamp
+        self._place = 0
+
+    @classmethod
+    def of(cls, path: str) -> FileSlice:
+        """The whole of a regular file.
+
+        Raises:
+            CheckpointError: it is a pipe, a device, or anything else without a size.
+            OSError: there is none.
+        """
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+            raise Named(f"{path}: is {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}, expected a file")
+        return cls(path, 0, status.st_size, _stamp(status))
+
+    def part(self, offset: int, length: int) -> FileSlice:
+        """A part of this part, ``offset`` from its start.
+
+        Raises:
+            CheckpointError: it is not all there.
+        """
+        if offset < 0 or length < 0 or offset + length > self.length:
+            raise Named(
+                f"{self.path}: is truncated or damaged: {offset + length} bytes are wanted, there are {self.length}"
+            )
+        return FileSlice(self.path, self.start + offset, length, self._stamp)
+
+    def bytes_at(self, offset: int, count: int) -> Tensor:
+        """uint8[count] from ``offset`` on.
+
+        Raises:
+            CheckpointError: they are not all there.
+        """
+        wanted = self.part(offset, count)
+        found = torch.empty(count, dtype=torch.uint8, device="cpu")
+        view, done = memoryview(found.numpy().data), 0
+        with wanted._opened() as descriptor:
+            while done < count:
+                step = os.preadv(descriptor, [view[done:]], wanted.start + done)
+                if step == 0:
+                    raise Named(f"{self.path}: became shorter while it was read")
+                done += step
+        return found
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        # Should a pipe have taken the file's place, opening it would otherwise wait for a writer.
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if _stamp(os.fstat(descriptor)) != self._stamp:
+                raise Named(f"{self.path}: was changed while it was read")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.length}[whence]
+        if place < 0:
+            raise OSError("seek to before the start")  # What zipfile expects of a file.
+        self._place = place
+        return place
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), max(0, self.length - self._place))
+        if wanted == 0:
+            return 0
+        with self._opened() as descriptor:
+            count = os.preadv(descriptor, [memoryview(buffer)[:wanted]], self.start + self._place)
+        self._place += count
+        return count
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

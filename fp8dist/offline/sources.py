@@ -1,0 +1,96 @@
+"""Checkpoints of every kind, opened by path.
+
+======================  ====================================================================================
+fp8dist state           family "state": each slot's scale, amax, cold, counters and history, and the step
+safetensors             one file, or all files of a folder
+torch.save              zip files and legacy files; nested names are dotted ("optimizer.param_groups.0.lr")
+DCP                     a folder with ``.metadata``
+======================  ====================================================================================
+
+Nothing from a file is ever executed, and one tensor is in memory at a time (of a state file: all).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+from fp8dist.errors import CheckpointError
+from fp8dist.offline.archives import LEGACY_MAGIC, legacy_source, zip_source
+from fp8dist.offline.dcp import METADATA, dcp_source
+from fp8dist.offline.entries import Entry, Source
+from fp8dist.offline.failures import reading
+from fp8dist.offline.safetensor_files import SUFFIX, is_state, safetensors_source
+from fp8dist.offline.slices import FileSlice
+from fp8dist.offline.states import state_source
+
+__all__ = ["Entry", "Source", "open_source"]
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a checkpoint and list what it holds. Close it, or use it in a ``with`` statement.
+
+    Numbers, text and bytes beside tensors are entries too, as small tensors (``values.plain_tensor``).
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read. One line that names the file.
+    """
+    name = os.fsdecode(path)
+    with reading(name):
+        if os.path.isdir(name):
+            return _open_folder(name)
+        return _open_file(name)
+
+
+def _open_folder(path: str) -> Source:
+    names = sorted(os.listdir(path))
+    if METADATA in names:
+        return dcp_source(path)
+    parts = [os.path.join(path, name) for name in names if name.endswith(SUFFIX)]
+    if parts:
+        return safetensors_source(path, parts)
+    ranks = [name for name in names if name.startswith("__") and name.endswith(METADATA)]
+    if ranks:
+        raise CheckpointError(
+            f"has an index per rank ({ranks[0]}), expected one .metadata that all ranks wrote together"
+        )
+    if any(name.endswith(".distcp") for name in names):
+        raise CheckpointError("has .distcp files without their .metadata: saving it was not finished")
+    raise CheckpointError(f"has neither .metadata nor *{SUFFIX} in it: no checkpoint")
+
+
+def _open_file(path: str) -> Source:
+    file = FileSlice.of(path)
+    head = file.bytes_at(0, min(512, file.length)).numpy().tobytes()
+    if not head:
+        raise CheckpointError("is empty")
+    if head.startswith(b"PK"):
+        return zip_source(file)
+    if head[:1] == b"\x80" and head[2:].startswith(LEGACY_MAGIC):
+        return legacy_source(file)
+    if _starts_like_safetensors(head, file.length) or path.endswith(SUFFIX):
+        if is_state(path):
+            return state_source(path)
+        return safetensors_source(path, [path])
+    raise CheckpointError(_strange(path, head))
+
+
+def _starts_like_safetensors(head: bytes, length: int) -> bool:
+    return len(head) > 8 and struct.unpack("<Q", head[:8])[0] + 8 <= length and head[8:9] == b"{"
+
+
+def _strange(path: str, head: bytes) -> str:
+    """What a file is that is no checkpoint."""
+    if head.startswith(b"version https://git-lfs"):
+        return "is a git-lfs pointer, not the file itself: run git lfs pull"
+    if head[:1] == b"\x80":
+        return "is a pickle, but not one of torch.save: pickles can run code and are not opened"
+    if head[257:262] == b"ustar":
+        return "is a tar archive, which torch.save wrote before 0.1.10: save it again"
+    if head.startswith(b"\x93NUMPY"):
+        return "is a NumPy .npy file, expected safetensors, a file of torch.save or a DCP folder"
+    if Path(path).suffix == ".distcp":
+        return "is one piece of a DCP checkpoint: name its folder"
+    kind = "text" if all(31 < byte < 127 or byte in b"\t\r\n\f" for byte in head) else "of no known kind"
+    return f"is {kind} (it starts with {head[:16]!r}), expected safetensors, a file of torch.save or a DCP folder"

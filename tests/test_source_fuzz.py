@@ -1,0 +1,256 @@
+"""Whatever is done to a checkpoint, reading it succeeds or raises CheckpointError, on one line that names it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import struct
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.errors import CheckpointError
+from fp8dist.offline.sources import open_source
+
+# A checkpoint as {file name: content}; one that is a file of its own has the name "".
+Content = dict[str, bytes]
+INTERESTING = [0, 1, 2, 0x7F, 0x80, 0x81, 0x8A, 0x93, 0x95, 0xFF, *b"(.)]}0bcegjqrstuNQRXK"]
+
+
+def _value() -> dict[str, Any]:
+    weight = torch.arange(12.0).reshape(3, 4)
+    fp8 = torch.ones(5).to(torch.float8_e4m3fn)
+    return {"w": weight, "t": weight.t(), "fp8": fp8, "lr": 0.5, "names": ["x", b"y"], "p": nn.Parameter(torch.ones(2))}
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Content]:
+    """One small checkpoint of each kind."""
+    folder = tmp_path_factory.mktemp("valid")
+    torch.save(_value(), folder / "zip")
+    torch.save(_value(), folder / "legacy", _use_new_zipfile_serialization=False)
+    save_file({"w": torch.ones(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}, folder / "safetensors")
+    fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), DelayedScaling(history_len=2)).save(folder / "state")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_value(), checkpoint_id=folder / "dcp")
+    found = {name: {"": (folder / name).read_bytes()} for name in ("zip", "legacy", "safetensors", "state")}
+    found["folder"] = {"a.safetensors": found["safetensors"][""], "config.json": b"{}"}
+    found["dcp"] = {path.name: path.read_bytes() for path in (folder / "dcp").iterdir()}
+    return found
+
+
+def _read_all(content: Content, marker: Path | None = None) -> bool:
+    """Whether it can be read. Fails on anything but success and one proper CheckpointError."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+        if "" in content:
+            path.write_bytes(content[""])
+        else:
+            path.mkdir()
+            for name, data in content.items():
+                (path / name).write_bytes(data)
+        try:
+            with open_source(path) as source:
+                for index, entry in enumerate(source.entries):
+                    tensor = source.read(index)
+                    assert tuple(tensor.shape) == entry.shape
+            return True
+        except CheckpointError as error:
+            text = str(error)
+            assert text.startswith(str(path))
+            assert text.isprintable()
+            return False
+        finally:
+            assert marker is None or not marker.exists()
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@st.composite
+def _mutation(draw: st.DrawFn) -> Callable[[bytes, bytes], bytes]:
+    """A change of some bytes, with another file at hand to splice from."""
+    kind = draw(st.sampled_from(["cut", "flip", "set", "insert", "delete", "double", "splice", "number"]))
+    place, length = draw(st.floats(0, 1)), draw(st.integers(1, 40))
+    byte = draw(st.one_of(st.sampled_from(INTERESTING), st.integers(0, 255)))
+    size = draw(st.sampled_from([1, 2, 4, 8]))
+    number = draw(st.sampled_from([0, 1, -1, 1 << 31, (1 << 63) - 1, 1 << 40, 255])) % (1 << 8 * size)
+
+    def change(data: bytes, other: bytes) -> bytes:
+        at = int(place * len(data))
+        head, tail = data[:at], data[at:]
+        if kind == "cut":
+            return head
+        if kind == "flip":
+            return head + bytes(b ^ (1 << byte % 8) for b in tail[:1]) + tail[1:]
+        if kind == "set":
+            return head + bytes([byte]) + tail[1:]
+        if kind == "insert":
+            return head + bytes([byte]) * length + tail
+        if kind == "delete":
+            return head + tail[length:]
+        if kind == "double":
+            return head + tail[:length] + tail
+        if kind == "splice":
+            return head + other[int(place * len(other)) :]
+        return head + number.to_bytes(size, "little") + tail[size:]
+
+    return change
+
+
+def _rezipped(data: bytes, change: Callable[[bytes], bytes], record: str = "data.pkl") -> bytes:
+    """The archive with one record changed and its checksum right: past it, to the unpickler."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            new.writestr(name, change(content) if name.partition("/")[2] == record else content)
+    return stream.getvalue()
+
+
+def _remade(content: Content, changes: dict[Any, Callable[[bytes], bytes]]) -> Content:
+    """A DCP folder with some of its pieces changed, at places and lengths that are right again."""
+    index, data = pickle.loads(content[".metadata"]), b""
+    for key, place in sorted(index.storage_data.items(), key=lambda item: item[1].offset):
+        piece = content[place.relative_path][place.offset : place.offset + place.length]
+        piece = changes[key.fqn](piece) if key.fqn in changes else piece
+        index.storage_data[key] = type(place)("pieces", len(data), len(piece))
+        data += piece
+    return {".metadata": pickle.dumps(index), "pieces": data}
+
+
+KINDS = ["zip", "legacy", "safetensors", "state", "folder", "dcp"]
+
+
+def _fuzz(valid: dict[str, Content], data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from([*KINDS, "pickle", "piece", "value", "record"]))
+    changes = data.draw(st.lists(_mutation(), min_size=1, max_size=3))
+    other = next(iter(valid[data.draw(st.sampled_from(KINDS))].values()))
+
+    def change(content: bytes) -> bytes:
+        for one in changes:
+            content = one(content, other)
+        return content
+
+    if kind == "pickle":
+        content = {"": _rezipped(valid["zip"][""], change)}
+    elif kind == "record":
+        record = data.draw(st.sampled_from(["data/0", "byteorder", "version", ".format_version", "data/1"]))
+        content = {"": _rezipped(valid["zip"][""], change, record)}
+    elif kind in ("piece", "value"):
+        name = data.draw(st.sampled_from(["w", "fp8", "p"] if kind == "piece" else ["lr", "names"]))
+        content = _remade(valid["dcp"], {name: lambda piece: _rezipped(piece, change)})
+    else:
+        content = dict(valid[kind])
+        name = data.draw(st.sampled_from(sorted(content)))
+        content[name] = change(content[name])
+    _read_all(content)
+
+
+def test_the_files_are_valid(valid: dict[str, Content]) -> None:
+    for content in valid.values():
+        assert _read_all(content)
+    assert _read_all(_remade(valid["dcp"], {"w": lambda piece: _rezipped(piece, bytes)}))
+
+
+_UNHURRIED = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+
+
+@settings(_UNHURRIED, max_examples=400)
+@given(data=st.data())
+def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:
+    _fuzz(valid, data)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@settings(_UNHURRIED, max_examples=15_000)
+@given(data=st.data())
+def test_damaged_files_at_length(valid: dict[str, Content], data: st.DataObject) -> None:
+    _fuzz(valid, data)
+
+
+def test_every_byte_of_an_index(valid: dict[str, Content]) -> None:
+    """An index has no checksum. What a flipped bit leaves readable, still reads without harm."""
+    index = valid["dcp"][".metadata"]
+    for place in range(0, len(index), 3):
+        broken = bytearray(index)
+        broken[place] ^= 1 << place % 8
+        _read_all({**valid["dcp"], ".metadata": bytes(broken)})
+
+
+class _Call:
+    """Pickled as a call of any function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _bombs(marker: str) -> Iterator[tuple[str, Any]]:
+    leave = f"touch '{marker}'"
+    yield "os.system", _Call(os.system, leave)
+    yield "eval", _Call(eval, f"__import__('os').system({leave!r})")
+    yield "exec", _Call(exec, f"open({marker!r}, 'w')")
+    yield "getattr", _Call(getattr, "os", "system")
+    yield "open", _Call(open, marker, "w")
+    yield "nested", {"a": [(_Call(os.system, leave),)]}
+    yield "argument", _Call(torch.Size, _Call(os.system, leave))
+    yield "load", _Call(torch.load, marker)
+    yield "rebuild", _Call(torch._utils._rebuild_tensor, _Call(os.system, leave), 0, (1,), (1,))
+    yield "from type", _Call(torch._tensor._rebuild_from_type_v2, os.system, torch.Tensor, (leave,), {})
+
+
+@pytest.mark.parametrize("name", [name for name, _ in _bombs("")])
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_crafted_pickles(valid: dict[str, Content], name: str, protocol: int, tmp_path: Path) -> None:
+    """Alone, appended and in place of each pickle of each kind. Nothing of them is ever run."""
+    marker = tmp_path / "marker"
+    bomb = pickle.dumps(dict(_bombs(str(marker)))[name], protocol)
+    head = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+    index = valid["dcp"]
+    assert not _read_all({"": bomb}, marker)
+    assert not _read_all({"": head + bomb}, marker)
+    assert not _read_all({"": head + pickle.dumps({}, 2) + bomb}, marker)
+    assert not _read_all({"": _rezipped(valid["zip"][""], lambda _: bomb)}, marker)
+    assert not _read_all({**index, ".metadata": bomb}, marker)
+    assert not _read_all(_remade(index, {"w": lambda piece: _rezipped(piece, lambda _: bomb)}), marker)
+    assert not _read_all(_remade(index, {"w": lambda _: bomb}), marker)
+    # A value that is no tensor is then listed as its bytes, unless even that cannot be told.
+    _read_all(_remade(index, {"lr": lambda piece: _rezipped(piece, lambda _: bomb)}), marker)
+    assert _read_all(_remade(index, {"lr": lambda _: bomb}), marker)
+    # Inside an index that is otherwise right.
+    metadata = pickle.loads(index[".metadata"])
+    metadata.planner_data = dict(_bombs(str(marker)))[name]
+    assert not _read_all({**index, ".metadata": pickle.dumps(metadata, protocol)}, marker)
+
+
+@settings(_UNHURRIED, max_examples=200)
+@given(opcodes=st.lists(st.sampled_from([bytes([i]) for i in INTERESTING]), max_size=40), tail=st.binary(max_size=20))
+def test_random_opcodes(valid: dict[str, Content], opcodes: list[bytes], tail: bytes) -> None:
+    pickled = b"\x80\x02" + b"".join(opcodes) + tail
+    _read_all({"": _rezipped(valid["zip"][""], lambda _: pickled)})
+    _read_all({**valid["dcp"], ".metadata": pickled})
+
+
+@settings(_UNHURRIED, max_examples=100)
+@given(header=st.binary(max_size=60), length=st.integers(0, (1 << 64) - 1) | st.integers(0, 100))
+def test_random_safetensors_headers(header: bytes, length: int) -> None:
+    _read_all({"": struct.pack("<Q", length) + b"{" + header})
+    _read_all({"a.safetensors": struct.pack("<Q", len(header)) + header})
