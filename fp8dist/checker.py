@@ -27,7 +27,7 @@ from fp8dist.groups import SyncGroup, world_size
 from fp8dist.kernels.update import WORD_MANIFEST
 from fp8dist.nn import Mode
 from fp8dist.settings import Settings
-from fp8dist.state.arena import NONFINITE, Arena
+from fp8dist.state.arena import NONFINITE, SATURATED, Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync, Evidence
 
@@ -94,6 +94,14 @@ class Checker:
         Args:
             joins: ranks without data would not come: nothing is localised.
         """
+        differing = self.read_verdicts(joins, only_immediate)
+        if differing:
+            self._conclude_verdicts(differing, joins)
+
+    def read_verdicts(
+        self, joins: bool = False, only_immediate: bool = False
+    ) -> list[tuple[ArenaSync, DivergenceReport]]:
+        """What the last syncs proved to differ. COLLECTIVE when they found a difference."""
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
         for sync in self._syncs:
             if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
@@ -110,8 +118,7 @@ class Checker:
                 differing.append((sync, DivergenceReport(tuple(findings))))
             elif differs:
                 differing.append((sync, self._localise(sync, evidence, differs)))
-        if differing:
-            self._conclude_verdicts(differing, joins)
+        return differing
 
     def _localise(self, sync: ArenaSync, evidence: Evidence | None, differs: tuple[str, ...]) -> DivergenceReport:
         with _on_device_of(sync):
@@ -122,8 +129,9 @@ class Checker:
         # All ranks go on from one state. Else every later sync would be refused for its step, and a scale that
         # the commit did not touch, because its slot did not run, would be reported for ever.
         arena.step.fill_(found.step)
-        if found.scales is not None:
-            arena.adopt_untaken_scales(found.scales)
+        if found.reference is not None:
+            arena.adopt_untaken_scales(found.reference.scales)
+            arena.counters[SATURATED] = found.reference.saturated
             self._mode.invalidate_casts()
         return found.report
 
@@ -169,6 +177,7 @@ class Checker:
         anchor = self._anchor(module)
         if anchor is None:
             return DivergenceReport(skipped=("there is one rank, or no process group",))
+        known = [f for _, found in self.read_verdicts() for f in found.findings]
 
         def build() -> Holdings:
             inventory = Inventory(anchor, groups={pattern: None for sync in self._syncs for pattern in sync.patterns})
@@ -180,7 +189,7 @@ class Checker:
 
         with _on_device_of(default):
             try:
-                report = run_check(anchor, build, policy, self._settings.report_dir, tell=self._tell_report)
+                report = run_check(anchor, build, policy, self._settings.report_dir, known, self._tell_report)
             finally:
                 self.checks += 1
                 self.seconds += time.perf_counter() - start
@@ -212,11 +221,18 @@ def run_check(
     build: Callable[[], Holdings],
     policy: Policy | None,
     report_dir: str | None,
+    known: Sequence[Finding] = (),
     tell: Callable[[DivergenceReport], None] | None = None,
     speaks: bool = True,
 ) -> DivergenceReport:
-    """Compare, keep the evidence, mend if that is the policy, say it once, raise if that is. COLLECTIVE over
-    ``anchor``."""
+    """Compare, keep the evidence, mend if that is the policy, say it once, raise if that is. COLLECTIVE.
+
+    Args:
+        anchor: the ranks that call.
+        known: what this rank knows already to differ.
+        tell: is called with a report of differences.
+        speaks: False: the caller says it, or raises.
+    """
     held: list[ReplicaSet] = []
 
     def building() -> Holdings:
@@ -227,7 +243,7 @@ def run_check(
     def evidence(finding: Finding) -> dict[str, Any] | None:
         return next((found for s in held if (found := s.evidence(finding)) is not None), None)
 
-    compared = check_replicas(anchor, building)
+    compared = check_replicas(anchor, building, known)
     report = compared.report
     if not report.consistent:
         save_evidence(report, report_dir, evidence)

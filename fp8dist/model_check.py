@@ -70,7 +70,9 @@ def check(
         add_module(inventory, module, Scope(True, gradients, optimizer))
         return holdings(inventory, step)
 
-    report = run_check(anchor, build, policy, report_dir())
+    verdicts = [found for manager in managers for _, found in manager.checkable().checker.read_verdicts()]
+    known = [finding for report in verdicts for finding in report.findings]
+    report = run_check(anchor, build, policy, report_dir(), known)
     for manager in managers:  # A repair writes weights behind their casts' back.
         manager.checkable().mode.invalidate_casts()
     if report.consistent and not report.compared and anchor.size > 1:

@@ -12,11 +12,28 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from text import BadInput, Text, read_text
 
-__all__ = ["Options", "exit_with", "parse", "prepare_input"]
+__all__ = ["DIVERGED", "Fault", "Options", "exit_with", "parse", "prepare_input"]
+
+DIVERGED = 4
+"""Exit status of a run that stopped because its ranks differ. That of a user's mistake is 2."""
+
+FAULTS = ("scale", "weight", "nan", "skip")
+"""The kinds of ``--inject``."""
+
+
+class Fault(NamedTuple):
+    """One ``--inject``: what is damaged, on which rank, at which step (counted from 1)."""
+
+    kind: str
+    rank: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.rank}:{self.step}"
 
 
 @dataclass(frozen=True)
@@ -32,8 +49,10 @@ class Options:
     format: Literal["hybrid", "e4m3"]
     update: Literal["same_step", "next_step"]
     amax_sync: bool | None
-    check_policy: Literal["raise", "warn"] | None
     backend: Literal["auto", "torch", "reference"] | None
+    check_every: int | None
+    check_policy: Literal["raise", "warn", "repair"] | None
+    inject: tuple[Fault, ...]
     layers: int
     width: int
     heads: int
@@ -65,6 +84,7 @@ def parse(arguments: Sequence[str]) -> Options:
     values = _parser().parse_args(arguments)
     if values.parallel is None:
         values.parallel = "ddp" if ranks > 1 else "none"
+    values.inject = tuple(values.inject or ())
     options = Options(**vars(values))
     if options.parallel == "none" and ranks > 1:
         raise BadInput(f"--parallel none is for one rank, and there are {ranks}: use --parallel ddp")
@@ -72,7 +92,18 @@ def parse(arguments: Sequence[str]) -> Options:
         raise BadInput(f"--width {options.width} is not a multiple of --heads {options.heads}")
     if options.precision == "fp8" and options.width % 16:
         raise BadInput(f"--precision fp8 needs a --width in multiples of 16, got {options.width}")
+    for fault in options.inject:
+        _require_possible(fault, options, ranks)
     return options
+
+
+def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
+    if fault.rank >= ranks:
+        raise BadInput(f"--inject {fault}: there is no rank {fault.rank}, ranks are 0 to {ranks - 1}")
+    if not 1 <= fault.step <= options.steps:
+        raise BadInput(f"--inject {fault}: there is no step {fault.step}, steps are 1 to {options.steps}")
+    if fault.kind in ("scale", "nan") and options.precision != "fp8":
+        raise BadInput(f"--inject {fault}: needs --precision fp8, and this is {options.precision}")
 
 
 def prepare_input(options: Options) -> Text:
@@ -103,12 +134,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train_gpt.py",
         description="Train a small byte-level GPT on one or many ranks, in high precision or in FP8.",
-        epilog="Flags that are left out of the FP8 group follow their FP8DIST_… environment variable, if it has one.",
+        epilog=(
+            "--amax-sync, --backend, --check-every and --check-policy, when left out, follow their FP8DIST_… "
+            "environment variable. Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file; "
+            f"{DIVERGED}, the run stopped because its ranks differ, and divergence.txt and divergence.json under --out "
+            "say which ranks and tensors."
+        ),
         formatter_class=_HelpWithDefaults,
         allow_abbrev=False,
     )
     _add_job_flags(parser.add_argument_group("job"))
     _add_fp8_flags(parser.add_argument_group("FP8 (with --precision fp8)"))
+    _add_check_flags(parser.add_argument_group("consistency of the ranks"))
     _add_model_flags(parser.add_argument_group("model and training"))
     return parser
 
@@ -140,13 +177,38 @@ def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
     add("--format", choices=("hybrid", "e4m3"), default="hybrid", help="hybrid: gradients are E5M2")
     add("--update", choices=("same_step", "next_step"), default="same_step", help="when a sync is waited for")
     add("--amax-sync", action=argparse.BooleanOptionalAction, help="share amaxes between ranks (default: yes)")
-    add("--check-policy", choices=("raise", "warn"), help="what to do when ranks differ (default: raise)")
     add(
         "--backend",
         choices=("auto", "torch", "reference"),
         help="of FP8 products (default: auto, which is torch on a GPU and reference on a CPU)",
     )
     add("--calibrate-steps", type=_at_least(0), metavar="N", default=0, help="observe N batches before training")
+
+
+def _add_check_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--check-every",
+        type=_at_least(0),
+        metavar="N",
+        help="compare parameters and FP8 state of all ranks every N steps and at the end (default: 0, never)",
+    )
+    add(
+        "--check-policy",
+        choices=("raise", "warn", "repair"),
+        help=f"what to do when ranks differ: stop with exit status {DIVERGED}, say so and go on, or copy from the "
+        "majority and go on (default: raise)",
+    )
+    add(
+        "--inject",
+        type=_fault,
+        action="append",
+        metavar="KIND:RANK:STEP",
+        help="damage something on one rank, to see it found; may be given several times. scale: one scale is doubled "
+        "just before the step's sync. weight: one bit of a weight is flipped after the update. nan: one NaN amax is "
+        "recorded; no divergence, all ranks count it and keep the scale. skip: the rank loses the update (it is "
+        "undone; a rank that really left optimizer.step() out would leave the others hanging)",
+    )
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -173,6 +235,15 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
     number.__name__ = "integer"  # argparse puts it into its messages.
     return number
+
+
+def _fault(text: str) -> Fault:
+    kind, *place = text.split(":")
+    if kind not in FAULTS:
+        raise argparse.ArgumentTypeError(f"kinds are {', '.join(FAULTS)}, got {text!r}")
+    if len(place) != 2 or not all(number.isdecimal() for number in place):
+        raise argparse.ArgumentTypeError(f"expected {kind}:RANK:STEP, got {text!r}")
+    return Fault(kind, int(place[0]), int(place[1]))
 
 
 def _positive_float(text: str) -> float:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "digest_of", "joined_ranks", "leave"]
+from fp8dist.errors import DivergenceError
+
+__all__ = ["Ranks", "digest_of", "joined_ranks", "leave", "meet_at_the_end"]
+
+PATIENCE = timedelta(seconds=10)
+"""How long a rank that is about to fail waits for the others to have written what they have to say."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,10 @@ class Ranks:
 
 @contextlib.contextmanager
 def joined_ranks(parallel: str) -> Iterator[Ranks]:
-    """Pick the device and, unless ``parallel`` is "none", join the process group. COLLECTIVE."""
+    """Pick the device and, unless ``parallel`` is "none", join the process group. COLLECTIVE.
+
+    After a DivergenceError the group is left as it is, for ``meet_at_the_end``.
+    """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device, backend = _device_and_backend()
@@ -60,8 +70,12 @@ def joined_ranks(parallel: str) -> Iterator[Ranks]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield Ranks(rank, size, device, backend)
-    finally:
+    except DivergenceError:
+        raise
+    except BaseException:
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _device_and_backend() -> tuple[torch.device, str]:
@@ -74,8 +88,20 @@ def _device_and_backend() -> tuple[torch.device, str]:
     return device, "nccl" if enough else "gloo"
 
 
-def leave() -> NoReturn:
-    """End the process well, without the interpreter's shutdown.
+def meet_at_the_end() -> None:
+    """Wait, but not for ever, until all ranks have written their files, before one of them fails. COLLECTIVE.
+
+    torchrun ends the other ranks as soon as it sees that one has failed; all of them have the same status to tell.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(Exception):  # Another rank is gone already: there is nobody to wait for.
+        work = dist.barrier(async_op=True)
+        if work is not None:
+            work.wait(PATIENCE)
+
+
+def leave(status: int = 0) -> NoReturn:
+    """End the process, without the interpreter's shutdown.
 
     A gloo thread lets go of the last collective's tensors some time after it is done, and DDP keeps those threads
     alive past ``destroy_process_group``. When that happens while the interpreter shuts down, it aborts the process
@@ -83,7 +109,7 @@ def leave() -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -80,6 +80,14 @@ class Recorder:
         self._waiting.clear()
         self._start = time.perf_counter()
 
+    def save_own(self) -> None:
+        """Write the steps since the last flush with this rank's loss alone, when the ranks cannot be asked. Local."""
+        if self._file is not None:
+            for step, learning_rate, loss in self._waiting:
+                line = {"step": step, "loss_of_rank_0": loss.item(), "learning_rate": learning_rate}
+                self._file.write(json.dumps(line) + "\n")
+            self._waiting.clear()
+
     def close(self) -> None:
         """Close bar and file."""
         self._bar.close()

@@ -14,6 +14,8 @@
 #     MASTER_ADDR  host of node 0         needed when NNODES > 1
 #     MASTER_PORT  a free port on it      default: 29500
 #     PYTHON       interpreter            default: .venv/bin/python, else python3
+#
+# Exit status: that of the first rank that failed (train_gpt.py says which there are); 2 for a mistake in the flags.
 set -euo pipefail
 
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -33,8 +35,7 @@ nnodes=${NNODES:-1}
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec "$python" "$launch/options.py" --help
 fi
-# A mistake in the flags is told here, once, with exit status 2. Later, torchrun would add a report of its own
-# and exit with 1.
+# A mistake in the flags is told here, once. Later, torchrun would add a report of its own.
 WORLD_SIZE=$((nnodes * nproc)) "$python" "$launch/options.py" "$@"
 
 if [[ -z ${OMP_NUM_THREADS:-} ]]; then
@@ -53,4 +54,4 @@ else
     )
 fi
 
-exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$nproc" "$launch/train_gpt.py" "$@"
+exec "$python" "$launch/torchrun.py" "${rendezvous[@]}" --nproc-per-node "$nproc" "$launch/train_gpt.py" "$@"

@@ -9,6 +9,11 @@ there it runs over plain float32, within a tenth of the fastest choice and compa
 
 Writes ``metrics.jsonl`` (a JSON object per step) and ``summary.json`` into ``--out``. The data that a rank sees
 depends on seed, step and rank only, so two runs with one seed give the same bits.
+
+Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file, told in one line; 4, the run stopped
+because its ranks differ (``--check-policy``). Then ``divergence.txt`` and ``divergence.json`` in ``--out`` have the
+report, and so has torchelastic's error file; ``metrics.jsonl`` ends with the last step that was done, and
+``summary.json`` is not written.
 """
 
 from __future__ import annotations
@@ -20,18 +25,23 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist.errors import ConfigurationError, ManifestMismatchError
+from checks import Checks
+from divergence import ErrorFile, forget_report, write_report
+from fp8dist.errors import ConfigurationError, DivergenceError, ManifestMismatchError
 from gpt import GPT
-from options import Options, exit_with, parse, prepare_input
-from ranks import Ranks, digest_of, joined_ranks, leave
+from injection import Injection
+from options import DIVERGED, Options, exit_with, parse, prepare_input
+from ranks import Ranks, digest_of, joined_ranks, leave, meet_at_the_end
 from recorder import Recorder
 from text import BadInput, Text
 
@@ -52,6 +62,8 @@ class Job:
     module: nn.Module  # What the loop calls: the model, or DDP around it.
     optimizer: torch.optim.Optimizer
     manager: fp8dist.StateManager | None
+    checks: Checks
+    injection: Injection
     training: Tensor  # uint8 [bytes], on the CPU
     validation: Tensor  # uint8 [bytes], on the CPU
 
@@ -62,14 +74,32 @@ class Job:
         return torch.autocast(device, torch.bfloat16, enabled=bf16)
 
 
+def start(arguments: list[str]) -> int:
+    """Run the job, with torchelastic's error file; the exit status."""
+    try:
+        record(main, ErrorFile())(arguments)
+    except DivergenceError:  # Logged and written.
+        meet_at_the_end()
+        return DIVERGED
+    return 0
+
+
 def main(arguments: list[str]) -> None:
-    """Run the job; a mistake of the caller's is one line and exit status 2."""
+    """Run the job; a mistake of the caller's is one line and exit status 2.
+
+    Raises:
+        DivergenceError: on all ranks, after the report was written.
+    """
     try:
         options = parse(arguments)
         text = prepare_input(options)
         with joined_ranks(options.parallel) as ranks:
             logging.basicConfig(format=f"[rank {ranks.rank}] %(message)s")
-            run(build(options, ranks, text))
+            try:
+                run(build(options, ranks, text))
+            except DivergenceError as error:
+                write_report(error.report, options.out, ranks)
+                raise
     except (BadInput, ConfigurationError, ManifestMismatchError) as error:
         exit_with(error)
 
@@ -86,7 +116,10 @@ def build(options: Options, ranks: Ranks, text: Text) -> Job:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     if manager is not None:
         manager.attach(module, optimizer=optimizer)
-    return Job(options, ranks, model, module, optimizer, manager, _bytes(text.training), _bytes(text.validation))
+    checks = Checks(options, ranks, module, manager)
+    injection = Injection(options, ranks, model, manager)
+    data = _bytes(text.training), _bytes(text.validation)
+    return Job(options, ranks, model, module, optimizer, manager, checks, injection, *data)
 
 
 def _prepare_fp8(model: GPT, options: Options, ranks: Ranks) -> fp8dist.StateManager:
@@ -102,6 +135,7 @@ def _prepare_fp8(model: GPT, options: Options, ranks: Ranks) -> fp8dist.StateMan
         recipe,
         group=dist.group.WORLD if options.parallel == "ddp" else None,
         amax_sync=options.amax_sync,
+        check_every=options.check_every,
         check_policy=options.check_policy,
         backend=options.backend,
     )
@@ -113,6 +147,7 @@ def _bytes(text: bytes) -> Tensor:
 
 def run(job: Job) -> None:
     """Calibrate, train, validate, sum up. COLLECTIVE."""
+    _forget_earlier_run(job.options.out)
     _announce(job)
     if job.manager is not None and job.options.calibrate_steps:
         calibrate(job, job.manager)
@@ -120,6 +155,10 @@ def run(job: Job) -> None:
     recorder = Recorder(job.options, job.ranks, job.manager)
     try:
         train(job, recorder)
+        job.checks.at_the_end(job.options.steps)
+    except DivergenceError:
+        recorder.save_own()
+        raise
     finally:
         recorder.close()
     after = job.manager.metrics() if job.manager is not None else {}
@@ -128,6 +167,12 @@ def run(job: Job) -> None:
     if job.ranks.first:
         (job.options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         print(_as_table(summary), flush=True)
+
+
+def _forget_earlier_run(folder: Path) -> None:
+    """Its results must not lie beside those of a run that stopped."""
+    (folder / "summary.json").unlink(missing_ok=True)
+    forget_report(folder)
 
 
 def _announce(job: Job) -> None:
@@ -151,6 +196,7 @@ def train(job: Job, recorder: Recorder) -> None:
         if recorder.due(step):
             validates = options.eval_every and step % options.eval_every == 0
             recorder.flush((lambda: validation_loss(job)) if validates else None)
+        job.checks.after(step)
 
 
 def train_step(job: Job, step: int) -> Tensor:
@@ -162,7 +208,9 @@ def train_step(job: Job, step: int) -> Tensor:
         with _gradients_stay_local(job, microbatch < microbatches - 1):
             total += _backward(job, *training_batch(job, step, microbatch))
     torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+    job.injection.before_update(step)
     job.optimizer.step()
+    job.injection.after_update(step)
     return total
 
 
@@ -239,6 +287,7 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
     final = sum(recorder.final_losses) / len(recorder.final_losses)
     rate = options.steps * recorder.tokens_per_step / recorder.training_seconds
     parameters = digest_of(job.model.named_parameters())
+    checks, check_ms = job.checks.cost
     return {
         "precision": options.precision,
         "ranks": ranks.size,
@@ -251,6 +300,9 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "fp8_collectives_per_step": collectives / options.steps,
         "fp8_bytes_per_sync": spent.get("fp8/sync_bytes", 0.0) / collectives if collectives else 0.0,
         "exposed_sync_ms_per_step": round(spent.get("fp8/sync_wait_ms", 0.0) / options.steps, 4),
+        "checks": checks,
+        "check_ms_per_check": round(check_ms / checks, 3) if checks else 0.0,
+        "divergences": job.checks.divergences,
         "fp8_state_identical": ranks.agree(_state_digest(manager)) if manager is not None else None,
         "parameters_identical": ranks.agree(parameters),
         "parameters_sha256": parameters,
@@ -271,6 +323,9 @@ _LABELS = {
     "fp8_collectives_per_step": "FP8 collectives per step",
     "fp8_bytes_per_sync": "bytes per sync",
     "exposed_sync_ms_per_step": "exposed sync, ms per step",
+    "checks": "consistency checks",
+    "check_ms_per_check": "ms per check",
+    "divergences": "divergences found",
     "fp8_state_identical": "FP8 state identical on all ranks",
     "parameters_identical": "parameters identical on all ranks",
 }
@@ -279,7 +334,10 @@ _LABELS = {
 def _as_table(summary: dict[str, object]) -> str:
     words = {True: "yes", False: "no", None: "no FP8 state"}
     lines = []
+    checked = summary["checks"] or summary["divergences"]
     for key, label in _LABELS.items():
+        if key in ("checks", "check_ms_per_check", "divergences") and not checked:
+            continue
         value = summary[key]
         text = words[value] if value is None or isinstance(value, bool) else f"{value:.10g}"
         lines.append(f"{label + ':':58}{text}")
@@ -287,5 +345,4 @@ def _as_table(summary: dict[str, object]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    leave()
+    leave(start(sys.argv[1:]))

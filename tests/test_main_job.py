@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
-SINGLE = (sys.executable, str(ROOT / "launch/train_gpt.py"))
+from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 
-STEPS = 12
-TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
 SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
 
 # Runs are shared between tests, and so should be the process that keeps them.
 pytestmark = pytest.mark.xdist_group("main_job")
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a finished run left behind."""
-
-    summary: dict[str, Any]
-    lines: list[dict[str, Any]]
-    output: str
-
-    @property
-    def losses(self) -> list[float]:
-        """Training loss of each step; JSON keeps every bit."""
-        return [line["loss"] for line in self.lines]
-
-
-def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the job with some environment variables on top, two ranks if it is torchrun.sh."""
-    environment = {
-        **os.environ, "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables,
-    }  # fmt: skip
-    return subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False
-    )
-
-
-def finish(out: Path, command: tuple[str, ...], *flags: str, **variables: str) -> Run:
-    """Run the job to its end and read what it wrote."""
-    done = start(command, *flags, "--out", str(out), **variables)
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return Run(json.loads((out / "summary.json").read_text()), lines, done.stdout + done.stderr)
 
 
 Runner = Callable[..., Run]
@@ -225,16 +184,17 @@ def test_only_the_first_rank_tells_of_a_mistake() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("train_gpt.py: error: ")
-
-
 def test_help_names_every_flag() -> None:
     done = start(TORCHRUN, "--help")
     assert done.returncode == 0
-    for flag in ("--parallel", "--precision", "--update", "--no-amax-sync", "--calibrate-steps", "--out"):
+    for flag in (
+        "--parallel",
+        "--precision",
+        "--update",
+        "--no-amax-sync",
+        "--calibrate-steps",
+        "--out",
+        "--check-every",
+        "--inject",
+    ):
         assert flag in done.stdout

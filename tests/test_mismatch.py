@@ -521,8 +521,8 @@ def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, 
         assert "4" in kinds["step"].detail
         assert first == results[0]["reports"][0]
         assert [report for _, report in result["errors"]] == (result["reports"] if policy == "raise" else [])
-        # Nothing of the masked sync was mixed in (the odd rank may take over the others' scales, no more),
-        own = ("scale", "inv_scale") if result is results[odd] else ()
+        # Nothing of the masked sync was mixed in (the odd rank may take over the others' scales, and saturation counts),
+        own = ("scale", "inv_scale", "saturated") if result is results[odd] else ()
         assert without(result["states"][0], *own) == without(result["before"], *own)
         # the counters agree from then on,
         assert all(f.kind != "step" for report in result["reports"][1:] for f in report.findings)
@@ -605,6 +605,43 @@ def test_a_warning_comes_from_one_rank_of_the_majority(three_ranks: RankPool) ->
     assert [len(of_rank) for of_rank in lines] == [1, 0, 0]
     assert "a:input" in lines[0][0]
     assert "FP8 state differs between ranks" in lines[0][0]
+
+
+def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
+    """(findings of the check after it, whether a check after that is clean). As on a GPU: verdicts are read later."""
+    model = nn.Linear(16, 16)
+    manager = fp8dist.prepare(
+        model, DelayedScaling(update=update, history_len=4), group=dist.group.WORLD, check_policy="warn"
+    )
+    manager.attach()
+    for step in range(4):
+        if step == 3:
+            if on_gpu:
+                mock.patch("fp8dist.sync.Verdict.__init__", _late_verdict).start()
+            if dist.get_rank() == 1:
+                manager.scale("", "weight").mul_(2)  # Twice, so that this rank sees its amax saturate.
+        model(torch.full((2, 16), 1.0 + step)).sum().backward()
+        manager.step()
+    seen: list[Any] = []
+    manager.on_event(lambda event: seen.append(event.report))
+    mock.patch.stopall()
+    report = manager.check()
+    return _names(report) if report.findings else [_names(r) for r in seen], manager.check().consistent
+
+
+def _late_verdict(self: Any, agreement: Any, nonfinite: Any) -> None:
+    """A verdict as CUDA's, which is not there yet when the step ends."""
+    self.immediate, self.evidence = False, None
+    self._agreement, self._nonfinite = agreement, nonfinite
+    self._event = mock.Mock()
+
+
+@pytest.mark.parametrize(("update", "on_gpu"), [("next_step", False), ("same_step", True), ("next_step", True)])
+def test_a_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool, update: str, on_gpu: bool) -> None:
+    """Without another boundary nobody else would. And no trace of the damage is left that a later check would find."""
+    for found, clean_afterwards in three_ranks.run(_damaged_before_the_last_step, update, on_gpu):
+        assert found == [("scale", ":weight", (1,), 0)]
+        assert clean_afterwards
 
 
 def test_errors_are_one_family() -> None:

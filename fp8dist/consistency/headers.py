@@ -14,6 +14,7 @@ from fp8dist.consistency.differences import ulp_distance
 from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of, split
 from fp8dist.groups import SyncGroup
 from fp8dist.kernels.update import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
+from fp8dist.state.arena import SATURATED
 from fp8dist.sync import ArenaSync, Evidence
 
 __all__ = ["Localisation", "localise"]
@@ -24,17 +25,24 @@ MAX_SLOTS_PER_RANK = 16
 _ARRAYS = ("scale", "inv_scale")
 
 
+class Reference(NamedTuple):
+    """What the reference rank has: the scales that it sent, float32[2, n], and its counters of saturated amaxes,
+    int64[n], which each rank judged by its own scales."""
+
+    scales: Tensor
+    saturated: Tensor
+
+
 @dataclass(frozen=True)
 class Localisation:
     """What ``localise`` found; the same on every rank.
 
-    ``step`` is the highest step counter of the group; ``scales`` what the reference rank sent, float32[2, n],
-    where scales differ.
+    ``step`` is the highest step counter of the group; ``reference`` is there where scales differ.
     """
 
     report: DivergenceReport
     step: int
-    scales: Tensor | None
+    reference: Reference | None
 
 
 def localise(sync: ArenaSync, evidence: Evidence | None, differs: Sequence[str]) -> Localisation:
@@ -51,13 +59,13 @@ def localise(sync: ArenaSync, evidence: Evidence | None, differs: Sequence[str])
     assert group is not None
     words, sent = evidence or Evidence(sync.arena.words, sync.arena.sent)
     everyone: list[_Witness] = group.gather(_Witness.of(sync, group, words))
-    findings, scales = [], None
+    findings, reference = [], None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
         values = {e.rank: e.words[place] for e in everyone}
         if len(set(values.values())) > 1:
             findings += _findings_of_values(kind, values)
     if len({e.words[WORD_SCALE_LOW:] for e in everyone}) > 1:
-        found, scales = _scale_findings(sync, group, sent, everyone)
+        found, reference = _scale_findings(sync, group, sent, everyone)
         findings += found
     for kind in set(differs) - {finding.kind for finding in findings}:
         detail = "the message differed, what it was made of does not"
@@ -66,7 +74,7 @@ def localise(sync: ArenaSync, evidence: Evidence | None, differs: Sequence[str])
     participants = [e.participant for e in everyone]
     # Every sync proves this, so the one before was good.
     located = [_at(f, step).located(participants) for f in findings]
-    return Localisation(DivergenceReport(tuple(located)), step, scales)
+    return Localisation(DivergenceReport(tuple(located)), step, reference)
 
 
 @dataclass(frozen=True)
@@ -116,14 +124,13 @@ class _Example(NamedTuple):
 
 def _scale_findings(
     sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_Witness]
-) -> tuple[list[Finding], Tensor]:
-    """Slots whose scale differs, and the reference's scales. COLLECTIVE: one broadcast, one object gather."""
+) -> tuple[list[Finding], Reference]:
+    """Slots whose scale differs, the reference's scales and counters. COLLECTIVE: two broadcasts, one object gather."""
     sides = sides_of({e.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
     reference, _ = split(sides)
     source = min(group.ranks) if reference is None else reference
-    theirs = sent.to(group.device, copy=True)
-    dist.broadcast(theirs, src=source, group=group.process_group)
-    theirs = theirs.to(sent.device)
+    theirs = _from(source, group, sent)
+    saturated = _from(source, group, sync.arena.counters[SATURATED])
     differing: list[tuple[int, list[_Example]]] = group.gather(_differences(sent, theirs))
     by_place: dict[tuple[int, int], dict[int, _Example]] = {}
     for evidence, (_, examples) in zip(everyone, differing):
@@ -139,7 +146,14 @@ def _scale_findings(
         reference, odd = split(sides)
         detail = f"{hidden} more slots of one rank differ"
         findings += [_finding("scale", "…", ranks, reference, detail, sides=sides) for ranks in odd]
-    return findings, theirs
+    return findings, Reference(theirs, saturated)
+
+
+def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:
+    """What ``source`` has in place of this. COLLECTIVE."""
+    theirs = tensor.to(group.device, copy=True)
+    dist.broadcast(theirs, src=source, group=group.process_group)
+    return theirs.to(tensor.device)
 
 
 def _slot_findings(

@@ -51,7 +51,7 @@ class Inventory:
         self._tensors: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
         self._contents: dict[str, list[Content]] = {ANCHOR: []}
         self._skipped: Counter[str] = Counter()
-        self._labels: set[str] = set()
+        self._alone: set[str] = set()
         self._names: dict[int, str] = {}
         self._homes: dict[int, tuple[str, SyncGroup] | str] = {}
 
@@ -64,7 +64,8 @@ class Inventory:
     def labels(self) -> tuple[str, ...]:
         """Which sets of ranks there are beside the anchor's: equal on all ranks of one program, also where a rank is
         alone in such a set."""
-        return tuple(sorted(self._labels))
+        held = {*self._contents, *(label for label, _ in self._tensors)}
+        return tuple(sorted((held | self._alone) - {ANCHOR}))
 
     def sets(self) -> tuple[ReplicaSet, ...]:
         """The anchor's set first, then one for each other set of ranks."""
@@ -142,8 +143,8 @@ class Inventory:
     def _within_anchor(self, label: str, group: SyncGroup) -> tuple[str, SyncGroup] | str:
         if set(group.ranks) == set(self._anchor.ranks):
             return ANCHOR, self._anchor
-        self._labels.add(label)
         if group.size == 1:
+            self._alone.add(label)
             return f"shared with no other rank ({label})"
         if not set(group.ranks) <= set(self._anchor.ranks):
             return f"shared with ranks that do not take part in this check ({label})"

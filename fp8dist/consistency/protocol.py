@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,9 @@ logger = logging.getLogger("fp8dist")
 
 _PAIRS = ("manifest", "step", "layout")
 
+_FAILED = 2
+"""What a rank that could not build its part sends; 1: it knows of a difference already."""
+
 
 class Compared(NamedTuple):
     """What ``check_replicas`` found, and the differing things of each set, for a repair."""
@@ -40,11 +43,12 @@ class Compared(NamedTuple):
     differing: list[tuple[ReplicaSet, list[Differing]]]
 
 
-def check_replicas(anchor: SyncGroup, build: Callable[[], Holdings]) -> Compared:
+def check_replicas(anchor: SyncGroup, build: Callable[[], Holdings], known: Sequence[Finding] = ()) -> Compared:
     """Compare what the ranks hold. COLLECTIVE over ``anchor``, which contains the ranks of all sets.
 
     One all-reduce when the anchor is all there is; with further sets one for each, and a last one that tells all ranks
-    whether any of them differs. ``build`` is local; a rank where it raises is reported by all.
+    whether any of them differs. ``build`` is local; a rank where it raises is reported by all. ``known``: findings that
+    this rank has already, of a failed sync say; all ranks report them.
     """
     error: Exception | None = None
     digests: list[Tensor] = []
@@ -56,34 +60,35 @@ def check_replicas(anchor: SyncGroup, build: Callable[[], Holdings]) -> Compared
         logger.exception("fp8dist: rank %d could not build its part of the consistency check", anchor.rank)
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
     words = [mine.manifest, mine.step, mine.layout]
-    agree, failed = _agree(anchor, [_word(word) for word in words], digests[0] if digests else None)
-    if failed:
-        return _only(mine, _errors(anchor, mine, error))
-    findings = _differing_words(anchor, mine, words, [n for n, same in zip(_PAIRS, agree) if not same])
+    agree, news = _agree(anchor, [_word(word) for word in words], digests[0] if digests else None, bool(known))
+    findings = _union(anchor, known) if news else []
+    if news == _FAILED:
+        return Compared(_report(mine, findings + _errors(anchor, mine, error)), [])
+    findings += _differing_words(anchor, mine, words, [n for n, same in zip(_PAIRS, agree) if not same])
     # Ranks that disagree about the sets would wait for each other: then only the anchor's own is looked into.
     others = sorted(range(1, len(mine.sets)), key=lambda i: tuple(sorted(mine.sets[i].group.ranks)))
     mismatched = [] if agree[-1] else [0]
-    if agree[2] and others:
+    if agree[2] and mine.layout:
         mismatched += [i for i in others if not _agree(mine.sets[i].group, [], digests[i])[0][-1]]
         bad = torch.tensor([bool(mismatched)], dtype=torch.int32, device=anchor.device)
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=anchor.process_group)
         found = [(mine.sets[i], *localise_set(mine.sets[i], digests[i], mine)) for i in mismatched]
         if int(bad):
-            theirs = anchor.gather([f for _, own, _ in found for f in own])
-            findings += sorted({repr(f): f for part in theirs for f in part}.values(), key=_order)
+            findings += _union(anchor, [f for _, own, _ in found for f in own])
     else:
         found = [(mine.sets[i], *localise_set(mine.sets[i], digests[i], mine)) for i in mismatched]
         findings += [f for _, own, _ in found for f in own]
-    report = DivergenceReport(tuple(findings), mine.compared, mine.skipped)
-    return Compared(report, [(s, differing) for s, _, differing in found])
+    return Compared(_report(mine, findings), [(s, differing) for s, _, differing in found])
 
 
-def _only(mine: Holdings, findings: list[Finding]) -> Compared:
-    return Compared(DivergenceReport(tuple(findings), mine.compared, mine.skipped), [])
+def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
+    return DivergenceReport(tuple(findings), mine.compared, mine.skipped)
 
 
-def _order(f: Finding) -> tuple[Any, ...]:
-    return (f.kind, f.name, f.ranks)
+def _union(anchor: SyncGroup, mine: Sequence[Finding]) -> list[Finding]:
+    """What all ranks have found, each thing once, in an order of its own. COLLECTIVE."""
+    distinct = {repr(f): f for part in anchor.gather(list(mine)) for f in part}
+    return sorted(distinct.values(), key=lambda f: (f.kind, f.name, f.ranks))
 
 
 def _word(value: Hashable) -> int:
@@ -91,8 +96,9 @@ def _word(value: Hashable) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _agree(group: SyncGroup, words: list[int], digests: Tensor | None) -> tuple[list[bool], bool]:
-    """(for each word, and at last for the digests, whether all ranks have the same; whether a rank has failed).
+def _agree(group: SyncGroup, words: list[int], digests: Tensor | None, knows: bool = False) -> tuple[list[bool], int]:
+    """(for each word, and at last for the digests, whether all ranks have the same; whether a rank has failed, or
+    knows of something already).
 
     COLLECTIVE: one MAX over pairs (w, ~w), which agree iff ``max(w) == ~max(~w)``. ``digests`` None: this rank has
         failed.
@@ -100,13 +106,14 @@ def _agree(group: SyncGroup, words: list[int], digests: Tensor | None) -> tuple[
     numbers = torch.tensor(words, dtype=torch.int64)
     total = torch.zeros(2, dtype=torch.int64) if digests is None else digests.sum(0)
     numbers = torch.cat([numbers, total, torch.tensor([digests is not None and len(digests)])])
-    message = torch.cat([numbers, ~numbers, torch.tensor([int(digests is None)])]).to(group.device)
+    news = _FAILED if digests is None else int(knows)
+    message = torch.cat([numbers, ~numbers, torch.tensor([news])]).to(group.device)
     if group.size > 1:
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
-    *pairs, failed = message.tolist()
+    *pairs, news = message.tolist()
     count = len(numbers)
     same = [pairs[i] == ~pairs[count + i] for i in range(count)]
-    return [*same[:-3], all(same[-3:])], bool(failed)
+    return [*same[:-3], all(same[-3:])], news
 
 
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:

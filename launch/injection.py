@@ -1,0 +1,100 @@
+"""Faults made on purpose, to see that they are found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist import Slot, StateManager
+from fp8dist.errors import ConfigurationError
+from options import Options
+from ranks import Ranks
+
+__all__ = ["Injection"]
+
+WEIGHT = "blocks.0.mlp_in.weight"
+"""The parameter that ``weight`` damages, in its middle element."""
+
+MANTISSA_BIT = 11
+"""The bit that ``weight`` flips: the middle of a float32's 23 bits of mantissa, a relative error of 1/4096."""
+
+
+class Injection:
+    """This rank's share of the ``--inject`` flags, none as a rule.
+
+    ``before_update`` and ``after_update`` stand around ``optimizer.step()``, whose first act is the boundary. Whatever
+    is damaged is told in one line on stderr.
+    """
+
+    def __init__(self, options: Options, ranks: Ranks, model: nn.Module, manager: StateManager | None) -> None:
+        self._faults = tuple(fault for fault in options.inject if fault.rank == ranks.rank)
+        self._rank, self._model, self._manager = ranks.rank, model, manager
+        self._saved: list[Tensor] = []
+        needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan")]
+        if needs_sync and manager is not None and not (manager.settings.enabled and manager.settings.amax_sync):
+            raise ConfigurationError(f"--inject {needs_sync[0]}: FP8 or its amax sync is switched off")
+
+    def before_update(self, step: int) -> None:
+        """Gradients are there and the step has not ended yet. Local."""
+        before: dict[str, Callable[[], str | None]] = {
+            "scale": self._double_scale,
+            "nan": self._record_nan,
+            "skip": self._save_parameters,
+        }
+        self._inject(step, before)
+
+    def after_update(self, step: int) -> None:
+        """The optimizer has stepped. Local."""
+        self._inject(step, {"weight": self._flip_bit, "skip": self._put_parameters_back})
+
+    def _inject(self, step: int, ways: dict[str, Callable[[], str | None]]) -> None:
+        for fault in self._faults:
+            if fault.step == step and fault.kind in ways:
+                told = ways[fault.kind]()
+                if told is not None:
+                    print(f"[rank {self._rank}] --inject {fault}: {told}", file=sys.stderr, flush=True)
+
+    def _double_scale(self) -> str:
+        """Behind the library's back: ``set_scale`` would write inv_scale as well."""
+        slot, manager = self._first_slot("weight")
+        scale = manager.scale(*slot)
+        before = scale.item()
+        scale.mul_(2)
+        return f"scale of {slot} is now {scale.item():g} in place of {before:g}"
+
+    def _record_nan(self) -> str:
+        """What one NaN in a gradient does to FP8 state, without its ruining the parameters.
+
+        MAX keeps it, so all ranks hear of it: the slot's scale stays for this step, its history does not take the amax,
+        and its counter of non-finite amaxes goes up on all of them.
+        """
+        slot, manager = self._first_slot("grad_output")
+        manager.record(*slot, torch.tensor(float("nan"), device=manager.scale(*slot).device))
+        return f"recorded a NaN amax for {slot}"
+
+    @torch.no_grad()
+    def _flip_bit(self) -> str:
+        """Through ``.data``, which bumps no version counter."""
+        weight = self._model.get_parameter(WEIGHT).data
+        row, column = (weight.numel() // 2) // weight.shape[1], (weight.numel() // 2) % weight.shape[1]
+        element = weight[row, column]
+        before = element.item()
+        element.view(torch.int32).bitwise_xor_(1 << MANTISSA_BIT)
+        return f"{WEIGHT}[{row}, {column}] is now {element.item()!r} in place of {before!r}"
+
+    def _save_parameters(self) -> None:
+        self._saved = [parameter.detach().clone() for parameter in self._model.parameters()]
+
+    @torch.no_grad()
+    def _put_parameters_back(self) -> str:
+        for parameter, saved in zip(self._model.parameters(), self._saved, strict=True):
+            parameter.copy_(saved)
+        self._saved = []
+        return "parameters are as they were before this step's update"
+
+    def _first_slot(self, role: str) -> tuple[Slot, StateManager]:
+        assert self._manager is not None  # The flags were checked.
+        return next(slot for slot in self._manager.slots if slot.role == role), self._manager

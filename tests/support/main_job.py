@@ -1,0 +1,63 @@
+"""Runs of the main job as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
+SINGLE = (sys.executable, str(ROOT / "launch/train_gpt.py"))
+
+STEPS = 12
+TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    summary: dict[str, Any]
+    lines: list[dict[str, Any]]
+    output: str
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of each step; JSON keeps every bit."""
+        return [line["loss"] for line in self.lines]
+
+
+def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the job with some environment variables on top, two ranks if it is torchrun.sh."""
+    environment = {
+        **os.environ, "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables,
+    }  # fmt: skip
+    return subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False
+    )
+
+
+def finish(out: Path, command: tuple[str, ...], *flags: str, **variables: str) -> Run:
+    """Run the job to its end and read what it wrote."""
+    done = start(command, *flags, "--out", str(out), **variables)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return Run(json.loads((out / "summary.json").read_text()), metrics(out), done.stdout + done.stderr)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+    """It ended with exit status 2, and said this in one line."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("train_gpt.py: error: ")

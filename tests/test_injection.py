@@ -1,0 +1,197 @@
+"""Faults that are injected into the main job, and what the job says and does about them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.main_job import ROOT, SINGLE, TINY, TORCHRUN, assert_refused, finish, metrics, start
+
+# The same worker as test_main_job's: two such runs at once would be too much for two cores.
+pytestmark = pytest.mark.xdist_group("main_job")
+
+THREE = {"NPROC": "3"}  # The fewest with a majority.
+SCALE = "blocks.0.attention_out:weight"
+WEIGHT = "blocks.0.mlp_in.weight"
+TABLE_HEADER = "step  last good  kind"
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What a run that stopped because its ranks differ left behind."""
+
+    report: dict[str, Any]
+    table: str
+    out: Path
+    stderr: str
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        return self.report["findings"]
+
+    @property
+    def error_files(self) -> list[dict[str, Any]]:
+        """Of all ranks, as torchrun's summary names them."""
+        paths = re.findall(r"error_file: (.+)", self.stderr)
+        return [json.loads(Path(path).read_text())["message"] for path in paths]
+
+
+def stop(folder: Path, *flags: str, **variables: str) -> Stopped:
+    """Run the job until it stops; checks that it stops as documented."""
+    out = folder / "run"
+    done = start(TORCHRUN, *TINY, *flags, "--out", str(out), TMPDIR=str(folder), **variables)
+    assert done.returncode == 4, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    table = (out / "divergence.txt").read_text()
+    report = json.loads((out / "divergence.json").read_text())
+    assert report["consistent"] is False
+    assert done.stdout == ""
+    assert done.stderr.count(TABLE_HEADER) == 1
+    assert table in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (out / "summary.json").exists()
+    return Stopped(report, table, out, done.stderr)
+
+
+@pytest.mark.slow
+def test_a_damaged_scale_is_reported_at_its_own_step(tmp_path: Path) -> None:
+    stopped = stop(tmp_path, "--inject", "scale:1:5", **THREE)
+    (finding,) = stopped.findings
+    assert (finding["kind"], finding["name"]) == ("scale", SCALE)
+    assert (finding["ranks"], finding["reference_rank"]) == ([1], 0)
+    assert (finding["step"], finding["last_good_step"]) == (5, 4)
+    assert finding["value"] == 2 * finding["expected"]
+    assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in stopped.stderr
+    # Steps that were done, but whose losses were not shared yet, are kept too.
+    assert [line["step"] for line in metrics(stopped.out)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_every_rank_fails_alike_and_torchelastic_is_told(tmp_path: Path) -> None:
+    variables = {"FP8DIST_CHECK_EVERY": "4", "FP8DIST_CHECK_POLICY": "raise"}
+    stopped = stop(tmp_path, "--precision", "fp32", "--inject", "weight:0:5", **THREE, **variables)
+    (finding,) = stopped.findings
+    assert (finding["name"], finding["ranks"], finding["reference_rank"]) == (WEIGHT, [0], 1)
+    assert 5 <= finding["step"] <= 5 + 4
+    assert "[rank 1] parameters differ between ranks" in stopped.stderr  # Rank 0 is the odd one.
+    assert [line["step"] for line in metrics(stopped.out)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    # torchrun may end a rank in the moment between its last word and its exit.
+    exit_codes = set(re.findall(r"exitcode  : (-?\d+)", stopped.stderr))
+    assert "4" in exit_codes
+    assert exit_codes <= {"4", "-15"}
+    assert len(stopped.error_files) == 3
+    for message in stopped.error_files:
+        assert message["message"] == stopped.table.rstrip("\n")
+        assert message["extraInfo"]["py_callstack"].startswith("DivergenceError: parameters differ between ranks: ")
+        assert message["extraInfo"]["py_callstack"] in stopped.stderr
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_found_by_the_next_check(tmp_path: Path) -> None:
+    stopped = stop(tmp_path, "--inject", "weight:2:5", "--check-every", "4", **THREE)
+    (finding,) = stopped.findings
+    assert (finding["kind"], finding["name"]) == ("parameter", WEIGHT)
+    assert (finding["ranks"], finding["reference_rank"]) == ([2], 0)
+    assert 5 <= finding["step"] <= 5 + 4
+    assert finding["last_good_step"] == 4
+    assert finding["index"] == [64, 0]
+
+
+@pytest.mark.slow
+def test_two_ranks_cannot_mend_a_lost_update(tmp_path: Path) -> None:
+    stopped = stop(tmp_path, "--inject", "skip:1:6", "--check-every", "3", "--check-policy", "repair")
+    assert {finding["kind"] for finding in stopped.findings} == {"parameter"}
+    assert WEIGHT in {finding["name"] for finding in stopped.findings}
+    for finding in stopped.findings:
+        assert (finding["ranks"], finding["reference_rank"]) == ([0, 1], None)
+        assert 6 <= finding["step"] <= 6 + 3
+    assert "no majority" in stopped.table
+
+
+@pytest.mark.slow
+def test_a_nan_is_counted_by_all_and_stops_nobody(tmp_path: Path) -> None:
+    run = finish(tmp_path, TORCHRUN, *TINY, "--inject", "nan:1:5", "--check-every", "4")
+    assert "[rank 1] --inject nan:1:5: recorded a NaN amax for" in run.output
+    assert run.summary["checks"] == 3  # After 4 and 8 steps, and at the end.
+    assert run.summary["check_ms_per_check"] > 0
+    assert run.summary["divergences"] == 0
+    assert run.lines[0]["nonfinite_amaxes"] == 1  # Rank 0's own counter, and the same on all.
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+    assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.slow
+def test_repair_goes_on_with_equal_ranks(tmp_path: Path) -> None:
+    faults = [flag for fault in ("skip:1:6", "scale:2:8", "weight:0:12") for flag in ("--inject", fault)]
+    (tmp_path / "divergence.txt").write_text("of an earlier run\n")
+    run = finish(tmp_path, TORCHRUN, *TINY, *faults, "--check-every", "3", "--check-policy", "repair", **THREE)
+    assert run.output.count("repaired, and checked again: ") == 3
+    assert f"parameter {WEIGHT} of 1 from 0" in run.output
+    assert f"scale {SCALE} of 2 from 0" in run.output
+    assert f"parameter {WEIGHT} of 0 from 1" in run.output
+    assert run.summary["divergences"] == 3
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+    assert "parameters identical on all ranks:                        yes" in run.output
+    assert not (tmp_path / "divergence.txt").exists()
+
+
+@pytest.mark.slow
+def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
+    flags = ["--inject", "skip:1:6", "--check-every", "3", "--check-policy", "warn", "--precision", "fp32"]
+    run = finish(tmp_path, TORCHRUN, *TINY, *flags)
+    assert run.output.count(TABLE_HEADER) == 3  # After 6 and 9 steps, and at the end.
+    assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)
+    assert run.summary["parameters_identical"] is False
+    assert "divergences found:                                        3" in run.output
+
+
+MISTAKES = {
+    "kind": (["boom:1:2"], [], "argument --inject: kinds are scale, weight, nan, skip, got 'boom:1:2'"),
+    "form": (["weight:1"], [], "argument --inject: expected weight:RANK:STEP, got 'weight:1'"),
+    "negative": (["weight:-1:2"], [], "argument --inject: expected weight:RANK:STEP"),
+    "rank": (["weight:2:3"], [], "--inject weight:2:3: there is no rank 2, ranks are 0 to 1"),
+    "step 0": (["skip:1:0"], [], "--inject skip:1:0: there is no step 0, steps are 1 to 200"),
+    "late step": (["skip:1:9"], ["--steps", "8"], "--inject skip:1:9: there is no step 9, steps are 1 to 8"),
+    "second": (["weight:1:3", "skip:5:3"], [], "--inject skip:5:3: there is no rank 5"),
+    "scale": (["scale:1:3"], ["--precision", "bf16"], "--inject scale:1:3: needs --precision fp8, and this is bf16"),
+    "nan": (["nan:1:3"], ["--precision", "fp32"], "--inject nan:1:3: needs --precision fp8, and this is fp32"),
+}
+
+
+@pytest.mark.parametrize(("faults", "flags", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_an_impossible_fault_is_one_line_and_exit_2(faults: list[str], flags: list[str], message: str) -> None:
+    given = [flag for fault in faults for flag in ("--inject", fault)]
+    assert_refused(start(TORCHRUN, *given, *flags), message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        (["--inject", "scale:0:3"], {"FP8DIST_AMAX_SYNC": "0"}, "--inject scale:0:3: FP8 or its amax sync is switched"),
+        (["--precision", "fp32"], {"FP8DIST_CHECK_EVERY": "often"}, "FP8DIST_CHECK_EVERY must be a number of steps"),
+    ],
+    ids=["scale without sync", "interval"],
+)
+def test_the_environment_is_checked_too(
+    tmp_path: Path, flags: list[str], variables: Mapping[str, str], message: str
+) -> None:
+    assert_refused(start(SINGLE, *flags, "--out", str(tmp_path), **variables), message)
+
+
+@pytest.mark.slow
+def test_the_launcher_tells_of_a_signal_as_shells_do(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import os\nos.kill(os.getpid(), 9)\n")
+    launcher = (sys.executable, str(ROOT / "launch/torchrun.py"), "--standalone", "--nproc-per-node=1")
+    done = start(launcher, str(script), TMPDIR=str(tmp_path))
+    assert done.returncode == 128 + 9, done.stderr
+    assert "job.py FAILED" in done.stderr
