@@ -57,7 +57,7 @@ def digests() -> dict[str, float]:
 
 
 def check_of(tensors: int) -> dict[str, float]:
-    """A clean ``fp8dist.check`` of so many parameters of 100 elements: collectives and their bytes, and ms. COLLECTIVE."""
+    """A clean ``fp8dist.check`` of so many parameters of 100 elements: collectives, their bytes, ms. COLLECTIVE."""
     model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])
     reduced: list[int] = []
     original = dist.all_reduce

@@ -521,7 +521,7 @@ def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, 
         assert "4" in kinds["step"].detail
         assert first == results[0]["reports"][0]
         assert [report for _, report in result["errors"]] == (result["reports"] if policy == "raise" else [])
-        # Nothing of the masked sync was mixed in (the odd rank may take over the others' scales, and saturation counts),
+        # Nothing of the masked sync was mixed in (the odd rank may take over scales and saturation counts, no more),
         own = ("scale", "inv_scale", "saturated") if result is results[odd] else ()
         assert without(result["states"][0], *own) == without(result["before"], *own)
         # the counters agree from then on,

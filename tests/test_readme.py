@@ -17,9 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.slow
-def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+FIRST, LOOP = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def _output_of_ranks(code: str, tmp_path: Path) -> list[str]:
+    """What two ranks print that run this code."""
     assert len(code.splitlines()) <= 24
     script = tmp_path / "loop.py"
     # torch 2.13 with gloo sometimes aborts in interpreter shutdown after DDP (pytorch pull request 179291).
@@ -34,7 +36,17 @@ def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stderr
-    lines = [line for log in logs.rglob("stdout.log") for line in log.read_text().splitlines() if "fp8/step" in line]
+    return [line for log in logs.rglob("stdout.log") for line in log.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_first_lines_run_under_torchrun(tmp_path: Path) -> None:
+    assert _output_of_ranks(FIRST, tmp_path) == ["the ranks agree"] * 2
+
+
+@pytest.mark.slow
+def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
+    lines = [line for line in _output_of_ranks(LOOP, tmp_path) if "fp8/step" in line]
     assert len(lines) == 2
     assert all("'fp8/step': 10.0" in line and "'fp8/cold_slots': 0.0" in line for line in lines)
     scales = {line.split()[0] for line in lines}
