@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import weakref
@@ -14,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8dist.consistency.check import Policy, Scope, add_arenas, add_module, on_device, run_check
 from fp8dist.consistency.conclusion import conclude, save_evidence
 from fp8dist.consistency.contents import ArenaContent, values_near
 from fp8dist.consistency.headers import localise
-from fp8dist.consistency.holdings import Holdings, ReplicaSet
+from fp8dist.consistency.holdings import Holdings
 from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.protocol import check_replicas
-from fp8dist.consistency.repair import repair
-from fp8dist.consistency.report import DivergenceReport, Finding, ranks_text
+from fp8dist.consistency.repair import mended_texts, repair
+from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.ddp import find_ddp
 from fp8dist.groups import SyncGroup, world_size
 from fp8dist.kernels.update import WORD_MANIFEST
@@ -31,11 +31,9 @@ from fp8dist.state.arena import NONFINITE, SATURATED, Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync, Evidence
 
-__all__ = ["Checker", "Event", "Policy", "Scope", "add_arenas", "add_module", "holdings", "run_check"]
+__all__ = ["Checker", "Event"]
 
 logger = logging.getLogger("fp8dist")
-
-Policy = Literal["raise", "warn", "repair"]
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,6 @@ class Event:
     step: int
     slots: tuple[Slot, ...] = ()
     report: DivergenceReport | None = None
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What a check compares beside FP8 state."""
-
-    parameters: bool = True
-    gradients: bool = False
-    optimizer: torch.optim.Optimizer | None = None
 
 
 class Checker:
@@ -79,6 +68,8 @@ class Checker:
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
         self._module: weakref.ref[nn.Module] | None = None
         self._last_good: int | None = None
+        self._untold: list[Event] = []
+        self._said_skipped = False
 
     def watch(self, module: nn.Module) -> None:
         """``module``: what tells how parameters are replicated (DDP around the model, say)."""
@@ -94,14 +85,19 @@ class Checker:
         Args:
             joins: ranks without data would not come: nothing is localised.
         """
-        differing = self.read_verdicts(joins, only_immediate)
-        if differing:
-            self._conclude_verdicts(differing, joins)
+        differing = self._read_verdicts(joins, only_immediate)
+        left = [finding for sync, report in differing for finding in self._conclude(sync, report, joins)]
+        self._tell_all()
+        if self._settings.check_policy != "warn":
+            DivergenceReport(tuple(left)).raise_if_diverged()
 
-    def read_verdicts(
+    def known_findings(self) -> list[Finding]:
+        """What the last syncs proved to differ, for a check to report. COLLECTIVE when they found a difference."""
+        return [finding for _, report in self._read_verdicts() for finding in report.findings]
+
+    def _read_verdicts(
         self, joins: bool = False, only_immediate: bool = False
     ) -> list[tuple[ArenaSync, DivergenceReport]]:
-        """What the last syncs proved to differ. COLLECTIVE when they found a difference."""
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
         for sync in self._syncs:
             if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
@@ -110,7 +106,7 @@ class Checker:
             evidence, sync.verdict = sync.verdict.evidence, None
             step = int(sync.arena.step) if differs or nonfinite else 0
             if nonfinite:
-                self._tell(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
+                self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
             if differs and joins:
                 detail = "not localised inside a Join context"
                 ranks = sync.group.ranks if sync.group is not None else ()
@@ -121,7 +117,7 @@ class Checker:
         return differing
 
     def _localise(self, sync: ArenaSync, evidence: Evidence | None, differs: tuple[str, ...]) -> DivergenceReport:
-        with _on_device_of(sync):
+        with on_device(sync.arena.device):
             found = localise(sync, evidence, differs)
         arena = sync.arena
         sent = arena.sent if evidence is None else evidence.scales
@@ -135,30 +131,32 @@ class Checker:
             self._mode.invalidate_casts()
         return found.report
 
-    def _conclude_verdicts(self, differing: Sequence[tuple[ArenaSync, DivergenceReport]], joins: bool) -> None:
-        raises = self._settings.check_policy != "warn"
-        left: list[Finding] = []
-        for sync, report in differing:
-            assert sync.group is not None
-            if self._settings.check_policy == "repair" and not joins:
-                report = self._mend_arena(sync, sync.group, report)
-            step = max(f.step for f in report.findings)
-            self._tell(Event("diverged", step, report=report))
-            if not joins:
-                conclude(report, sync.group, raises=False)
-            elif sync.group.rank == report.speaker:
+    def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> tuple[Finding, ...]:
+        """Mend it if that is the policy, and say it; the findings that are left. COLLECTIVE unless ``joins``."""
+        assert sync.group is not None
+        if joins:
+            if sync.group.rank == report.speaker:
                 logger.warning("%s", report)
-            left += () if report.consistent else report.findings
-        if raises:
-            DivergenceReport(tuple(left)).raise_if_diverged()
+        else:
+            if self._settings.check_policy == "repair":
+                report = self._mend_arena(sync, sync.group, report)
+            conclude(report, sync.group, raises=False)
+        self._untold.append(_diverged(report))
+        return () if report.consistent else report.findings
 
     def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
         """COLLECTIVE. The commit, and ``_localise``, have made the scales equal already: compare everything else."""
         if any(f.kind != "scale" or f.reference_rank is None for f in report.findings):
             return report
-        after = run_check(group, lambda: _arena_holdings(sync, group), "repair", None, speaks=False)
-        mended = tuple(f"{f.kind} {f.name} of {ranks_text(f.ranks)} from {f.reference_rank}" for f in report.findings)
-        return replace(report, repaired=mended + after.repaired) if after.consistent else after
+
+        def build() -> Holdings:
+            inventory = Inventory(group)
+            add_arenas(inventory, [sync])
+            return inventory.holdings(int(sync.arena.step))
+
+        compared = check_replicas(group, build, everything=True)
+        after = compared.report if compared.report.consistent else repair(group, build, compared)
+        return replace(report, repaired=mended_texts(report) + after.repaired) if after.consistent else after
 
     # Comparing -------------------------------------------------------------------------------------
 
@@ -166,7 +164,8 @@ class Checker:
         """Compare the FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE.
 
         Args:
-            policy: "raise", "warn", "repair"; None: as "warn".
+            policy: "raise", "warn", "repair". None: as "warn"; but what the last sync proved is acted on by the
+                manager's policy, as at a boundary.
 
         Raises:
             DivergenceError: ranks differ, and the policy says so.
@@ -177,26 +176,44 @@ class Checker:
         anchor = self._anchor(module)
         if anchor is None:
             return DivergenceReport(skipped=("there is one rank, or no process group",))
-        known = [f for _, found in self.read_verdicts() for f in found.findings]
 
         def build() -> Holdings:
-            inventory = Inventory(anchor, groups={pattern: None for sync in self._syncs for pattern in sync.patterns})
+            inventory = Inventory(anchor)
             add_arenas(inventory, self._syncs)
             if module is not None:
                 add_module(inventory, module, scope)
             manifest = str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else ""
-            return holdings(inventory, step, manifest, self._last_good)
+            return inventory.holdings(step, manifest, self._last_good)
 
-        with _on_device_of(default):
+        with on_device(default.arena.device):
+            known = self.known_findings()
             try:
-                report = run_check(anchor, build, policy, self._settings.report_dir, known, self._tell_report)
+                report = run_check(
+                    anchor,
+                    build,
+                    policy,
+                    self._settings.report_dir,
+                    known,
+                    self._settings.check_policy,
+                    self.tell_report,
+                )
             finally:
                 self.checks += 1
                 self.seconds += time.perf_counter() - start
                 self._mode.invalidate_casts()
+        self._tell_all()
         if report.consistent:
             self._last_good = step
+        self._say_what_is_skipped(report, anchor, scope)
         return report
+
+    def _say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
+        """Once: who asks for parameters to be compared and gets none should know."""
+        skipped = [text for text in report.skipped if "parameters" in text]
+        if scope.parameters and skipped and "parameter" not in dict(report.compared) and not self._said_skipped:
+            self._said_skipped = True
+            if anchor.rank == min(anchor.ranks):
+                logger.warning("fp8dist: no parameters are compared: %s", "; ".join(skipped))
 
     def _anchor(self, module: nn.Module | None) -> SyncGroup | None:
         """The ranks that check together: the default group; without one DDP's, or the whole job."""
@@ -208,80 +225,21 @@ class Checker:
         ddp = None if module is None else find_ddp(module)
         return SyncGroup(dist.group.WORLD if ddp is None else ddp.process_group)  # type: ignore[arg-type]
 
-    def _tell_report(self, report: DivergenceReport) -> None:
-        self._tell(Event("diverged", max(f.step for f in report.findings), report=report))
+    def tell_report(self, report: DivergenceReport) -> None:
+        """Tell the callbacks of a check's report. Local."""
+        self._untold.append(_diverged(report))
+        self._tell_all()
 
-    def _tell(self, event: Event) -> None:
-        for callback in self.callbacks:
-            callback(event)
-
-
-def run_check(
-    anchor: SyncGroup,
-    build: Callable[[], Holdings],
-    policy: Policy | None,
-    report_dir: str | None,
-    known: Sequence[Finding] = (),
-    tell: Callable[[DivergenceReport], None] | None = None,
-    speaks: bool = True,
-) -> DivergenceReport:
-    """Compare, keep the evidence, mend if that is the policy, say it once, raise if that is. COLLECTIVE.
-
-    Args:
-        anchor: the ranks that call.
-        known: what this rank knows already to differ.
-        tell: is called with a report of differences.
-        speaks: False: the caller says it, or raises.
-    """
-    held: list[ReplicaSet] = []
-
-    def building() -> Holdings:
-        built = build()
-        held[:] = built.sets
-        return built
-
-    def evidence(finding: Finding) -> dict[str, Any] | None:
-        return next((found for s in held if (found := s.evidence(finding)) is not None), None)
-
-    compared = check_replicas(anchor, building, known)
-    report = compared.report
-    if not report.consistent:
-        save_evidence(report, report_dir, evidence)
-        if policy == "repair":
-            report = repair(anchor, building, compared)
-        if tell is not None:
-            tell(report)
-        if speaks:
-            conclude(report, anchor, raises=policy in ("raise", "repair"))
-    return report
+    def _tell_all(self) -> None:
+        """Outside of any exchange: what a callback raises leaves nobody waiting in one."""
+        events, self._untold = self._untold, []
+        for event in events:
+            for callback in self.callbacks:
+                callback(event)
 
 
-def add_arenas(inventory: Inventory, syncs: Sequence[ArenaSync]) -> None:
-    """The FP8 state that ranks share. What each has of its own is not compared."""
-    for sync in syncs:
-        if sync.communicates:
-            assert sync.group is not None
-            inventory.add_content(
-                f"FP8 state of {', '.join(sync.patterns) or 'all modules'}", sync.group, ArenaContent(sync.arena)
-            )
-
-
-def add_module(inventory: Inventory, module: nn.Module, scope: Scope) -> None:
-    if scope.parameters or scope.gradients:
-        inventory.add_parameters(module, scope.parameters, scope.gradients)
-    if scope.optimizer is not None:
-        inventory.add_optimizer(module, scope.optimizer)
-
-
-def holdings(inventory: Inventory, step: int, manifest: str = "", last_good: int | None = None) -> Holdings:
-    sets = inventory.sets()
-    return Holdings(sets, step, manifest, last_good, inventory.coords, inventory.skipped, inventory.labels)
-
-
-def _arena_holdings(sync: ArenaSync, group: SyncGroup) -> Holdings:
-    inventory = Inventory(group)
-    add_arenas(inventory, [sync])
-    return holdings(inventory, int(sync.arena.step))
+def _diverged(report: DivergenceReport) -> Event:
+    return Event("diverged", max(f.step for f in report.findings), report=report)
 
 
 def _slot_evidence(arena: Arena, sent: torch.Tensor, finding: Finding) -> dict[str, Any] | None:
@@ -295,11 +253,6 @@ def _slot_evidence(arena: Arena, sent: torch.Tensor, finding: Finding) -> dict[s
                 "fields": fields,
             }
     return None
-
-
-def _on_device_of(sync: ArenaSync) -> contextlib.AbstractContextManager[Any]:
-    device = sync.arena.device
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _slots_where(arena: Arena, mask: torch.Tensor) -> tuple[Slot, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import glob
+import itertools
 import json
 import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -58,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"fp8dist {options.command}: {error}", file=sys.stderr)
         return UNREADABLE
-    except BrokenPipeError:  # "| head" has seen enough.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
-        return CONSISTENT
+    except Exception:  # Ours to mend, and no verdict: it must not look like one.
+        traceback.print_exc()
+        return UNREADABLE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,7 +94,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print(as_json: bool, plain: Any, text: str) -> None:
-    print(json.dumps(plain, indent=1, allow_nan=False) if as_json else text, flush=True)
+    try:
+        print(json.dumps(plain, indent=1, allow_nan=False) if as_json else text, flush=True)
+    except BrokenPipeError:  # "| head" has seen enough.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
 
 
 # check ------------------------------------------------------------------------------------------------
@@ -132,17 +137,20 @@ def _expanded(path: str) -> list[str]:
     before, *rest = map(re.escape, path.split("{rank}"))
     pattern = re.compile(f"{before}(?P<rank>[0-9]+)" + "(?P=rank)".join(rest))
     found = glob.glob("[0-9]*".join(map(glob.escape, path.split("{rank}"))))
-    ranks = {int(match["rank"]) for match in map(pattern.fullmatch, found) if match}
-    missing = [path.replace("{rank}", str(r)) for r in range(max(ranks, default=0) + 1) if r not in ranks]
-    if missing:
-        raise CheckpointError(f"{missing[0]}: no such file or directory")
-    return [path.replace("{rank}", str(rank)) for rank in sorted(ranks)]
+    by_rank = {int(match["rank"]): match[0] for match in map(pattern.fullmatch, found) if match}
+    gap = next(rank for rank in itertools.count() if rank not in by_rank)
+    if gap == 0 or gap < max(by_rank):
+        raise CheckpointError(f"{path.replace('{rank}', str(gap))}: no such file or directory")
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _check_across_ranks(options: argparse.Namespace) -> int:
     """Each rank brings its own path. COLLECTIVE."""
     if len(options.paths) != 1:
         raise _Usage("under torchrun each rank brings one path: put {rank} into it")
+    absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise _Usage(f"WORLD_SIZE is set but {absent[0]} is not: start it by torchrun")
     dist.init_process_group("gloo")
     try:
         anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]

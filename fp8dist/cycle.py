@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 
-from fp8dist.checker import Checker, Policy, Scope
+from fp8dist.checker import Checker
+from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size

@@ -49,7 +49,8 @@ class SyncGroup:
             if group.ndim > 1 and group.mesh_dim_names is None:
                 raise ConfigurationError("a DeviceMesh of several axes needs mesh_dim_names to be a group")
             self.mesh = group
-            self.ranks: tuple[int, ...] = tuple(group.mesh.flatten().tolist())
+            # Sorted, as those of the process group that is made for it.
+            self.ranks: tuple[int, ...] = tuple(sorted(group.mesh.flatten().tolist()))
         elif isinstance(group, dist.ProcessGroup):
             self._process_group = weakref.ref(group)
             self.ranks = tuple(dist.get_process_group_ranks(group))
@@ -85,9 +86,15 @@ class SyncGroup:
 
     def gather(self, mine: Any) -> list[Any]:
         """Everyone's object, in the order of ``ranks``. COLLECTIVE."""
+        group = self.process_group
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, mine, group=self.process_group)
-        return gathered
+        dist.all_gather_object(gathered, mine, group=group)
+        return self.in_order(gathered)
+
+    def in_order(self, gathered: Sequence[Any]) -> list[Any]:
+        """Results of a gather, which come in the order of group ranks, in the order of ``ranks``."""
+        by_rank = dict(zip(dist.get_process_group_ranks(self.process_group), gathered))
+        return [by_rank[rank] for rank in self.ranks]
 
     @property
     def size(self) -> int:

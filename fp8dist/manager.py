@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.boundary import BoundaryHooks, invalidate_at_every_step, unwrap_optimizers
-from fp8dist.checker import Event, Policy, Scope
+from fp8dist.checker import Event
+from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
@@ -236,7 +237,7 @@ class StateManager(Joinable):
         self,
         parameters: bool = True,
         gradients: bool = False,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Any = None,
         policy: Policy | None = None,
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and what else is known to be replicated, across the ranks. COLLECTIVE.
@@ -249,9 +250,10 @@ class StateManager(Joinable):
         Args:
             parameters: compare parameters.
             gradients: compare gradients: after they are reduced, before they are zeroed.
-            optimizer: compare its state.
+            optimizer: compare the state of this one, or of several.
             policy: "raise", "warn", "repair" (copy from the majority, check again, raise where there is none or it
-                differs still); None: as "warn": one rank logs what differs.
+                differs still). None: as "warn": one rank logs what differs; but what the last sync has proved to
+                differ is acted on by ``check_policy``, as at a boundary.
 
         Returns:
             The same report on all ranks.
@@ -263,9 +265,8 @@ class StateManager(Joinable):
         self._cycle.require_attached()
         if self._cycle.joins:
             raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
-        return self._cycle.check(
-            Scope(parameters, gradients, None if optimizer is None else unwrap_optimizers(optimizer)[0]), policy
-        )
+        optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
+        return self._cycle.check(Scope(parameters, gradients, optimizers), policy)
 
     def checkable(self) -> StepCycle:
         """For ``fp8dist.check``: the arenas, committed as far as due. Local."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8dist.checker import Policy, Scope, add_arenas, add_module, holdings, run_check
+from fp8dist.boundary import unwrap_optimizers
+from fp8dist.consistency.check import Policy, Scope, add_arenas, add_module, on_device, run_check
 from fp8dist.consistency.holdings import Holdings
 from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.report import DivergenceReport
@@ -19,6 +22,9 @@ from fp8dist.settings import report_dir
 
 __all__ = ["check"]
 
+LAST_GOOD_STEP = "_fp8dist_last_good_step"
+"""Where a checked module keeps the step of its last good check."""
+
 
 def check(
     module: nn.Module,
@@ -26,8 +32,8 @@ def check(
     *,
     groups: Mapping[str, GroupLike | None] | None = None,
     gradients: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
-    step: int = 0,
+    optimizer: Any = None,
+    step: int | None = None,
     policy: Policy | None = None,
 ) -> DivergenceReport:
     """Prove that all ranks hold the same parameters, or name what differs, where, and on which ranks. COLLECTIVE.
@@ -44,8 +50,8 @@ def check(
         groups: fqn patterns of plain parameters that are replicated over other ranks, or over none (None), such as
             ``{"*.experts.*": None}``. The first match counts.
         gradients: compare gradients too: after they are reduced, before they are zeroed.
-        optimizer: compare its state too.
-        step: for the report.
+        optimizer: compare the state of this one, or of several, too.
+        step: for the report. The module remembers the last one that was good.
         policy: "raise", "warn", "repair" (copy from the majority; raise where there is none). None: as "warn": one rank
             logs what differs, and the report says it.
 
@@ -60,24 +66,46 @@ def check(
         raise ConfigurationError(f"policy must be one of raise, warn, repair, or None, got {policy!r}")
     if group is None and world_size() == 1:
         return DivergenceReport(skipped=("there is one rank, or no process group",))
+    if any(getattr(getattr(m, "_join_config", None), "enable", False) for m in module.modules()):
+        raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers: list[StateManager] = [m.__dict__[ATTRIBUTE] for m in module.modules() if ATTRIBUTE in m.__dict__]
+    cycles = [manager.checkable() for manager in managers]
+    scope = Scope(True, gradients, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
+    built: list[Holdings] = []
 
     def build() -> Holdings:
         inventory = Inventory(anchor, vouched=group is not None, groups=groups)
-        for manager in managers:
-            add_arenas(inventory, manager.checkable().syncs)
-        add_module(inventory, module, Scope(True, gradients, optimizer))
-        return holdings(inventory, step)
+        for cycle in cycles:
+            add_arenas(inventory, cycle.syncs)
+        add_module(inventory, module, scope)
+        built[:] = [inventory.holdings(step or 0, last_good_step=module.__dict__.get(LAST_GOOD_STEP))]
+        return built[0]
 
-    verdicts = [found for manager in managers for _, found in manager.checkable().checker.read_verdicts()]
-    known = [finding for report in verdicts for finding in report.findings]
-    report = run_check(anchor, build, policy, report_dir(), known)
-    for manager in managers:  # A repair writes weights behind their casts' back.
-        manager.checkable().mode.invalidate_casts()
-    if report.consistent and not report.compared and anchor.size > 1:
+    def tell(report: DivergenceReport) -> None:
+        for cycle in cycles:
+            cycle.checker.tell_report(report)
+
+    with on_device(_device_of(module)):
+        known = [finding for cycle in cycles for finding in cycle.checker.known_findings()]
+        policies = [cycle.settings.check_policy for cycle in cycles]
+        try:
+            report = run_check(anchor, build, policy, report_dir(), known, policies[0] if policies else None, tell)
+        finally:  # A repair writes weights behind their casts' back.
+            for cycle in cycles:
+                cycle.mode.invalidate_casts()
+    if report.consistent and step is not None:
+        module.__dict__[LAST_GOOD_STEP] = step
+    # The same on all ranks that agree.
+    if report.consistent and not built[0].compared and not built[0].memberships and anchor.size > 1:
         raise ConfigurationError(
             "nothing of this module is known to be replicated: pass group= the ranks that hold the same parameters "
             f"(not compared: {'; '.join(report.skipped) or 'it has no parameters'})"
         )
     return report
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    with contextlib.suppress(Exception):  # A module that cannot be looked at is reported by all ranks, in the check.
+        return next(parameter.device for parameter in module.parameters())
+    return torch.device("cpu")

@@ -45,6 +45,28 @@ def main(folder: Path) -> None:
     for update in ("same_step", "next_step"):
         summary = json.loads((folder / update / "summary.json").read_text())
         print(f"| {update} | {summary['exposed_sync_ms_per_step']:.3f} | {summary['tokens_per_s']:.0f} |")
+    _print_checks(json.loads((folder / "check.json").read_text()), folder)
+
+
+def _print_checks(check: dict[str, Any], folder: Path) -> None:
+    print("\n| digest of 256 MB of bfloat16, one core | ms | GB/s | against SHA-1 |\n|---|---|---|---|")
+    sides = {
+        "fp8dist": "digest_ms",
+        "SHA-1 over the float32 copy (Megatron-LM's way)": "sha1_ms",
+        "a plain read of the memory (torch.sum over int64)": "read_ms",
+    }
+    for name, key in sides.items():
+        ms, faster = check[key], check["sha1_ms"] / check[key]
+        print(f"| {name} | {ms:.0f} | {268 / ms:.1f} | {faster:.1f} times |")
+    print("\n| clean `fp8dist.check`, 2 ranks | collectives | bytes | ms |\n|---|---|---|---|")
+    for row in check["checks"]:
+        counts = f"{row['collectives']:g} | {row['bytes']:g} | {row['ms']:.1f}"
+        print(f"| {row['tensors']:,} tensors of 100 elements | {counts} |")
+    lines = (folder / "same_step" / "metrics.jsonl").read_text().splitlines()
+    tokens = 8 * 128 * 2  # A step of the main job: windows, bytes, ranks.
+    step_ms = 1e3 * tokens / float(json.loads(lines[-1])["tokens_per_s"])
+    header_ms = check["header_ms"]["48"]
+    print(f"\nTier 0 in the main job: {header_ms:.3f} ms of a step of {step_ms:.0f} ms, {header_ms / step_ms:.4%}.")
 
 
 if __name__ == "__main__":

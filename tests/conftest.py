@@ -33,6 +33,12 @@ def three_ranks() -> Iterator[RankPool]:
     yield from _pool(3)
 
 
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four gloo ranks, alive for the session: two against two, and meshes of two axes."""
+    yield from _pool(4)
+
+
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):

@@ -38,11 +38,17 @@ def save_evidence(
         logger.warning("fp8dist: no evidence written to %s: %s", report_dir, error)
 
 
-def conclude(report: DivergenceReport, group: SyncGroup, raises: bool) -> None:
+def conclude(
+    report: DivergenceReport,
+    group: SyncGroup,
+    raises: bool,
+    tell: Callable[[DivergenceReport], None] | None = None,
+) -> None:
     """Say it once, and with ``raises`` raise on all ranks. COLLECTIVE over ``group`` if anything differed.
 
     Args:
         report: the same on all ranks of the group.
+        tell: is called with it when the message is out: what it raises leaves nobody waiting here.
 
     Raises:
         DivergenceError: ``raises``, and the report is not consistent. No rank raises before the message is out: a
@@ -54,6 +60,8 @@ def conclude(report: DivergenceReport, group: SyncGroup, raises: bool) -> None:
         logger.log(logging.ERROR if raises and not report.consistent else logging.WARNING, "%s", report)
     if group.size > 1:
         dist.barrier(group=group.process_group)
+    if tell is not None:
+        tell(report)
     if raises:
         report.raise_if_diverged()
 
@@ -62,7 +70,6 @@ def _write_files(
     folder: Path, report: DivergenceReport, rank: int, evidence: Callable[[Finding], dict[str, Any] | None]
 ) -> None:
     step = max(f.step for f in report.findings)
-    folder.mkdir(parents=True, exist_ok=True)
     if rank == report.speaker:
         _write(folder, f"step{step:08d}-report", ".txt", f"{report}\n")
         _write(folder, f"step{step:08d}-report", ".json", json.dumps(report.to_json(), indent=1))
@@ -79,6 +86,7 @@ def _write_files(
 
 def _write(folder: Path, name: str, suffix: str, text: str) -> None:
     """A file that was not there: two models may diverge at one step."""
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(1, 1000):
         path = folder / (f"{name}{suffix}" if number == 1 else f"{name}-{number}{suffix}")
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,23 @@ from fp8dist.consistency.differences import unravel
 from fp8dist.kernels.content import BLOCK_WORDS, ContentDigest, as_bytes, block_count
 from fp8dist.state.arena import Arena
 
-__all__ = ["ArenaContent", "Content", "Digester", "Field", "Key", "TensorContent", "bytes_of", "values_near"]
+__all__ = [
+    "FINDING_KINDS",
+    "ArenaContent",
+    "Content",
+    "Digester",
+    "Field",
+    "Key",
+    "Named",
+    "TensorContent",
+    "bytes_of",
+    "values_near",
+]
+
+FINDING_KINDS: Mapping[str, str] = MappingProxyType(
+    {"slot": "scale", "inv_scale": "scale", "cold": "scale", "amax": "history", "counters": "history"}
+)
+"""What a finding is called that is about a thing of a kind, where that is not the kind's own name."""
 
 _SLOTS_AT_ONCE = 256
 
@@ -39,6 +56,15 @@ class Field(NamedTuple):
     kind: str  # Of a finding.
     tensor: Tensor
     locate: Callable[[int], tuple[int, ...]]  # The index of a place in the flattened tensor.
+    store: Callable[[Tensor], None] | None = None  # For what is no tensor where it lives.
+
+
+class Named(NamedTuple):
+    """A tensor with its name. ``store`` as of Field."""
+
+    name: str
+    tensor: Tensor
+    store: Callable[[Tensor], None] | None = None
 
 
 class Digester:
@@ -85,14 +111,15 @@ class Content(ABC):
 class TensorContent(Content):
     """Tensors by name."""
 
-    def __init__(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        device = tensors[0][1].device if tensors else torch.device("cpu")
-        super().__init__([_key_of(name, kind, tensor) for name, tensor in tensors], device)
-        self._tensors = [tensor.detach() for _, tensor in tensors]
+    def __init__(self, kind: str, tensors: Sequence[Named]) -> None:
+        device = tensors[0].tensor.device if tensors else torch.device("cpu")
+        super().__init__([_key_of(named.name, kind, named.tensor) for named in tensors], device)
+        self._tensors = [named.tensor.detach() for named in tensors]
+        self._stores = [named.store for named in tensors]
 
     def digests(self, digester: Digester) -> Tensor:
         """See ``Content``."""
-        result = torch.empty(len(self.keys), 2, dtype=torch.int64)
+        result = torch.empty(len(self.keys), 2, dtype=torch.int64, device="cpu")
         seeds = self.seeds
         by_device: dict[torch.device, list[int]] = {}
         for i, tensor in enumerate(self._tensors):
@@ -106,7 +133,8 @@ class TensorContent(Content):
     def fields(self, index: int) -> list[Field]:
         """See ``Content``."""
         key = self.keys[index]
-        return [Field("", key.kind, self._tensors[index], lambda place: unravel(place, key.shape))]
+        tensor, store = self._tensors[index], self._stores[index]
+        return [Field("", key.kind, tensor, lambda place: unravel(place, key.shape), store)]
 
 
 class ArenaContent(Content):
@@ -193,5 +221,8 @@ def values_near(field: Field, place: int | None) -> dict[str, Any]:
     start = 0 if place is None else max(0, place - _NEIGHBOURS)
     if place is not None:
         flat = flat[start : place + _NEIGHBOURS + 1]
-    values = flat.to(torch.float64) if flat.is_floating_point() else flat
+    try:
+        values = flat.to(torch.float64) if flat.is_floating_point() else flat
+    except (RuntimeError, NotImplementedError):  # A packed format: two numbers in a byte.
+        values = flat.view(torch.uint8)
     return {"field": field.name, "from": start, "values": list(map(repr, values.tolist()))}

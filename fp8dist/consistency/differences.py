@@ -88,13 +88,14 @@ def ulp_distance(a: Tensor, b: Tensor, dtype: torch.dtype) -> int | None:
         return abs(x - y) if isinstance(x, int) else None
     if math.isnan(x) or math.isnan(y):
         return None
-    return abs(_on_a_line(a) - _on_a_line(b))
+    signed = dtype != torch.float8_e8m0fnu
+    return abs(_on_a_line(a, signed) - _on_a_line(b, signed))
 
 
-def _on_a_line(element: Tensor) -> int:
+def _on_a_line(element: Tensor, signed: bool) -> int:
     bits = int.from_bytes(bytes(element.tolist()), "little")
     sign = 1 << (8 * len(element) - 1)
-    return bits if bits < sign else sign - bits
+    return sign - bits if signed and bits >= sign else bits
 
 
 def _value(element: Tensor, dtype: torch.dtype) -> Any:

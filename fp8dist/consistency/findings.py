@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from fp8dist.consistency.contents import Field, Key
+from fp8dist.consistency.contents import FINDING_KINDS, Field, Key
 from fp8dist.consistency.differences import Difference
 from fp8dist.consistency.report import Finding, sides_of, split
 
-__all__ = ["MORE", "Differing", "Seen", "explained", "is_odd", "layout_findings", "named_only", "reference_of"]
+__all__ = [
+    "MORE",
+    "Differing",
+    "Seen",
+    "explained",
+    "findings_of_values",
+    "is_odd",
+    "layout_findings",
+    "named_only",
+    "reference_of",
+]
 
 MORE = "…"
 """The name of a finding that counts what is not named."""
@@ -35,16 +46,24 @@ class Seen(NamedTuple):
     difference: Difference
 
 
-def layout_findings(keys: Mapping[int, Mapping[tuple[str, str], Key]], noun: str = "rank") -> list[Finding]:
-    """What only some hold, or hold in another shape or dtype. ``keys``: of each rank, by name and kind."""
+def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank") -> list[Finding]:
+    """Of a word that is not the same on all ranks. ``values``: as text, by rank."""
+    sides = sides_of(values)
+    reference, odd = split(sides)
+    shown = "; ".join(f"{noun} {side[0]}: {values[side[0]]}" for side in sides[:MAX_SIDES][::-1])
+    return [Finding(0, kind, kind, ranks, reference, detail=shown, sides=sides) for ranks in odd]
+
+
+def layout_findings(
+    layouts: Sequence[tuple[Sequence[int], Mapping[tuple[str, str], Key]]], noun: str = "rank"
+) -> list[Finding]:
+    """What only some hold, or hold in another shape or dtype. ``layouts``: ranks, and their keys by name and kind."""
     findings = []
-    for name, kind in sorted({name for theirs in keys.values() for name in theirs}):
-        looks = {rank: _look(theirs.get((name, kind))) for rank, theirs in keys.items()}
-        sides = sides_of(looks)
-        if len(sides) > 1:
-            reference, odd = split(sides)
-            shown = "; ".join(f"{noun} {side[0]}: {looks[side[0]]}" for side in sides[:MAX_SIDES][::-1])
-            findings += [Finding(0, "layout", name, ranks, reference, detail=shown, sides=sides) for ranks in odd]
+    for name, kind in sorted({name for _, keys in layouts for name in keys}):
+        looks = [(ranks, _look(keys.get((name, kind)))) for ranks, keys in layouts]
+        if len({look for _, look in looks}) > 1:
+            values = {rank: look for ranks, look in looks for rank in ranks}
+            findings += [replace(f, name=name) for f in findings_of_values("layout", values, noun)]
     return findings
 
 
@@ -65,7 +84,8 @@ def is_odd(rank: int, thing: Differing) -> bool:
 def explained(
     thing: Differing, fields: Mapping[int, Field], by_rank: Mapping[int, list[Seen]], noun: str = "rank"
 ) -> list[Finding]:
-    """One finding per kind and odd side; without a majority one per kind."""
+    """One finding per kind and odd side; without a majority one per kind. ``by_rank``: what those saw who speak for a
+    side."""
     reference, odd = split(thing.sides)
     findings = []
     for kind in dict.fromkeys(f.kind for f in fields.values()):
@@ -83,7 +103,9 @@ def explained(
                 for side in odd
                 if told[side[0]]
             ]
-    return findings
+    named = {rank for finding in findings for rank in finding.ranks}
+    # Sides beyond those whose values are told.
+    return findings + [finding for finding in named_only(thing, "") if not named.issuperset(finding.ranks)]
 
 
 def _finding(
@@ -134,6 +156,6 @@ def _shown(one: Seen, which: int) -> str:
 
 def named_only(thing: Differing, why: str) -> list[Finding]:
     """Findings of a thing whose elements were not looked at."""
-    kind = "scale" if thing.key.kind == "slot" else thing.key.kind
+    kind = FINDING_KINDS.get(thing.key.kind, thing.key.kind)
     reference, odd = split(thing.sides)
     return [Finding(0, kind, thing.key.name, ranks, reference, detail=why, sides=thing.sides) for ranks in odd]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.consistency.differences import ulp_distance
+from fp8dist.consistency.findings import MORE, findings_of_values
 from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of, split
 from fp8dist.groups import SyncGroup
 from fp8dist.kernels.update import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
@@ -63,11 +64,11 @@ def localise(sync: ArenaSync, evidence: Evidence | None, differs: Sequence[str])
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
         values = {e.rank: e.words[place] for e in everyone}
         if len(set(values.values())) > 1:
-            findings += _findings_of_values(kind, values)
+            findings += findings_of_values(kind, {rank: repr(value) for rank, value in values.items()})
     if len({e.words[WORD_SCALE_LOW:] for e in everyone}) > 1:
         found, reference = _scale_findings(sync, group, sent, everyone)
         findings += found
-    for kind in set(differs) - {finding.kind for finding in findings}:
+    for kind in sorted(set(differs) - {finding.kind for finding in findings}):
         detail = "the message differed, what it was made of does not"
         findings.append(_finding(kind, kind, tuple(e.rank for e in everyone), None, detail))
     step = max(e.step for e in everyone)
@@ -103,49 +104,31 @@ def _finding(kind: str, name: str, ranks: tuple[int, ...], reference: int | None
 
 
 def _at(finding: Finding, step: int) -> Finding:
-    return Finding(**{**finding.__dict__, "step": step, "last_good_step": step - 1})
-
-
-def _findings_of_values(kind: str, values: dict[int, Any]) -> list[Finding]:
-    sides = sides_of(values)
-    reference, odd = split(sides)
-    shown = "; ".join(f"rank {side[0]}: {values[side[0]]}" for side in sides[:8][::-1])
-    return [_finding(kind, kind, ranks, reference, shown, sides=sides) for ranks in odd]
-
-
-class _Example(NamedTuple):
-    """An entry of this rank's scales that differs from the source's."""
-
-    slot: int
-    array: int
-    mine: float
-    theirs: float
+    return replace(finding, step=step, last_good_step=step - 1)
 
 
 def _scale_findings(
     sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_Witness]
 ) -> tuple[list[Finding], Reference]:
-    """Slots whose scale differs, the reference's scales and counters. COLLECTIVE: two broadcasts, one object gather."""
+    """Slots whose scale differs, and what the reference has. COLLECTIVE: two broadcasts, two object gathers."""
     sides = sides_of({e.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
-    reference, _ = split(sides)
+    reference, odd = split(sides)
     source = min(group.ranks) if reference is None else reference
     theirs = _from(source, group, sent)
     saturated = _from(source, group, sync.arena.counters[SATURATED])
-    differing: list[tuple[int, list[_Example]]] = group.gather(_differences(sent, theirs))
-    by_place: dict[tuple[int, int], dict[int, _Example]] = {}
-    for evidence, (_, examples) in zip(everyone, differing):
-        for example in examples:
-            by_place.setdefault(example[:2], {})[evidence.rank] = example
+    mine = (sent.view(torch.int32) != theirs.view(torch.int32)).T.nonzero().tolist()  # [slot, array]
+    told: list[tuple[int, list[list[int]]]] = group.gather((len(mine), mine[:MAX_SLOTS_PER_RANK]))
+    # All say what they have wherever somebody differs: who is right there is for all of them to decide.
+    places = sorted({(slot, array) for _, part in told for slot, array in part})
+    values: list[list[float]] = group.gather([sent[array, slot].item() for slot, array in places])
     findings = []
-    for (place, array), seen in sorted(by_place.items()):
-        name = str(sync.arena.specs[place].slot)
-        values = {e.rank: seen[e.rank].mine if e.rank in seen else None for e in everyone}  # None: as the source.
-        findings += _slot_findings(name, _ARRAYS[array], source, values, seen)
-    hidden = max(count - len(examples) for count, examples in differing)
+    for i, (slot, array) in enumerate(places):
+        by_rank = {rank: row[i] for rank, row in zip(group.ranks, values)}
+        findings += _slot_findings(str(sync.arena.specs[slot].slot), _ARRAYS[array], source, by_rank)
+    hidden = max(count - len(part) for count, part in told)
     if hidden > 0:
-        reference, odd = split(sides)
         detail = f"{hidden} more slots of one rank differ"
-        findings += [_finding("scale", "…", ranks, reference, detail, sides=sides) for ranks in odd]
+        findings += [_finding("scale", MORE, ranks, reference, detail, sides=sides) for ranks in odd]
     return findings, Reference(theirs, saturated)
 
 
@@ -156,23 +139,16 @@ def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:
     return theirs.to(tensor.device)
 
 
-def _slot_findings(
-    name: str, array: str, source: int, values: dict[int, float | None], seen: dict[int, _Example]
-) -> list[Finding]:
+def _slot_findings(name: str, array: str, source: int, values: dict[int, float]) -> list[Finding]:
     """One finding per odd side; a majority of this slot's own decides, whoever is in it."""
-    by_bits = {rank: None if value is None else _bits(value).item() for rank, value in values.items()}
-    sides = sides_of(by_bits)
+    sides = sides_of({rank: int(_bits(value)) for rank, value in values.items()})
     reference, odd = split(sides)
-    expected = next(iter(seen.values())).theirs
-    shown = {rank: expected if value is None else value for rank, value in values.items()}
     findings = []
     for ranks in odd:
         against = source if reference is None else reference
         others = [side[0] for side in sides if against not in side] if reference is None else [ranks[0]]
-        first = others[0]
-        detail = f"{array}: " + "; ".join(f"rank {r}: {shown[r]!r}" for r in [*others[:8], against])
-        a, b = (_bits(shown[r]).view(torch.uint8) for r in (first, against))
-        ulp = ulp_distance(a, b, torch.float32)
+        detail = f"{array}: " + "; ".join(f"rank {r}: {values[r]!r}" for r in [*others[:8], against])
+        a, b = (_bits(values[rank]).view(torch.uint8) for rank in (others[0], against))
         findings.append(
             _finding(
                 "scale",
@@ -183,23 +159,13 @@ def _slot_findings(
                 sides=sides,
                 field=array,
                 index=(),
-                value=shown[first],
-                expected=shown[against],
-                ulp=ulp,
+                value=values[others[0]],
+                expected=values[against],
+                ulp=ulp_distance(a, b, torch.float32),
             )
         )
     return findings
 
 
 def _bits(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float32).view(torch.int32)
-
-
-def _differences(mine: Tensor, theirs: Tensor) -> tuple[int, list[_Example]]:
-    """(how many entries differ bitwise, the first few of them). Both float32[2, n]."""
-    places = (mine.view(torch.int32) != theirs.view(torch.int32)).nonzero()
-    examples = [
-        _Example(slot, array, mine[array, slot].item(), theirs[array, slot].item())
-        for array, slot in places[:MAX_SLOTS_PER_RANK].tolist()
-    ]
-    return len(places), examples
+    return torch.tensor([value], dtype=torch.float32, device="cpu").view(torch.int32)

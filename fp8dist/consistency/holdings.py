@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8dist.consistency.contents import Content, Digester, Field, Key, values_near
 from fp8dist.consistency.differences import ravel
+from fp8dist.consistency.replication import Membership
 from fp8dist.consistency.report import Finding, Participant
 from fp8dist.groups import SyncGroup
 
@@ -56,9 +57,7 @@ class ReplicaSet:
 class Holdings:
     """All that one rank brings to a check.
 
-    The first set is that of the anchor, the ranks that call. ``layout`` names the others, also those in which this
-    rank is
-    alone: it is equal on all ranks of one program.
+    The first set is that of the anchor, the ranks that call. ``memberships`` says with whom this rank is in the others.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -67,7 +66,12 @@ class Holdings:
     last_good_step: int | None = None
     coords: dict[str, int] | None = None
     skipped: tuple[str, ...] = ()
-    layout: tuple[str, ...] = ()
+    memberships: tuple[Membership, ...] = ()
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """Which sets there are beside the anchor's: equal on all ranks of one program."""
+        return tuple(m.label for m in self.memberships)
 
     @property
     def compared(self) -> tuple[tuple[str, int], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from fp8dist.consistency.findings import (
     Differing,
     Seen,
     explained,
+    findings_of_values,
     is_odd,
     layout_findings,
     named_only,
@@ -32,12 +33,20 @@ __all__ = ["localise_set"]
 MAX_DIFFERING = 1024
 """Differing things whose ranks are told apart; the rest is counted."""
 
+MAX_LAYOUTS = 8
+"""Distinct layouts that are shown to each other."""
+
 MAX_EXPLAINED = 16
 """Differing things of which the first differing element is fetched."""
 
 
-def localise_set(s: ReplicaSet, digests: Tensor, mine: Holdings) -> tuple[list[Finding], list[Differing]]:
-    """Findings, and what differs, the same on all ranks. COLLECTIVE over the set's group."""
+def localise_set(
+    s: ReplicaSet, digests: Tensor, mine: Holdings, everything: bool
+) -> tuple[list[Finding], list[Differing]]:
+    """Findings, and what differs, the same on all ranks. COLLECTIVE over the set's group.
+
+    ``everything``: tell all differing things apart, not only the first ``MAX_DIFFERING``.
+    """
     group, keys = s.group, s.keys
     layout = hashlib.sha256(repr(sorted(keys)).encode()).hexdigest()
     told: list[_Told] = group.gather(_Told(participant(group, mine), layout, mine.step, mine.last_good_step))
@@ -47,7 +56,8 @@ def localise_set(s: ReplicaSet, digests: Tensor, mine: Holdings) -> tuple[list[F
     if len(layouts) > 1:
         findings, common = _compare_layouts(group, common, layouts)
     place = {key: i for i, key in enumerate(keys)}
-    differing, more = _differing_things(group, [place[key] for key in common], common, digests)
+    at_most = len(common) if everything else MAX_DIFFERING
+    differing, more = _differing_things(group, [place[key] for key in common], common, digests, at_most)
     if differing:
         findings += _explain(s, differing)
     ranks = tuple(sorted(group.ranks))
@@ -76,17 +86,23 @@ def _compare_layouts(
 ) -> tuple[list[Finding], list[Key]]:
     """Findings for what only some ranks hold or hold in another shape or dtype, and the keys that all have. COLLECTIVE.
 
-    One rank of each distinct layout shows it.
+    One rank of each distinct layout shows it. If there are too many to show, nothing is common.
     """
-    speaks = group.rank in {side[0] for side in layouts}
-    shown: dict[int, list[Key]] = dict(zip(group.ranks, group.gather(mine if speaks else None)))
-    by_rank = {rank: {(k.name, k.kind): k for k in shown[side[0]]} for side in layouts for rank in side}
-    common = set(shown[layouts[0][0]]).intersection(*(shown[side[0]] for side in layouts[1:]))
-    return layout_findings(by_rank), sorted(common)
+    if len(layouts) > MAX_LAYOUTS:
+        values = {rank: f"layout {i}" for i, side in enumerate(layouts) for rank in side}
+        found = findings_of_values("layout", values)
+        return [replace(f, name="names, shapes, dtypes", detail=f"{len(layouts)} different layouts") for f in found], []
+    shown = []
+    for side in layouts:
+        box: list[Any] = [mine if group.rank == side[0] else None]
+        dist.broadcast_object_list(box, src=side[0], group=group.process_group)
+        shown.append((side, {(key.name, key.kind): key for key in box[0]}))
+    common = set(shown[0][1].values()).intersection(*(keys.values() for _, keys in shown[1:]))
+    return layout_findings(shown), sorted(common)
 
 
 def _differing_things(
-    group: SyncGroup, order: list[int], keys: list[Key], digests: Tensor
+    group: SyncGroup, order: list[int], keys: list[Key], digests: Tensor, at_most: int
 ) -> tuple[list[Differing], int]:
     """(what differs, as many as are told apart; how many more). COLLECTIVE.
 
@@ -96,10 +112,13 @@ def _differing_things(
     pairs = torch.stack([mine, ~mine]).to(group.device)
     dist.all_reduce(pairs, dist.ReduceOp.MAX, group=group.process_group)
     places = (pairs[0] != ~pairs[1]).any(1).cpu().nonzero().flatten().tolist()
-    told = group.gather([tuple(row) for row in mine[places[:MAX_DIFFERING]].tolist()])
+    chosen = mine[places[:at_most]].to(group.device)
+    gathered = [torch.empty_like(chosen) for _ in group.ranks]
+    dist.all_gather(gathered, chosen, group=group.process_group)
+    told = group.in_order([part.tolist() for part in gathered])
     differing = []
-    for i, place in enumerate(places[:MAX_DIFFERING]):
-        sides = sides_of({rank: rows[i] for rank, rows in zip(group.ranks, told)})
+    for i, place in enumerate(places[:at_most]):
+        sides = sides_of({rank: tuple(rows[i]) for rank, rows in zip(group.ranks, told)})
         differing.append(Differing(order[place], keys[place], sides))
     return differing, len(places) - len(differing)
 
@@ -130,9 +149,10 @@ def _explain(s: ReplicaSet, differing: list[Differing]) -> list[Finding]:
     errors = [text for text in group.gather(error) if text]
     if errors:
         return [finding for thing in differing for finding in named_only(thing, errors[0])]
-    wants = _exchange_leaves(group, few, leaves)
+    firsts = _exchange_leaves(group, few, leaves)
+    wants = sorted({want for part in group.gather(list(firsts)) for want in part})
     seen: dict[tuple[int, int], list[Seen]] = {}
-    for rank, part in zip(group.ranks, group.gather(_exchange_blocks(group, few, fields, leaves, wants))):
+    for rank, part in zip(group.ranks, group.gather(_exchange_blocks(group, few, fields, leaves, wants, firsts))):
         for one in part:
             seen.setdefault((one.thing, rank), []).append(one)
     kinds = [{i: f for i, f in enumerate(part)} for part in fields]
@@ -143,41 +163,43 @@ def _explain(s: ReplicaSet, differing: list[Differing]) -> list[Finding]:
     return findings + [finding for thing in differing[MAX_EXPLAINED:] for finding in named_only(thing, "")]
 
 
-def _exchange_leaves(group: SyncGroup, few: list[Differing], leaves: list[list[Tensor]]) -> list[_Want]:
-    """Which blocks odd ranks want to see. COLLECTIVE: a broadcast per reference rank, a gather."""
-    mine: list[_Want] = []
+def _exchange_leaves(group: SyncGroup, few: list[Differing], leaves: list[list[Tensor]]) -> dict[_Want, int]:
+    """The blocks that this rank wants to see, the first of each field that differs, and how many of the field do.
+
+    COLLECTIVE: a broadcast per reference rank.
+    """
+    firsts: dict[_Want, int] = {}
     for source in sorted({reference_of(thing) for thing in few}):
-        places = [(i, j) for i, thing in enumerate(few) if reference_of(thing) == source for j in range(len(leaves[i]))]
+        own = [i for i, thing in enumerate(few) if reference_of(thing) == source]
+        places = [(i, j) for i in own for j in range(len(leaves[i]))]
         theirs = torch.cat([leaves[i][j] for i, j in places])
         dist.broadcast(theirs, src=source, group=group.process_group)
         for (i, j), part in zip(places, theirs.split([len(leaves[i][j]) for i, j in places])):
             first = first_differing_block(leaves[i][j], part)
             if first is not None and is_odd(group.rank, few[i]):
-                mine.append(_Want(i, j, first[0]))
-                leaves[i][j] = part  # Kept to say how many blocks differ.
-    return sorted({want for part in group.gather(mine) for want in part})
+                firsts[_Want(i, j, first[0])] = first[1]
+    return firsts
 
 
 def _exchange_blocks(
-    group: SyncGroup, few: list[Differing], fields: list[list[Field]], leaves: list[list[Tensor]], wants: list[_Want]
+    group: SyncGroup,
+    few: list[Differing],
+    fields: list[list[Field]],
+    leaves: list[list[Tensor]],
+    wants: list[_Want],
+    firsts: dict[_Want, int],
 ) -> list[Seen]:
     """What this rank sees in the reference's blocks. COLLECTIVE: a broadcast per block."""
     seen = []
     for want in wants:
-        thing, field = few[want.thing], fields[want.thing][want.field]
+        field = fields[want.thing][want.field]
         mine = block_of(bytes_of(field), want.block).to(group.device)
         theirs = mine.clone()
-        dist.broadcast(theirs, src=reference_of(thing), group=group.process_group)
-        if not is_odd(group.rank, thing):
+        dist.broadcast(theirs, src=reference_of(few[want.thing]), group=group.process_group)
+        if want not in firsts:  # Another rank's first block.
             continue
-        theirs_leaves = leaves[want.thing][want.field]
-        own_leaves = Digester().leaves(field.tensor).to(group.device)
-        first = first_differing_block(own_leaves, theirs_leaves)
-        if first is None or first[0] != want.block:  # Another rank's first block.
-            continue
-        difference = compare_block(
-            mine.cpu(), theirs.cpu(), field.tensor.dtype, want.block, first[1], len(theirs_leaves)
-        )
+        of_blocks = len(leaves[want.thing][want.field])
+        difference = compare_block(mine.cpu(), theirs.cpu(), field.tensor.dtype, want.block, firsts[want], of_blocks)
         if difference is not None:
             seen.append(Seen(want.thing, want.field, field.locate(difference.place), difference))
     return seen

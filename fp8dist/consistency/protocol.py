@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.consistency.contents import Digester
-from fp8dist.consistency.findings import MAX_SIDES, Differing
+from fp8dist.consistency.findings import Differing, findings_of_values
 from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
 from fp8dist.consistency.localisation import localise_set
-from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of, split
+from fp8dist.consistency.report import DivergenceReport, Finding, Participant
 from fp8dist.errors import Fp8DistError
 from fp8dist.groups import SyncGroup
 
@@ -30,25 +31,31 @@ __all__ = ["Compared", "check_replicas"]
 
 logger = logging.getLogger("fp8dist")
 
-_PAIRS = ("manifest", "step", "layout")
-
 _FAILED = 2
 """What a rank that could not build its part sends; 1: it knows of a difference already."""
 
 
 class Compared(NamedTuple):
-    """What ``check_replicas`` found, and the differing things of each set, for a repair."""
+    """What ``check_replicas`` found, and the differing things of each set, for a repair. ``heard``: a rank knew of
+    something before."""
 
     report: DivergenceReport
     differing: list[tuple[ReplicaSet, list[Differing]]]
+    heard: bool = False
 
 
-def check_replicas(anchor: SyncGroup, build: Callable[[], Holdings], known: Sequence[Finding] = ()) -> Compared:
+def check_replicas(
+    anchor: SyncGroup, build: Callable[[], Holdings], known: Sequence[Finding] = (), everything: bool = False
+) -> Compared:
     """Compare what the ranks hold. COLLECTIVE over ``anchor``, which contains the ranks of all sets.
 
-    One all-reduce when the anchor is all there is; with further sets one for each, and a last one that tells all ranks
-    whether any of them differs. ``build`` is local; a rank where it raises is reported by all. ``known``: findings that
-    this rank has already, of a failed sync say; all ranks report them.
+    One all-reduce when the anchor is all there is. With further sets one for each, one before that says whether all
+    ranks mean the same sets, and one after that tells all of them whether any set differs.
+
+    Args:
+        build: what this rank holds. Local; a rank where it raises is reported by all.
+        known: findings that this rank has already, of a failed sync say; all ranks report them.
+        everything: tell all differing things apart, however many they are.
     """
     error: Exception | None = None
     digests: list[Tensor] = []
@@ -59,26 +66,48 @@ def check_replicas(anchor: SyncGroup, build: Callable[[], Holdings], known: Sequ
     except Exception as raised:
         logger.exception("fp8dist: rank %d could not build its part of the consistency check", anchor.rank)
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
-    words = [mine.manifest, mine.step, mine.layout]
-    agree, news = _agree(anchor, [_word(word) for word in words], digests[0] if digests else None, bool(known))
+    words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}
+    agree, news = _agree(anchor, list(map(_word, words.values())), digests[0] if digests else None, bool(known))
     findings = _union(anchor, known) if news else []
     if news == _FAILED:
-        return Compared(_report(mine, findings + _errors(anchor, mine, error)), [])
-    findings += _differing_words(anchor, mine, words, [n for n, same in zip(_PAIRS, agree) if not same])
-    # Ranks that disagree about the sets would wait for each other: then only the anchor's own is looked into.
-    others = sorted(range(1, len(mine.sets)), key=lambda i: tuple(sorted(mine.sets[i].group.ranks)))
-    mismatched = [] if agree[-1] else [0]
-    if agree[2] and mine.layout:
-        mismatched += [i for i in others if not _agree(mine.sets[i].group, [], digests[i])[0][-1]]
-        bad = torch.tensor([bool(mismatched)], dtype=torch.int32, device=anchor.device)
-        dist.all_reduce(bad, dist.ReduceOp.MAX, group=anchor.process_group)
-        found = [(mine.sets[i], *localise_set(mine.sets[i], digests[i], mine)) for i in mismatched]
-        if int(bad):
-            findings += _union(anchor, [f for _, own, _ in found for f in own])
-    else:
-        found = [(mine.sets[i], *localise_set(mine.sets[i], digests[i], mine)) for i in mismatched]
-        findings += [f for _, own, _ in found for f in own]
-    return Compared(_report(mine, findings), [(s, differing) for s, _, differing in found])
+        return Compared(_report(mine, findings + _errors(anchor, mine, error)), [], True)
+    findings += _differing_words(anchor, mine, words, [name for name, same in zip(words, agree) if not same])
+    differing: list[tuple[ReplicaSet, list[Differing]]] = []
+    if not agree[-1]:
+        found, things = localise_set(mine.sets[0], digests[0], mine, everything)
+        findings += found
+        differing.append((mine.sets[0], things))
+    # Ranks that disagree about the sets would wait for each other.
+    if agree[list(words).index("layout")] and mine.layout:
+        disputed = _disputed_memberships(anchor, mine)
+        findings += disputed
+        if not disputed:
+            found, further = _check_further_sets(anchor, mine, digests, everything)
+            findings += found
+            differing += further
+    return Compared(_report(mine, findings), differing, bool(news))
+
+
+def _check_further_sets(
+    anchor: SyncGroup, mine: Holdings, digests: list[Tensor], everything: bool
+) -> tuple[list[Finding], list[tuple[ReplicaSet, list[Differing]]]]:
+    """(findings of all sets of all ranks, differing things of this rank's sets). COLLECTIVE."""
+    places = range(1, len(mine.sets))
+    # One order on any two ranks that share sets.
+    ordered = sorted(places, key=lambda i: (sorted(mine.sets[i].group.ranks), mine.sets[i].label))
+    bad = [i for i in ordered if not _agree(mine.sets[i].group, [], digests[i])[0][-1]]
+    anywhere = torch.tensor([bool(bad)], dtype=torch.int32, device=anchor.device)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=anchor.process_group)
+    if not int(anywhere):
+        return [], []
+    told: list[Finding] = []
+    differing = []
+    for i in bad:
+        findings, things = localise_set(mine.sets[i], digests[i], mine, everything)
+        differing.append((mine.sets[i], things))
+        if anchor.rank == min(mine.sets[i].group.ranks):  # One speaks for its set.
+            told += findings
+    return _union(anchor, told), differing
 
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
@@ -97,23 +126,41 @@ def _word(value: Hashable) -> int:
 
 
 def _agree(group: SyncGroup, words: list[int], digests: Tensor | None, knows: bool = False) -> tuple[list[bool], int]:
-    """(for each word, and at last for the digests, whether all ranks have the same; whether a rank has failed, or
-    knows of something already).
+    """(for each word, and at last for the digests, whether all ranks have the same; whether a rank has failed, or knows
+    of something already).
 
     COLLECTIVE: one MAX over pairs (w, ~w), which agree iff ``max(w) == ~max(~w)``. ``digests`` None: this rank has
-        failed.
+    failed.
     """
-    numbers = torch.tensor(words, dtype=torch.int64)
-    total = torch.zeros(2, dtype=torch.int64) if digests is None else digests.sum(0)
-    numbers = torch.cat([numbers, total, torch.tensor([digests is not None and len(digests)])])
-    news = _FAILED if digests is None else int(knows)
-    message = torch.cat([numbers, ~numbers, torch.tensor([news])]).to(group.device)
+    total = [0, 0, -1] if digests is None else [*digests.sum(0).tolist(), len(digests)]
+    numbers = torch.tensor([*words, *total], dtype=torch.int64, device="cpu")
+    news = torch.tensor([_FAILED if digests is None else int(knows)], device="cpu")
+    message = torch.cat([numbers, ~numbers, news]).to(group.device)
     if group.size > 1:
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group.process_group)
-    *pairs, news = message.tolist()
+    *pairs, heard = message.tolist()
     count = len(numbers)
     same = [pairs[i] == ~pairs[count + i] for i in range(count)]
-    return [*same[:-3], all(same[-3:])], news
+    return [*same[:-3], all(same[-3:])], heard
+
+
+def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
+    """Findings if some ranks mean other ranks by the name of a set. COLLECTIVE: one SUM.
+
+    All of a set of n ranks send a word that stands for it, the lowest of them times 1 - n: what all send adds up to 0.
+    """
+    balance = sum(
+        _word((m.label, m.ranks)) * (1 - len(m.ranks) if anchor.rank == min(m.ranks) else 1)
+        for m in mine.memberships
+        if set(m.ranks) <= set(anchor.ranks)
+    )
+    wrapped = (balance + (1 << 63)) % (1 << 64) - (1 << 63)
+    total = torch.tensor([wrapped], dtype=torch.int64, device=anchor.device)
+    dist.all_reduce(total, dist.ReduceOp.SUM, group=anchor.process_group)
+    if not int(total):
+        return []
+    views = {"layout": tuple((m.label, m.view or m.ranks) for m in mine.memberships)}
+    return _differing_words(anchor, mine, views, ["layout"])
 
 
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:
@@ -122,31 +169,29 @@ def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[
     told: list[tuple[Participant, str, int]] = anchor.gather((participant(anchor, mine), text, mine.step))
     step = max(step for *_, step in told)
     everyone = [p for p, *_ in told]
+    good = min((p.rank for p, text, _ in told if not text), default=None)
     return [
-        Finding(step, "error", "building its part of the check", (p.rank,), None, detail=text).located(everyone)
+        Finding(step, "error", "building its part of the check", (p.rank,), good, detail=text).located(everyone)
         for p, text, _ in told
         if text
     ]
 
 
-def _differing_words(anchor: SyncGroup, mine: Holdings, words: list[Any], names: list[str]) -> list[Finding]:
-    """Findings for manifest, step and layout. COLLECTIVE if ``names`` is not empty, which is the same on all ranks."""
+def _differing_words(
+    anchor: SyncGroup, mine: Holdings, words: Mapping[str, Any], names: Sequence[str]
+) -> list[Finding]:
+    """Findings for these of the words. COLLECTIVE if ``names`` is not empty, which is the same on all ranks."""
     if not names:
         return []
-    told: list[tuple[Participant, list[Any]]] = anchor.gather((participant(anchor, mine), words))
-    everyone = [p for p, _ in told]
+    shown = {name: repr(words[name]) for name in names}
+    told = anchor.gather((participant(anchor, mine), shown, mine.step, mine.last_good_step))
+    everyone = [p for p, *_ in told]
+    step = max(step for *_, step, _ in told)
+    good = min((good for *_, good in told if good is not None), default=None)
     findings = []
     for name in names:
-        place = _PAIRS.index(name)
-        values = {p.rank: repr(theirs[place]) for p, theirs in told}
-        sides = sides_of(values)
-        reference, odd = split(sides)
-        shown = "; ".join(f"rank {side[0]}: {values[side[0]]}" for side in sides[:MAX_SIDES][::-1])
-        step = max(theirs[1] for _, theirs in told)
+        values = {p.rank: theirs[name] for p, theirs, *_ in told}
         findings += [
-            Finding(
-                step, name, name, ranks, reference, detail=shown, last_good_step=mine.last_good_step, sides=sides
-            ).located(everyone)
-            for ranks in odd
+            replace(f, step=step, last_good_step=good).located(everyone) for f in findings_of_values(name, values)
         ]
     return findings

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fp8dist.consistency.contents import Field, bytes_of
-from fp8dist.consistency.findings import MORE, Differing
+from fp8dist.consistency.contents import bytes_of
+from fp8dist.consistency.findings import Differing
 from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import Compared, check_replicas
 from fp8dist.consistency.report import DivergenceReport, ranks_text, split
 from fp8dist.groups import SyncGroup
 
-__all__ = ["repair"]
+__all__ = ["mended_texts", "repair"]
 
 _AT_ONCE = 64 << 20
 """Bytes of one broadcast."""
-
-_MAX_ROUNDS = 64
-"""A round mends as much as one check tells apart."""
 
 _BEYOND_REPAIR = frozenset({"manifest", "step", "layout", "error"})
 
@@ -31,42 +30,66 @@ def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared)
     All or nothing: where something has no majority, or ranks differ in more than content, nothing is touched. Copies
     parameters, gradients, optimizer state and whole slots, bit for bit.
 
+    Args:
+        compared: of a check of everything.
+
     Returns:
-        The report with ``repaired`` filled in if all is well now; the findings that are left otherwise.
+        The report with ``repaired`` filled in if all is well now; else what is left, and a note.
     """
-    first = compared.report
-    mended: list[str] = []
-    for _ in range(_MAX_ROUNDS):
-        findings = [f for f in compared.report.findings if f.name != MORE]
-        if any(f.reference_rank is None or f.kind in _BEYOND_REPAIR for f in findings):
-            break
-        for replicas, differing in compared.differing:
-            for thing in differing:
-                _mend(replicas, thing)
-        mended += [f"{f.kind} {f.name} of {ranks_text(f.ranks)} from {f.reference_rank}" for f in findings]
-        compared = check_replicas(anchor, build)
-        if compared.report.consistent:
-            return DivergenceReport(first.findings, first.compared, first.skipped, tuple(mended))
-    return compared.report
+    report = compared.report
+    if any(f.reference_rank is None or f.kind in _BEYOND_REPAIR for f in report.findings):
+        return replace(
+            report, notes=(*report.notes, "nothing was touched: not everything here has a majority to copy from")
+        )
+    failures = [text for replicas, differing in compared.differing if (text := _mend(replicas, differing))]
+    mended = mended_texts(report)
+    after = check_replicas(anchor, build).report
+    if after.consistent:
+        return replace(report, repaired=mended)
+    tried = f"a repair was tried, this is what is left; it was begun for {'; '.join(mended[:8])}"
+    return replace(after, notes=(*after.notes, tried, *failures))
 
 
-def _mend(replicas: ReplicaSet, thing: Differing) -> None:
-    """COLLECTIVE over the set's group."""
-    reference, odd = split(thing.sides)
-    assert reference is not None
-    wrong = any(replicas.group.rank in side for side in odd)
-    for field in replicas.fields(thing.place):
-        _copy(replicas.group, reference, field, wrong)
+def mended_texts(report: DivergenceReport) -> tuple[str, ...]:
+    """What was copied, and from where."""
+    return tuple(f"{f.kind} {f.name} of {ranks_text(f.ranks)} from {f.reference_rank}" for f in report.findings)
 
 
-def _copy(group: SyncGroup, source: int, field: Field, wrong: bool) -> None:
-    content = bytes_of(field)
-    received = torch.empty_like(content) if wrong else None
+def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
+    """What went wrong, or "". COLLECTIVE over the set's group: nobody leaves it before the others."""
+    error = ""
+    try:
+        fields = [replicas.fields(thing.place) for thing in differing]
+        for field in (one for part in fields for one in part):
+            bytes_of(field)
+    except Exception as raised:
+        error = f"rank {replicas.group.rank}: {raised}"
+    if any(errors := replicas.group.gather(error)):
+        return next(filter(None, errors))
+    for thing, part in zip(differing, fields):
+        reference, odd = split(thing.sides)
+        assert reference is not None
+        wrong = any(replicas.group.rank in side for side in odd)
+        for field in part:
+            content = bytes_of(field)
+            received = _receive(replicas.group, reference, content, wrong)
+            try:
+                if received is not None:
+                    with torch.no_grad():
+                        field.tensor.copy_(received.view(field.tensor.dtype).view(field.tensor.shape))
+                    if field.store is not None:
+                        field.store(field.tensor)
+            except Exception as raised:  # A view whose elements share memory, say.
+                error = f"{thing.key.name} of rank {replicas.group.rank}: {raised}"
+    return next(filter(None, replicas.group.gather(error)), "")
+
+
+def _receive(group: SyncGroup, source: int, content: Tensor, wrong: bool) -> Tensor | None:
+    """The source's content, where ``wrong``. COLLECTIVE: a broadcast per part."""
+    received = content.clone() if wrong else None
     for start in range(0, content.numel(), _AT_ONCE):
         part = content[start : start + _AT_ONCE].to(group.device, copy=group.rank != source)
         dist.broadcast(part, src=source, group=group.process_group)
         if received is not None:
             received[start : start + _AT_ONCE].copy_(part)
-    if received is not None:
-        with torch.no_grad():
-            field.tensor.copy_(received.view(field.tensor.dtype).view(field.tensor.shape))
+    return received

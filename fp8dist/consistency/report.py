@@ -103,14 +103,16 @@ class Finding:
 class DivergenceReport:
     """Everything one check found; equal on all ranks that took part. ``str(report)`` is a table.
 
-    ``compared`` says how many things of each kind were compared, ``skipped`` what was not, and why;
-    ``repaired`` what was copied from the majority to the others. ``noun``: what takes part, "rank" or "file".
+    ``compared`` says how many things of each kind this rank has compared, ``skipped`` what it has not, and why;
+    ``repaired`` what was copied from the majority to the others, ``notes`` what else there is to say. ``noun``: what
+    takes part, "rank" or "file".
     """
 
     findings: tuple[Finding, ...] = ()
     compared: tuple[tuple[str, int], ...] = ()
     skipped: tuple[str, ...] = ()
     repaired: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     noun: str = "rank"
 
     @property
@@ -123,8 +125,9 @@ class DivergenceReport:
         """Who prints it: the lowest rank that is in the majority, the lowest of all where there is none."""
         odd = {rank for f in self.findings if f.reference_rank is not None for rank in f.ranks}
         majority = {f.reference_rank for f in self.findings if f.reference_rank is not None}
-        everyone = {rank for f in self.findings for rank in f.ranks} | majority
-        return min(majority - odd or everyone or {0})
+        agreeing = {rank for f in self.findings for side in f.sides for rank in side}
+        everyone = {rank for f in self.findings for rank in f.ranks} | majority | agreeing
+        return min(everyone - odd or everyone or {0})
 
     def raise_if_diverged(self) -> None:
         """Raise DivergenceError unless ``consistent``."""
@@ -145,7 +148,7 @@ class DivergenceReport:
         return f"{self._headline()}: " + "; ".join(lines)
 
     def _headline(self) -> str:
-        what = list(dict.fromkeys(_WHAT[f.kind] for f in self.findings))
+        what = list(dict.fromkeys(_WHAT.get(f.kind, "what was compared") for f in self.findings))
         return f"{' and '.join(what)} differ{'s' if what == ['FP8 state'] else ''} between {self.noun}s"
 
     def __str__(self) -> str:
@@ -154,7 +157,8 @@ class DivergenceReport:
         if not self.findings:
             return "\n".join([f"consistent ({compared or 'nothing was compared'})", *notes])
         if self.repaired:
-            notes += ["repaired, and checked again: " + "; ".join(self.repaired)]
+            notes += ["repaired, and checked again: " + "; ".join(self.repaired[:SHOWN_ROWS])]
+        notes += self.notes
         return "\n".join(
             [self._headline(), *_table(self.findings, self.noun), *_where(self.findings, self.noun), *notes]
         )

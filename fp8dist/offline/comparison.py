@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from fp8dist.consistency.contents import Content, Digester, Field, Key, bytes_of
+from fp8dist.consistency.contents import FINDING_KINDS, Content, Digester, Field, Key, bytes_of
 from fp8dist.consistency.differences import block_of, compare_block, first_differing_block, unravel
 from fp8dist.consistency.findings import Differing, Seen, explained, is_odd, layout_findings, named_only, reference_of
 from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of
@@ -24,10 +23,6 @@ MAX_EXPLAINED = 64
 Progress = Callable[[int], None]
 """Is told of bytes that were read."""
 
-_FINDING_KINDS: Mapping[str, str] = MappingProxyType(
-    {"cold": "scale", "amax": "history", "counters": "history", "parameter": "parameter"}
-)
-
 
 class SourceContent(Content):
     """What a checkpoint holds. Reads one tensor at a time, and keeps none."""
@@ -39,7 +34,7 @@ class SourceContent(Content):
 
     def digests(self, digester: Digester) -> Tensor:
         """See ``Content``."""
-        result = torch.empty(len(self.keys), 2, dtype=torch.int64)
+        result = torch.empty(len(self.keys), 2, dtype=torch.int64, device="cpu")
         seeds = self.seeds
         for i in range(len(self.keys)):
             tensor = self._source.read(i)
@@ -62,7 +57,7 @@ def bytes_in(source: Source) -> int:
 def field_of(entry: Entry, tensor: Tensor) -> Field:
     """An entry with its tensor."""
     name = "" if entry.kind == "parameter" else entry.kind
-    kind = _FINDING_KINDS.get(entry.kind, entry.kind)
+    kind = FINDING_KINDS.get(entry.kind, entry.kind)
     return Field(name, kind, tensor, lambda place: unravel(place, entry.shape))
 
 
@@ -76,7 +71,7 @@ def compare_sources(sources: Sequence[Source], progress: Progress) -> Divergence
     digester = Digester()
     digests = [content.digests(digester) for content in contents]
     places = [{key: i for i, key in enumerate(content.keys)} for content in contents]
-    by_name = {n: {(key.name, key.kind): key for key in content.keys} for n, content in enumerate(contents)}
+    by_name = [([n], {(key.name, key.kind): key for key in content.keys}) for n, content in enumerate(contents)]
     findings = layout_findings(by_name, "file")
     common = sorted(set(places[0]).intersection(*places[1:]))
     explained_count = 0

@@ -3,16 +3,21 @@
 The bytes of the tensor in logical order are little-endian 64-bit words ``w``, the last one filled up with zeros, in
 blocks of ``BLOCK_WORDS``. For each of two lanes, all in wrapping 64-bit arithmetic::
 
-    leaf(block)  = sum over words j of  (w ^ (w >>> 32)) * key[lane, j]          key: odd, pseudo-random
-    content      = sum over blocks b of mix(leaf(b) ^ key[lane, b mod BLOCK_WORDS] + b)
+    fold(w)      = z ^ (z >>> 32)  with  z = w * FOLD
+    leaf(block)  = sum over words j of  fold(w) * key[lane, j]                   key: odd, pseudo-random
+    content      = sum over blocks b of mix((leaf(b) ^ key[lane, b mod BLOCK_WORDS]) + b)
     digest       = mix(content + seed)
 
-``mix`` is the finaliser of SplitMix64, a bijection. All sums commute: blocks may be done in any order, on any device.
+``mix`` is the finaliser of SplitMix64. All sums commute: blocks may be done in any order, on any device.
 
-Changing one word changes its term, and with it the leaf and the digest, with certainty: ``w ^ (w >>> 32)`` is a
-bijection, the key is odd, ``mix`` is a bijection. Any two changes in one block cancel with a probability of at most
-2**-32 in each lane over the choice of keys (the lowest set bit of a term's change is among the low 32); the two lanes
-have keys of their own. The seed carries name, shape and dtype, so tensors that trade places are seen as well.
+Changing one word changes the digest with certainty: ``fold`` and ``mix`` are bijections, the key is odd. Changes of
+several words in a block cancel only if their folded differences, times the keys, add up to 0 mod 2**64, in both lanes.
+That is likely only for differences that are multiples of a high power of two (two of 2**63 always cancel). Bits of
+real data that change together, such as the two sign bits of a word of float32, are where a plain ``w ^ (w >>> 32)``
+would make such
+differences: the multiplication spreads them over the upper half first, and the shift brings them down. The keys are
+fixed and public: this finds damage, drift and mistakes, not forgery. The seed carries name, shape and dtype, so
+tensors that trade places are seen as well.
 """
 
 from __future__ import annotations
@@ -24,10 +29,13 @@ from torch import Tensor
 
 from fp8dist.kernels.digest import mix, position_keys
 
-__all__ = ["BLOCK_BYTES", "BLOCK_WORDS", "ContentDigest", "as_bytes", "block_count"]
+__all__ = ["BLOCK_BYTES", "BLOCK_WORDS", "FOLD", "ContentDigest", "as_bytes", "block_count"]
 
 BLOCK_WORDS = 1 << 15
 BLOCK_BYTES = 8 * BLOCK_WORDS
+
+FOLD = -0x2917014799A6026D
+"""0xD6E8FEB86659FD93 as int64: odd, with bits everywhere."""
 
 _LOW_HALF = 0xFFFFFFFF
 _BLOCKS_AT_ONCE_ON_GPU = 128
@@ -64,7 +72,8 @@ class ContentDigest:
             words = _as_words(content[: whole * BLOCK_BYTES]).view(whole, BLOCK_WORDS)
             at_once = len(self._folded)
             for start in range(0, whole, at_once):
-                self.row_leaves(words[start : start + at_once], leaves[start : start + at_once])
+                end = min(start + at_once, whole)
+                self.row_leaves(words[start:end], leaves[start:end])
         if rest:
             self.row_leaves(_as_words(content[whole * BLOCK_BYTES :]).view(1, -1), leaves[whole:])
         return leaves
@@ -76,9 +85,10 @@ class ContentDigest:
             folded, product = self._folded[:rows], self._product[:rows]
         else:
             folded, product = torch.empty_like(words), torch.empty_like(words)
+        torch.mul(words, FOLD, out=product)
         # Arithmetic shift, then mask: torch has no logical one for int64.
-        torch.bitwise_right_shift(words, 32, out=folded)
-        folded.bitwise_and_(_LOW_HALF).bitwise_xor_(words)
+        torch.bitwise_right_shift(product, 32, out=folded)
+        folded.bitwise_and_(_LOW_HALF).bitwise_xor_(product)
         for lane in range(2):
             torch.mul(folded, self._keys[lane, :width], out=product)
             torch.sum(product, dim=1, out=out[:, lane])
@@ -91,9 +101,9 @@ class ContentDigest:
             counts: how many leaves each tensor has.
             seeds: int64[t, 2].
         """
-        repeats = torch.tensor(counts, dtype=torch.int64)
-        owner = torch.repeat_interleave(torch.arange(len(counts)), repeats)
-        place = torch.arange(len(owner)) - (repeats.cumsum(0) - repeats)[owner]
+        repeats = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        owner = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), repeats)
+        place = torch.arange(len(owner), device="cpu") - (repeats.cumsum(0) - repeats)[owner]
         owner, place = owner.to(self.device), place.to(self.device)
         keyed = leaves ^ self._keys[:, place % BLOCK_WORDS].T
         content = torch.zeros(len(counts), 2, dtype=torch.int64, device=self.device)

@@ -1,0 +1,99 @@
+"""A check from beginning to end: compare, keep the evidence, mend, say it once, raise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fp8dist.consistency.conclusion import conclude, save_evidence
+from fp8dist.consistency.contents import ArenaContent
+from fp8dist.consistency.holdings import Holdings
+from fp8dist.consistency.inventory import Inventory
+from fp8dist.consistency.protocol import check_replicas
+from fp8dist.consistency.repair import repair
+from fp8dist.consistency.report import DivergenceReport, Finding
+from fp8dist.groups import SyncGroup
+from fp8dist.sync import ArenaSync
+
+__all__ = ["Policy", "Scope", "add_arenas", "add_module", "on_device", "run_check"]
+
+Policy = Literal["raise", "warn", "repair"]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a check compares beside FP8 state."""
+
+    parameters: bool = True
+    gradients: bool = False
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+
+
+def run_check(
+    anchor: SyncGroup,
+    build: Callable[[], Holdings],
+    policy: Policy | None,
+    report_dir: str | None,
+    known: Sequence[Finding] = (),
+    known_policy: Policy | None = None,
+    tell: Callable[[DivergenceReport], None] | None = None,
+) -> DivergenceReport:
+    """The same report on all ranks. COLLECTIVE over ``anchor``.
+
+    Args:
+        policy: None: as "warn".
+        known: what this rank knows already to differ, from a failed sync.
+        known_policy: what to do, where ``policy`` is None, if a rank knows of something.
+        tell: is called with a report of differences, once the message is out and before anybody raises.
+
+    Raises:
+        DivergenceError: on all ranks, if ranks differ and the policy says so.
+    """
+    held: list[Holdings] = []
+
+    def building() -> Holdings:
+        held[:] = [build()]
+        return held[0]
+
+    def evidence(finding: Finding) -> dict[str, Any] | None:
+        sets = held[0].sets if held else ()
+        return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
+
+    compared = check_replicas(anchor, building, known, everything=policy == "repair")
+    report = compared.report
+    if report.consistent:
+        return report
+    if compared.heard:
+        policy = policy or known_policy
+    save_evidence(report, report_dir, evidence)
+    if policy == "repair":
+        report = repair(anchor, building, compared)
+    conclude(report, anchor, raises=policy in ("raise", "repair"), tell=tell)
+    return report
+
+
+def add_arenas(inventory: Inventory, syncs: Sequence[ArenaSync]) -> None:
+    """The FP8 state that ranks share. What each has of its own is not compared."""
+    for sync in syncs:
+        if sync.communicates:
+            assert sync.group is not None
+            label = f"FP8 state of {', '.join(sync.patterns) or 'all modules'}"
+            inventory.add_content(label, sync.group, ArenaContent(sync.arena))
+
+
+def add_module(inventory: Inventory, module: nn.Module, scope: Scope) -> None:
+    """What ``scope`` says of a module."""
+    if scope.parameters or scope.gradients:
+        inventory.add_parameters(module, scope.parameters, scope.gradients)
+    for optimizer in scope.optimizers:
+        inventory.add_optimizer(module, optimizer)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Collectives go through this GPU, if it is one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,203 @@
+"""Which ranks must hold the same, tensor by tensor.
+
+A plain tensor does not say whether other ranks hold the same: FSDP1's shards, experts and ZeRO's state look like any
+other and differ by design. So only this is known to be replicated: DTensors across their Replicate axes, the parameters
+that DDP keeps equal, across DDP's group, and what the caller vouches for by naming a group.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8dist.groups import GroupLike, SyncGroup
+from fp8dist.state.slots import clean_fqn
+
+__all__ = ["Excuse", "Home", "Membership", "Replication"]
+
+ANCHOR = "all ranks that check"
+
+
+@dataclass(frozen=True)
+class Home:
+    """A set of ranks that must hold the same. ``label``: what it is called on all ranks of the job."""
+
+    label: str
+    group: SyncGroup
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """Why something is compared with nobody, in words that follow its kind ("3 parameters …")."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Membership:
+    """With whom this rank is in the set of that label. ``view``: what it was taken from."""
+
+    label: str
+    ranks: tuple[int, ...]
+    view: str
+
+
+class Replication:
+    """Knows the homes of tensors.
+
+    Args:
+        anchor: the ranks that check; nothing is compared with others.
+        vouched: plain tensors that nothing else is known of are replicated over the anchor.
+        patterns: fqn patterns of plain tensors that are replicated over other ranks (a group), or over none (None). The
+            first match counts, before anything else that is known.
+    """
+
+    def __init__(self, anchor: SyncGroup, vouched: bool, patterns: Mapping[str, GroupLike | None]) -> None:
+        self.coords = anchor.mesh_coordinates()
+        self.names: dict[int, str] = {}
+        self._anchor = Home(ANCHOR, anchor)
+        self._vouched = vouched
+        self._patterns = {pattern: None if g is None else SyncGroup(g) for pattern, g in patterns.items()}
+        self._anchor_ranks = frozenset(anchor.ranks)
+        self._memberships: dict[str, Membership] = {}
+        self._known: dict[Any, Home | Excuse] = {}
+        self._of_parameter: dict[int, Home | Excuse] = {}
+        self._kept: list[Any] = []  # Ids are keys: what they are of must stay.
+
+    @property
+    def anchor(self) -> Home:
+        """The home of what all ranks that check hold alike."""
+        return self._anchor
+
+    @property
+    def memberships(self) -> tuple[Membership, ...]:
+        """The sets of ranks beside the anchor, by label, also those in which this rank is alone or that the anchor
+        cuts."""
+        return tuple(self._memberships[label] for label in sorted(self._memberships))
+
+    def of_group(self, label: str, group: SyncGroup, view: str = "") -> Home | Excuse:
+        """The home of what ``group`` holds alike. ``label``: the same on all ranks of the job, and another for another
+        group."""
+        if frozenset(group.ranks) == self._anchor_ranks:
+            return self._anchor
+        label = self._unique(label, group.ranks)
+        self._memberships[label] = Membership(label, group.ranks, view)
+        if group.size == 1:
+            return Excuse(f"that are shared with no other rank ({label})")
+        if not self._anchor_ranks.issuperset(group.ranks):
+            return Excuse(f"that are shared with ranks that do not take part in this check ({label})")
+        return Home(label, group)
+
+    def _unique(self, label: str, ranks: tuple[int, ...]) -> str:
+        """Two sets may have one name (DDP in two places): in one program they come in one order on all ranks."""
+        candidate, number = label, 1
+        while candidate in self._memberships and self._memberships[candidate].ranks != ranks:
+            number += 1
+            candidate = f"{label} #{number}"
+        return candidate
+
+    def learn(self, module: nn.Module) -> None:
+        """Look at how the parameters of a module are wrapped."""
+        sharded, ddp, ignored = _fsdp1_parameters(module), _ddp_parameters(module), _ignored_by_ddp(module)
+        parameters = list(module.named_parameters())
+        twice = {name for name, count in Counter(clean_fqn(raw) for raw, _ in parameters).items() if count > 1}
+        for raw, parameter in parameters:
+            clean = clean_fqn(raw)
+            name = raw if clean in twice else clean
+            self._kept.append(parameter)
+            self.names[id(parameter)] = name
+            home = self._named(name)
+            if home is None and isinstance(parameter, DTensor):
+                home = Excuse("of DTensors, without being one")  # Of what hangs on it, such as a step counter.
+            if home is None and id(parameter) in sharded:
+                home = self._of_fsdp1(sharded[id(parameter)])
+            if home is None and id(parameter) in ddp:
+                wrapper = ddp[id(parameter)]
+                home = self._cached(("DDP", id(wrapper)), "DDP", wrapper.process_group)
+            if home is None and id(parameter) in ignored:
+                home = Excuse("that DDP was told to ignore")
+            if home is None:
+                home = self._anchor if self._vouched else Excuse("not known to be replicated: name their group")
+            self._of_parameter[id(parameter)] = home
+
+    def of_parameter(self, parameter: Tensor) -> Home | Excuse:
+        """The home of a plain parameter, and of plain tensors that belong to one."""
+        return self._of_parameter.get(id(parameter), Excuse("of parameters that are not the module's"))
+
+    def of_dtensor(self, tensor: DTensor) -> list[Home | Excuse]:
+        """The homes of its local tensor: one, or one for each of several Replicate axes."""
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        if self.coords is None:
+            self.coords = _coordinates(mesh)
+        if any(placement.is_partial() for placement in placements):
+            return [Excuse("that are partial sums")]
+        wide = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        axes = [axis for axis in wide if placements[axis].is_replicate()]
+        if not axes:
+            return [Excuse("that are DTensors without a Replicate axis: each rank has its own")]
+        if axes == wide and self._anchor_ranks == frozenset(mesh.mesh.flatten().tolist()):
+            return [self._anchor]
+        return [self._of_axis(mesh, axis) for axis in axes]
+
+    def _of_axis(self, mesh: DeviceMesh, axis: int) -> Home | Excuse:
+        key = ("axis", id(mesh), axis)
+        if key not in self._known:
+            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+            self._kept.append(mesh)
+            group = SyncGroup(mesh.get_group(axis))
+            self._known[key] = self.of_group(f"mesh axis {name}", group, f"mesh {mesh.mesh.tolist()}")
+        return self._known[key]
+
+    def _of_fsdp1(self, wrapper: FullyShardedDataParallel) -> Home | Excuse:
+        if wrapper.sharding_strategy is ShardingStrategy.NO_SHARD:
+            return self._cached(("FSDP1", id(wrapper)), "FSDP1", wrapper.process_group)
+        return Excuse("sharded by FSDP1: each rank has its own")
+
+    def _named(self, name: str) -> Home | Excuse | None:
+        for pattern, group in self._patterns.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return Excuse(f"matching {pattern}: left out") if group is None else self.of_group(pattern, group)
+        return None
+
+    def _cached(self, key: Any, label: str, group: Any) -> Home | Excuse:
+        if key not in self._known:
+            self._known[key] = self.of_group(label, SyncGroup(group))
+        return self._known[key]
+
+
+def _coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
+    place = mesh.get_coordinate()
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    return None if place is None else dict(zip(names, place))
+
+
+def _fsdp1_parameters(module: nn.Module) -> dict[int, FullyShardedDataParallel]:
+    found: dict[int, FullyShardedDataParallel] = {}
+    for wrapper in module.modules():
+        if isinstance(wrapper, FullyShardedDataParallel):
+            ignored = set(map(id, getattr(wrapper, "_ignored_params", ())))
+            found |= {id(p): wrapper for p in wrapper.parameters() if id(p) not in ignored}
+    return found
+
+
+def _ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
+    return {id(p): ddp for ddp, p, ignored in _seen_by_ddp(module) if not ignored}
+
+
+def _ignored_by_ddp(module: nn.Module) -> set[int]:
+    return {id(p) for _, p, ignored in _seen_by_ddp(module) if ignored}
+
+
+def _seen_by_ddp(module: nn.Module) -> Iterator[tuple[DistributedDataParallel, Tensor, bool]]:
+    for ddp in module.modules():
+        if isinstance(ddp, DistributedDataParallel):
+            yield from ((ddp, p, name in ddp.parameters_to_ignore) for name, p in ddp.module.named_parameters())

@@ -1,0 +1,322 @@
+"""What follows when ranks differ: one message, all raise together, events, and files of evidence."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fp8dist
+from fp8dist import DelayedScaling, DivergenceReport, StateManager
+from fp8dist.errors import DivergenceError
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+A = ("a", "input")
+
+
+def _prepared(**settings: Any) -> tuple[nn.Module, StateManager]:
+    """A slot with three steps of history, and two parameters."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(6, 10))
+    model.bias = nn.Parameter(torch.zeros(10))
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD, **settings)
+    manager.register(*A, "e4m3")
+    manager.register("b", "weight", "e4m3")
+    manager.attach()
+    for step in range(3):
+        manager.record(*A, torch.tensor([1.5 + step]))
+        manager.step()
+    return model, manager
+
+
+def _damage(model: nn.Module, manager: StateManager, ranks: list[int]) -> None:
+    if dist.get_rank() in ranks:
+        with torch.no_grad():
+            model.weight[2, 3] = 77.0
+        manager.amax(*A).fill_(99.0)
+
+
+# Policies ----------------------------------------------------------------------------------------------
+
+
+def _with_policy(policy: str | None, entry: str, odd: list[int]) -> dict[str, Any]:
+    """What a check that finds something does on this rank."""
+    every = {"check_every": 1, "check_policy": policy} if entry == "sync" else {}
+    model, manager = _prepared(**every)
+    reports: list[DivergenceReport] = []
+    kinds: list[str] = []
+
+    def heard(event: fp8dist.Event) -> None:
+        kinds.append(event.kind)
+        assert event.report is not None
+        reports.append(event.report)
+
+    manager.on_event(heard)
+    _damage(model, manager, odd)
+    result: DivergenceReport | None = None
+    raised = ""
+    with captured_log() as log:
+        try:
+            if entry == "fp8dist.check":
+                result = fp8dist.check(model, group=dist.group.WORLD, policy=policy)  # type: ignore[arg-type]
+            elif entry == "manager.check":
+                result = manager.check(policy=policy)  # type: ignore[arg-type]
+            else:
+                manager.step()  # check_every: the check after the third step comes as the fourth ends.
+        except DivergenceError as error:
+            result, raised = error.report, str(error)
+    if result is None and reports:
+        result = reports[0]
+    assert result is not None
+    return {
+        "raised": raised,
+        "log": [(level, text) for level, text in log if "differ" in text],
+        "kinds": kinds,
+        "told": [repr(r) for r in reports],
+        "report": repr(result),
+        "text": str(result),
+        "speaker": result.speaker,
+        "summary": result.summary(),
+        "repaired": result.repaired,
+        "steps": manager.steps,
+    }
+
+
+@pytest.mark.parametrize("odd", [[2], [0]])
+@pytest.mark.parametrize("entry", ["fp8dist.check", "manager.check", "sync"])
+@pytest.mark.parametrize("policy", [None, "warn", "raise", "repair"])
+def test_one_rank_of_the_majority_says_it_once_and_all_do_as_the_policy_says(
+    four_ranks: RankPool, policy: str | None, entry: str, odd: list[int]
+) -> None:
+    if entry == "sync" and policy is None:
+        policy = "warn"
+    results = four_ranks.run(_with_policy, policy, entry, odd)
+    speaker = 1 if odd == [0] else 0
+    for rank, result in enumerate(results):
+        assert bool(result["raised"]) == (policy == "raise")
+        assert result["raised"] in ("", result["summary"])
+        assert result["speaker"] == speaker
+        assert result["report"] == results[0]["report"]
+        level = logging.ERROR if policy == "raise" else logging.WARNING
+        assert result["log"] == ([(level, result["text"])] if rank == speaker else [])
+        if entry != "fp8dist.check":
+            assert result["kinds"] == ["diverged"]
+            assert result["told"] == [result["report"]]
+        assert bool(result["repaired"]) == (policy == "repair")
+
+
+def _raised_after_the_message() -> tuple[float, float]:
+    """(when this rank had logged, when it raised); the log of the one that speaks is slow."""
+    model, manager = _prepared()
+    _damage(model, manager, [2])
+    logged = 0.0
+
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            nonlocal logged
+            time.sleep(0.5)
+            logged = time.monotonic()
+
+    handler = Slow()
+    logger = logging.getLogger("fp8dist")
+    logger.addHandler(handler)
+    try:
+        with captured_log(), pytest.raises(DivergenceError):
+            fp8dist.check(model, group=dist.group.WORLD, policy="raise")
+    finally:
+        logger.removeHandler(handler)
+    return logged, time.monotonic()
+
+
+def test_no_rank_raises_before_the_message_is_out(four_ranks: RankPool) -> None:
+    """torchelastic kills all ranks as soon as one has failed."""
+    results = four_ranks.run(_raised_after_the_message)
+    said = results[0][0]
+    assert said > 0
+    assert all(raised >= said for _, raised in results)
+
+
+# Evidence -------------------------------------------------------------------------------------------------
+
+
+def _with_evidence(folder: str, policy: str | None, entry: str, odd: list[int]) -> dict[str, Any]:
+    os.environ["FP8DIST_REPORT_DIR"] = folder
+    try:
+        model, manager = _prepared()
+        _damage(model, manager, odd)
+        value = model.weight[2, 3].item()
+        text = ""
+        with captured_log() as log:
+            try:
+                if entry == "sync":
+                    if dist.get_rank() in odd:
+                        manager.scale(*A).mul_(2)
+                    scale = manager.scale(*A).item()
+                    manager.record(*A, torch.tensor([1.0]))
+                    manager.step()
+                else:
+                    scale = manager.scale(*A).item()
+                    text = str(fp8dist.check(model, group=dist.group.WORLD, policy=policy, step=12))  # type: ignore[arg-type]
+            except DivergenceError as error:
+                text = str(error.report)
+    finally:
+        del os.environ["FP8DIST_REPORT_DIR"]
+    history = manager.amax_history(*A).tolist()
+    return {"value": value, "scale": scale, "text": text, "log": log, "history": history}
+
+
+def _strict(text: str) -> Any:
+    """JSON, without the extensions that Python's parser takes."""
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("policy", [None, "raise", "repair"])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_report_and_both_sides_are_in_files(
+    four_ranks: RankPool, tmp_path: Path, policy: str | None, odd: int
+) -> None:
+    folder = tmp_path / "made" / "by the check"
+    results = four_ranks.run(_with_evidence, str(folder), policy, "check", [odd])
+    reference = 1 if odd == 0 else 0
+    assert {p.name for p in folder.iterdir()} == {
+        "step00000012-report.txt",
+        "step00000012-report.json",
+        f"step00000012-rank{odd}.json",
+        f"step00000012-rank{reference}.json",
+    }
+    report = _strict((folder / "step00000012-report.json").read_text())
+    assert report["consistent"] is False
+    assert {(f["kind"], f["name"]) for f in report["findings"]} == {("history", "a:input"), ("parameter", "weight")}
+    assert {tuple(f["ranks"]) for f in report["findings"]} == {(odd,)}
+    said = (folder / "step00000012-report.txt").read_text()
+    assert "a:input" in said
+    assert "77.0" in said
+    held = {
+        rank: {
+            (e["kind"], e["name"]): e["fields"] for e in _strict((folder / f"step00000012-rank{rank}.json").read_text())
+        }
+        for rank in (odd, reference)
+    }
+    for rank in (odd, reference):  # What they held before anything was repaired.
+        (near,) = held[rank]["parameter", "weight"]
+        place = 2 * 10 + 3
+        assert float(near["values"][place - near["from"]]) == results[rank]["value"]
+        assert len(near["values"]) == 2 * 16 + 1
+        slot = {field["field"]: field["values"] for field in held[rank]["history", "a:input"]}
+        assert set(slot) == {"scale", "inv_scale", "cold", "amax", "history", "counters", "block_max"}
+        assert list(map(float, slot["amax"])) == [99.0 if rank == odd else 3.5]
+        assert sorted(map(float, slot["history"])) == [0.0, 1.5, 2.5, 3.5]
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_sync_that_fails_leaves_what_was_sent_in_files(four_ranks: RankPool, tmp_path: Path, odd: int) -> None:
+    results = four_ranks.run(_with_evidence, str(tmp_path), "raise", "sync", [odd])
+    reference = 1 if odd == 0 else 0
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "step00000004-report.txt",
+        "step00000004-report.json",
+        f"step00000004-rank{odd}.json",
+        f"step00000004-rank{reference}.json",
+    }
+    assert results[odd]["scale"] == 2 * results[reference]["scale"]
+    for rank in (odd, reference):
+        (entry,) = _strict((tmp_path / f"step00000004-rank{rank}.json").read_text())
+        assert (entry["kind"], entry["name"]) == ("scale", "a:input")
+        assert float(entry["sent"]["scale"]) == results[rank]["scale"]
+        fields = {field["field"]: field["values"] for field in entry["fields"]}
+        assert sorted(map(float, fields["history"])) == sorted(results[rank]["history"])
+
+
+def test_without_a_majority_both_sides_leave_evidence(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_with_evidence, str(tmp_path), "raise", "check", [1])
+    assert {p.name for p in tmp_path.iterdir()} == {
+        f"step00000012-{name}" for name in ("report.txt", "report.json", "rank0.json", "rank1.json")
+    }
+
+
+def test_evidence_of_an_earlier_divergence_is_not_overwritten(three_ranks: RankPool, tmp_path: Path) -> None:
+    three_ranks.run(_with_evidence, str(tmp_path), None, "check", [1])
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    three_ranks.run(_with_evidence, str(tmp_path), None, "check", [1])
+    after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 2 * len(before)
+
+
+@pytest.mark.parametrize("entry", ["check", "sync"])
+def test_a_folder_that_cannot_be_written_only_warns(three_ranks: RankPool, tmp_path: Path, entry: str) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    results = three_ranks.run(_with_evidence, str(blocked / "below"), "raise", entry, [1])
+    for rank, result in enumerate(results):
+        if entry == "check":
+            assert "weight" in result["text"]
+        warned = [text for _, text in result["log"] if "no evidence written" in text]
+        assert len(warned) <= 1
+        assert bool(warned) == (rank in (0, 1))
+    assert sum("differ" in text for result in results for _, text in result["log"]) == 1
+
+
+def _clean_evidence(folder: str) -> None:
+    os.environ["FP8DIST_REPORT_DIR"] = folder
+    try:
+        model, manager = _prepared()
+        assert manager.check().consistent
+        assert fp8dist.check(model, group=dist.group.WORLD).consistent
+        manager.step()
+    finally:
+        del os.environ["FP8DIST_REPORT_DIR"]
+
+
+def test_healthy_ranks_write_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_clean_evidence, str(tmp_path / "folder"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _evidence_of_odd_types(folder: str) -> int:
+    os.environ["FP8DIST_REPORT_DIR"] = folder
+    model = nn.Module()
+    values = {
+        "nan": torch.tensor([1.0, math.nan]),
+        "complex": torch.tensor([1j, complex(math.nan, math.inf)]),
+        "bool": torch.tensor([True, False]),
+        "fp8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        "int": torch.tensor([1, 2**62]),
+        "empty": torch.empty(0),
+    }
+    for name, value in values.items():
+        model.register_parameter(f"p_{name}", nn.Parameter(value, requires_grad=False))
+    if dist.get_rank() == 1:
+        for p in model.parameters():
+            if p.numel():
+                p.data.view(torch.uint8)[0] ^= 1
+    try:
+        with captured_log() as log:
+            report = fp8dist.check(model, group=dist.group.WORLD)
+    finally:
+        del os.environ["FP8DIST_REPORT_DIR"]
+    assert not any("no evidence" in text for _, text in log)
+    return len(report.findings)
+
+
+def test_evidence_of_any_type_is_json(three_ranks: RankPool, tmp_path: Path) -> None:
+    assert three_ranks.run(_evidence_of_odd_types, str(tmp_path)) == [5] * 3
+    files = sorted(tmp_path.glob("*.json"))
+    assert len(files) == 3
+    for path in files:
+        _strict(path.read_text())

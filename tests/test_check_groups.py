@@ -1,0 +1,559 @@
+"""Who is compared with whom: replicas under tensor parallelism and HSDP, subgroups, and what a check costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fp8dist
+from fp8dist import DelayedScaling, DivergenceReport, StateManager
+from fp8dist.errors import ConfigurationError, DivergenceError
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net
+
+HANG = 30.0
+"""Seconds after which a test says that ranks wait for each other. Some import DTensor for the first time here."""
+
+
+class Block(nn.Module):
+    """A LayerNorm before two Linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+
+def _nudge(p: nn.Parameter, place: int = 0) -> None:
+    """Change one element of this rank's part of a parameter."""
+    local = p.to_local() if isinstance(p, DTensor) else p.detach()
+    with torch.no_grad():
+        local.view(-1)[place] += 0.5
+
+
+def _names(report: DivergenceReport) -> list[Any]:
+    return [(f.kind, f.name, f.ranks, f.reference_rank, f.index) for f in report.findings]
+
+
+# Tensor parallelism ------------------------------------------------------------------------------------
+
+
+def _tensor_parallel(shape: tuple[int, ...], damaged: list[int]) -> Any:
+    """Norms that drift on some ranks, in a model whose Linears are split over the last axis of a mesh."""
+    names = ("dp", "tp")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = Block()
+    parallelize_module(
+        model,
+        mesh["tp"] if len(shape) > 1 else mesh,
+        {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()},
+    )
+    if dist.get_rank() in damaged:
+        _nudge(model.norm.weight, 3)
+    with captured_log():
+        report = fp8dist.check(model)
+    coords = [dict(c or {}) for f in report.findings for c in f.mesh_coords]
+    return _names(report), coords, repr(report.findings), report.compared, report.skipped
+
+
+@pytest.mark.parametrize("damaged", [[], [0], [2]])
+def test_a_norm_that_drifts_under_tensor_parallelism_is_found(four_ranks: RankPool, damaged: list[int]) -> None:
+    results = four_ranks.run(_tensor_parallel, (4,), damaged, timeout=60)
+    for names, coords, findings, compared, skipped in results:
+        reference = 1 if damaged == [0] else 0
+        assert names == [("parameter", "norm.weight", (rank,), reference, (3,)) for rank in damaged]
+        assert coords == [{"tp": rank} for rank in damaged]
+        assert findings == results[0][2]
+        # The norm's two, and the bias of the row-wise Linear.
+        assert compared == (("parameter", 3),)
+        assert skipped == ("3 parameters that are DTensors without a Replicate axis: each rank has its own",)
+
+
+@pytest.mark.parametrize(("damaged", "ranks"), [([], None), ([3], (2, 3)), ([0], (0, 1))])
+def test_with_data_and_tensor_parallelism_only_the_odd_tensor_group_is_named(
+    four_ranks: RankPool, damaged: list[int], ranks: tuple[int, ...] | None
+) -> None:
+    results = four_ranks.run(_tensor_parallel, (2, 2), damaged, timeout=60)
+    for names, coords, findings, *_ in results:
+        assert names == ([] if ranks is None else [("parameter", "norm.weight", ranks, None, (3,))])
+        assert [c["tp"] for c in coords] == ([] if ranks is None else [0, 1])
+        assert findings == results[0][2]
+
+
+def _pairs() -> Callable[[], dist.ProcessGroup]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return lambda: groups[dist.get_rank() // 2]  # type: ignore[return-value]
+
+
+def _named_groups(damaged: list[int]) -> Any:
+    """Megatron's way: plain norms, replicated over the tensor-parallel group that the caller names."""
+    tp = _pairs()()
+    model = Block()
+    with torch.no_grad():  # Shards: other numbers on each rank of the pair.
+        model.up.weight.add_(dist.get_rank())
+        model.down.weight.add_(dist.get_rank())
+    if dist.get_rank() in damaged:
+        _nudge(model.norm.bias, 7)
+    start = time.monotonic()
+    with captured_log(), counted_collectives() as calls:
+        report = fp8dist.check(model, groups={"norm.*": tp, "*.bias": tp})
+    return _names(report), repr(report.findings), report.compared, report.skipped, calls.names, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("damaged", "found"),
+    [([], []), ([1], [(0, 1)]), ([2], [(2, 3)]), ([0, 3], [(0, 1), (2, 3)])],
+)
+def test_plain_norms_are_compared_over_the_group_that_is_named(
+    four_ranks: RankPool, damaged: list[int], found: list[tuple[int, ...]]
+) -> None:
+    results = four_ranks.run(_named_groups, damaged, timeout=HANG)
+    for names, findings, compared, skipped, calls, seconds in results:
+        assert names == [("parameter", "norm.bias", ranks, None, (7,)) for ranks in found]
+        assert findings == results[0][1]
+        assert compared == (("parameter", 4),)
+        assert skipped == ("2 parameters not known to be replicated: name their group",)
+        if not damaged:  # The anchor's, who is with whom, those of the two labels, the verdict.
+            assert calls == ["all_reduce"] * 5
+        assert seconds < 5
+
+
+# HSDP ---------------------------------------------------------------------------------------------------
+
+
+def _hsdp(shape: tuple[int, int], damaged: list[int]) -> Any:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = Block()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    if dist.get_rank() in damaged:
+        _nudge(model.up.weight, 17)
+    with captured_log(), counted_collectives() as calls:
+        report = fp8dist.check(model, gradients=True, optimizer=optimizer)
+    coords = [c for f in report.findings for c in f.mesh_coords]
+    return _names(report), coords, repr(report.findings), dict(report.compared), calls.names, report.speaker
+
+
+def test_hsdp_replicas_that_agree_raise_no_alarm(four_ranks: RankPool) -> None:
+    for names, _, _, compared, calls, _ in four_ranks.run(_hsdp, (2, 2), [], timeout=60):
+        assert names == []
+        assert compared == {"parameter": 6, "gradient": 6, "optimizer": 12}
+        assert calls == ["all_reduce"] * 4  # Number of further replica sets + 3.
+
+
+@pytest.mark.parametrize(("damaged", "pairs"), [([0], [(0, 2)]), ([3], [(1, 3)]), ([1, 2], [(0, 2), (1, 3)])])
+def test_hsdp_replicas_that_differ_are_found_in_the_right_replica_group(
+    four_ranks: RankPool, damaged: list[int], pairs: list[tuple[int, int]]
+) -> None:
+    results = four_ranks.run(_hsdp, (2, 2), damaged, timeout=60)
+    for names, coords, findings, *_, speaker in results:
+        assert names == [("parameter", "up.weight", pair, None, (1, 1)) for pair in pairs]
+        assert coords == [{"replicate": i, "shard": pair[0]} for pair in pairs for i in range(2)]
+        assert findings == results[0][2]
+        assert speaker == min(min(pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("damaged", [0, 3])
+def test_of_four_replicas_the_odd_one_is_named(four_ranks: RankPool, damaged: int) -> None:
+    results = four_ranks.run(_hsdp, (4, 1), [damaged], timeout=60)
+    reference = 1 if damaged == 0 else 0
+    for names, coords, findings, *_, speaker in results:
+        assert names == [("parameter", "up.weight", (damaged,), reference, (1, 1))]
+        assert coords == [{"replicate": damaged, "shard": 0}]
+        assert findings == results[0][2]
+        assert speaker == reference
+
+
+# Other views of the job ------------------------------------------------------------------------------
+
+
+def _views(view: str, odd: int) -> Any:
+    """All ranks make both meshes, and take part in both; one lays its DTensor out on the other, or otherwise."""
+    usual = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
+    mesh, placements = usual, [Replicate(), Shard(0)]
+    if dist.get_rank() == odd:
+        if view == "mesh":
+            mesh = other
+        elif view == "placements":
+            placements = [Shard(0), Replicate()]
+        elif view == "replicated":
+            placements = [Replicate(), Replicate()]
+    model = nn.Module()
+    local = torch.arange(8.0)
+    model.weight = nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+    model.plain = nn.Parameter(torch.ones(3))
+    start = time.monotonic()
+    with captured_log():
+        report = fp8dist.check(model, group=dist.group.WORLD)
+    return (
+        [(f.kind, f.ranks, f.reference_rank) for f in report.findings],
+        repr(report.findings),
+        time.monotonic() - start,
+    )
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("view", ["none", "mesh", "placements", "replicated"])
+def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(
+    four_ranks: RankPool, view: str, odd: int
+) -> None:
+    results = four_ranks.run(_views, view, odd, timeout=60)
+    for findings, text, seconds in results:
+        if view == "none":
+            assert findings == []
+        else:
+            assert ("layout", (odd,), 1 if odd == 0 else 0) in findings
+            assert {kind for kind, *_ in findings} == {"layout"}
+        assert text == results[0][1]
+        assert seconds < 5
+
+
+def _uneven(vouched: bool, damaged: int | None) -> Any:
+    """Three ranks share, one is alone. ``vouched``: there is something that all four share, too."""
+    trio, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
+    model = Block()
+    if dist.get_rank() == 3:
+        _nudge(model.norm.weight, 1)
+    if dist.get_rank() == damaged:
+        _nudge(model.norm.bias, 2)
+    pattern = "norm.*" if vouched else "*"
+    with captured_log():
+        report = fp8dist.check(
+            model,
+            group=dist.group.WORLD if vouched else None,
+            groups={pattern: alone if dist.get_rank() == 3 else trio},
+        )
+    return _names(report)
+
+
+@pytest.mark.parametrize("damaged", [None, 2])
+@pytest.mark.parametrize("vouched", [True, False])
+def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(
+    four_ranks: RankPool, vouched: bool, damaged: int | None
+) -> None:
+    expected = [] if damaged is None else [("parameter", "norm.bias", (2,), 0, (2,))]
+    assert four_ranks.run(_uneven, vouched, damaged, timeout=HANG) == [expected] * 4
+
+
+def _same_ranks_twice() -> Any:
+    """Two communicators of the same ranks; ranks hold their parameters in another order."""
+    first, second = _pairs()(), _pairs()()
+    model = nn.Module()
+    for name in ("ab", "ba")[dist.get_rank() % 2]:
+        model.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name)))))
+    return _names(fp8dist.check(model, groups={"a": first, "b": second}))
+
+
+def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_same_ranks_twice, timeout=HANG) == [[]] * 4
+
+
+def _pipeline() -> Any:
+    """Stages of a pipeline hold other things; within a stage two ranks share them."""
+    pair = _pairs()()
+    stage = dist.get_rank() // 2
+    model = nn.ModuleDict({f"stage{stage}": Block()})
+    if stage:
+        model["head"] = nn.Linear(16, 16)
+        nn.init.ones_(model["head"].weight), nn.init.ones_(model["head"].bias)
+    if dist.get_rank() == 3:
+        _nudge(model["head"].weight, 5)
+    with captured_log():
+        report = fp8dist.check(model, groups={"*": pair})
+    return _names(report), repr(report.findings)
+
+
+def test_stages_of_a_pipeline_are_compared_each_for_itself(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_pipeline, timeout=HANG)
+    assert results == [([("parameter", "head.weight", (2, 3), None, (0, 5))], results[0][1])] * 4
+
+
+def _subgroup() -> Any:
+    """Ranks 1, 2 and 3 check among themselves; rank 0 does something else."""
+    group = dist.new_group([1, 2, 3])
+    if dist.get_rank() == 0:
+        return None
+    model = Block()
+    clean = fp8dist.check(model, group=group)
+    if dist.get_rank() == 2:
+        _nudge(model.down.bias, 4)
+    with captured_log() as log:
+        report = fp8dist.check(model, group=group)
+    return _names(clean), _names(report), report.speaker, len(log)
+
+
+def test_a_subgroup_checks_by_itself_and_ranks_are_global(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_subgroup, timeout=HANG)
+    found = [("parameter", "down.bias", (2,), 1, (4,))]
+    assert results == [None, *(([], found, 1, int(rank == 1)) for rank in (1, 2, 3))]
+
+
+def _ddp_over_a_subgroup() -> Any:
+    """DDP keeps pairs equal, and the pairs train apart from each other."""
+    pair = _pairs()()
+    net = make_net(seed=dist.get_rank() // 2)
+    model = nn.parallel.DistributedDataParallel(net, process_group=pair)
+    with counted_collectives() as calls:
+        clean = fp8dist.check(model)
+    if dist.get_rank() == 1:
+        _nudge(net.last.bias, 2)
+    with captured_log():
+        report = fp8dist.check(model)
+    return _names(clean), calls.names, _names(report)
+
+
+def test_ddp_over_subgroups_is_compared_within_each(four_ranks: RankPool) -> None:
+    found = [("parameter", "last.bias", (0, 1), None, (2,))]
+    assert four_ranks.run(_ddp_over_a_subgroup, timeout=HANG) == [([], ["all_reduce"] * 4, found)] * 4
+
+
+def _arenas_of_their_own(damaged: str) -> Any:
+    """FP8 state of experts is shared by pairs, that of all else by all."""
+    pair = _pairs()()
+    model = nn.Module()
+    model.block = nn.Module()
+    torch.manual_seed(0)
+    model.block.experts = nn.ModuleList([nn.Linear(16, 16)])
+    model.dense = nn.Linear(16, 16)
+    manager = fp8dist.prepare(
+        model, DelayedScaling(history_len=3), group=dist.group.WORLD, groups={"*.experts.*": pair}
+    )
+    manager.attach()
+    if dist.get_rank() == 3:
+        manager.amax(damaged, "input").fill_(3.0)
+    with captured_log(), counted_collectives() as calls:
+        report = manager.check()
+    return _names(report), repr(report.findings), dict(report.compared), len(calls.names)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "found"),
+    [
+        ("block.experts.0", ("history", "block.experts.0:input", (2, 3), None, ())),
+        ("dense", ("history", "dense:input", (3,), 0, ())),
+    ],
+)
+def test_state_of_several_groups_is_compared_within_each(four_ranks: RankPool, damaged: str, found: Any) -> None:
+    results = four_ranks.run(_arenas_of_their_own, damaged, timeout=HANG)
+    for names, text, compared, _ in results:
+        assert names == [found]
+        assert text == results[0][1]
+        assert compared == {"slot": 6}
+
+
+# Cost --------------------------------------------------------------------------------------------------
+
+
+def _cost(tensors: int, how: str) -> Any:
+    model = nn.Module()
+    for i in range(tensors):
+        model.register_parameter(f"p{i}", nn.Parameter(torch.full((3,), float(i))))
+    wrapped = nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
+    with counted_collectives() as calls:
+        report = fp8dist.check(wrapped, group=None if how == "ddp" else dist.group.WORLD)
+    return report.findings, dict(report.compared), calls.names, calls.sizes
+
+
+@pytest.mark.parametrize("how", ["plain", "ddp"])
+def test_a_clean_check_is_one_small_all_reduce_whatever_the_number_of_tensors(two_ranks: RankPool, how: str) -> None:
+    sizes = set()
+    for tensors in (10, 10_000):
+        for findings, compared, names, bytes_ in two_ranks.run(_cost, tensors, how, timeout=120):
+            assert findings == ()
+            assert compared == {"parameter": tensors}
+            assert names == ["all_reduce"]
+            sizes.update(bytes_)
+    assert len(sizes) == 1
+    assert max(sizes) <= 128
+
+
+def _cost_of_slots(slots: int) -> Any:
+    model = nn.Module()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    for i in range(slots):
+        manager.register(f"m{i}", "input", "e4m3")
+    manager.attach()
+    with counted_collectives() as calls:
+        report = manager.check()
+    return dict(report.compared), calls.names, calls.sizes
+
+
+def test_a_clean_check_of_many_slots_is_one_small_all_reduce(two_ranks: RankPool) -> None:
+    few, many = (two_ranks.run(_cost_of_slots, n) for n in (3, 1000))
+    assert few == [({"slot": 3}, ["all_reduce"], few[0][2])] * 2
+    assert many == [({"slot": 1000}, ["all_reduce"], few[0][2])] * 2
+
+
+# check_every ---------------------------------------------------------------------------------------------
+
+
+def _checked_every(every: int, boundary: str, ddp: bool) -> Any:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=every)
+    model: nn.Module = nn.parallel.DistributedDataParallel(net) if ddp else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer, boundary=boundary)  # type: ignore[arg-type]
+    counts = []
+    for step in range(8):
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(model(x), y).backward()
+        if not ddp:
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+        with counted_collectives() as calls:
+            optimizer.step()
+            if boundary == "manual":
+                manager.step()
+        optimizer.zero_grad()
+        counts.append(len(calls.names))
+    return counts, manager._cycle.checker.checks
+
+
+@pytest.mark.parametrize("boundary", ["optimizer", "manual"])
+@pytest.mark.parametrize("ddp", [True, False])
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_check_every_fires_after_so_many_steps_and_costs_nothing_in_between(
+    two_ranks: RankPool, every: int, boundary: str, ddp: bool
+) -> None:
+    # The check after step n comes when step n + 1 ends: by then each rank has committed the n-th.
+    expected = [1 + bool(every and step and step % every == 0) for step in range(8)]
+    assert two_ranks.run(_checked_every, every, boundary, ddp) == [(expected, sum(expected) - 8)] * 2
+
+
+def _diverging_parameter(policy: str) -> Any:
+    """A weight drifts on rank 2 after the third step; a check comes every second step."""
+    net = make_net()
+    manager = fp8dist.prepare(
+        net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=2, check_policy=policy
+    )
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    told: list[Any] = []
+    manager.on_event(lambda event: told.append((event.kind, event.step)))
+    raised = []
+    with captured_log() as log:
+        for step in range(6):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(model(x), y).backward()
+            try:
+                optimizer.step()
+            except DivergenceError as error:
+                (finding,) = error.report.findings
+                raised.append((step, finding.name, finding.ranks, finding.step, finding.last_good_step))
+            optimizer.zero_grad()
+            if step == 2 and dist.get_rank() == 2:
+                _nudge(net.last.bias, 1)
+    return raised, told, len(log)
+
+
+def test_a_weight_that_drifts_is_raised_by_all_ranks_at_the_next_check(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_diverging_parameter, "raise", timeout=60)
+    for raised, told, _ in results:
+        assert raised[0] == (4, "last.bias", (2,), 4, 2)
+        assert told[0] == ("diverged", 4)
+        assert raised == results[0][0]
+    assert [lines for *_, lines in results] == [len(results[0][0]), 0, 0, 0]
+
+
+def test_a_weight_that_drifts_is_warned_of_and_training_goes_on(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_diverging_parameter, "warn", timeout=60)
+    for raised, told, _ in results:
+        assert raised == []
+        assert ("diverged", 4) in told
+    assert results[0][2] == len(results[0][1])
+    assert [lines for *_, lines in results[1:]] == [0, 0, 0]
+
+
+def test_a_weight_that_drifts_is_repaired_and_reported_once(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_diverging_parameter, "repair", timeout=60)
+    assert results == [([], [("diverged", 4)], int(rank == 0)) for rank in range(4)]
+
+
+def _inside_join() -> Any:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=1)
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    refused = 0
+    before = manager._cycle.checker.checks
+    with torch.distributed.algorithms.join.Join([model, manager]):
+        for step in range(2 + dist.get_rank()):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            try:
+                manager.check()
+            except ConfigurationError as error:
+                refused += "Join" in str(error)
+    inside = manager._cycle.checker.checks - before
+    return refused, inside, manager.check().consistent
+
+
+def test_a_check_inside_join_is_refused_and_check_every_waits(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_inside_join, timeout=60) == [(2, 0, True), (3, 0, True)]
+
+
+# Without ranks to compare with -------------------------------------------------------------------------
+
+
+def test_a_single_process_is_consistent() -> None:
+    net = make_net()
+    report = fp8dist.check(net)
+    assert report.consistent
+    assert report.findings == ()
+    assert "one rank" in str(report)
+    manager = fp8dist.prepare(net, check_every=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    for step in range(3):
+        x, y = batch(0, step)
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    assert manager.check(gradients=True, optimizer=optimizer, policy="raise").consistent
+    assert fp8dist.check(net, policy="repair").consistent
+
+
+def test_a_wrong_policy_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="policy must be one of raise, warn, repair"):
+        fp8dist.check(make_net(), policy="mend")  # type: ignore[arg-type]
+
+
+def _group_of_one() -> Any:
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    manager: StateManager
+    net = make_net(seed=dist.get_rank())
+    with counted_collectives() as calls:
+        report = fp8dist.check(net, group=group)
+        manager = fp8dist.prepare(net, group=group).attach()
+        second = manager.check()
+    return report.consistent, second.consistent, [name for name in calls.names if name != "all_reduce"]
+
+
+def test_a_group_of_one_rank_is_consistent(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_group_of_one) == [(True, True, [])] * 2

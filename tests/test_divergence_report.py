@@ -1,0 +1,282 @@
+"""What a divergence looks like: to a person at 3 a.m., and to a program."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from typing import Any
+
+import pytest
+
+from fp8dist import DivergenceReport, Finding
+from fp8dist.consistency.report import Participant, sides_of, split
+from fp8dist.errors import DivergenceError
+
+
+def _finding(rank: int = 3, reference: int | None = 0, **more: Any) -> Finding:
+    values: dict[str, Any] = {
+        "step": 120,
+        "kind": "parameter",
+        "name": "blocks.0.norm.weight",
+        "ranks": (rank,),
+        "reference_rank": reference,
+        "hosts": ("node7",),
+        "mesh_coords": ({"dp": 1, "tp": 0},),
+        "detail": "1 of 512 elements, 0x3f9d70a4 against 0x3f9d70a5",
+        "last_good_step": 100,
+        "sides": ((0, 1, 2), (rank,)),
+        "local_ranks": (2,),
+        "devices": ("cuda:2",),
+        "index": (3, 17),
+        "value": 1.25,
+        "expected": 1.5,
+        "ulp": 2097152,
+    }
+    return Finding(**{**values, **more})
+
+
+def _many(count: int, **more: Any) -> DivergenceReport:
+    return DivergenceReport(tuple(_finding(name=f"p{i:03d}", **more) for i in range(count)))
+
+
+# The table -----------------------------------------------------------------------------------------------
+
+
+def _rows(report: DivergenceReport) -> tuple[dict[str, int], list[str]]:
+    """(where each column starts, the lines below the head)."""
+    head, *rows = str(report).splitlines()[1:]
+    names = ["step", "last good", "kind", "name", "ranks", "reference", "index", "value", "expected", "ULP", "what"]
+    return {name: head.index(name) for name in names if name in head}, rows
+
+
+def test_the_table_says_who_where_what_and_since_when() -> None:
+    report = DivergenceReport((_finding(),), (("parameter", 7),), ("2 parameters sharded by FSDP1",))
+    text = str(report)
+    assert text.splitlines()[0] == "parameters differ between ranks"
+    columns, (row, *rest) = _rows(report)
+    cells = {
+        "step": "120",
+        "last good": "100",
+        "kind": "parameter",
+        "name": "blocks.0.norm.weight",
+        "ranks": "3",
+        "reference": "0",
+        "index": "3, 17",
+        "value": "1.25",
+        "expected": "1.5",
+        "ULP": "2097152",
+        "what": "1 of 512 elements",
+    }
+    assert set(columns) == set(cells)
+    for name, cell in cells.items():
+        assert row[columns[name] :].startswith(cell), name
+    assert " ".join(rest[0].split()) == "rank 3: host node7, local rank 2, cuda:2, mesh dp=1 tp=0"
+    assert rest[1] == "not compared: 2 parameters sharded by FSDP1"
+
+
+def test_columns_line_up_whatever_is_in_them() -> None:
+    findings = (
+        _finding(),
+        _finding(name="x", kind="scale", field="scale", index=(), value=math.nan, expected=math.inf, ulp=None),
+        _finding(name="a" * 60, ranks=(1, 2), hosts=("a", "b"), mesh_coords=(None, None), local_ranks=(None, 1)),
+        _finding(name="state", kind="layout", index=None, value=None, expected=None, ulp=None, last_good_step=None),
+    )
+    columns, rows = _rows(DivergenceReport(findings))
+    for row, f in zip(rows, findings):
+        assert row[columns["step"] :].startswith(str(f.step))
+        assert row[columns["kind"] :].startswith(f.kind)
+        assert row[columns["name"] :].startswith(f.name)
+        assert row[columns["reference"] :].startswith("0")
+        for start in list(columns.values())[1:]:
+            assert row[start - 1] == " " if len(row) > start else True
+
+
+def test_a_column_that_says_nothing_is_left_out() -> None:
+    text = str(DivergenceReport((_finding(kind="step", name="step", index=None, ulp=None, detail="rank 3: 5"),)))
+    head = text.splitlines()[1].split()
+    assert "ULP" not in head
+    assert "index" not in head
+    assert "rank 3: 5" in text
+
+
+def test_no_majority_is_said_in_words() -> None:
+    report = DivergenceReport((_finding(reference=None, ranks=(0, 1), sides=((0,), (1,))),))
+    assert "no majority" in str(report)
+    assert "no majority" in report.summary()
+
+
+def test_several_kinds_are_in_the_headline() -> None:
+    report = DivergenceReport((_finding(kind="scale"), _finding(kind="history"), _finding()))
+    assert str(report).splitlines()[0] == "FP8 state and parameters differ between ranks"
+    assert str(DivergenceReport((_finding(kind="scale"),))).splitlines()[0] == "FP8 state differs between ranks"
+
+
+def test_hundreds_of_findings_are_counted() -> None:
+    lines = str(_many(500)).splitlines()
+    assert len(lines) < 50
+    assert sum("p0" in line for line in lines) == 32
+    assert any("468 more" in line for line in lines)
+    assert len(_many(500).findings) == 500
+
+
+def test_hundreds_of_ranks_are_counted() -> None:
+    ranks = tuple(range(1, 256))
+    finding = _finding(
+        ranks=ranks,
+        hosts=tuple(f"node{r // 8}" for r in ranks),
+        local_ranks=tuple(r % 8 for r in ranks),
+        devices=tuple(f"cuda:{r % 8}" for r in ranks),
+        mesh_coords=tuple({"dp": r} for r in ranks),
+    )
+    text = str(DivergenceReport((finding,)))
+    assert "1, 2, 3, 4, 5, 6, 7, 8 and 247 more" in text
+    assert len(text.splitlines()) < 50
+    assert max(map(len, text.splitlines())) < 250
+    assert "223 more" in text  # Of the places, 32 are shown.
+
+
+def test_a_clean_report_says_what_was_compared_and_what_was_not() -> None:
+    report = DivergenceReport((), (("parameter", 1), ("slot", 12)), ("4 parameters that DDP was told to ignore",))
+    assert str(report) == ("consistent (1 parameter, 12 slots)\nnot compared: 4 parameters that DDP was told to ignore")
+    assert report.consistent
+    assert report.summary() == str(report)
+    assert str(DivergenceReport()) == "consistent (nothing was compared)"
+    report.raise_if_diverged()
+
+
+def test_a_repaired_report_is_consistent_and_says_what_was_done() -> None:
+    report = DivergenceReport((_finding(),), repaired=("parameter blocks.0.norm.weight of 3 from 0",))
+    assert report.consistent
+    report.raise_if_diverged()
+    assert "parameter blocks.0.norm.weight of 3 from 0" in str(report)
+
+
+# Summaries and errors -----------------------------------------------------------------------------------
+
+
+def test_a_summary_is_one_line_with_place_values_and_steps() -> None:
+    summary = DivergenceReport((_finding(),)).summary()
+    assert "\n" not in summary
+    for part in (
+        "parameters differ between ranks",
+        "blocks.0.norm.weight",
+        "rank 3",
+        "host node7",
+        "local rank 2",
+        "cuda:2",
+        "dp=1",
+        "against rank 0",
+        "1.25 against 1.5",
+        "[3, 17]",
+        "step 120",
+        "last good step 100",
+    ):
+        assert part in summary
+
+
+def test_a_summary_of_many_findings_stays_short() -> None:
+    summary = _many(500).summary()
+    assert "p000" in summary
+    assert "p002" in summary
+    assert "p003" not in summary
+    assert "497 more findings" in summary
+    assert len(summary) < 1000
+
+
+def test_raising_carries_the_report_and_the_summary() -> None:
+    report = DivergenceReport((_finding(),))
+    assert not report.consistent
+    with pytest.raises(DivergenceError) as caught:
+        report.raise_if_diverged()
+    assert caught.value.report is report
+    assert str(caught.value) == report.summary()
+
+
+def test_reports_and_errors_pickle() -> None:
+    report = DivergenceReport((_finding(), _finding(value=1j)), (("parameter", 2),), ("x",), ("y",))
+    assert pickle.loads(pickle.dumps(report)) == report
+    error = pickle.loads(pickle.dumps(DivergenceError(report)))
+    assert isinstance(error, DivergenceError)
+    assert error.report == report
+    assert str(error) == report.summary()
+
+
+# For programs ----------------------------------------------------------------------------------------------
+
+VALUES = [1.5, math.nan, math.inf, -math.inf, -0.0, 1 + 2j, complex(math.nan, math.inf), True, 7, None, 2**63]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_json_takes_any_value(value: Any) -> None:
+    report = DivergenceReport((_finding(value=value, expected=value),), (("parameter", 2),))
+    plain = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    (finding,) = plain["findings"]
+    odd = isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value))
+    assert finding["value"] == (repr(value) if odd else value)
+    assert plain["consistent"] is False
+    assert finding["index"] == [3, 17]
+    assert finding["sides"] == [[0, 1, 2], [3]]
+    assert finding["mesh_coords"] == [{"dp": 1, "tp": 0}]
+    assert finding["hosts"] == ["node7"]
+    assert plain["compared"] == [["parameter", 2]]
+
+
+def test_json_has_every_attribute() -> None:
+    plain = DivergenceReport((_finding(),)).to_json()
+    assert set(plain) == {"consistent", "findings", "compared", "skipped", "repaired", "notes", "noun"}
+    assert set(plain["findings"][0]) == set(Finding.__dataclass_fields__)
+    assert DivergenceReport().to_json()["consistent"] is True
+
+
+# Who speaks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("findings", "speaker"),
+    [
+        ([((3,), 0, ((0, 1, 2), (3,)))], 0),
+        ([((0,), 1, ((1, 2, 3), (0,)))], 1),
+        ([((0, 1), None, ((0,), (1,)))], 0),
+        ([((2, 3), None, ((2,), (3,)))], 2),
+        # Rank 0 is wrong in one thing, rank 1 in another: rank 2 is right in both.
+        ([((0,), 1, ((1, 2, 3), (0,))), ((1,), 0, ((0, 2, 3), (1,)))], 2),
+        # Rank 0 is odd somewhere, and nobody knows about the rest.
+        ([((0,), 1, ((1, 2), (0,))), ((0, 1, 2), None, ((0,), (1,), (2,)))], 1),
+        ([], 0),
+    ],
+)
+def test_the_lowest_rank_of_the_majority_speaks(findings: list[Any], speaker: int) -> None:
+    report = DivergenceReport(
+        tuple(_finding(ranks=ranks, reference=reference, sides=sides) for ranks, reference, sides in findings)
+    )
+    assert report.speaker == speaker
+
+
+# Majorities --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "sides", "majority"),
+    [
+        ({0: "a", 1: "a", 2: "b"}, ((0, 1), (2,)), (0, [(2,)])),
+        ({0: "b", 1: "a", 2: "a"}, ((1, 2), (0,)), (1, [(0,)])),
+        ({0: "a", 1: "b"}, ((0,), (1,)), (None, [(0, 1)])),
+        ({0: "a", 1: "b", 2: "b", 3: "a"}, ((0, 3), (1, 2)), (None, [(0, 1, 2, 3)])),
+        ({0: "a", 1: "b", 2: "c", 3: "c"}, ((2, 3), (0,), (1,)), (None, [(0, 1, 2, 3)])),
+        ({0: "a", 1: "b", 2: "c", 3: "c", 4: "c"}, ((2, 3, 4), (0,), (1,)), (2, [(0,), (1,)])),
+        ({7: "x", 5: "x", 6: "y"}, ((5, 7), (6,)), (5, [(6,)])),
+    ],
+)
+def test_a_majority_is_more_than_half(values: dict[int, str], sides: Any, majority: Any) -> None:
+    assert sides_of(values) == sides
+    assert split(sides) == majority
+
+
+def test_a_finding_learns_where_its_ranks_are() -> None:
+    everyone = [Participant(r, f"host{r}", r % 2, "cpu", {"dp": r}) for r in range(4)]
+    located = Finding(1, "parameter", "w", (3, 1), 0).located(everyone)
+    assert located.hosts == ("host3", "host1")
+    assert located.local_ranks == (1, 1)
+    assert located.mesh_coords == ({"dp": 3}, {"dp": 1})
+    assert located.devices == ("cpu", "cpu")

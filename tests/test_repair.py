@@ -1,0 +1,455 @@
+"""Repair: the minority gets what the majority has, bit for bit, or nothing at all is touched."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import DivergenceError
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
+
+HANG = 30.0
+"""Seconds after which a test says that ranks wait for each other."""
+
+
+def _scramble(tensor: Tensor, seed: int) -> None:
+    """Other bits everywhere, in place, whatever the strides."""
+    tensor = tensor.detach()
+    generator = torch.Generator().manual_seed(seed)
+    if tensor.dtype is torch.bool:
+        tensor.copy_(~tensor)
+        return
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    noise = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    tensor.copy_(noise.view(tensor.dtype).reshape(tensor.shape))
+
+
+class Varied(nn.Module):
+    """Parameters of many types and layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = torch.arange(60.0)
+        self.plain = nn.Parameter(torch.randn(5, 7))
+        self.transposed = nn.Parameter(torch.randn(6, 4).t())
+        self.sliced = nn.Parameter(self.base.view(6, 10)[1:5, 2:9:3])
+        self.scalar = nn.Parameter(torch.tensor(2.5))
+        self.narrow = nn.Parameter(torch.randn(3, 3).to(torch.bfloat16))
+        self.channels_last = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        frozen = {
+            "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
+            "fp8_wide": torch.randn(4, 4).to(torch.float8_e5m2).t(),
+            "whole": torch.arange(9),
+            "yes": torch.tensor([True, False, True]),
+            "imaginary": torch.randn(3, dtype=torch.complex64),
+            "empty": torch.empty(0, 3),
+            "large": torch.randn(100_000),
+        }
+        for name, value in frozen.items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        with torch.no_grad():
+            self.plain[1, 1] = float("nan")
+            self.plain.view(torch.int32)[1, 1] += 5  # A payload.
+            self.plain[0, 0] = -0.0
+
+
+def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    found = {name: bits(p) for name, p in model.named_parameters()}
+    found |= {f"{name}.grad": bits(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for p, state in optimizer.state.items():
+        found |= {f"{names[id(p)]}.{key}": bits(value) for key, value in state.items()}
+    return found
+
+
+def _repair_everything(odd: int) -> dict[str, Any]:
+    model = Varied()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    for i, p in enumerate(trained):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(p.dtype)
+    optimizer.step()
+    healthy = _everything(model, optimizer)
+    before = {name: (p.data_ptr(), p.stride(), id(p)) for name, p in model.named_parameters()}
+    untouched = model.base.clone()
+    if dist.get_rank() == odd:
+        for i, p in enumerate(model.parameters()):
+            _scramble(p, i)
+            if p.grad is not None:
+                _scramble(p.grad, 100 + i)
+        for i, state in enumerate(optimizer.state.values()):
+            for j, value in enumerate(state.values()):
+                _scramble(value, 1000 + 10 * i + j)
+    damaged = _everything(model, optimizer)
+    with captured_log():
+        report = fp8dist.check(model, group=dist.group.WORLD, gradients=True, optimizer=optimizer, policy="repair")
+        again = fp8dist.check(model, group=dist.group.WORLD, gradients=True, optimizer=optimizer)
+    inside = torch.zeros(6, 10, dtype=torch.bool)
+    inside[1:5, 2:9:3] = True
+    outside = ~inside.view(-1)
+    return {
+        "was damaged": sorted(name for name in healthy if healthy[name] != damaged[name]),
+        "healthy": _everything(model, optimizer) == healthy,
+        "in place": {name: (p.data_ptr(), p.stride(), id(p)) for name, p in model.named_parameters()} == before,
+        "beside": torch.equal(model.base[outside], untouched[outside]),
+        "consistent": (report.consistent, again.consistent, again.findings),
+        "repaired": report.repaired,
+        "findings": [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings],
+    }
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit(three_ranks: RankPool, odd: int) -> None:
+    reference = 1 if odd == 0 else 0
+    results = three_ranks.run(_repair_everything, odd)
+    assert [bool(r["was damaged"]) for r in results] == [rank == odd for rank in range(3)]
+    for result in results:
+        assert result["healthy"]
+        assert result["in place"]
+        assert result["beside"]
+        assert result["consistent"] == (True, True, ())
+        names = {(kind, name) for kind, name, *_ in result["findings"]}
+        assert len(names) == len(results[odd]["was damaged"]) == 12 + 6 + 18
+        assert {f[2:] for f in result["findings"]} == {((odd,), reference)}
+        assert set(result["repaired"]) == {f"{kind} {name} of {odd} from {reference}" for kind, name in names}
+        assert result["repaired"] == results[0]["repaired"]
+
+
+# FP8 state --------------------------------------------------------------------------------------------
+
+
+def _slots(policy: str = "warn") -> tuple[nn.Module, StateManager]:
+    model = nn.Module()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=5), group=dist.group.WORLD, check_policy=policy)
+    for name in "abc":
+        manager.register(name, "input", "e4m3")
+    manager.attach()
+    for step in range(7):
+        for i, name in enumerate("abc"):
+            manager.record(name, "input", torch.tensor([1.0 + step + 10 * i]))
+        manager.step()
+    return model, manager
+
+
+def _repair_slots(odd: int) -> Any:
+    model, manager = _slots()
+    healthy = state_bits(manager)
+    arena = manager._syncs[0].arena
+    if dist.get_rank() == odd:
+        for i, tensor in enumerate(
+            (arena.scales, arena.cold, arena.amax, arena.history, arena.block_max, arena.counters)
+        ):
+            _scramble(
+                tensor[..., :2] if tensor.shape[-1] == 3 and tensor.ndim < 3 and len(tensor) != 3 else tensor[:2], i
+            )
+    damaged = state_bits(manager) != healthy
+    blocks = bits(arena.block_max)
+    with captured_log():
+        report = manager.check(policy="repair")
+        again = manager.check()
+    same = state_bits(manager) == healthy
+    for i, name in enumerate("abc"):  # And it works on.
+        manager.record(name, "input", torch.tensor([0.5 + i]))
+    manager.step()
+    assert model is not None
+    return (
+        damaged,
+        same,
+        bits(arena.block_max),
+        blocks,
+        report.consistent,
+        again.consistent,
+        state_bits(manager),
+        {(f.kind, f.ranks, f.reference_rank) for f in report.findings},
+    )
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_whole_slots_are_repaired(three_ranks: RankPool, odd: int) -> None:
+    results = three_ranks.run(_repair_slots, odd)
+    assert [r[0] for r in results] == [rank == odd for rank in range(3)]
+    for _, same, blocks, _, consistent, again, after, findings in results:
+        assert same
+        assert consistent
+        assert again
+        assert blocks == results[0][2]
+        assert after == results[0][6]
+        assert findings == {(kind, (odd,), 1 if odd == 0 else 0) for kind in ("scale", "history")}
+
+
+def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
+    """Policy "repair" of a running job: the sync finds the scale, and what else is wrong is mended with it."""
+    model, manager = _slots(policy="repair")
+    events: list[Any] = []
+    manager.on_event(lambda event: events.append(event.report))
+    if dist.get_rank() == odd:
+        manager.scale("b", "input").mul_(2)
+        if with_history:
+            manager.amax("b", "input").fill_(55.0)
+            manager._syncs[0].arena.history[0, 1] = 1000.0
+    with captured_log() as log:
+        for step in range(3):
+            for name in "abc":
+                manager.record(name, "input", torch.tensor([2.0 + step]))
+            manager.step()
+        report = manager.check()
+    assert model is not None
+    return state_bits(manager), [r.repaired for r in events], report.consistent, len(log)
+
+
+@pytest.mark.parametrize("with_history", [False, True])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_been(
+    three_ranks: RankPool, odd: int, with_history: bool
+) -> None:
+    undisturbed = three_ranks.run(_repair_at_a_sync, None, False)
+    results = three_ranks.run(_repair_at_a_sync, odd, with_history)
+    reference = 1 if odd == 0 else 0
+    for rank, (state, repaired, consistent, logged) in enumerate(results):
+        assert state == undisturbed[0][0]
+        assert len(repaired) == 1
+        assert f"scale b:input of {odd} from {reference}" in repaired[0]
+        assert any(text.startswith("history a:input") for text in repaired[0]) == with_history
+        assert consistent
+        assert logged == (rank == reference)
+
+
+# Refusals ------------------------------------------------------------------------------------------------
+
+
+def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
+    """Parameters with one value per rank; what is left of them after a repair that cannot be."""
+    model = nn.Module()
+    for name, of_ranks in values.items():
+        model.register_parameter(name, nn.Parameter(torch.full((3,), float(of_ranks[dist.get_rank()]))))
+    if layout == "extra" and dist.get_rank() == 1:
+        model.extra = nn.Parameter(torch.ones(2))
+    step = 5 + (layout == "step" and dist.get_rank() == 1)
+    before = parameter_bits(model)
+    start = time.monotonic()
+    with captured_log() as log:
+        try:
+            report = fp8dist.check(model, group=dist.group.WORLD, policy="repair", step=step)
+            raised = False
+        except DivergenceError as error:
+            report, raised = error.report, True
+    return {
+        "raised": raised,
+        "unchanged": parameter_bits(model) == before,
+        "repaired": report.repaired,
+        "text": str(report),
+        "findings": repr(report.findings),
+        "log": len(log),
+        "seconds": time.monotonic() - start,
+    }
+
+
+def _assert_refused(results: list[Any]) -> None:
+    for result in results:
+        assert result["raised"]
+        assert result["repaired"] == ()
+        assert result["findings"] == results[0]["findings"]
+        assert result["seconds"] < 10
+        assert "repaired" not in result["text"]
+    assert [r["unchanged"] for r in results] == [True] * len(results)
+    assert sum(r["log"] for r in results) == 1
+
+
+def test_two_ranks_have_no_majority_and_nothing_is_touched(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_refused, {"a": [1, 2]})
+    _assert_refused(results)
+    assert "no majority" in results[0]["text"]
+
+
+NO_MAJORITY: dict[str, dict[str, list[float]]] = {
+    "two against two": {"a": [1, 1, 2, 2]},
+    "all different": {"a": [1, 2, 3, 4]},
+    "one thing with, one without": {"a": [1, 1, 1, 2], "b": [1, 2, 1, 2]},
+    "one of many without": {**{f"p{i:02d}": [1.0, 1, 2, 1] for i in range(20)}, "z": [1, 1, 2, 2]},
+}
+
+
+@pytest.mark.parametrize("what", NO_MAJORITY)
+def test_without_a_majority_for_everything_nothing_is_touched(four_ranks: RankPool, what: str) -> None:
+    _assert_refused(four_ranks.run(_refused, NO_MAJORITY[what]))
+
+
+def test_a_tie_behind_more_than_a_thousand_majorities_still_stops_everything(four_ranks: RankPool) -> None:
+    values: dict[str, list[float]] = {f"p{i:04d}": [1.0, 1, 2, 1] for i in range(1030)}
+    _assert_refused(four_ranks.run(_refused, {**values, "z": [1, 1, 2, 2]}, timeout=60))
+
+
+@pytest.mark.parametrize("layout", ["extra", "step"])
+def test_ranks_that_differ_in_more_than_content_are_not_repaired(three_ranks: RankPool, layout: str) -> None:
+    _assert_refused(three_ranks.run(_refused, {"a": [1, 1, 2]}, layout))
+
+
+def test_more_than_a_thousand_tensors_are_all_repaired(three_ranks: RankPool) -> None:
+    values: dict[str, list[float]] = {f"p{i:04d}": [1.0, 2.0, 1.0] for i in range(2500)}
+    for rank, result in enumerate(three_ranks.run(_refused, values, timeout=90)):
+        assert not result["raised"]
+        assert result["unchanged"] == (rank != 1)
+        assert len(result["repaired"]) == 2500
+        assert len(set(result["repaired"])) == 2500
+
+
+def _cannot_be_written(how: str) -> Any:
+    """Memory of the odd rank that refuses the copy: the others must not wait for it."""
+    odd = dist.get_rank() == 2
+    model = nn.Module()
+    if how == "expanded":
+        model.weight = nn.Parameter(torch.full((1,), 2.0 if odd else 1.0).expand(4))
+    model.other = nn.Parameter(torch.full((3,), 2.0 if odd else 1.0))
+    start = time.monotonic()
+    with captured_log():
+        try:
+            report = fp8dist.check(model, group=dist.group.WORLD, policy="repair")
+        except DivergenceError as error:
+            report = error.report
+    return report.consistent, len(report.findings), time.monotonic() - start
+
+
+def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting(three_ranks: RankPool) -> None:
+    for consistent, findings, seconds in three_ranks.run(_cannot_be_written, "expanded", timeout=HANG):
+        assert consistent or findings
+        assert seconds < 10
+
+
+def _python_numbers() -> Any:
+    """An optimizer that counts in Python: there is no tensor to write to."""
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    odd = dist.get_rank() == 2
+    optimizer.state[model.first.weight]["step"] = 4 if odd else 3
+    if odd:
+        with torch.no_grad():
+            model.last.bias[0] += 1
+    before = parameter_bits(model)
+    start = time.monotonic()
+    with captured_log():
+        try:
+            report = fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer, policy="repair")
+        except DivergenceError as error:
+            report = error.report
+    return (
+        report.consistent,
+        optimizer.state[model.first.weight]["step"],
+        parameter_bits(model) == before,
+        time.monotonic() - start,
+    )
+
+
+def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused(three_ranks: RankPool) -> None:
+    for rank, (consistent, step, unchanged, seconds) in enumerate(three_ranks.run(_python_numbers, timeout=60)):
+        if consistent:
+            assert step == 3
+            assert unchanged == (rank != 2)
+        else:
+            assert unchanged
+        assert seconds < 3
+
+
+# What comes after ------------------------------------------------------------------------------------
+
+
+def _train(damaged_rank: int | None, entry: str) -> Any:
+    """Eight steps of DDP in FP8; after the fourth, all that one rank holds is scrambled, and repaired."""
+    net = make_net(seed=3)
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    losses = []
+    for step in range(8):
+        x, y = batch(dist.get_rank(), step)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 3 and damaged_rank is not None:
+            if dist.get_rank() == damaged_rank:
+                for i, p in enumerate(net.parameters()):
+                    _scramble(p, i)
+                    for j, value in enumerate(optimizer.state[p].values()):
+                        _scramble(value, 100 + 10 * i + j)
+                _scramble(manager.scale("branch", "weight"), 7)
+                _scramble(manager.amax("first", "input"), 8)
+            with captured_log():
+                if entry == "manager.check":
+                    report = manager.check(optimizer=optimizer, policy="repair")
+                else:
+                    report = fp8dist.check(model, optimizer=optimizer, policy="repair")
+            assert report.consistent
+            assert report.repaired
+    return losses, parameter_bits(net), state_bits(manager)
+
+
+@pytest.mark.parametrize("entry", ["manager.check", "fp8dist.check"])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_training_after_a_repair_equals_the_undisturbed_run_bitwise(
+    three_ranks: RankPool, odd: int, entry: str
+) -> None:
+    undisturbed = three_ranks.run(_train, None, entry)
+    assert three_ranks.run(_train, odd, entry) == undisturbed
+
+
+def _cast_after_repair(entry: str) -> Any:
+    """The odd rank has cast its wrong weight already when it is repaired."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=2), group=dist.group.WORLD)
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    x, y = batch(0, 0)
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 2:
+        net.first.weight.data.mul_(-0.5)
+    wrong = net(x).detach()
+    with captured_log():
+        if entry == "manager.check":
+            report = manager.check(policy="repair")
+        else:
+            report = fp8dist.check(net, group=dist.group.WORLD, policy="repair")
+    return report.repaired, bits(wrong), bits(net(x))
+
+
+@pytest.mark.parametrize("entry", ["manager.check", "fp8dist.check"])
+def test_a_repaired_weight_is_cast_anew(three_ranks: RankPool, entry: str) -> None:
+    results = three_ranks.run(_cast_after_repair, entry)
+    assert results[2][1] != results[0][1]
+    for repaired, _, after in results:
+        assert repaired == ("parameter first.weight of 2 from 0",)
+        assert after == results[0][2] == results[0][1]
+
+
+def _replicas_of_dtensors() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")))
+    healthy = {name: bits(p.to_local()) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    if dist.get_rank() == 1:
+        _scramble(model.weight.to_local(), 5)  # type: ignore[attr-defined]
+    with captured_log():
+        report = fp8dist.check(model, policy="repair")
+    after = {name: bits(p.to_local()) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return report.repaired, after == healthy
+
+
+def test_replicas_of_shards_are_repaired(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_replicas_of_dtensors, timeout=60) == [(("parameter weight of 1 from 0",), True)] * 4
