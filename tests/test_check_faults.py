@@ -320,3 +320,82 @@ def test_evidence_of_any_type_is_json(three_ranks: RankPool, tmp_path: Path) -> 
     assert len(files) == 3
     for path in files:
         _strict(path.read_text())
+
+
+# Callbacks ---------------------------------------------------------------------------------------------
+
+
+def _raising_callback(entry: str) -> Any:
+    """What a callback raises on one rank concerns that rank alone: the message is out, nobody waits."""
+    model, manager = _prepared(check_policy="warn")
+    if dist.get_rank() == 1:
+        manager.scale(*A).mul_(2)
+
+    def heard(event: fp8dist.Event) -> None:
+        if dist.get_rank() == 0:
+            raise KeyError("the logger is down")
+
+    manager.on_event(heard)
+    raised = ""
+    with captured_log() as log:
+        try:
+            if entry == "sync":
+                manager.record(*A, torch.tensor([2.0]))
+                manager.step()
+            elif entry == "manager.check":
+                manager.check()
+            else:
+                fp8dist.check(model, group=dist.group.WORLD)
+        except KeyError as error:
+            raised = str(error)
+    dist.barrier()
+    return raised, len(log)
+
+
+@pytest.mark.parametrize("entry", ["sync", "manager.check", "fp8dist.check"])
+def test_a_callback_that_raises_leaves_nobody_waiting(three_ranks: RankPool, entry: str) -> None:
+    results = three_ranks.run(_raising_callback, entry, timeout=30)
+    assert [bool(raised) for raised, _ in results] == [True, False, False]
+    assert [logged for _, logged in results] == [1, 0, 0]
+
+
+def _several_optimizers() -> Any:
+    model, manager = _prepared()
+    model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+    optimizers = [torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])]
+    for optimizer in optimizers:
+        optimizer.step()
+    if dist.get_rank() == 2:
+        optimizers[1].state[model.bias]["exp_avg"][4] = 9.0
+    with captured_log():
+        local = fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizers)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        manager.attach(ddp)
+        ours = manager.check(optimizer=optimizers)
+    return [[(f.kind, f.name, f.ranks, f.index) for f in report.findings] for report in (local, ours)]
+
+
+def test_the_state_of_several_optimizers_is_compared(three_ranks: RankPool) -> None:
+    found = [("optimizer", "bias.exp_avg", (2,), (4,))]
+    assert three_ranks.run(_several_optimizers) == [[found, found]] * 3
+
+
+def _with_a_default_device() -> Any:
+    """A default device other than where things are, as cuda would be."""
+    model, manager = _prepared()
+    torch.set_default_device("meta")
+    try:
+        if dist.get_rank() == 1:
+            manager.scale(*A).mul_(2)
+            model.weight.data[0, 0] += 1
+        with captured_log():
+            checked = manager.check()
+            everything = fp8dist.check(model, group=dist.group.WORLD, policy="repair")
+    finally:
+        torch.set_default_device("cpu")
+    return [(f.kind, f.name) for f in checked.findings], [(f.kind, f.name) for f in everything.findings]
+
+
+def test_a_default_device_does_not_matter(three_ranks: RankPool) -> None:
+    slot = ("scale", "a:input")
+    assert three_ranks.run(_with_a_default_device) == [([slot], [slot, ("parameter", "weight")])] * 3

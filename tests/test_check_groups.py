@@ -330,6 +330,65 @@ def test_ddp_over_subgroups_is_compared_within_each(four_ranks: RankPool) -> Non
     assert four_ranks.run(_ddp_over_a_subgroup, timeout=HANG) == [([], ["all_reduce"] * 4, found)] * 4
 
 
+def _two_ddps() -> Any:
+    """Two parts, each in a DDP over other pairs."""
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    first = nn.parallel.DistributedDataParallel(make_net(seed=rank // 2), process_group=rows[rank // 2])
+    second = nn.parallel.DistributedDataParallel(make_net(seed=rank % 2), process_group=columns[rank % 2])
+    model = nn.ModuleDict({"first": first, "second": second})
+    with captured_log():
+        clean = fp8dist.check(model)
+        if rank == 3:
+            _nudge(second.module.last.bias, 2)
+        report = fp8dist.check(model)
+    return _names(clean), _names(report), repr(report.findings)
+
+
+def test_two_ddps_over_other_groups_are_not_mixed_up(four_ranks: RankPool) -> None:
+    for clean, found, text in (results := four_ranks.run(_two_ddps, timeout=HANG)):
+        assert clean == []
+        assert found == [("parameter", "second.last.bias", (1, 3), None, (2,))]
+        assert text == results[0][2]
+
+
+def _permuted_mesh(odd: int) -> Any:
+    """Ranks in a mesh in another order than in its process group, which sorts them."""
+    mesh = DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("dp",))
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+    if dist.get_rank() == odd:
+        _nudge(model.weight, 6)
+    with captured_log():
+        report = fp8dist.check(model, group=mesh, policy="repair")
+    return _names(report), report.consistent, model.weight.detach().view(-1)[6].item()
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_of_a_mesh_in_any_order_are_named_rightly(three_ranks: RankPool, odd: int) -> None:
+    reference = 1 if odd == 0 else 0
+    for result in three_ranks.run(_permuted_mesh, odd):
+        assert result == ([("parameter", "weight", (odd,), reference, (1, 2))], True, 1.0)
+
+
+def _left_out_inside_ddp() -> Any:
+    model = nn.parallel.DistributedDataParallel(make_net())
+    if dist.get_rank() == 1:
+        _nudge(model.module.last.bias)
+    with captured_log():
+        found = fp8dist.check(model)
+        left_out = fp8dist.check(model, groups={"last.*": None})
+    return _names(found), _names(left_out), left_out.skipped
+
+
+def test_a_pattern_beats_what_ddp_says(two_ranks: RankPool) -> None:
+    for found, left_out, skipped in two_ranks.run(_left_out_inside_ddp):
+        assert found == [("parameter", "last.bias", (0, 1), None, (0,))]
+        assert left_out == []
+        assert skipped == ("2 parameters matching last.*: left out",)
+
+
 def _arenas_of_their_own(damaged: str) -> Any:
     """FP8 state of experts is shared by pairs, that of all else by all."""
     pair = _pairs()()

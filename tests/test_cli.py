@@ -330,3 +330,85 @@ def test_the_installed_command(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("fp8dist")
     run = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == f"fp8dist {fp8dist.__version__}"
+
+
+# What reviewers broke -------------------------------------------------------------------------------------
+
+
+def test_more_differences_than_are_looked_into(tmp_path: Path, capsys: Capture) -> None:
+    """States of different runs: hundreds of entries differ, in every field."""
+    for rank in range(3):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(30)])
+        manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
+        torch.manual_seed(rank)
+        model(torch.randn(4, 16)).sum().backward()
+        manager.step()
+        manager.save(tmp_path / f"{rank}")
+    code, report = check(capsys, str(tmp_path / "{rank}"))
+    assert code == 1
+    assert len(report["findings"]) > 64
+    assert {f["kind"] for f in report["findings"]} == {"scale", "history"}
+    assert main(["check", str(tmp_path / "{rank}")]) == 1
+    assert "more" in capsys.readouterr().out
+
+
+def test_damaged_scales_and_histories_of_dumps_can_be_looked_at(tmp_path: Path, capsys: Capture) -> None:
+    """``load`` refuses them; a check is for finding them."""
+
+    def damage(rank: int, manager: fp8dist.StateManager) -> None:
+        if rank == 1:
+            manager.scale("0", "weight").neg_()
+            manager.amax("1", "input").fill_(math.nan)
+
+    path = saved_states(tmp_path, 3, damage)
+    code, report = check(capsys, path)
+    assert code == 1
+    assert [(f["kind"], f["name"], f["ranks"]) for f in report["findings"]] == [
+        ("scale", "0:weight", [1]),
+        ("history", "1:input", [1]),
+    ]
+    assert main(["inspect", "--json", path.replace("{rank}", "1")]) == 0
+    with pytest.raises(fp8dist.errors.CheckpointError):
+        fp8dist.prepare(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))).load(path.replace("{rank}", "1"))
+
+
+def test_every_odd_file_is_named_however_many_sides_there_are(tmp_path: Path, capsys: Capture) -> None:
+    paths = [write({"x": torch.full((4,), max(0.0, i - 10.0))}, tmp_path / f"{i}") for i in range(21)]
+    _, report = check(capsys, *paths)
+    assert sorted(rank for f in report["findings"] for rank in f["ranks"]) == list(range(11, 21))
+
+
+def test_negated_tensors_differ(tmp_path: Path, capsys: Capture) -> None:
+    tensors = weights()
+    negated = {name: -tensor if name == "big" else tensor for name, tensor in tensors.items()}
+    code, report = check(capsys, write(tensors, tmp_path / "a"), write(negated, tmp_path / "b"))
+    assert (code, [f["name"] for f in report["findings"]]) == (1, ["big"])
+
+
+def test_padded_numbers_and_a_stray_file_with_a_huge_one(tmp_path: Path, capsys: Capture) -> None:
+    for name in ("z-00000", "z-00001", "h0", "h1", "h1700000000"):
+        write(weights(), tmp_path / name)
+    assert check(capsys, str(tmp_path / "z-{rank}"))[0] == 0
+    assert main(["check", str(tmp_path / "h{rank}")]) == 3
+    assert str(tmp_path / "h2") in capsys.readouterr().err
+
+
+def test_a_world_size_without_a_launcher_is_a_usage_error(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["check", write(weights(), tmp_path / "w")]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_does_not_change_the_verdict(tmp_path: Path) -> None:
+    wrong = weights()
+    wrong["count"] += 1
+    paths = [write(weights(), tmp_path / "a"), write(wrong, tmp_path / "b")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run([sys.executable, "-m", "fp8dist", "check", *paths], stdout=writer, timeout=60, check=False)
+    os.close(writer)
+    assert run.returncode == 1

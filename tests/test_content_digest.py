@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8dist.consistency.contents import Digester, Key, TensorContent
+from fp8dist.consistency.contents import Digester, Key, Named, TensorContent
 from fp8dist.kernels.content import BLOCK_BYTES, BLOCK_WORDS, ContentDigest, as_bytes, block_count
 from tests.support.elements import flip
 
@@ -463,7 +463,7 @@ def test_the_sign_of_zero_and_the_payload_of_nan_are_seen(dtype: torch.dtype) ->
 
 
 def named_digest(name: str, tensor: Tensor, kind: str = "parameter") -> tuple[int, int]:
-    return unsigned(TensorContent(kind, [(name, tensor)]).digests(Digester())[0])
+    return unsigned(TensorContent(kind, [Named(name, tensor)]).digests(Digester())[0])
 
 
 def test_equal_bytes_under_another_name_kind_shape_or_type_differ() -> None:
@@ -501,20 +501,22 @@ def test_strides_do_not_enter_with_the_name() -> None:
     st.tuples(st.text(max_size=8), st.sampled_from(["parameter", "gradient"]), st.lists(st.integers(0, 3), max_size=3)),
 )
 def test_seeds_are_equal_only_for_equal_keys(a: tuple[str, str, list[int]], b: tuple[str, str, list[int]]) -> None:
-    first, second = (TensorContent(kind, [(name, torch.zeros(shape))]).seeds for name, kind, shape in (a, b))
+    first, second = (TensorContent(kind, [Named(name, torch.zeros(shape))]).seeds for name, kind, shape in (a, b))
     assert torch.equal(first, second) == (a == b)
 
 
 def test_keys_say_what_a_tensor_is() -> None:
-    content = TensorContent("gradient", [("w", torch.zeros(2, 3, dtype=torch.float8_e5m2)), ("s", torch.tensor(1))])
+    content = TensorContent(
+        "gradient", [Named("w", torch.zeros(2, 3, dtype=torch.float8_e5m2)), Named("s", torch.tensor(1))]
+    )
     assert content.keys == (Key("w", "gradient", (2, 3), "float8_e5m2"), Key("s", "gradient", (), "int64"))
 
 
 def test_swapped_tensors_of_equal_shape_change_the_sum_over_all() -> None:
     """Tier 1 compares the sum of all digests: what trades places must not cancel in it."""
     a, b = torch.randn(5, 5), torch.randn(5, 5)
-    straight = TensorContent("parameter", [("a", a), ("b", b)]).digests(Digester()).sum(0)
-    crossed = TensorContent("parameter", [("a", b), ("b", a)]).digests(Digester()).sum(0)
-    reordered = TensorContent("parameter", [("b", b), ("a", a)]).digests(Digester()).sum(0)
+    straight = TensorContent("parameter", [Named("a", a), Named("b", b)]).digests(Digester()).sum(0)
+    crossed = TensorContent("parameter", [Named("a", b), Named("b", a)]).digests(Digester()).sum(0)
+    reordered = TensorContent("parameter", [Named("b", b), Named("a", a)]).digests(Digester()).sum(0)
     assert (straight != crossed).all()
     assert torch.equal(straight, reordered)
