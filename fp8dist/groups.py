@@ -5,26 +5,37 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from fp8dist.state.manifest import first_difference, manifest_digest
 
-__all__ = ["GroupLike", "SyncGroup", "agree_on_manifests", "publish_manifest", "world_size"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["GroupLike", "SyncGroup", "agree_on_manifests", "is_dtensor", "publish_manifest", "world_size"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
 
 _AGREED = "agreed"
 _ASKED, _VERDICT = "asked", "verdict"
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor, without importing what takes half a second: who has one has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def world_size() -> int:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.boundary import BoundaryHooks, invalidate_at_every_step, unwrap_optimizers
@@ -25,7 +24,7 @@ from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.formats import E4M3, E5M2, Role
-from fp8dist.groups import SyncGroup
+from fp8dist.groups import SyncGroup, is_dtensor
 from fp8dist.kernels.magnitude import amax_bits, record_amax
 from fp8dist.kernels.matmuls import ALIGNMENT
 from fp8dist.nn import FP8Linear, Mode, require_revertible, revert
@@ -189,7 +188,7 @@ class StateManager(Joinable):
         if module is not None and get_manager(module) is not self:
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
         for fqn, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 raise ConfigurationError(f"{fqn} is a DTensor: this version supports plain modules and DDP")
         for linear in _fp8_linears(model):
             if linear.weight.ndim != 2 or any(size % ALIGNMENT for size in linear.weight.shape):

@@ -62,6 +62,7 @@ def _two_optimizers() -> tuple[list[int], int, dict[str, bytes]]:
     return counts, manager.steps, state_bits(manager)
 
 
+@pytest.mark.slow
 def test_with_several_optimizers_the_last_ones_step_is_the_boundary(two_ranks: RankPool) -> None:
     (counts, steps, state), (_, _, other) = two_ranks.run(_two_optimizers)
     assert counts == [0, 1] * 3
@@ -109,6 +110,7 @@ def _recreated_optimizer() -> tuple[list[int], int]:
     return counts, manager.steps
 
 
+@pytest.mark.slow
 def test_reattach_moves_the_boundary_to_the_new_optimizer(two_ranks: RankPool) -> None:
     assert two_ranks.run(_recreated_optimizer) == [([1, 1, 0, 1], 3)] * 2
 

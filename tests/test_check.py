@@ -24,6 +24,9 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, fp8_count, make_net
 
+pytestmark = pytest.mark.xdist_group("four_ranks")
+"""Four processes are enough."""
+
 HISTORY = 5
 SLOTS = (("a", "input"), ("a", "weight"), ("b", "grad_output"), ("b.c", "input"))
 DTYPES = (
@@ -215,11 +218,12 @@ def _assert_all_found(pool: RankPool, seed: int, count: int) -> None:
         assert set(hit) == KINDS_OF_FLIPS
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_and_named_wherever_it_is(four_ranks: RankPool) -> None:
     _assert_all_found(four_ranks, 0, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_two_thousand_flipped_bits_are_all_found_and_named(four_ranks: RankPool, seed: int) -> None:
     _assert_all_found(four_ranks, seed, 500)
@@ -236,6 +240,7 @@ def _flipped_word(word: int, odd: int) -> Any:
     return [(f.kind, f.name, f.ranks, f.reference_rank, f.sides) for f in report.findings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "kind"), [(0, "manifest"), (1, "step")])
 @pytest.mark.parametrize("odd", [0, 3])
 def test_a_damaged_manifest_or_step_word_is_named(four_ranks: RankPool, word: int, kind: str, odd: int) -> None:
@@ -273,7 +278,9 @@ def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ..
     return count, alarms, compared
 
 
-@pytest.mark.parametrize("checks", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "checks", [pytest.param(200, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)]
+)
 def test_clean_checks_raise_no_alarm_with_nan_inf_and_negative_zero(four_ranks: RankPool, checks: int) -> None:
     for count, alarms, compared in four_ranks.run(_clean_checks, checks, timeout=200):
         assert alarms == []
@@ -445,6 +452,7 @@ def test_of_two_ranks_nobody_is_the_culprit(
     _assert_sides(two_ranks, values, where, expected, speaker)
 
 
+@pytest.mark.slow
 @PLACES
 @pytest.mark.parametrize(("values", "expected", "speaker"), OF_THREE)
 def test_of_three_ranks_the_odd_one_is_named(
@@ -453,6 +461,7 @@ def test_of_three_ranks_the_odd_one_is_named(
     _assert_sides(three_ranks, values, where, expected, speaker)
 
 
+@pytest.mark.slow
 @PLACES
 @pytest.mark.parametrize(("values", "expected", "speaker"), OF_FOUR)
 def test_of_four_ranks_the_majority_decides_and_two_against_two_is_none(

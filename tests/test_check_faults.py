@@ -93,6 +93,7 @@ def _with_policy(policy: str | None, entry: str, odd: list[int]) -> dict[str, An
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [[2], [0]])
 @pytest.mark.parametrize("entry", ["fp8dist.check", "manager.check", "sync"])
 @pytest.mark.parametrize("policy", [None, "warn", "raise", "repair"])

@@ -28,6 +28,9 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
+pytestmark = pytest.mark.xdist_group("four_ranks")
+"""Four processes are enough."""
+
 HANG = 30.0
 """Seconds after which a test says that ranks wait for each other. Some import DTensor for the first time here."""
 
@@ -436,6 +439,7 @@ def _cost(tensors: int, how: str) -> Any:
     return report.findings, dict(report.compared), calls.names, calls.sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "ddp"])
 def test_a_clean_check_is_one_small_all_reduce_whatever_the_number_of_tensors(two_ranks: RankPool, how: str) -> None:
     sizes = set()
@@ -491,6 +495,7 @@ def _checked_every(every: int, boundary: str, ddp: bool) -> Any:
     return counts, manager._cycle.checker.checks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boundary", ["optimizer", "manual"])
 @pytest.mark.parametrize("ddp", [True, False])
 @pytest.mark.parametrize("every", [0, 1, 3])

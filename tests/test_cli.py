@@ -326,6 +326,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     assert int(run.stderr.split()[-1]) < 80, "MB"
 
 
+@pytest.mark.slow
 def test_the_installed_command(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("fp8dist")
     run = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
@@ -403,6 +404,7 @@ def test_a_world_size_without_a_launcher_is_a_usage_error(
     assert "torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_does_not_change_the_verdict(tmp_path: Path) -> None:
     wrong = weights()
     wrong["count"] += 1

@@ -137,6 +137,7 @@ def test_the_default_dtype_does_not_matter(dtype: torch.dtype, power_of_two: boo
     assert _train_under(dtype, power_of_two) == _train_under(torch.float32, power_of_two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("cold", [False, True])

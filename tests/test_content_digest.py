@@ -300,6 +300,7 @@ def test_every_single_flipped_bit_is_seen(dtype: torch.dtype) -> None:
     assert digest_of(tensor) == before
 
 
+@pytest.mark.slow
 def test_every_bit_of_a_small_tensor_and_every_pair_of_bits_is_seen() -> None:
     tensor = any_bytes(24, 1)
     seen = {digest_of(tensor)}
@@ -436,6 +437,7 @@ SWAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", SWAPS)
 def test_another_order_is_seen(swap: str) -> None:
     words = any_bytes(8 * 3 * BLOCK_WORDS, 11).view(torch.int64)

@@ -216,6 +216,7 @@ EARLY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", EARLY)
 def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, job: Job) -> None:
     early = two_ranks.run(_train, job)

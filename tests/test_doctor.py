@@ -111,6 +111,7 @@ def _reduce(monkeypatch: pytest.MonkeyPatch, program: str, timeout: float) -> tu
     return found, time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_an_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = f"import os, time; open('{tmp_path}/' + str(os.getpid()), 'w'); time.sleep(600)"
     found, seconds = _reduce(monkeypatch, program, 2.0)

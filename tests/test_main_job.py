@@ -179,6 +179,7 @@ def test_a_mistake_without_torchrun(
     assert_refused(start(SINGLE, "--out", str(tmp_path), *flags, **variables), message)
 
 
+@pytest.mark.slow
 def test_only_the_first_rank_tells_of_a_mistake() -> None:
     done = start(SINGLE, "--steps", "0", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")

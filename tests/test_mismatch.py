@@ -121,6 +121,7 @@ def _attach_only(ranks: list[int], seconds: float) -> Any:
     return _attach_differently({}, seconds) if dist.get_rank() in ranks else "stayed away"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [0, 2])
 def test_a_rank_that_never_attaches_is_named(three_ranks: RankPool, missing: int) -> None:
     others = [rank for rank in range(3) if rank != missing]
@@ -164,6 +165,7 @@ def _late_once(late: int, attaches_late: bool) -> list[str]:
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attaches_late", [False, True])
 @pytest.mark.parametrize("late", [0, 2])
 def test_all_may_try_again_after_one_was_late(three_ranks: RankPool, late: int, attaches_late: bool) -> None:

@@ -25,6 +25,7 @@ def test_results_come_in_rank_order(two_ranks: RankPool) -> None:
     assert two_ranks.run(_sum_of_ranks) == [(0, 1), (1, 1)]
 
 
+@pytest.mark.slow
 def test_failure_shows_all_tracebacks_and_pool_recovers() -> None:
     pool = RankPool(2)
     try:

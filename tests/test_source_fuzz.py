@@ -170,6 +170,7 @@ def test_the_files_are_valid(valid: dict[str, Content]) -> None:
 _UNHURRIED = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
+@pytest.mark.slow
 @settings(_UNHURRIED, max_examples=400)
 @given(data=st.data())
 def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:

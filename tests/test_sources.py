@@ -413,6 +413,7 @@ def test_pickles_are_never_executed(tmp_path: Path, protocol: int) -> None:
     assert marker.exists(), "the bomb is none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pickled"),
     [

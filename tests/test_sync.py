@@ -166,6 +166,7 @@ def _random_plan(seed: int, world_size: int, steps: int) -> list[list[dict[Slot,
     ]
 
 
+@pytest.mark.slow
 @UPDATES
 @pytest.mark.parametrize("seed", range(3))
 def test_random_amaxes_give_the_oracles_state(ranks: RankPool, seed: int, update: str) -> None:

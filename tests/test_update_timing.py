@@ -136,6 +136,7 @@ RANK_LOOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RANK_LOOPS)
 def test_two_ranks_train_the_same(two_ranks: RankPool, name: str) -> None:
     same = two_ranks.run(_curve, "same_step", RANK_LOOPS[name])

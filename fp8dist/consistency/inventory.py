@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8dist.consistency.contents import Content, Named, TensorContent
 from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.replication import Excuse, Home, Replication
-from fp8dist.groups import GroupLike, SyncGroup
+from fp8dist.groups import GroupLike, SyncGroup, is_dtensor
 
 __all__ = ["Inventory"]
 
@@ -85,7 +84,7 @@ class Inventory:
                         self._add(f"{name}.{key}", "optimizer", number, home, _writer(state, key, type(value)))
 
     def _add(self, name: str, kind: str, tensor: Tensor, home: Home | Excuse, store: Store = None) -> None:
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
         else:

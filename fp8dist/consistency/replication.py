@@ -11,16 +11,17 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8dist.groups import GroupLike, SyncGroup
+from fp8dist.groups import GroupLike, SyncGroup, is_dtensor
 from fp8dist.state.slots import clean_fqn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Excuse", "Home", "Membership", "Replication"]
 
@@ -116,7 +117,7 @@ class Replication:
             self._kept.append(parameter)
             self.names[id(parameter)] = name
             home = self._named(name)
-            if home is None and isinstance(parameter, DTensor):
+            if home is None and is_dtensor(parameter):
                 home = Excuse("of DTensors, without being one")  # Of what hangs on it, such as a step counter.
             if home is None and id(parameter) in sharded:
                 home = self._of_fsdp1(sharded[id(parameter)])
@@ -157,8 +158,8 @@ class Replication:
             self._known[key] = self.of_group(f"mesh axis {name}", group, f"mesh {mesh.mesh.tolist()}")
         return self._known[key]
 
-    def _of_fsdp1(self, wrapper: FullyShardedDataParallel) -> Home | Excuse:
-        if wrapper.sharding_strategy is ShardingStrategy.NO_SHARD:
+    def _of_fsdp1(self, wrapper: Any) -> Home | Excuse:
+        if wrapper.sharding_strategy.name == "NO_SHARD":
             return self._cached(("FSDP1", id(wrapper)), "FSDP1", wrapper.process_group)
         return Excuse("sharded by FSDP1: each rank has its own")
 
@@ -180,10 +181,11 @@ def _coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
     return None if place is None else dict(zip(names, place))
 
 
-def _fsdp1_parameters(module: nn.Module) -> dict[int, FullyShardedDataParallel]:
-    found: dict[int, FullyShardedDataParallel] = {}
+def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:
+    found: dict[int, Any] = {}
     for wrapper in module.modules():
-        if isinstance(wrapper, FullyShardedDataParallel):
+        # By name: importing FSDP takes half a second, and who has such a module has imported it.
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(wrapper).__mro__):
             ignored = set(map(id, getattr(wrapper, "_ignored_params", ())))
             found |= {id(p): wrapper for p in wrapper.parameters() if id(p) not in ignored}
     return found
