@@ -1,0 +1,222 @@
+"""What differs between ranks by design is not compared, and said to be left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import DelayedScaling
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net
+
+pytestmark = pytest.mark.xdist_group("four_ranks")
+"""Four processes are enough."""
+
+
+def _seeded_differently(module: nn.Module) -> nn.Module:
+    """Each rank has its own numbers."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank() + 1)))
+    return module
+
+
+def _fsdp1(use_orig_params: bool) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
+    options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    net[0] = FullyShardedDataParallel(net[0], **options)
+    sharded = FullyShardedDataParallel(net, sharding_strategy=ShardingStrategy.FULL_SHARD, **options)
+    model = nn.Sequential(sharded, nn.Linear(16, 16))  # Beside something that the caller vouches for.
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    nn.init.ones_(model[1].weight), nn.init.ones_(model[1].bias)
+    sharded(torch.randn(4, 16)).sum().backward()
+    reports = [fp8dist.check(model, group=dist.group.WORLD, gradients=True, optimizer=optimizer)]
+    optimizer.step()
+    reports.append(fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer))
+    return [(report.findings, report.compared, report.skipped) for report in reports]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_shards_of_fsdp1_are_not_compared(two_ranks: RankPool, use_orig_params: bool) -> None:
+    for reports in two_ranks.run(_fsdp1, use_orig_params):
+        for findings, compared, skipped in reports:
+            assert findings == ()
+            assert compared == (("parameter", 2),)
+            assert any("parameters sharded by FSDP1" in text for text in skipped)
+        assert any("gradients sharded by FSDP1" in text for text in reports[0][2])
+        assert any("optimizer states sharded by FSDP1" in text for text in reports[1][2])
+
+
+def _fsdp2() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with pytest.raises(fp8dist.errors.ConfigurationError) as caught:
+        fp8dist.check(model)
+    beside = nn.Linear(16, 16)
+    report = fp8dist.check(nn.Sequential(model, beside), group=dist.group.WORLD)
+    return report.findings, report.compared, report.skipped, str(caught.value)
+
+
+def test_shards_of_fsdp2_are_not_compared(two_ranks: RankPool) -> None:
+    for findings, compared, skipped, alone in two_ranks.run(_fsdp2):
+        assert findings == ()
+        assert compared == (("parameter", 2),)
+        assert "4 parameters that are DTensors without a Replicate axis" in alone
+        assert skipped == ("4 parameters that are DTensors without a Replicate axis: each rank has its own",)
+
+
+class _Experts(nn.Module):
+    """A dense layer that all ranks share, and experts of which each rank has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(16, 16)
+        self.block = nn.Module()
+        self.block.experts = _seeded_differently(nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.dense(x))
+        return self.block.experts[1](self.block.experts[0](h))
+
+
+def _experts(how: str) -> Any:
+    model = _Experts()
+    own = [name for name, _ in model.named_parameters() if "experts" in name]
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    manager = None
+    if how == "prepared":
+        manager = fp8dist.prepare(
+            model,
+            DelayedScaling(history_len=3),
+            group=dist.group.WORLD,
+            groups={"*.experts.*": groups[dist.get_rank()]},
+        )
+    if how != "named":
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+        model = nn.parallel.DistributedDataParallel(model)  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if manager is not None:
+        manager.attach(model, optimizer=optimizer)
+    if how != "named":
+        for step in range(2):
+            x, _ = batch(dist.get_rank(), step)  # Other data, other BatchNorm statistics on each rank.
+            model(x[:, :16]).sum().backward()
+            optimizer.step()
+    reports = []
+    if manager is not None:
+        reports.append(manager.check(gradients=True, optimizer=optimizer))
+    groups_given = {"*.experts.*": None} if how == "named" else None
+    group = dist.group.WORLD if how == "named" else None
+    reports.append(fp8dist.check(model, group=group, groups=groups_given, gradients=True, optimizer=optimizer))
+    return [(report.findings, dict(report.compared), report.skipped) for report in reports]
+
+
+@pytest.mark.parametrize("how", ["prepared", "ignored by DDP", "named"])
+def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm(two_ranks: RankPool, how: str) -> None:
+    for reports in two_ranks.run(_experts, how):
+        for findings, compared, skipped in reports:
+            assert findings == ()
+            assert compared["parameter"] == 4  # Weight and bias of dense and norm.
+            assert compared.get("slot", 0) == (3 if how == "prepared" else 0)
+            if how != "named":
+                assert compared["gradient"] == 4
+                assert compared["optimizer"] == 12  # exp_avg, exp_avg_sq and step of each.
+            reason = "that DDP was told to ignore" if how == "ignored by DDP" else "matching *.experts.*"
+            assert any(text.startswith(f"4 parameters {reason}") for text in skipped) or (
+                how == "prepared" and "4 parameters that DDP was told to ignore" in skipped
+            )
+
+
+def _expert_of_one_rank_diverges() -> Any:
+    """With experts as above, damage to what is shared is still found."""
+    model = _Experts()
+    if dist.get_rank() == 2:
+        model.norm.weight.data[3] += 1
+    with captured_log():
+        report = fp8dist.check(model, group=dist.group.WORLD, groups={"*.experts.*": None})
+    return [(f.name, f.ranks, f.index) for f in report.findings]
+
+
+def test_beside_experts_the_shared_part_is_still_compared(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_expert_of_one_rank_diverges) == [[("norm.weight", (2,), (3,))]] * 4
+
+
+def _unsynced_state() -> Any:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=3), amax_sync=False)
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    for step in range(3):
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    scale = manager.scale("first", "input").item()
+    reports = [manager.check(), fp8dist.check(model)]
+    return scale, [(report.findings, report.compared) for report in reports]
+
+
+def test_state_that_is_not_synced_is_not_compared(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_unsynced_state)
+    assert results[0][0] != results[1][0]
+    for _, reports in results:
+        assert reports == [((), (("parameter", 6),))] * 2
+
+
+def _zero_redundancy() -> Any:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(make_net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    for step in range(2):
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved: list[Any] = [None]
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        saved[0] = optimizer.state_dict()
+    dist.broadcast_object_list(saved, src=0)
+    optimizer.load_state_dict(saved[0])  # As a resumed job does: now it shows the state of its own part.
+    owners = sorted(len(state or ()) for state in optimizer.state.values())
+    report = fp8dist.check(model, optimizer=optimizer)
+    return owners, report.findings, dict(report.compared), report.skipped
+
+
+def test_the_state_of_a_zero_redundancy_optimizer_is_not_compared(two_ranks: RankPool) -> None:
+    for owners, findings, compared, skipped in two_ranks.run(_zero_redundancy):
+        assert owners[-1] == 3
+        assert findings == ()
+        assert compared == {"parameter": 6}
+        assert any("states of a ZeroRedundancyOptimizer" in text for text in skipped)
+
+
+def _nothing_known() -> str:
+    with pytest.raises(fp8dist.errors.ConfigurationError) as caught:
+        fp8dist.check(nn.Linear(4, 4))
+    return str(caught.value)
+
+
+def test_a_check_that_could_compare_nothing_says_so(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_nothing_known):
+        assert "pass group=" in text
+        assert "2 parameters not known to be replicated" in text

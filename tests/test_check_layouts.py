@@ -1,0 +1,143 @@
+"""Ranks that hold different things, or cannot look at theirs: a report, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.checked import whole_world
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.xdist_group("four_ranks")
+"""Four processes are enough."""
+
+
+def _plain(**parameters: Tensor) -> nn.Module:
+    model = nn.Module()
+    for name, value in parameters.items():
+        model.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return model
+
+
+ones = torch.ones
+
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], set[str]]] = {
+    "one more": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(3), b=ones(2)), {"b"}),
+    "one less": (lambda: _plain(a=ones(3), b=ones(2)), lambda: _plain(a=ones(3)), {"b"}),
+    "none at all": (lambda: _plain(a=ones(3)), lambda: _plain(), {"a"}),
+    "another name": (lambda: _plain(a=ones(3)), lambda: _plain(b=ones(3)), {"a", "b"}),
+    "another dtype": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(3, dtype=torch.bfloat16)), {"a"}),
+    "another shape": (lambda: _plain(a=ones(3, 2)), lambda: _plain(a=ones(2, 3)), {"a"}),
+    "another size": (lambda: _plain(a=ones(3)), lambda: _plain(a=ones(4)), {"a"}),
+}
+
+
+def _holding_differently(what: str, odd: int, also_damaged: bool) -> Any:
+    usual, other, _ = DIFFERENT[what]
+    model = (other if dist.get_rank() == odd else usual)()
+    model.same = nn.Parameter(torch.full((2, 2), 5.0))
+    if also_damaged and dist.get_rank() == 2:
+        model.same.data[1, 0] = 6.0
+    start = time.monotonic()
+    with captured_log():
+        report = whole_world(model)
+    findings = [(f.kind, f.name, f.ranks, f.reference_rank, f.detail) for f in report.findings]
+    return findings, time.monotonic() - start
+
+
+@pytest.mark.parametrize("also_damaged", [False, True])
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_rank_that_holds_other_tensors_is_reported(
+    four_ranks: RankPool, what: str, odd: int, also_damaged: bool
+) -> None:
+    reference = 1 if odd == 0 else 0
+    results = four_ranks.run(_holding_differently, what, odd, also_damaged, timeout=30)
+    for findings, seconds in results:
+        layout = [f for f in findings if f[0] == "layout"]
+        assert {f[1] for f in layout} == DIFFERENT[what][2]
+        assert {f[2:4] for f in layout} == {((odd,), reference)}
+        assert all(f"rank {odd}: " in f[4] and f"rank {reference}: " in f[4] for f in layout)
+        rest = [f[:4] for f in findings if f[0] != "layout"]
+        assert rest == ([("parameter", "same", (2,), 0)] if also_damaged else [])
+        assert findings == results[0][0]
+        assert seconds < 5
+
+
+def _in_another_order() -> Any:
+    names = ["a", "b", "c"] if dist.get_rank() else ["c", "a", "b"]
+    return whole_world(_plain(**{name: torch.full((3,), float(ord(name))) for name in names})).findings
+
+
+def test_the_order_of_parameters_does_not_matter(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_in_another_order) == [()] * 4
+
+
+class _Raises(nn.Module):
+    """A model that cannot be looked at."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("broken property")
+
+
+def _uninitialised() -> nn.Module:
+    model = nn.Module()
+    model.a = nn.UninitializedParameter()
+    return model
+
+
+BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "meta": (lambda: _plain(a=torch.ones(3, device="meta")), "meta device"),
+    "raises": (_Raises, "broken property"),
+    "uninitialised": (_uninitialised, "ninitialized"),
+}
+
+
+def _one_cannot_build(what: str, odd: list[int]) -> Any:
+    model = BROKEN[what][0]() if dist.get_rank() in odd else _plain(a=ones(3))
+    start = time.monotonic()
+    with captured_log():
+        report = whole_world(model)
+    assert not report.consistent
+    return [(f.kind, f.ranks, f.detail) for f in report.findings], time.monotonic() - start
+
+
+@pytest.mark.parametrize("odd", [[0], [3], [1, 2], [0, 1, 2, 3]])
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_rank_that_cannot_build_its_part_is_reported_by_all(four_ranks: RankPool, what: str, odd: list[int]) -> None:
+    results = four_ranks.run(_one_cannot_build, what, odd, timeout=30)
+    for findings, seconds in results:
+        assert [(kind, ranks) for kind, ranks, _ in findings] == [("error", (rank,)) for rank in odd]
+        assert all(BROKEN[what][1] in detail for *_, detail in findings)
+        assert findings == results[0][0]
+        assert seconds < 5
+
+
+def _same_name_twice(damage: bool) -> Any:
+    """``module`` is a name that wrappers use, and that a model may use, too."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(4))
+    model.module = nn.Module()
+    model.module.weight = nn.Parameter(torch.ones(4))
+    if dist.get_rank() == 1:
+        if damage:
+            model.weight.data[2] = 5.0
+        else:
+            model.weight, model.module.weight = model.module.weight, model.weight
+    with captured_log():
+        report = whole_world(model)
+    return report.consistent, {(f.kind, f.ranks, f.reference_rank) for f in report.findings}
+
+
+@pytest.mark.parametrize("damage", [True, False])
+def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(four_ranks: RankPool, damage: bool) -> None:
+    for consistent, findings in four_ranks.run(_same_name_twice, damage):
+        assert not consistent
+        assert findings == {("parameter", (1,), 0)}

@@ -1,0 +1,152 @@
+"""Who is named: the odd ones against a majority, and nobody without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fp8dist
+from fp8dist import DelayedScaling, DivergenceReport
+from tests.support.checked import SLOTS, prepared, whole_world
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.xdist_group("four_ranks")
+"""Four processes are enough."""
+
+
+def _disagreeing(values: list[float], where: str) -> Any:
+    """One thing is ``values[rank]``; (kind, name, ranks, reference, sides, value, expected) of all findings."""
+    mine = values[dist.get_rank()]
+    model, manager = prepared(check_policy="warn")
+    reports = []
+    with torch.no_grad(), captured_log():
+        if where == "parameter":
+            model.p_float32[1, 2] = mine
+        else:
+            manager.scale(*SLOTS[2]).fill_(mine)
+        if where == "sync":
+            manager.on_event(lambda event: reports.append(event.report))
+            manager.step()
+        else:
+            reports.append(whole_world(model))
+    (report,) = reports
+    assert report is not None
+    findings = [(f.ranks, f.reference_rank, f.sides, f.value, f.expected) for f in report.findings]
+    assert {(f.kind, f.name) for f in report.findings} == {
+        ("parameter", "p_float32") if where == "parameter" else ("scale", "b:grad_output")
+    }
+    assert [len(f.hosts) for f in report.findings] == [len(f.ranks) for f in report.findings]
+    return findings, report.speaker, str(report)
+
+
+Findings = list[tuple[tuple[int, ...], "int | None", tuple[tuple[int, ...], ...], float, float]]
+
+TWO_OF_TWO: list[tuple[list[float], Findings, int]] = [([1, 2], [((0, 1), None, ((0,), (1,)), 2, 1)], 0)]
+OF_THREE: list[tuple[list[float], Findings, int]] = [
+    ([1, 1, 2], [((2,), 0, ((0, 1), (2,)), 2, 1)], 0),
+    ([1, 2, 1], [((1,), 0, ((0, 2), (1,)), 2, 1)], 0),
+    ([2, 1, 1], [((0,), 1, ((1, 2), (0,)), 2, 1)], 1),
+    ([1, 2, 4], [((0, 1, 2), None, ((0,), (1,), (2,)), 2, 1)], 0),
+]
+OF_FOUR: list[tuple[list[float], Findings, int]] = [
+    ([2, 1, 1, 1], [((0,), 1, ((1, 2, 3), (0,)), 2, 1)], 1),
+    ([1, 1, 1, 2], [((3,), 0, ((0, 1, 2), (3,)), 2, 1)], 0),
+    ([1, 1, 2, 2], [((0, 1, 2, 3), None, ((0, 1), (2, 3)), 2, 1)], 0),
+    ([1, 2, 2, 1], [((0, 1, 2, 3), None, ((0, 3), (1, 2)), 2, 1)], 0),
+    ([1, 2, 4, 4], [((0, 1, 2, 3), None, ((2, 3), (0,), (1,)), 1, 4)], 0),
+    ([1, 2, 4, 8], [((0, 1, 2, 3), None, ((0,), (1,), (2,), (3,)), 2, 1)], 0),
+]
+PLACES = pytest.mark.parametrize("where", ["parameter", "slot", "sync"])
+
+
+def _assert_sides(pool: RankPool, values: list[float], where: str, expected: Findings, speaker: int) -> None:
+    results = pool.run(_disagreeing, values, where)
+    for findings, who, text in results:
+        assert [f[:3] for f in findings] == [f[:3] for f in expected]
+        if where != "sync" or expected[0][1] is not None:
+            assert [f[3:] for f in findings] == [f[3:] for f in expected]
+        assert who == speaker
+        assert ("no majority" in text) == (expected[0][1] is None)
+        assert (findings, who, text) == results[0]
+
+
+@PLACES
+@pytest.mark.parametrize(("values", "expected", "speaker"), TWO_OF_TWO)
+def test_of_two_ranks_nobody_is_the_culprit(
+    two_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
+) -> None:
+    _assert_sides(two_ranks, values, where, expected, speaker)
+
+
+@pytest.mark.slow
+@PLACES
+@pytest.mark.parametrize(("values", "expected", "speaker"), OF_THREE)
+def test_of_three_ranks_the_odd_one_is_named(
+    three_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
+) -> None:
+    _assert_sides(three_ranks, values, where, expected, speaker)
+
+
+@pytest.mark.slow
+@PLACES
+@pytest.mark.parametrize(("values", "expected", "speaker"), OF_FOUR)
+def test_of_four_ranks_the_majority_decides_and_two_against_two_is_none(
+    four_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
+) -> None:
+    _assert_sides(four_ranks, values, where, expected, speaker)
+
+
+def _damaged_apart() -> Any:
+    model, manager = prepared()
+    with torch.no_grad(), captured_log():
+        if dist.get_rank() == 1:
+            model.p_float32[0, 0] = 7.0
+            manager.amax(*SLOTS[0]).fill_(9.0)
+        if dist.get_rank() == 2:
+            model.p_float64[3, 3] = 8.0
+            manager.amax(*SLOTS[1]).fill_(9.0)
+        if dist.get_rank() == 0:
+            model.scalar.fill_(3.0)
+        return [(f.kind, f.name, f.ranks, f.reference_rank) for f in whole_world(model).findings]
+
+
+def test_ranks_damaged_in_different_tensors_are_each_named(three_ranks: RankPool) -> None:
+    expected = {
+        ("parameter", "p_float32", (1,), 0),
+        ("parameter", "p_float64", (2,), 0),
+        ("parameter", "scalar", (0,), 1),
+        ("history", "a:input", (1,), 0),
+        ("history", "a:weight", (2,), 0),
+    }
+    for findings in three_ranks.run(_damaged_apart):
+        assert set(findings) == expected
+        assert len(findings) == len(expected)
+
+
+def _hidden_behind_others() -> Any:
+    """Of 40 slots, rank 1 has 16 wrong ones of its own; in a later one rank 0 alone is wrong."""
+    model = nn.Module()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD, check_policy="warn")
+    for place in range(40):
+        manager.register(f"m{place:02d}", "input", "e4m3")
+    manager.attach()
+    if dist.get_rank() == 1:
+        for place in range(16):
+            manager.scale(f"m{place:02d}", "input").mul_(2)
+    if dist.get_rank() == 0:
+        manager.scale("m30", "input").mul_(4)
+    reports: list[DivergenceReport] = []
+    manager.on_event(lambda event: reports.append(event.report))  # type: ignore[arg-type]
+    with captured_log():
+        manager.step()
+    assert model is not None
+    return [(f.ranks, f.reference_rank) for f in reports[0].findings if f.name == "m30:input"]
+
+
+def test_a_sync_does_not_accuse_the_wrong_rank_of_a_slot_that_another_did_not_tell_of(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_hidden_behind_others) in ([[((0,), 1)]] * 3, [[]] * 3)
