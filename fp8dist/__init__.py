@@ -12,6 +12,7 @@ from __future__ import annotations
 from fp8dist import ddp, errors
 from fp8dist.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
+from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
 from fp8dist.prepare import prepare
@@ -21,7 +22,9 @@ from fp8dist.state.slots import Slot
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConfigurationError",
     "DelayedScaling",
+    "DivergenceError",
     "DivergenceReport",
     "Event",
     "Finding",

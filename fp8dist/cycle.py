@@ -176,13 +176,17 @@ class StepCycle:
         every, passed = self.settings.check_every, self._boundaries
         self._boundaries += 1
         if every and passed and passed % every == 0 and self.attached and not self.joins:
-            self.check(Scope(), self.settings.check_policy)
+            self.check(Scope(), self.settings.check_policy, in_step=True)
 
-    def check(self, scope: Scope, policy: Policy | None) -> DivergenceReport:
-        """Compare FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE."""
+    def check(self, scope: Scope, policy: Policy | None, in_step: bool = False) -> DivergenceReport:
+        """Compare FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE.
+
+        ``in_step``: another step is under way, and what is found may have happened in it.
+        """
         self.settle()
-        steps = [int(sync.arena.step) for sync in self.syncs] if self.settings.enabled else [self.mode.boundaries]
-        return self.checker.check(max(steps), scope, policy)
+        if not self.settings.enabled:
+            return self.checker.check(self.mode.boundaries, scope, policy)
+        return self.checker.check(max(int(sync.arena.step) for sync in self.syncs) + in_step, scope, policy)
 
     def settle(self) -> None:
         """Commit what is due. Local."""

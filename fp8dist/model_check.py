@@ -41,7 +41,7 @@ def check(
     Works on any model: plain, in DDP, FSDP or tensor parallel, prepared by this library or another. Compared are
     DTensors across their Replicate axes, parameters that DDP keeps equal across its group, the FP8 state of models
     that ``prepare`` made, and, with ``group``, all other plain parameters across it. FSDP1's shards are never
-    compared: they differ by design. When all is well this is one all-reduce of 100 bytes per distinct set of ranks,
+    compared: they differ by design. When all is well this is one all-reduce of 104 bytes per distinct set of ranks,
     and a pass over the parameters.
 
     Args:
@@ -96,8 +96,9 @@ def check(
                 cycle.mode.invalidate_casts()
     if report.consistent and step is not None:
         module.__dict__[LAST_GOOD_STEP] = step
-    # The same on all ranks that agree.
-    if report.consistent and not built[0].compared and not built[0].memberships and anchor.size > 1:
+    unknown = any("name their group" in text for text in report.skipped) or not report.skipped
+    # The same on all ranks that agree. A model of nothing but shards has no replicas, and no mistake is made.
+    if unknown and report.consistent and not built[0].compared and not built[0].memberships and anchor.size > 1:
         raise ConfigurationError(
             "nothing of this module is known to be replicated: pass group= the ranks that hold the same parameters "
             f"(not compared: {'; '.join(report.skipped) or 'it has no parameters'})"

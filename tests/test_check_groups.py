@@ -537,8 +537,8 @@ def _diverging_parameter(policy: str) -> Any:
 def test_a_weight_that_drifts_is_raised_by_all_ranks_at_the_next_check(four_ranks: RankPool) -> None:
     results = four_ranks.run(_diverging_parameter, "raise", timeout=60)
     for raised, told, _ in results:
-        assert raised[0] == (4, "last.bias", (2,), 4, 2)
-        assert told[0] == ("diverged", 4)
+        assert raised[0] == (4, "last.bias", (2,), 5, 3)  # In the fifth step; the check before ran in the third.
+        assert told[0] == ("diverged", 5)
         assert raised == results[0][0]
     assert [lines for *_, lines in results] == [len(results[0][0]), 0, 0, 0]
 
@@ -547,14 +547,14 @@ def test_a_weight_that_drifts_is_warned_of_and_training_goes_on(four_ranks: Rank
     results = four_ranks.run(_diverging_parameter, "warn", timeout=60)
     for raised, told, _ in results:
         assert raised == []
-        assert ("diverged", 4) in told
+        assert ("diverged", 5) in told
     assert results[0][2] == len(results[0][1])
     assert [lines for *_, lines in results[1:]] == [0, 0, 0]
 
 
 def test_a_weight_that_drifts_is_repaired_and_reported_once(four_ranks: RankPool) -> None:
     results = four_ranks.run(_diverging_parameter, "repair", timeout=60)
-    assert results == [([], [("diverged", 4)], int(rank == 0)) for rank in range(4)]
+    assert results == [([], [("diverged", 5)], int(rank == 0)) for rank in range(4)]
 
 
 def _inside_join() -> Any:

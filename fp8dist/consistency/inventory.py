@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8dist.consistency.contents import Content, Named, TensorContent
 from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.replication import Excuse, Home, Replication
+from fp8dist.consistency.report import plural
 from fp8dist.groups import GroupLike, SyncGroup, is_dtensor
 
 __all__ = ["Inventory"]
@@ -104,7 +105,7 @@ class Inventory:
                 self._tensors.setdefault((home.label, kind), []).append(Named(inner_name, inner, store))
 
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
-        self._skipped[f"{'optimizer state' if kind == 'optimizer' else kind}s {excuse.reason}"] += count
+        self._skipped[f"{plural(kind)} {excuse.reason}"] += count
 
 
 def _writer(state: dict[str, Any], key: str, kind: type[Any]) -> Callable[[Tensor], None]:

@@ -4,6 +4,7 @@ group."""
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ def localise_set(
     common = sorted(keys)
     if len(layouts) > 1:
         findings, common = _compare_layouts(group, common, layouts)
+    common.sort(key=_as_people_count)
     place = {key: i for i, key in enumerate(keys)}
     at_most = len(common) if everything else MAX_DIFFERING
     differing, more = _differing_things(group, [place[key] for key in common], common, digests, at_most)
@@ -70,6 +72,11 @@ def localise_set(
     good = min((t.last_good_step for t in told if t.last_good_step is not None), default=None)
     everyone = [t.participant for t in told]
     return [replace(f, step=step, last_good_step=good).located(everyone) for f in findings], differing
+
+
+def _as_people_count(key: Key) -> list[Any]:
+    """Layer 2 before layer 10: the first few things are looked into."""
+    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", key.name)] + [key.kind]
 
 
 class _Told(NamedTuple):

@@ -118,7 +118,9 @@ class Replication:
             self.names[id(parameter)] = name
             home = self._named(name)
             if home is None and is_dtensor(parameter):
-                home = Excuse("of DTensors, without being one")  # Of what hangs on it, such as a step counter.
+                home = Excuse(
+                    "that are no DTensors, of parameters that are"
+                )  # Of what hangs on it, such as a step counter.
             if home is None and id(parameter) in sharded:
                 home = self._of_fsdp1(sharded[id(parameter)])
             if home is None and id(parameter) in ddp:

@@ -18,7 +18,9 @@ __all__ = ["DivergenceReport", "Finding", "Participant", "ranks_text", "sides_of
 
 _WHAT: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("manifest", "step", "scale", "history"), "FP8 state"),
+        **dict.fromkeys(("scale", "history"), "FP8 state"),
+        "manifest": "set-ups",
+        "step": "steps",
         "parameter": "parameters",
         "gradient": "gradients",
         "optimizer": "optimizer states",
@@ -152,12 +154,14 @@ class DivergenceReport:
         return f"{' and '.join(what)} differ{'s' if what == ['FP8 state'] else ''} between {self.noun}s"
 
     def __str__(self) -> str:
-        compared = ", ".join(f"{count} {kind}{'s' if count != 1 else ''}" for kind, count in self.compared)
+        compared = ", ".join(f"{count} {kind if count == 1 else plural(kind)}" for kind, count in self.compared)
         notes = [f"not compared: {text}" for text in self.skipped]
         if not self.findings:
             return "\n".join([f"consistent ({compared or 'nothing was compared'})", *notes])
         if self.repaired:
-            notes += ["repaired, and checked again: " + "; ".join(self.repaired[:SHOWN_ROWS])]
+            texts = list(dict.fromkeys(self.repaired))
+            more = f"; and {len(texts) - SHOWN_RANKS} more" if len(texts) > SHOWN_RANKS else ""
+            notes += ["repaired, and checked again: " + "; ".join(texts[:SHOWN_RANKS]) + more]
         notes += self.notes
         return "\n".join(
             [self._headline(), *_table(self.findings, self.noun), *_where(self.findings, self.noun), *notes]
@@ -183,7 +187,7 @@ def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
         rows.append(
             (
                 str(f.step) if noun == "rank" else "",
-                "-" if f.last_good_step is None and noun == "rank" else str(f.last_good_step or ""),
+                "" if noun != "rank" else "-" if f.last_good_step is None else str(f.last_good_step),
                 f.kind,
                 _printable(f.name),
                 ranks_text(f.ranks),
@@ -192,7 +196,7 @@ def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
                 "" if f.index is None else repr(f.value),
                 "" if f.index is None else repr(f.expected),
                 "" if f.ulp is None else str(f.ulp),
-                f.field if f.detail.startswith(f"{f.field}: ") and ", " not in f.detail else f.detail,
+                _what(f),
             )
         )
     kept = [i for i, name in enumerate(columns) if any(row[i] for row in rows[1:])]
@@ -210,6 +214,12 @@ def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:
             places.setdefault(rank, place)
     lines = [f"  {noun} {rank}: {place}" for rank, place in sorted(places.items()) if place]
     return [*lines[:SHOWN_ROWS], *([f"  … and {len(lines) - SHOWN_ROWS} more"] if len(lines) > SHOWN_ROWS else [])]
+
+
+def _what(f: Finding) -> str:
+    """The field, where the other columns say the rest. Without a majority ranks and values belong together."""
+    known = f.reference_rank is not None and f.detail.startswith(f"{f.field}: ") and ", " not in f.detail
+    return f.field if known else f.detail
 
 
 def _places(f: Finding) -> list[str]:
@@ -244,6 +254,12 @@ def _sentence(f: Finding, noun: str) -> str:
 def _printable(name: str) -> str:
     """Names may come from files, with anything in them."""
     return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
+
+
+def plural(kind: str) -> str:
+    """Of the name of a kind."""
+    irregular = {"amax": "amaxes", "cold": "cold flags", "counters": "counters", "history": "histories"}
+    return irregular.get(kind, "optimizer states" if kind == "optimizer" else f"{kind}s")
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
