@@ -241,7 +241,8 @@ class StateManager(Joinable):
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and what else is known to be replicated, across the ranks. COLLECTIVE.
 
-        One all-reduce of 104 bytes for each distinct set of ranks; more only if something differs, to say what, where
+        One all-reduce of 104 bytes; with further sets of ranks (on meshes, say) one for each and two more. If something
+        differs, more, to say what, where
         and on which ranks. Compared are parameters that DDP keeps equal (when ``attach`` was given the DDP module) and
         DTensors across their Replicate axes; ``fp8dist.check(module, group=…)`` compares whatever the caller vouches
         for.

@@ -41,8 +41,8 @@ def check(
     Works on any model: plain, in DDP, FSDP or tensor parallel, prepared by this library or another. Compared are
     DTensors across their Replicate axes, parameters that DDP keeps equal across its group, the FP8 state of models
     that ``prepare`` made, and, with ``group``, all other plain parameters across it. FSDP1's shards are never
-    compared: they differ by design. When all is well this is one all-reduce of 104 bytes per distinct set of ranks,
-    and a pass over the parameters.
+    compared: they differ by design. When all is well this is one all-reduce of 104 bytes
+    (with further sets of ranks, as on meshes, one for each and two more) and a pass over the parameters.
 
     Args:
         group: the ranks that call this, and that hold the same plain parameters. None: all ranks of the job call it,

@@ -49,8 +49,8 @@ def check_replicas(
 ) -> Compared:
     """Compare what the ranks hold. COLLECTIVE over ``anchor``, which contains the ranks of all sets.
 
-    One all-reduce when the anchor is all there is. With further sets one for each, one before that says whether all
-    ranks mean the same sets, and one after that tells all of them whether any set differs.
+    One all-reduce when the anchor is all there is. With further sets one for each, one before these that says whether
+    all ranks mean the same ranks by their names, and one after that tells all of them whether any set differs.
 
     Args:
         build: what this rank holds. Local; a rank where it raises is reported by all.
@@ -71,14 +71,15 @@ def check_replicas(
     findings = _union(anchor, known) if news else []
     if news == _FAILED:
         return Compared(_report(mine, findings + _errors(anchor, mine, error)), [], True)
-    findings += _differing_words(anchor, mine, words, [name for name, same in zip(words, agree) if not same])
+    differs = [name for name, same in zip(words, agree) if not same]
+    findings += _differing_words(anchor, mine, words, differs)
     differing: list[tuple[ReplicaSet, list[Differing]]] = []
     if not agree[-1]:
         found, things = localise_set(mine.sets[0], digests[0], mine, everything)
         findings += found
         differing.append((mine.sets[0], things))
     # Ranks that disagree about the sets would wait for each other.
-    if agree[list(words).index("layout")] and mine.layout:
+    if "layout" not in differs and mine.layout:
         disputed = _disputed_memberships(anchor, mine)
         findings += disputed
         if not disputed:
