@@ -17,9 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.nn import Mode
 
-__all__ = ["BoundaryHooks", "BoundaryOwner", "invalidate_at_every_step", "unwrap_optimizers"]
+__all__ = ["BoundaryHooks", "BoundaryOwner", "unwrap_optimizers", "watch_every_step"]
 
 
 class BoundaryOwner(Protocol):
@@ -29,7 +28,10 @@ class BoundaryOwner(Protocol):
         """A step ends here. ``hold`` non-zero: the loss scaler skips it."""
 
     def weights_changed(self) -> None:
-        """An optimizer has stepped."""
+        """An attached optimizer has stepped."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Some optimizer of the process has stepped."""
 
     def reuse_casts(self, allowed: bool) -> None:
         """Whether weights stand still between now and the next call."""
@@ -38,21 +40,21 @@ class BoundaryOwner(Protocol):
         """The loss scaler did not run the optimizer."""
 
 
-def invalidate_at_every_step(mode: Mode) -> RemovableHandle:
-    """Forget weight casts whenever any torch optimizer of this process steps, attached or not.
+def watch_every_step(owner: BoundaryOwner) -> RemovableHandle:
+    """Tell the owner whenever any torch optimizer of this process steps, attached or not.
 
     A re-created optimizer has none of our hooks, and a fused one leaves no trace in ``_version``. The
-    hook goes with the mode.
+    hook goes with the owner.
     """
-    alive = weakref.ref(mode)
+    alive = weakref.ref(owner)
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = alive()
         if living is not None:
-            living.invalidate_casts()
+            living.stepped(optimizer)
 
     handle = register_optimizer_step_post_hook(hook)
-    weakref.finalize(mode, handle.remove)
+    weakref.finalize(owner, handle.remove)
     return handle
 
 

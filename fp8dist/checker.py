@@ -40,11 +40,12 @@ logger = logging.getLogger("fp8dist")
 class Event:
     """Something that a monitor or a policy may want to hear of.
 
-    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed) or "diverged"
-    (``report`` says what). Events are told at boundaries and in ``check()``, the same ones on every rank.
+    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed), "saturated" (weights that are
+    gathered in FP8 were cast beyond the scales of ``slots``) or "diverged" (``report`` says what). Events are told
+    at boundaries and in ``check()``, the same ones on every rank.
     """
 
-    kind: Literal["nonfinite", "diverged"]
+    kind: Literal["nonfinite", "saturated", "diverged"]
     step: int
     slots: tuple[Slot, ...] = ()
     report: DivergenceReport | None = None
@@ -69,7 +70,7 @@ class Checker:
         self._module: weakref.ref[nn.Module] | None = None
         self._last_good: int | None = None
         self._untold: list[Event] = []
-        self._said_skipped = False
+        self._said_skipped = self._said_saturated = False
 
     def watch(self, module: nn.Module) -> None:
         """``module``: what tells how parameters are replicated (DDP around the model, say)."""
@@ -102,9 +103,11 @@ class Checker:
         for sync in self._syncs:
             if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
                 continue
-            differs, nonfinite = sync.verdict.read()
+            differs, nonfinite, saturated = sync.verdict.read()
             evidence, sync.verdict = sync.verdict.evidence, None
-            step = int(sync.arena.step) if differs or nonfinite else 0
+            step = int(sync.arena.step) if differs or nonfinite or saturated else 0
+            if saturated:
+                self._tell_saturated(sync.arena, step)
             if nonfinite:
                 self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
             if differs and joins:
@@ -115,6 +118,21 @@ class Checker:
             elif differs:
                 differing.append((sync, self._localise(sync, evidence, differs)))
         return differing
+
+    def _tell_saturated(self, arena: Arena, step: int) -> None:
+        """Sharded weights outgrew their scale: by little in training, if ever; by much if somebody wrote to them."""
+        places = arena.shard_slots[arena.flags[SATURATED][arena.shard_slots]]
+        slots = tuple(arena.specs[place].slot for place in places.tolist())
+        self._untold.append(Event("saturated", step, slots))
+        if not self._said_saturated:
+            self._said_saturated = True
+            logger.warning(
+                "fp8dist: step %d: %d weight(s) were cast to FP8 beyond their scale, %s first: they grew fast, or were "
+                "written to in a way that torch does not tell of (.data, say). Then call manager.refresh_weights()",
+                step,
+                len(slots),
+                slots[0].fqn,
+            )
 
     def _localise(self, sync: ArenaSync, evidence: Evidence | None, differs: tuple[str, ...]) -> DivergenceReport:
         with on_device(sync.arena.device):

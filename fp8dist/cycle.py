@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
+from torch.optim import Optimizer
 
 from fp8dist.checker import Checker
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
+from fp8dist.formats import Role
+from fp8dist.fsdp import ShardedWeight, ShardedWeights, local_part
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
 from fp8dist.nn import Mode
@@ -58,6 +61,7 @@ class StepCycle:
         self.early = False
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
+        self.sharded: ShardedWeights | None = None
         self.checker = Checker(self.syncs, self.groups, self.settings, self.mode)
         self._boundaries = 0
 
@@ -74,13 +78,9 @@ class StepCycle:
         """Whether a Join context is open."""
         return bool(self.join_config.enable)
 
-    @property
-    def shared_by_all(self) -> bool:
-        """Whether every rank of the job holds the same state."""
-        size = world_size()
-        groups = [group for group in self.groups if group is not None]
-        synced = self.settings.amax_sync and len(groups) == len(self.groups)
-        return size == 1 or (synced and all(group.size == size for group in groups))
+    def group_of(self, sync: ArenaSync) -> SyncGroup | None:
+        """The ranks that an arena was prepared for, attached or not."""
+        return self.groups[self.syncs.index(sync)]
 
     # Agreement -----------------------------------------------------------------------------------
 
@@ -113,16 +113,21 @@ class StepCycle:
         if shared and not self.attached:
             raise ConfigurationError("attach() first: ranks share this state, and attach() is what ties them")
 
-    def derive_weight_scales(self, weights: Iterable[tuple[ArenaSync, Slot, Tensor]], only_cold: bool) -> None:
+    def derive_weight_scales(
+        self, weights: Iterable[tuple[ArenaSync, Slot, Tensor]], which: Literal["cold", "unfit", "all"]
+    ) -> None:
         """Set weight scales from the weights as they are now. COLLECTIVE: one all-reduce per arena.
 
         Args:
-            weights: (sync, slot, weight); several may name one slot.
-            only_cold: leave the others alone. Else their histories are emptied too.
+            weights: (sync, slot, this rank's weight or its part of it); several may name one slot.
+            which: "cold": slots without a scale. "unfit": those, and where the weight has outgrown its scale or is less
+                than half as large as when it was seen last. "all". Histories of the last two are emptied, except of
+                cold slots: they told of other weights.
         """
         amaxes = {id(sync): torch.full_like(sync.arena.pending, DID_NOT_RUN) for sync in self.syncs}
         for sync, slot, weight in weights:
-            record_amax(amax_bits(weight.detach()), amaxes[id(sync)][sync.arena.index[slot]])
+            bits = amax_bits(weight.detach()).to(sync.arena.device)
+            record_amax(bits, amaxes[id(sync)][sync.arena.index[slot]])
         launched = []
         for sync in self.syncs:
             bits = amaxes[id(sync)].view(torch.int32)
@@ -134,10 +139,20 @@ class StepCycle:
         for sync, bits, work in launched:
             if work is not None:
                 work.wait()
-            where = (bits >= 0) & sync.arena.cold if only_cold else bits >= 0
-            sync.arena.derive_scales(bits.view(torch.float32), where)
-            if not only_cold:
-                sync.forget(where)
+            amax, where = bits.view(torch.float32), bits >= 0
+            if which == "unfit":
+                where &= sync.arena.cold | ~sync.arena.fits(amax)
+            elif which == "cold":
+                where &= sync.arena.cold
+            forget = where & ~sync.arena.cold if which == "unfit" else where
+            sync.arena.derive_scales(amax, where)
+            if which != "cold":
+                sync.forget(forget)
+
+    def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
+        """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE."""
+        parts = [(w.slots.weight_sync, w.slots.slots[Role.WEIGHT], local_part(w.parameter)) for w in weights]
+        self.derive_weight_scales(parts, "unfit")
 
     # The step ------------------------------------------------------------------------------------
 
@@ -149,6 +164,8 @@ class StepCycle:
         """
         self.mode.boundaries += 1
         self.mode.invalidate_casts()
+        if self.sharded is not None and not self.hooked:
+            self.sharded.accept()
         if self.settings.enabled:
             self.require_attached()
             self.settle()
@@ -193,8 +210,20 @@ class StepCycle:
         for sync in self.syncs:
             sync.settle()
 
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Some optimizer of the process has stepped: FP8 casts of weights are stale. Local."""
+        self.mode.invalidate_casts()
+        if self.sharded is not None:
+            self.sharded.accept_step(optimizer)
+
+    def weights_loaded(self) -> None:
+        """State was loaded or reset: FP8 casts are stale, and slots may be cold. Local."""
+        self.mode.invalidate_casts()
+        if self.sharded is not None:
+            self.sharded.expect_cold()
+
     def weights_changed(self) -> None:
-        """An optimizer has stepped: FP8 casts of weights are stale. Local."""
+        """An attached optimizer has stepped. Local."""
         self.mode.invalidate_casts()
         if self.mode.compiled:  # A compiled forward cannot commit what is due.
             self.settle()

@@ -40,7 +40,7 @@ class Launcher(Protocol):
 class EarlyLauncher(Protocol):
     """What ``comm_hook`` needs of a StateManager."""
 
-    def early_launcher(self) -> Launcher:
+    def early_launcher(self, frozen_weights: bool = False) -> Launcher:
         """What launches. Raises ConfigurationError where an early launch would be wrong."""
 
 

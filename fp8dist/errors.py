@@ -5,6 +5,7 @@ Exception
     ├── ConfigurationError      (also a ValueError) the call cannot work as it was made
     ├── ManifestMismatchError   ranks that must share FP8 state were prepared differently
     ├── DivergenceError         FP8 state differs between ranks; carries the report
+    ├── SyncError               (also a RuntimeError) a sync failed: timeout, or a rank is gone
     └── CheckpointError         a state file or state dict cannot be used
 """
 
@@ -21,6 +22,7 @@ __all__ = [
     "DivergenceError",
     "Fp8DistError",
     "ManifestMismatchError",
+    "SyncError",
 ]
 
 
@@ -53,6 +55,14 @@ class DivergenceError(Fp8DistError):
 
     def __reduce__(self) -> tuple[type[DivergenceError], tuple[DivergenceReport]]:
         return type(self), (self.report,)
+
+
+class SyncError(Fp8DistError, RuntimeError):
+    """The collective of a step failed or timed out.
+
+    Names the manager, the step and the ranks; the communication library's own error is its cause. The process group
+    cannot be used any more.
+    """
 
 
 class CheckpointError(Fp8DistError):

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["E4M3", "E5M2", "Format", "Role", "formats_by_role"]
+__all__ = ["E4M3", "E5M2", "FORMATS", "Format", "Role", "formats_by_role"]
 
 
 class Role(str, enum.Enum):
@@ -39,6 +39,8 @@ class Format:
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 464.0)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 61440.0)
+FORMATS: Mapping[str, Format] = MappingProxyType({E4M3.name: E4M3, E5M2.name: E5M2})
+"""All formats by name."""
 
 _BY_RECIPE_FORMAT: Mapping[str, Mapping[Role, Format]] = MappingProxyType(
     {

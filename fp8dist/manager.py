@@ -7,30 +7,29 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.utils.hooks import RemovableHandle
 
-from fp8dist.boundary import BoundaryHooks, invalidate_at_every_step, unwrap_optimizers
+from fp8dist.boundary import BoundaryHooks, unwrap_optimizers, watch_every_step
 from fp8dist.checker import Event
+from fp8dist.checkpoint import Checkpoint
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
-from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.formats import E4M3, E5M2, Role
-from fp8dist.groups import SyncGroup, is_dtensor
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import FORMATS, Role
+from fp8dist.fsdp import compute_device, local_part, mesh_ranks, multiplied_shape, resharded_modules, shard_weights
+from fp8dist.groups import SyncGroup
 from fp8dist.kernels.magnitude import amax_bits, record_amax
 from fp8dist.kernels.matmuls import ALIGNMENT
 from fp8dist.nn import FP8Linear, Mode, require_revertible, revert
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
-from fp8dist.state import storage
 from fp8dist.state.arena import NONFINITE, SATURATED
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
 from fp8dist.sync import ArenaSync
@@ -40,8 +39,6 @@ __all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
 ATTRIBUTE = "_fp8dist_manager"
 """Where a prepared model keeps its manager. The model owns the manager; the manager knows the model
 only weakly."""
-
-_FORMATS = MappingProxyType({E4M3.name: E4M3, E5M2.name: E5M2})
 
 
 class StateManager(Joinable):
@@ -66,6 +63,8 @@ class StateManager(Joinable):
         self.settings = settings
         self._model = weakref.ref(model)
         self._default = syncs[0]
+        for sync in syncs:
+            sync.owner = f"StateManager of {type(model).__name__}"
         self._aliases = dict(aliases)
         self._cycle = StepCycle(recipe, settings, mode, syncs, groups)
         self._init_transient()
@@ -130,21 +129,29 @@ class StateManager(Joinable):
         self._cycle.require_groups()
         optimizers = [] if optimizer is None else unwrap_optimizers(optimizer)
         model = self._require_model()
+        whole = module if module is not None else model
         self._require_contains(module, model)
         self._release()
         self._place(model)
         self._boundary_kind = "optimizer" if boundary == "optimizer" and optimizers else "manual"
         self._cycle.agree(self._boundary_kind, timeout)
+        resharded = resharded_modules(whole)
+        for linear in _fp8_linears(model):
+            linear.fp8_slots.resharded = linear in resharded
         if self.settings.enabled:
-            self._cycle.derive_weight_scales(self._weights(), only_cold=True)
+            if self.settings.fp8_all_gather:
+                self._cycle.sharded = shard_weights(self._cycle, model, whole)
+            self._cycle.derive_weight_scales(self._weights(), "cold")
         self._cycle.drop_nonfinite = scaler is not None
         self._mode.invalidate_casts()
         self._mode.reuse_casts = bool(optimizers)
         self._cycle.hooked = self._boundary_kind == "optimizer"
+        if self._cycle.sharded is not None:
+            self._cycle.sharded.accept()
+        if optimizers or self._cycle.sharded is not None:
+            self._guard = watch_every_step(self._cycle)
         if optimizers:
-            self._guard = invalidate_at_every_step(self._mode)
             self._hooks = BoundaryHooks(self._cycle, optimizers, scaler, self._boundary_kind == "optimizer")
-        whole = module if module is not None else model
         self._cycle.checker.watch(whole)
         ddp = find_ddp(whole)
         if ddp is not None:
@@ -152,8 +159,18 @@ class StateManager(Joinable):
         return self
 
     def detach(self) -> nn.Module:
-        """Take all hooks off and give the model its plain nn.Linears back. Returns the model. Local."""
+        """Take all hooks off and give the model its plain nn.Linears back. Returns the model. Local.
+
+        Raises:
+            ConfigurationError: FSDP2 gathers weights in FP8, into buffers that it keeps; or other classes were made of
+                FP8Linears, as ``fully_shard`` does of the modules that it is called with.
+        """
         model = self._require_model()
+        if self._cycle.sharded is not None:
+            raise ConfigurationError(
+                "detach() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
+                "fp8_all_gather"
+            )
         linears = list(_fp8_linears(model))
         for linear in linears:
             require_revertible(linear)
@@ -172,6 +189,9 @@ class StateManager(Joinable):
             self._join_link.remove()
         if self._guard is not None:
             self._guard.remove()
+        if self._cycle.sharded is not None:
+            self._cycle.sharded.remove()
+        self._cycle.sharded = None
         self._hooks = self._join_link = self._guard = None
         self._cycle.hooked = False
         self._mode.reuse_casts = False
@@ -187,29 +207,41 @@ class StateManager(Joinable):
     def _require_contains(self, module: nn.Module | None, model: nn.Module) -> None:
         if module is not None and get_manager(module) is not self:
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
-        for fqn, parameter in model.named_parameters():
-            if is_dtensor(parameter):
-                raise ConfigurationError(f"{fqn} is a DTensor: this version supports plain modules and DDP")
+        resharded = resharded_modules(module if module is not None else model)
         for linear in _fp8_linears(model):
-            if linear.weight.ndim != 2 or any(size % ALIGNMENT for size in linear.weight.shape):
+            shape = multiplied_shape(linear, linear in resharded)
+            if len(shape) != 2 or any(size % ALIGNMENT for size in shape):
                 raise ConfigurationError(
-                    f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: local weight shape {tuple(linear.weight.shape)}, "
+                    f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: local weight shape {shape}, "
                     f"expected two dims in multiples of {ALIGNMENT}"
+                )
+        for sync, slot, weight in self._parameters(model):
+            group = self._cycle.group_of(sync)
+            ranks = mesh_ranks(weight)
+            if self.settings.amax_sync and group is not None and not ranks <= {*group.ranks}:
+                raise ConfigurationError(
+                    f"{slot.fqn}: its weight is shared or sharded by ranks {sorted(ranks)}, but its FP8 state only by "
+                    f"ranks {list(group.ranks)}: pass prepare(group=…) the whole mesh"
                 )
 
     def _place(self, model: nn.Module) -> None:
         default = next((p.device for p in model.parameters()), torch.device("cpu"))
         for linear in _fp8_linears(model):
             # Takes the views now: made in a compiled forward, they would be part of its graph.
-            linear.fp8_slots.states(linear.weight.device)
+            linear.fp8_slots.states(compute_device(linear.weight))
         for sync in self._syncs:
             if not sync.arena.placed:
                 sync.arena.place(default)
 
-    def _weights(self) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
-        for linear in _fp8_linears(self._require_model()):
+    def _parameters(self, model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
+        for linear in _fp8_linears(model):
             slots = linear.fp8_slots
             yield slots.weight_sync, slots.slots[Role.WEIGHT], linear.weight
+
+    def _weights(self) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
+        """This rank's weights, or its parts of them."""
+        parameters = self._parameters(self._require_model())
+        return ((sync, slot, local_part(weight)) for sync, slot, weight in parameters)
 
     # The step ------------------------------------------------------------------------------------
 
@@ -275,14 +307,17 @@ class StateManager(Joinable):
 
     # DDP: the early launch and Join (see fp8dist.ddp) ----------------------------------------------
 
-    def early_launcher(self) -> StepCycle:
-        """For ``fp8dist.ddp.comm_hook``: what launches from the last gradient bucket. Local.
+    def early_launcher(self, frozen_weights: bool = False) -> StepCycle:
+        """For ``fp8dist.ddp.comm_hook`` and ``fp8dist.fsdp.comm_hook``: what launches before the boundary. Local.
+
+        Args:
+            frozen_weights: the launch comes late enough for the amaxes of frozen layers' gradients.
 
         Raises:
             ConfigurationError: a converted weight is frozen.
         """
         for linear in _fp8_linears(self._require_model()):
-            if not linear.weight.requires_grad:
+            if not linear.weight.requires_grad and not frozen_weights:
                 raise ConfigurationError(
                     f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
                     "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
@@ -362,13 +397,13 @@ class StateManager(Joinable):
             role: "input", "weight" or "grad_output".
             format: "e4m3" or "e5m2".
         """
-        if format not in _FORMATS:
-            raise ConfigurationError(f"format must be one of {', '.join(_FORMATS)}, got {format!r}")
+        if format not in FORMATS:
+            raise ConfigurationError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
         slot = Slot(fqn, parse_role(role).value)
         if slot in self._aliases or slot in self.slots:
             raise ConfigurationError(f"there is a slot {slot} already")
         sync = self._default
-        sync.arena = sync.arena.extended([SlotSpec(slot, _FORMATS[format])])
+        sync.arena = sync.arena.extended([SlotSpec(slot, FORMATS[format])])
         for linear in _fp8_linears(self._require_model()):
             linear.fp8_slots.forget_views()
         return slot
@@ -466,61 +501,62 @@ class StateManager(Joinable):
         self._cycle.settle()
         self._mode.invalidate_casts()
         if self.settings.enabled:
-            self._cycle.derive_weight_scales(self._weights(), only_cold=False)
+            self._cycle.derive_weight_scales(self._weights(), "all")
+        if self._cycle.sharded is not None:
+            self._cycle.sharded.accept()
 
     # Saving and loading --------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole FP8 state as CPU tensors in slot order, with names. Local.
+    def state_dict(self) -> dict[str, bytes]:
+        """This rank's whole FP8 state as opaque bytes, by key. Local.
 
-        State that not all ranks share (``amax_sync=False``, ``groups=…``) is under a key of this rank,
-        so that a checkpoint that merges equal keys of several ranks keeps them apart.
+        Keys say which ranks share the state: "shared" (all of them, or there is one), "ranks<first>-<identity>" (those
+        of a smaller group), "rank<r>" (``amax_sync=False``). So checkpoints that merge equal keys of several ranks keep
+        apart what differs, and "shared" state can be loaded on any number of ranks.
+
+        With torch.distributed.checkpoint put the manager itself into what is saved and loaded:
+        ``dcp.save({"model": model, "optim": …, "fp8": manager})``.
         """
-        state = self._collect()
-        return state if self._cycle.shared_by_all else {_rank_key(): state}
+        return Checkpoint(self._cycle).state_dict()
 
-    def _collect(self) -> dict[str, Any]:
-        self._cycle.settle()
-        return storage.collect([sync.arena for sync in self._syncs])
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert: bool = False) -> None:
         """Take over a saved state, matched by slot name. Local: load the same on all ranks.
 
-        Amaxes that wait for a boundary are thrown away. A longer history keeps its newest entries.
+        Amaxes that wait for a boundary are thrown away. ``history_len``, ``update`` and ``warmup`` may be others than
+        when it was saved: a longer history keeps its newest entries, a shorter one gets zeros in front.
+
+        Args:
+            strict: False: a key or slots that are missing here or there are logged, and what is there is taken.
+                ``dcp.load`` is always strict when it is given the manager; give it the dict instead:
+                ``state = {"fp8": manager.state_dict()}; dcp.load(state, …); manager.load_state_dict(state["fp8"], …)``.
+            convert: the state may be that of a recipe with another format, margin, power_of_two or amax_algo. Scales of
+                the slots concerned are derived anew from their windows; where a window gives none (weights whose scale
+                came from ``attach``: all zeros), from the amax that the old scale stands for,
+                ``(old_fp8_max / 2**old_margin) / old_scale``. Cold slots stay cold.
 
         Raises:
             CheckpointError: it does not fit; nothing was changed.
         """
-        saved = state_dict.get(_rank_key(), state_dict)
-        storage.restore([sync.arena for sync in self._syncs], saved, strict)
-        for sync in self._syncs:
-            sync.abandon()
-        self._mode.invalidate_casts()
+        Checkpoint(self._cycle).load_state_dict(state_dict, strict, convert)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a safetensors file, atomically. Local. ``{rank}`` in the path is substituted."""
-        info = {"recipe": self.recipe.describe(), "settings": self.settings.describe()}
-        storage.write_file(_with_rank(path), self._collect(), info)
+        Checkpoint(self._cycle).save(path)
 
-    def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+    def load(self, path: str | os.PathLike[str], strict: bool = True, convert: bool = False) -> None:
         """Read what ``save`` wrote; see ``load_state_dict``. Local.
 
         Raises:
-            CheckpointError: missing, damaged or foreign file, or it does not fit.
+            CheckpointError: missing, damaged or foreign file, or it does not fit; nothing was changed.
         """
-        source = _with_rank(path)
-        state, _ = storage.read_file(source)
-        try:
-            self.load_state_dict(state, strict)
-        except CheckpointError as error:
-            raise CheckpointError(f"{source}: {error}") from None
+        Checkpoint(self._cycle).load(path, strict, convert)
 
     def reset(self) -> None:
         """Forget all FP8 state. Local: do it on all ranks alike. Never needed between models."""
         for sync in self._syncs:
             sync.abandon()
             sync.arena.reset()
-        self._mode.invalidate_casts()
+        self._cycle.weights_loaded()
 
 
 def get_manager(model: nn.Module) -> StateManager:
@@ -539,15 +575,3 @@ def get_manager(model: nn.Module) -> StateManager:
 
 def _fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
     return (module for module in model.modules() if isinstance(module, FP8Linear))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _rank_key() -> str:
-    return f"rank{_rank()}"
-
-
-def _with_rank(path: str | os.PathLike[str]) -> str:
-    return os.fspath(path).replace("{rank}", str(_rank()))

@@ -21,11 +21,14 @@ from torch.autograd.function import once_differentiable
 from fp8dist import ops
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
+from fp8dist.gathered import FP8Weight
+from fp8dist.groups import is_dtensor
 from fp8dist.kernels.matmuls import ALIGNMENT
 from fp8dist.recipe import DelayedScaling
 from fp8dist.state.arena import SlotState
 from fp8dist.state.slots import Slot, clean_fqn
 from fp8dist.sync import ArenaSync
+from fp8dist.tensor_parallel import parallel_linear
 
 __all__ = ["FP8Linear", "LinearSlots", "Mode", "convert", "eligible_linears", "require_revertible", "revert"]
 
@@ -80,7 +83,11 @@ class WeightCast:
 
 
 class LinearSlots:
-    """What an FP8Linear knows of the FP8 state: its three slots and how it may use them."""
+    """What an FP8Linear knows of the FP8 state: its three slots and how it may use them.
+
+    ``resharded``: FSDP frees the weight between forward and backward. Then its casts are not kept: they would take the
+    memory that sharding saves.
+    """
 
     def __init__(
         self, sync: ArenaSync, weight_sync: ArenaSync, mode: Mode, recipe: DelayedScaling, slots: dict[Role, Slot]
@@ -90,12 +97,13 @@ class LinearSlots:
         self.mode = mode
         self.recipe = recipe
         self.slots = slots
+        self.resharded = False
         self._backwards = self._boundary = 0
         self._states: States | None = None
         self._cast: WeightCast | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_states": None, "_cast": None}
+        return {**self.__dict__, "_states": None, "_cast": None, "resharded": False}
 
     def settle(self) -> None:
         """Commit what is due, before a scale is read. A compiled graph cannot: then the optimizer's
@@ -125,17 +133,31 @@ class LinearSlots:
         """The arena was rebuilt: take its views anew at the next use."""
         self._states = self._cast = None
 
-    def quantize(self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool) -> tuple[Tensor, ...]:
-        """``ops.quantize`` with this recipe's constants."""
+    def quantize(
+        self,
+        x: Tensor,
+        state: SlotState,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        pending: Tensor | None = None,
+        just_in_time: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """``ops.quantize`` with this recipe's constants.
+
+        Args:
+            pending: where the amax goes; None: the slot's place.
+            just_in_time: False: never with the amax of x alone, which is a part of what shares a scale.
+        """
         recipe = self.recipe
         return ops.quantize(
             x,
             state.scale,
             state.cold,
-            state.pending,
+            state.pending if pending is None else pending,
             state.format.dtype,
             record=record,
-            just_in_time=recipe.warmup == "current",
+            just_in_time=just_in_time and recipe.warmup == "current",
             margin=recipe.margin,
             power_of_two=recipe.power_of_two,
             rows=rows,
@@ -150,13 +172,16 @@ class LinearSlots:
         return ops.matmul(a, b, inv_scale_a, inv_scale_b, dtype, fast_accumulation=fast, backend=self.mode.backend)
 
     def weight_cast(self, weight: Tensor, state: SlotState, record: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The weight in FP8: cast now, or taken from an earlier microbatch of this step.
+        """The weight in FP8, (rows, columns, inv_scale): as it was gathered, cast now, or taken from an earlier
+        microbatch of this step. No columns where ``backward_cast`` will make them.
 
-        No reuse with grad off (a weight may be swapped for an eval, unseen), under torch.compile (a guard on it
-        would break), during capture (the graph must contain the cast), or under a dispatch mode
+        No reuse of what FSDP frees, with grad off (a weight may be swapped for an eval, unseen), under torch.compile
+        (a guard on it would break), during capture (the graph must contain the cast), or under a dispatch mode
         (selective checkpointing counts ops by position).
         """
-        for_backward = torch.is_grad_enabled()
+        if isinstance(weight, FP8Weight):
+            return weight.rows, weight.rows.new_empty(0), weight.inv_scale
+        for_backward = torch.is_grad_enabled() and not self.resharded
         reuse = (
             self.mode.reuse_casts
             and for_backward
@@ -171,6 +196,18 @@ class LinearSlots:
         if reuse:
             self._cast = WeightCast((rows, columns, inv_scale), weakref.ref(weight), key, record)
         return rows, columns, inv_scale
+
+    def casts_in_backward(self, weight: Tensor) -> bool:
+        """Whether the backward derives its copy of the weight anew."""
+        return self.resharded or isinstance(weight, FP8Weight)
+
+    def backward_cast(self, weight: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
+        """(FP8 [in_features, out_features], inv_scale) of a weight that FSDP has just gathered again. Scales change at
+        commits only, so within a step these are the forward's bytes."""
+        if isinstance(weight, FP8Weight):
+            return weight.rows.t().contiguous(), weight.inv_scale
+        _, columns, inv_scale = self.quantize(weight.detach(), state, False, False, True)
+        return columns, inv_scale
 
     def count_backward(self) -> None:
         """Warn once when backwards go on without a boundary."""
@@ -199,26 +236,27 @@ class _FP8LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,  # [tokens, in_features]
-        weight: Tensor,  # [out_features, in_features], only for its gradient
+        weight: Tensor,  # [out_features, in_features], for its gradient, and where backward casts it anew
         weight_rows: Tensor,  # FP8 [out_features, in_features]
-        weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off
+        weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off or if cast in backward
         weight_inv_scale: Tensor,
         slots: LinearSlots,
         states: States,
         record: bool,
         wants_weight_grad: bool,
     ) -> Tensor:
-        input_state, _, grad_state = states
+        input_state, ctx.weight_state, ctx.grad_state = states
         x_rows, x_columns, x_inv_scale = slots.quantize(x, input_state, record, True, wants_weight_grad)
-        ctx.save_for_backward(x_columns, x_inv_scale, weight_columns, weight_inv_scale)
-        ctx.slots, ctx.grad_state, ctx.record = slots, grad_state, record
+        again = weight if slots.casts_in_backward(weight) else None
+        ctx.save_for_backward(x_columns, x_inv_scale, weight_columns, weight_inv_scale, again)
+        ctx.slots, ctx.record = slots, record
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         return slots.matmul(x_rows, weight_rows, x_inv_scale, weight_inv_scale, x.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x_columns, x_inv_scale, weight_columns, weight_inv_scale = ctx.saved_tensors
+        x_columns, x_inv_scale, weight_columns, weight_inv_scale, again = ctx.saved_tensors
         slots: LinearSlots = ctx.slots
         slots.settle()  # A boundary may lie between this forward and this backward.
         wants_input_grad, wants_weight_grad = ctx.needs_input_grad[:2]
@@ -227,7 +265,10 @@ class _FP8LinearFunction(torch.autograd.Function):
         )
         grad_input = grad_weight = None
         if wants_input_grad:
+            if again is not None:
+                weight_columns, weight_inv_scale = slots.backward_cast(again, ctx.weight_state)
             grad_input = slots.matmul(rows, weight_columns, inv_scale, weight_inv_scale, ctx.input_dtype)
+            del weight_columns  # Maybe a copy, of the size of the gradient that is next.
         if wants_weight_grad:
             grad_weight = slots.matmul(columns, x_columns, inv_scale, x_inv_scale, ctx.weight_dtype)
         slots.count_backward()
@@ -240,7 +281,7 @@ class _ObserveGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, state: SlotState) -> Tensor:
         ctx.state = state
-        return y.view_as(y)
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
@@ -261,26 +302,46 @@ class FP8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         slots = self.fp8_slots
         mode = slots.mode
-        record = mode.calibrating or (self.training and torch.is_grad_enabled())
         use_fp8 = mode.enabled and (self.training or mode.eval_precision == "fp8")
-        if not mode.allowed or not (use_fp8 or mode.calibrating):
+        if not mode.allowed:
             return F.linear(input, self.weight, self.bias)
-        if input.ndim == 0 or input.shape[-1] != self.in_features:
-            fqn = slots.slots[Role.INPUT].fqn
-            raise ConfigurationError(f"{fqn}: expected [..., {self.in_features}], got {tuple(input.shape)}")
+        compute = self._in_fp8 if use_fp8 else self._calibrating if mode.calibrating else _in_high_precision
         weight = self.weight  # Once: a parametrization computes it anew at each access.
+        if is_dtensor(weight):
+            return parallel_linear(compute, input, weight, self.bias, slots.slots[Role.INPUT].fqn)
+        return compute(input, weight, self.bias)
+
+    def _in_fp8(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        slots = self.fp8_slots
+        out_features, in_features = weight.shape  # Of this rank, under tensor parallelism.
+        self._require_features(input, in_features)
+        record = slots.mode.calibrating or (self.training and torch.is_grad_enabled())
         states = slots.states(weight.device)
-        if not use_fp8:
-            return _calibrate(input, weight, self.bias, states)
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        tokens = input.reshape(-1, self.in_features)
+        tokens = input.reshape(-1, in_features)
         cast = slots.weight_cast(weight, states[1], record)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         output = _FP8LinearFunction.apply(tokens, weight, *cast, slots, states, record, wants_weight_grad)
-        output = output.view(*input.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        # A new tensor for autograd, as F.linear's: FSDP2 warns of modules that return views.
+        output = torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def _calibrating(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """In high precision, recording what FP8 would cast."""
+        self._require_features(input, weight.shape[1])
+        input_state, weight_state, grad_state = self.fp8_slots.states(weight.device)
+        ops.observe(input.detach(), input_state.pending)
+        if not isinstance(weight, FP8Weight):  # Else its shards were recorded before they were gathered.
+            ops.observe(weight.detach(), weight_state.pending)
+        output = _in_high_precision(input, weight, bias)
+        return _ObserveGradient.apply(output, grad_state) if output.requires_grad else output
+
+    def _require_features(self, input: Tensor, in_features: int) -> None:
+        if input.ndim == 0 or input.shape[-1] != in_features:
+            fqn = self.fp8_slots.slots[Role.INPUT].fqn
+            raise ConfigurationError(f"{fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
 
     def train(self, mode: bool = True) -> FP8Linear:
         """As nn.Module.train; also ends the reuse of weight casts."""
@@ -288,13 +349,22 @@ class FP8Linear(nn.Linear):
         return super().train(mode)
 
 
-def _calibrate(input: Tensor, weight: Tensor, bias: Tensor | None, states: States) -> Tensor:
-    """In high precision, recording what FP8 would cast."""
-    input_state, weight_state, grad_state = states
-    ops.observe(input.detach(), input_state.pending)
-    ops.observe(weight.detach(), weight_state.pending)
-    output = F.linear(input, weight, bias)
-    return _ObserveGradient.apply(output, grad_state) if output.requires_grad else output
+class _Dequantise(torch.autograd.Function):
+    """A gathered weight in high precision; its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: FP8Weight) -> Tensor:
+        return weight.high_precision()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, FP8Weight):
+        weight = _Dequantise.apply(weight)
+    return F.linear(input, weight, bias)
 
 
 def eligible_linears(

@@ -64,6 +64,9 @@ def prepare(
         backend: "torch" (``torch._scaled_mm``), "reference" (dequantised float32 matmul), or "auto": torch on
             CUDA, reference on the CPU.
         eval_precision: "fp8" or "high": what ``eval()`` computes in.
+        fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes: half of bf16's. Needs
+            ``amax_sync``. Inside ``autocast(enabled=False)`` and ``calibrate()`` activations are in high precision, and
+            weights are what was gathered, dequantised.
 
     For ``enabled``, ``amax_sync``, ``check_every``, ``check_policy`` and ``backend`` None means the environment
     variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND), else the
@@ -73,8 +76,6 @@ def prepare(
         ConfigurationError: more than one rank and no group, a model that is prepared already, or an
             argument that cannot be.
     """
-    if fp8_all_gather:
-        raise ConfigurationError("fp8_all_gather=True needs FSDP2, which this version does not support")
     recipe = DelayedScaling() if recipe is None else recipe
     settings = Settings.resolve(
         enabled=enabled,
@@ -83,6 +84,7 @@ def prepare(
         check_policy=check_policy,
         backend=backend,
         eval_precision=eval_precision,
+        fp8_all_gather=fp8_all_gather,
     )
     if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigurationError("the model, or a part of it, is prepared already: detach() its manager first")

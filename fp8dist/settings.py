@@ -27,6 +27,7 @@ class Settings:
     check_policy: Literal["raise", "warn", "repair"]
     backend: str
     eval_precision: str
+    fp8_all_gather: bool = False
     report_dir: str | None = None
 
     @classmethod
@@ -39,6 +40,7 @@ class Settings:
         check_policy: str | None,
         backend: str | None,
         eval_precision: str,
+        fp8_all_gather: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Settings:
         """Resolve each argument that is None from the environment.
@@ -60,14 +62,23 @@ class Settings:
             return _parsed(variable, text, _READ_FROM_TEXT.get(parse, parse))
 
         _parsed("eval_precision", eval_precision, _one_of("fp8", "high"))
+        _parsed("fp8_all_gather", fp8_all_gather, _bool)
         allowed = setting("enabled", None, _bool, True)
+        synced = setting("amax_sync", amax_sync, _bool, True)
+        if fp8_all_gather and not synced:
+            raise ConfigurationError("fp8_all_gather=True needs amax_sync: all parts of a weight share a scale")
+        if fp8_all_gather and eval_precision == "high":
+            raise ConfigurationError(
+                'fp8_all_gather=True gathers weights in FP8 in eval() as well: eval_precision="high" cannot be'
+            )
         return cls(
             enabled=allowed and setting("enabled", enabled, _bool, True),
-            amax_sync=setting("amax_sync", amax_sync, _bool, True),
+            amax_sync=synced,
             check_every=setting("check_every", check_every, _count, 0),
             check_policy=setting("check_policy", check_policy, _one_of("raise", "warn", "repair"), "raise"),
             backend=setting("backend", backend, _one_of("auto", "torch", "reference"), "auto"),
             eval_precision=eval_precision,
+            fp8_all_gather=fp8_all_gather,
             report_dir=report_dir(environ),
         )
 

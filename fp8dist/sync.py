@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8dist.errors import SyncError
 from fp8dist.groups import SyncGroup
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist.kernels.update import (
@@ -69,30 +70,31 @@ class Verdict:
     only when a launch before that boundary would overwrite it in the arena.
     """
 
-    def __init__(self, agreement: Tensor | list[bool], nonfinite: Tensor) -> None:
-        self.immediate = not nonfinite.is_cuda
+    def __init__(self, agreement: Tensor | list[bool], alarms: Tensor) -> None:
+        self.immediate = not alarms.is_cuda
         self.evidence: Evidence | None = None
-        self._agreement, self._nonfinite = agreement, nonfinite
+        self._agreement, self._alarms = agreement, alarms
         if isinstance(agreement, Tensor) and agreement.is_cuda:
             with torch.cuda.device(agreement.device):
-                self._agreement, self._nonfinite = _to_host(agreement), _to_host(nonfinite)
+                self._agreement, self._alarms = _to_host(agreement), _to_host(alarms)
                 self._event = torch.cuda.Event()
                 self._event.record()
 
-    def read(self) -> tuple[tuple[str, ...], bool]:
-        """(kinds that differ between ranks: "manifest", "step", "scale"; whether an amax was not finite)."""
+    def read(self) -> tuple[tuple[str, ...], bool, bool]:
+        """(kinds that differ between ranks: "manifest", "step", "scale"; whether an amax was not finite; whether a
+        sharded weight was cast beyond its scale)."""
         if not self.immediate:
             self._event.synchronize()
-        nonfinite = bool(self._nonfinite)
+        nonfinite, saturated = (bool(self._alarms), False) if self._alarms.ndim == 0 else self._alarms.tolist()
         agree = self._agreement.tolist() if isinstance(self._agreement, Tensor) else self._agreement
         if all(agree):
-            return (), nonfinite
+            return (), nonfinite, saturated
         differs = {
             "manifest": not agree[WORD_MANIFEST],
             "step": not agree[WORD_STEP],
             "scale": not (agree[WORD_SCALE_LOW] and agree[WORD_SCALE_HIGH]),
         }
-        return tuple(kind for kind, differ in differs.items() if differ), nonfinite
+        return tuple(kind for kind, differ in differs.items() if differ), nonfinite, saturated
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -105,12 +107,13 @@ class ArenaSync:
     """An arena, the group that shares it, and what is in flight.
 
     ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``). ``patterns``: which
-    modules it is of, as ``prepare(groups=…)`` named them; none for all others.
+    modules it is of, as ``prepare(groups=…)`` named them; none for all others. ``owner``: what errors call the manager.
     """
 
     arena: Arena
     group: SyncGroup | None = None
     patterns: tuple[str, ...] = ()
+    owner: str = "StateManager"
     phase: Phase = Phase.IDLE
     counters: SyncCounters = field(default_factory=SyncCounters)
     verdict: Verdict | None = None
@@ -151,7 +154,11 @@ class ArenaSync:
     def _reduce(self) -> None:
         if self.communicates:
             assert self.group is not None
-            self._work = all_reduce_max(self.arena.send, self.group, self.counters)
+            start = time.perf_counter()
+            try:
+                self._work = all_reduce_max(self.arena.send, self.group, self.counters)
+            except RuntimeError as error:
+                raise self._failure(error, start) from error
         self.phase = Phase.IN_FLIGHT
 
     def _collect(self) -> None:
@@ -167,9 +174,23 @@ class ArenaSync:
     def _wait(self) -> None:
         if self._work is not None:
             start = time.perf_counter()
-            self._work.wait()
+            work, self._work = self._work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(error, start) from error
             self.counters.wait_s += time.perf_counter() - start
-            self._work = None
+
+    def _failure(self, error: Exception, start: float) -> SyncError:
+        """A timeout, or a rank that is gone, in words that say where this was."""
+        assert self.group is not None
+        ranks = self.group.ranks
+        named = ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} … {ranks[-1]}"
+        return SyncError(
+            f"rank {self.group.rank}: {self.owner}: the FP8 sync of step {int(self.arena.step) + 1} with ranks {named} "
+            f"failed after {time.perf_counter() - start:.1f} s. A rank is gone, hangs, or did not reach the end of "
+            f"this step ({type(error).__name__}: {error})"
+        )
 
     def pass_boundary(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """What was launched is due for commit; where ``hold`` is non-zero it will wait for the next one."""
@@ -186,10 +207,10 @@ class ArenaSync:
         if self._merged is not None:
             reduced = torch.maximum(self._merged, reduced)
         trusted, agreement = self._judge(reduced)
-        nonfinite = self.arena.commit(reduced, trusted, self._hold)
+        alarms = self.arena.commit(reduced, trusted, self._hold)
         if self._hold is not None:
             self.arena.give_back(reduced, self._hold, self._drop_nonfinite)
-        self.verdict = Verdict(agreement, nonfinite)
+        self.verdict = Verdict(agreement, alarms)
         self._merged = self._hold = None
         self.phase = Phase.IDLE
 
@@ -216,6 +237,7 @@ class ArenaSync:
     def forget(self, where: Tensor) -> None:
         """Forget history and waiting amaxes of the slots where bool[n] says so: they told of another tensor."""
         self.arena.forget_history(where)
+        self.arena.shards.masked_fill_(where[self.arena.shard_slots], DID_NOT_RUN)
         for bits in self._waiting():
             bits.masked_fill_(where, DID_NOT_RUN_BITS)
 

@@ -216,6 +216,99 @@ def test_inspect_state_and_parameters(tmp_path: Path, capsys: Capture) -> None:
     assert "300x400" in capsys.readouterr().out
 
 
+# FP8 state inside other checkpoints ---------------------------------------------------------------------------
+
+
+def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateManager], None]) -> list[str]:
+    """Paths of two checkpoints of equal models and managers; one was damaged before it was saved."""
+    paths = []
+    for number in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+        manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
+        for _ in range(3):
+            model(torch.randn(2, 16)).sum().backward()
+            manager.step()
+        damage(number, manager)
+        path = folder / f"checkpoint-{number}"
+        state = {"model": model.state_dict(), "fp8": manager.state_dict()}
+        torch.save(state, path) if how == "torch" else dcp.save(state, checkpoint_id=path)
+        paths.append(str(path))
+    return paths
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+def test_fp8_state_in_a_checkpoint_is_compared_slot_by_slot(how: str, tmp_path: Path, capsys: Capture) -> None:
+    def damage(number: int, manager: fp8dist.StateManager) -> None:
+        if number == 1:
+            manager.scale("0", "weight").mul_(2)
+            manager._syncs[0].arena.history[3, 0] = 7.0
+
+    equal, damaged = tmp_path / "equal", tmp_path / "damaged"
+    for folder in (equal, damaged):
+        folder.mkdir()
+    code, report = check(capsys, *checkpoints(equal, how, lambda number, manager: None))
+    assert code == 0
+    counts = {"amax": 6, "cold": 6, "counters": 6, "history": 6, "scale": 6, "step": 1, "parameter": 4}
+    assert dict(report["compared"]) == counts
+    code, report = check(capsys, *checkpoints(damaged, how, damage))
+    assert code == 1
+    found = [(f["kind"], f["name"], f["field"]) for f in report["findings"]]
+    assert found == [
+        ("scale", "fp8.shared.0:weight", "scale"),
+        ("history", "fp8.shared.1:grad_output", "history"),
+    ]
+    assert report["findings"][1]["value"] == 7.0
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+def test_fp8_state_in_a_checkpoint_is_shown_slot_by_slot(how: str, tmp_path: Path, capsys: Capture) -> None:
+    path, _ = checkpoints(tmp_path, how, lambda number, manager: None)
+    assert main(["inspect", path]) == 0
+    text = capsys.readouterr().out
+    assert "FP8 state: fp8.shared\nstep: 3\nslots: 6\ncold: 0\n" in text
+    assert "tensors: 4" in text
+    row = next(line.split() for line in text.splitlines() if line.startswith("0:weight"))
+    assert float(row[1]) == pytest.approx(448 / float(row[2]), rel=1e-6)
+    assert main(["inspect", "--json", path]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in shown["entries"]] == [
+        "model.0.bias",
+        "model.0.weight",
+        "model.1.bias",
+        "model.1.weight",
+    ]
+    (state,) = shown["fp8 states"]
+    assert len(state["entries"]) == 6
+    assert state["entries"][0]["taken"] == 3
+
+
+def test_states_of_many_keys_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
+    """Also where one place's name is the beginning of another's."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
+    blob = manager.state_dict()["shared"]
+    torch.save({"fp8": blob, "fp8.rank0": blob, "fp8.rank1": blob}, tmp_path / "a")
+    assert main(["inspect", "--json", str(tmp_path / "a")]) == 0
+    states = json.loads(capsys.readouterr().out)["fp8 states"]
+    assert [(s["FP8 state"], len(s["entries"])) for s in states] == [("fp8.rank0", 3), ("fp8.rank1", 3), ("fp8", 3)]
+    assert model is not None
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+@pytest.mark.parametrize("kind", ["flipped", "truncated"])
+def test_damaged_fp8_state_in_a_checkpoint_is_named(how: str, kind: str, tmp_path: Path, capsys: Capture) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    blob = fp8dist.prepare(model).state_dict()["shared"]
+    damaged = blob[:-1] if kind == "truncated" else blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
+    path = tmp_path / "checkpoint"
+    state = {"weight": torch.ones(2), "fp8": {"rank0": blob, "rank1": damaged}}
+    torch.save(state, path) if how == "torch" else dcp.save(state, checkpoint_id=path)
+    for command in (["inspect", str(path)], ["check", str(path), str(path)]):
+        assert main(command) == 3
+        assert re.fullmatch(rf"fp8dist \w+: {path}.*fp8\.rank1.*\n", capsys.readouterr().err)
+
+
 # Usage ----------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from tests.support.linear import (
     linear,
     roles,
 )
+from tests.support.states import saved_of
 from tests.support.training import bits, gradient_bits
 
 # The three products --------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(module.bias.grad, torch.zeros(32))
     assert roles(manager) == {"input": NONE, "weight": amax(module.weight), "grad_output": NONE}
     manager.step()
-    commits = dict(zip((s.role for s in manager.slots), manager.state_dict()["counters"][0].tolist()))
+    commits = dict(zip((s.role for s in manager.slots), saved_of(manager)["counters"][0].tolist()))
     assert commits == {"input": 0, "weight": 1, "grad_output": 0}
 
 

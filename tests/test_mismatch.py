@@ -634,7 +634,7 @@ def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
 def _late_verdict(self: Any, agreement: Any, nonfinite: Any) -> None:
     """A verdict as CUDA's, which is not there yet when the step ends."""
     self.immediate, self.evidence = False, None
-    self._agreement, self._nonfinite = agreement, nonfinite
+    self._agreement, self._alarms = agreement, nonfinite
     self._event = mock.Mock()
 
 

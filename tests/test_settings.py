@@ -137,6 +137,7 @@ def test_all_settings_are_described() -> None:
         "check_policy": "raise",
         "backend": "torch",
         "eval_precision": "high",
+        "fp8_all_gather": False,
     }
 
 
@@ -164,10 +165,18 @@ def test_prepare_reads_the_environment_when_called(monkeypatch: pytest.MonkeyPat
     assert type(model[0]) is nn.Linear  # Nothing was changed.
 
 
-def test_what_this_version_cannot_do_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"amax_sync": False}, "fp8_all_gather=True needs amax_sync"),
+        ({"eval_precision": "high"}, "fp8_all_gather=True gathers weights in FP8 in eval"),
+        ({"fp8_all_gather": "yes"}, "fp8_all_gather must be True or False"),
+    ],
+)
+def test_what_cannot_go_with_an_fp8_all_gather_is_refused(arguments: dict[str, Any], text: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    with pytest.raises(ConfigurationError, match="fp8_all_gather"):
-        fp8dist.prepare(model, fp8_all_gather=True)
+    with pytest.raises(ConfigurationError, match=text):
+        fp8dist.prepare(model, **{"fp8_all_gather": True, **arguments})
     assert type(model[0]) is nn.Linear
 
 

@@ -39,6 +39,7 @@ from fp8dist.errors import CheckpointError
 from fp8dist.offline import failures, slices, tiling, values
 from fp8dist.offline.sources import Entry, Source, open_source
 from tests.support.ranks import RankPool
+from tests.support.states import saved_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TENSORS = {
@@ -106,7 +107,7 @@ def test_state_files(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     manager.save(path)
     found = _all(path)
-    state = manager.state_dict()
+    state = saved_of(manager)
     expected = {"step/step": state["step"]}
     for place, (fqn, role) in enumerate(state["slots"]):
         for kind in ("scale", "amax", "cold", "history"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -14,15 +15,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import CheckpointError
 from fp8dist.state import storage
 from tests.support.ranks import RankPool
-from tests.support.states import state_of
+from tests.support.states import saved_of, state_of
 
 
 def _prepared(history_len: int = 3, layers: int = 2) -> tuple[nn.Module, StateManager]:
@@ -128,11 +129,11 @@ def test_a_failed_write_leaves_the_old_file(
     old = saved.read_bytes()
     manager.reset()
 
-    def fails_half_way(tensors: Any, path: Any, metadata: Any) -> None:
-        Path(path).write_bytes(b"half a file")
+    def fails(handle: int) -> None:
+        assert len(os.listdir(saved.parent)) == 2
         raise OSError("disk full")
 
-    monkeypatch.setattr(storage, "save_file", fails_half_way)
+    monkeypatch.setattr(storage.os, "fsync", fails)
     with pytest.raises(OSError, match="disk full"):
         manager.save(saved)
     assert saved.read_bytes() == old
@@ -160,15 +161,20 @@ def test_a_reader_never_sees_half_a_file(
     old = saved.read_bytes()
     written: list[Path] = []
 
-    def watching(tensors: Any, path: Any, metadata: Any) -> None:
-        save_file(tensors, path, metadata)
-        written.append(Path(path))
-        assert saved.read_bytes() == old
+    replace = os.replace
 
+    def watching(source: Any, target: Any) -> None:
+        written.append(Path(source))
+        assert saved.read_bytes() == old
+        new.append(Path(source).read_bytes())
+        replace(source, target)
+
+    new: list[bytes] = []
     manager.reset()
-    monkeypatch.setattr(storage, "save_file", watching)
+    monkeypatch.setattr(storage.os, "replace", watching)
     manager.save(saved)
     assert len(written) == 1
+    assert new == [saved.read_bytes()] != [old]
     assert written[0].parent == saved.parent
     assert written[0] != saved
 
@@ -229,9 +235,9 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "foreign.safetensors"
     save_file({"weight": torch.ones(3)}, path)
-    assert "not an fp8dist state file" in _refused(path)
+    assert "not an fp8dist state" in _refused(path)
     save_file({"weight": torch.ones(3)}, path, {"format": "pt"})
-    assert "not an fp8dist state file" in _refused(path)
+    assert "not an fp8dist state" in _refused(path)
     path.write_text("hello " * 100)
     _refused(path)
     path.write_bytes(random.Random(0).randbytes(1000))
@@ -277,15 +283,42 @@ def test_no_pickle(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def _rewritten(manager: StateManager, path: Path, **changes: Any) -> Path:
     """A file with a valid checksum whose content was changed."""
-    storage.write_file(path, {**manager.state_dict(), **changes}, {})
+    path.write_bytes(_blob({**saved_of(manager), **changes}))
     return path
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+def _blob(state: dict[str, Any]) -> bytes:
+    """A state as bytes with a valid checksum, whatever is in it."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    text = json.dumps({name: value for name, value in state.items() if name not in tensors})
+    checksum = storage._checksum(text, tensors)
+    return save(tensors, {"format": "fp8dist-state", "header": text, "sha256": checksum})
+
+
+def test_bytes_are_those_of_a_file_and_the_same_for_the_same_state(
+    trained: tuple[nn.Module, StateManager], saved: Path
+) -> None:
+    """Whoever compares or merges checkpoints compares bytes; safetensors itself orders metadata at random."""
+    _, manager = trained
+    blobs = {manager.state_dict()["shared"] for _ in range(20)}
+    assert blobs == {saved.read_bytes()}
+    model, other = _prepared()
+    other.load_state_dict({"shared": blobs.pop()})
+    assert state_of(other) == state_of(manager)
+    assert model is not None
+
+
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
 def test_another_version_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path, version: object) -> None:
     text = _refused(_rewritten(trained[1], tmp_path / "other", version=version), named=False)
     assert f"version {version!r}" in text
-    assert "reads version 1" in text
+    assert "reads version 2" in text
+
+
+def test_a_state_dict_of_version_1_is_refused(trained: tuple[nn.Module, StateManager]) -> None:
+    old = {name: value for name, value in saved_of(trained[1]).items() if name not in ("formats", "recipe")}
+    with pytest.raises(CheckpointError, match="has version 1, this library reads version 2"):
+        trained[1].load_state_dict({**old, "version": 1})
 
 
 @pytest.mark.parametrize(
@@ -310,6 +343,11 @@ def test_another_version_is_refused(trained: tuple[nn.Module, StateManager], tmp
         ("slots", [["a", "b", "c"]] * 6),
         ("slots", None),
         ("slots", 7),
+        ("formats", ["e4m3"] * 5),
+        ("formats", "e4m3e5"),
+        ("formats", [1] * 6),
+        ("formats", None),
+        ("recipe", ["margin"]),
     ],
 )  # fmt: skip
 def test_content_that_does_not_fit_is_refused(
@@ -320,7 +358,7 @@ def test_content_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"version": 2}, {"scale": torch.zeros(6)}, {"slots": [["x", "input"]] * 6}], ids=str
+    "changes", [{"version": 1}, {"scale": torch.zeros(6)}, {"slots": [["x", "input"]] * 6}], ids=str
 )
 def test_the_file_is_named_whatever_is_wrong_with_it(
     trained: tuple[nn.Module, StateManager], tmp_path: Path, changes: dict[str, Any]
@@ -338,22 +376,25 @@ def test_the_file_of_another_model_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_history_that_no_run_could_have_is_refused(trained: tuple[nn.Module, StateManager], value: float) -> None:
     """A non-finite amax in the window would freeze the scale for history_len steps."""
-    state = trained[1].state_dict()
+    state = saved_of(trained[1])
     state["history"].view(-1)[0] = value
     model, manager = _prepared()
-    with pytest.raises(CheckpointError, match="history"):
-        manager.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="'shared': FP8 state: history"):
+        manager.load_state_dict({"shared": _blob(state)})
     assert model is not None
 
 
-@pytest.mark.parametrize("name", ["version", "slots", "step", "scale", "amax", "cold", "counters", "history"])
+_CONTENT = ["version", "slots", "formats", "recipe", "step", "scale", "amax", "cold", "counters", "history"]
+
+
+@pytest.mark.parametrize("name", _CONTENT)
 def test_a_state_dict_that_lacks_something_is_refused(trained: tuple[nn.Module, StateManager], name: str) -> None:
-    state = trained[1].state_dict()
+    state = saved_of(trained[1])
     del state[name]
     model, manager = _prepared()
     before = state_of(manager)
     with pytest.raises(CheckpointError, match=name):
-        manager.load_state_dict(state)
+        manager.load_state_dict({"shared": _blob(state)})
     assert state_of(manager) == before
     assert model is not None
 
@@ -403,7 +444,7 @@ def test_a_model_without_slots_can_be_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def _own_states(kind: str, folder: str) -> Any:
-    """(keys of state_dict, what it is, as loaded from all ranks' keys merged, as loaded from one file of DCP)."""
+    """(keys of state_dict, what it is, as loaded from all ranks' keys merged, and from one checkpoint of DCP)."""
     rank = torch.distributed.get_rank()
     alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
     world = torch.distributed.group.WORLD
@@ -427,13 +468,11 @@ def _own_states(kind: str, folder: str) -> Any:
     torch.distributed.all_gather_object(everyone, state)
     merged_model, merged = new()
     merged.load_state_dict({**everyone[0], **everyone[1]})
-    flat_model, flat = new()
-    flat.load_state_dict(next(iter(state.values())) if len(state) == 1 else state)
     dcp.save({"fp8": manager}, checkpoint_id=folder)
     stored_model, stored = new()
     dcp.load({"fp8": stored}, checkpoint_id=folder)
-    assert None not in (merged_model, flat_model, stored_model)
-    return list(state), state_of(manager), [state_of(m) for m in (merged, flat, stored)]
+    assert None not in (merged_model, stored_model)
+    return sorted(state), state_of(manager), [state_of(m) for m in (merged, stored)]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own.
@@ -441,6 +480,11 @@ def _own_states(kind: str, folder: str) -> Any:
 def test_each_rank_loads_its_own_state_back(two_ranks: RankPool, kind: str, tmp_path: Path) -> None:
     results = two_ranks.run(_own_states, kind, str(tmp_path))
     for rank, (keys, state, loaded) in enumerate(results):
-        assert (keys == [f"rank{rank}"]) == (kind != "shared")
-        assert loaded == [state] * 3
+        expected = {
+            "amax_sync": [f"rank{rank}"],
+            "groups": [f"ranks{rank}-{hashlib.sha256(f'[{rank}]'.encode()).hexdigest()[:16]}", "shared"],
+            "shared": ["shared"],
+        }
+        assert keys == expected[kind]
+        assert loaded == [state] * 2
     assert (results[0][1] == results[1][1]) == (kind == "shared")

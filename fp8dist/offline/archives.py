@@ -16,13 +16,15 @@ from fp8dist.errors import CheckpointError
 from fp8dist.offline.entries import PARAMETERS, Entry, Item, Source, dtype_name
 from fp8dist.offline.pickles import Unpickler
 from fp8dist.offline.slices import FileSlice
+from fp8dist.offline.states import state_items
 from fp8dist.offline.values import TORCH_SAVE, Storage, StoredTensor, flatten, plain_tensor, storage_of
+from fp8dist.state.storage import looks_like_state
 
 __all__ = ["LEGACY_MAGIC", "Archive", "items_of", "legacy_source", "zip_source"]
 
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # Follows the pickle's protocol, two bytes.
 _LEGACY_VERSION = 1001
-_LARGEST_PICKLE = 1 << 29
+_LARGEST_PICKLE = 1 << 32  # FP8 state is bytes in the pickle: 410 MB of history at 100,000 slots, which grow by half.
 _CHUNK = 1 << 20
 _HOUSEKEEPING = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 
@@ -110,9 +112,15 @@ class Archive:
 
 
 def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str = "") -> list[Item]:
-    """Entries of all leaves of what was saved. ``locate`` gives (place in ``file``, bytes) of a storage."""
+    """Entries of all leaves of what was saved; FP8 state among them slot by slot.
+
+    ``locate`` gives (place in ``file``, bytes) of a storage.
+    """
     items: list[Item] = []
     for name, leaf in flatten(value, size, prefix):
+        if isinstance(leaf, bytes) and looks_like_state(leaf):
+            items += state_items(leaf, name)
+            continue
         load: Callable[[], Tensor]
         if isinstance(leaf, Storage):
             leaf = StoredTensor.whole(leaf)

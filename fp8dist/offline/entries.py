@@ -23,7 +23,8 @@ STATE, PARAMETERS = "state", "parameters"
 class Entry:
     """One tensor of a checkpoint. Orders by name, then kind.
 
-    ``kind`` is "parameter", or for FP8 state "scale", "amax", "cold", "counters", "history" or "step".
+    ``kind`` is "parameter", or for FP8 state "scale", "amax", "cold", "counters", "history" or "step". FP8 state inside
+    another checkpoint has the name of its place before the slot's: "fp8.shared.layers.0.fc:input".
     ``dtype`` is torch's name without "torch.".
     """
 

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from fp8dist.consistency.contents import Digester
 from fp8dist.offline.comparison import SourceContent, bytes_in
-from fp8dist.offline.entries import STATE, Source
+from fp8dist.offline.entries import STATE, Entry, Source
 from fp8dist.offline.failures import one_line
 from fp8dist.state.slots import slot_key
 from fp8dist.state.storage import read_file
 
 __all__ = ["Inspection", "inspect_source"]
 
+_KINDS = ("scale", "amax", "cold", "history")
+_SLOT_COLUMNS = ("slot", "scale", "amax", "window max", "cold", "taken", "non-finite", "saturated")
+
 
 @dataclass(frozen=True)
 class Inspection:
-    """A table of slots or tensors, and a few facts about the whole. ``str()`` prints both."""
+    """A table of slots or tensors, and a few facts about the whole. ``str()`` prints both.
+
+    ``states``: those of FP8 state inside a checkpoint.
+    """
 
     facts: Mapping[str, Any]
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
+    states: tuple[Inspection, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**self.facts, "entries": [dict(zip(self.columns, map(_plain, row))) for row in self.rows]}
+        states = {"fp8 states": [state.to_json() for state in self.states]} if self.states else {}
+        return {**self.facts, "entries": [dict(zip(self.columns, map(_plain, row))) for row in self.rows], **states}
 
     def __str__(self) -> str:
         cells = [self.columns, *(tuple(map(_text, row)) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
-        return "\n".join([*(f"{name}: {value}" for name, value in self.facts.items()), *table])
+        whole = "\n".join([*(f"{name}: {value}" for name, value in self.facts.items()), *table])
+        return "\n\n".join([whole, *map(str, self.states)])
 
 
 def _plain(value: Any) -> Any:
@@ -47,34 +57,78 @@ def _text(value: Any) -> str:
 
 
 def inspect_source(source: Source) -> Inspection:
-    """Slots with scales and amaxes of FP8 state; names, shapes and digests of any other checkpoint.
+    """Slots with scales and amaxes of FP8 state; names, shapes and digests of any other checkpoint, and the FP8 state
+    that is in it.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    return _slots(source.path) if source.family == STATE else _tensors(source)
+    if source.family == STATE:
+        return _state_file(source.path)
+    return replace(_tensors(_part(source, _is_parameter)), states=tuple(_states_inside(source)))
 
 
-def _slots(path: str) -> Inspection:
+def _is_parameter(entry: Entry) -> bool:
+    return entry.kind == "parameter"
+
+
+def _part(source: Source, belongs: Callable[[Entry], bool]) -> Source:
+    items = ((entry, partial(source.read, i)) for i, entry in enumerate(source.entries) if belongs(entry))
+    return Source(source.path, source.family, items)
+
+
+def _state_file(path: str) -> Inspection:
     state, info = read_file(path)
-    scale, amax, cold, counters, history = (state[n] for n in ("scale", "amax", "cold", "counters", "history"))
-    largest: Tensor = history.amax(1)
+    rows = [
+        _slot_row(slot_key(*slot), {**{kind: state[kind][i] for kind in _KINDS}, "counters": state["counters"][:, i]})
+        for i, slot in enumerate(state["slots"])
+    ]
     facts = {
         "file": path,
         "version": state["version"],
         "step": int(state["step"]),
-        "slots": len(state["slots"]),
-        "cold": int(cold.sum()),
-        "history length": history.shape[1],
-        "recipe": info.get("recipe"),
+        "slots": len(rows),
+        "cold": int(state["cold"].sum()),
+        "history length": state["history"].shape[1],
+        "recipe": state["recipe"],
         "settings": info.get("settings"),
     }
-    columns = ("slot", "scale", "amax", "window max", "cold", "taken", "non-finite", "saturated")
-    rows: Sequence[tuple[Any, ...]] = [
-        (slot_key(*slot), *map(Tensor.item, (scale[i], amax[i], largest[i], cold[i])), *counters[:, i].tolist())
-        for i, slot in enumerate(state["slots"])
-    ]
-    return Inspection(facts, columns, tuple(rows))
+    return Inspection(facts, _SLOT_COLUMNS, tuple(rows))
+
+
+def _states_inside(source: Source) -> Iterator[Inspection]:
+    places = [entry.name.removesuffix("step") for entry in source.entries if entry.kind == "step"]
+    for place in places:
+        inner = [other for other in places if other.startswith(place) and other != place]
+        yield _state_inside(_part(source, partial(_is_state_at, place, inner)), place)
+
+
+def _is_state_at(place: str, inner: Sequence[str], entry: Entry) -> bool:
+    here = entry.kind != "parameter" and entry.name.startswith(place)
+    return here and not any(entry.name.startswith(other) for other in inner)
+
+
+def _state_inside(source: Source, place: str) -> Inspection:
+    step = 0
+    slots: dict[str, dict[str, Tensor]] = {}
+    for i, entry in enumerate(source.entries):
+        if entry.kind == "step":
+            step = int(source.read(i))
+        else:
+            slots.setdefault(entry.name.removeprefix(place), {})[entry.kind] = source.read(i)
+    facts = {
+        "FP8 state": one_line(place.removesuffix(".")),
+        "step": step,
+        "slots": len(slots),
+        "cold": sum(bool(found["cold"]) for found in slots.values()),
+    }
+    rows = [_slot_row(one_line(slot), found) for slot, found in slots.items()]
+    return Inspection(facts, _SLOT_COLUMNS, tuple(rows))
+
+
+def _slot_row(name: str, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    shown = (state["scale"], state["amax"], state["history"].max(), state["cold"])
+    return (name, *map(Tensor.item, shown), *state["counters"].tolist())
 
 
 def _hexadecimal(digest: list[int]) -> str:

@@ -1,13 +1,14 @@
 """Checkpoints of every kind, opened by path.
 
 ======================  ====================================================================================
-fp8dist state           family "state": each slot's scale, amax, cold, counters and history, and the step
+fp8dist state           family "state": each slot's scale, amax, cold, counters and history, and the step;
+                        so are values of ``manager.state_dict()`` in checkpoints of the kinds below
 safetensors             one file, or all files of a folder
 torch.save              zip files and legacy files; nested names are dotted ("optimizer.param_groups.0.lr")
 DCP                     a folder with ``.metadata``
 ======================  ====================================================================================
 
-Nothing from a file is ever executed, and one tensor is in memory at a time (of a state file: all).
+Nothing from a file is ever executed, and one tensor is in memory at a time (of FP8 state: all).
 """
 
 from __future__ import annotations

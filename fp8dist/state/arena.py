@@ -6,7 +6,7 @@ divergence) and ``.bfloat16()`` would cast them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Arena:
     counters   int64[3, n]      amaxes taken, non-finite amaxes, amaxes beyond the scale in use
     words      int32[4]         header words; ``step``, boundaries committed so far, is one of them
     flags      bool[3, n]       which of the counters went up at the last commit
+    shards     float32[m]       amax of this rank's part of m sharded weights (``hold_shards``)
     ========== ================ ==========================================================
 
     Addresses never change after ``place``: modules hold views, CUDA graphs hold pointers.
@@ -85,6 +86,8 @@ class Arena:
         self.counters = torch.zeros(3, n, dtype=torch.int64, device=device)
         self.words = torch.zeros(WORDS, dtype=torch.int32, device=device)
         self.flags = torch.zeros(3, n, dtype=torch.bool, device=device)
+        self.shards = torch.empty(0, dtype=torch.float32, device=device)
+        self.shard_slots = torch.empty(0, dtype=torch.int64, device=device)
         # Views, taken once.
         self.scale, self.inv_scale = self.scales
         self.step = self.words[WORD_STEP]
@@ -97,6 +100,8 @@ class Arena:
         self._rounds_to_max = torch.tensor(
             [spec.format.rounds_to_max for spec in self.specs], dtype=torch.float32, device=device
         )
+        factor = 2.0 ** -(self.recipe.margin + self.recipe.power_of_two)
+        self._target = self.fp8_max * factor  # What an amax times the scale that follows from it is at least.
         self._keys = position_keys(2 * n, device)
         self._row_start = torch.arange(n, device=device) * self.ring.padded
 
@@ -150,6 +155,27 @@ class Arena:
         """The slots of one role and their places."""
         return ((slot, i) for slot, i in self.index.items() if slot.role == role.value)
 
+    @torch.inference_mode(False)
+    def hold_shards(self, users: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Some weights are sharded: no rank sees all of them, and each gives the amax of its part.
+
+        A rank gives it whether its own modules ran or not, and a commit takes it where any rank ran one of its users.
+        (A rank that skips a module holds a part of its weight nevertheless.)
+
+        Args:
+            users: by place of a weight slot, the places of its users' input slots, which tell whether they ran.
+
+        Returns:
+            By place of the slot, where its amax is written: 0-d float32 views, -1 until then.
+        """
+        places = sorted(users)
+        widest = max((len(users[place]) for place in places), default=0)
+        padded = [[*users[place], *[users[place][0]] * (widest - len(users[place]))] for place in places]
+        self.shards = torch.full((len(places),), DID_NOT_RUN, dtype=torch.float32, device=self.device)
+        self.shard_slots = torch.tensor(places, dtype=torch.int64, device=self.device)
+        self._shard_users = torch.tensor(padded, dtype=torch.int64, device=self.device)
+        return {place: self.shards[i] for i, place in enumerate(places)}
+
     # The step ------------------------------------------------------------------------------------
 
     def set_manifest_word(self, word: int) -> None:
@@ -158,6 +184,8 @@ class Arena:
 
     def snapshot(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """What a launch sends: ``pending``, and a header from the live state. See ``kernels.update``."""
+        if len(self.shards):
+            self._pending_bits.index_copy_(0, self.shard_slots, self.shards.view(torch.int32))
         snapshot(self.words, self._scale_bits, self._keys, self._pending_bits, self.send)
         self.sent.copy_(self.scales)
         if hold is None:
@@ -169,6 +197,13 @@ class Arena:
         """Where ``hold`` is non-zero, amaxes of a result that must not be committed wait for the next launch."""
         give_back(reduced, self._pending_bits, hold, drop_nonfinite)
 
+    def fits(self, amax: Tensor) -> Tensor:
+        """bool[n]: whether the scales still fit tensors that have ``amax`` (float32[n]) now: they do not saturate, and
+        are at least half as large as when they were seen last."""
+        used = amax * self.scale
+        expected = torch.where(self.amax > 0, self.amax, self._target / self.scale)
+        return (used <= self._rounds_to_max) & (2 * amax >= expected)
+
     def commit(self, reduced: Tensor, trusted: Tensor | bool, hold: Tensor | None = None) -> Tensor:
         """History rolls, scales are recomputed, the step counter goes up.
 
@@ -178,9 +213,14 @@ class Arena:
             hold: 0-d or None: where it is non-zero this is no step.
 
         Returns:
-            0-d bool: whether a slot saw a non-finite amax.
+            bool: whether a slot saw a non-finite amax; 0-d, or where weights are sharded [2]: and whether one of
+            those was cast beyond its scale.
         """
         bits = reduced[HEADER:]
+        if len(self.shards):
+            ran = bits[self._shard_users].amax(1) >= 0
+            amaxes = torch.where(ran, bits[self.shard_slots], DID_NOT_RUN_BITS)
+            bits = bits.index_copy(0, self.shard_slots, amaxes)
         if trusted is not True:
             bits = torch.where(torch.as_tensor(trusted, device=bits.device), bits, DID_NOT_RUN_BITS)
         amax = bits.view(torch.float32)
@@ -197,6 +237,8 @@ class Arena:
         self.cold.bitwise_and_(self.amax <= 0)
         self._rescale(self._reduce_windows(window_max), taken)
         self.step.add_(1 if hold is None else hold.reshape(()) == 0)
+        if len(self.shards):
+            return torch.stack([nonfinite.any(), saturated[self.shard_slots].any()])
         return nonfinite.any()
 
     def _reduce_windows(self, window_max: Tensor) -> Tensor:
@@ -245,6 +287,10 @@ class Arena:
     def ordered_history(self) -> Tensor:
         """float32[n, history_len] copy, oldest first."""
         return ordered_window(self.history, self.taken, self.ring)
+
+    def window_amax(self) -> Tensor:
+        """float32[n]: what the recipe's ``amax_algo`` makes of the windows as they are."""
+        return self._reduce_windows(self.block_max.amax(1))
 
     def window(self, index: int) -> Tensor:
         """float32[history_len] copy of one slot's window, oldest first."""

@@ -1,32 +1,31 @@
-"""FP8 state in dicts and files: matched by slot name, versioned, checksummed, without pickle."""
+"""FP8 state as bytes and files: by slot name, versioned, checksummed, without pickle."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
 
-__all__ = ["FORMAT_VERSION", "collect", "read_file", "restore", "validated_slots", "write_file"]
+__all__ = ["FORMAT_VERSION", "from_bytes", "looks_like_state", "read_file", "to_bytes", "validated_slots", "write_file"]
 
-logger = logging.getLogger("fp8dist")
+FORMAT_VERSION = 2
+"""2: with the recipe and every slot's format. 1 was never released."""
 
-FORMAT_VERSION = 1
 _FILE_FORMAT = "fp8dist-state"
+_NAMES = ("slots", "formats", "recipe")
 _TENSORS: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "step": torch.int64,  # []
@@ -39,68 +38,11 @@ _TENSORS: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-def collect(arenas: Sequence[Arena]) -> dict[str, Any]:
-    """The state of all slots as a dict of CPU tensors in slot order, plus names and version."""
-    slots = [slot for arena in arenas for slot in arena.index]
-    order = sorted(range(len(slots)), key=slots.__getitem__)
-
-    def merged(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-        whole = torch.cat([t.detach().cpu() for t in tensors], dim)
-        return whole.index_select(dim, torch.tensor(order, dtype=torch.int64, device="cpu"))
-
-    return {
-        "version": FORMAT_VERSION,
-        "slots": [list(slots[i]) for i in order],
-        "step": arenas[0].step.detach().cpu().to(torch.int64).clone(),
-        "scale": merged([a.scale for a in arenas]),
-        "amax": merged([a.amax for a in arenas]),
-        "cold": merged([a.cold for a in arenas]),
-        "counters": merged([a.counters for a in arenas], 1),
-        "history": merged([a.ordered_history() for a in arenas]),
-    }
-
-
-def restore(arenas: Sequence[Arena], saved: Mapping[str, Any], strict: bool) -> None:
-    """Put a collected state into arenas, slot by slot name. Nothing is changed if it does not fit.
-
-    A longer history keeps its newest entries; a shorter one is older than nothing (zeros in front).
-
-    Raises:
-        CheckpointError: version, shapes or dtypes are off; with ``strict``, other slots.
-    """
-    names = validated_slots(saved)
-    places = {name: i for i, name in enumerate(names)}
-    ours = {slot for arena in arenas for slot in arena.index}
-    missing, unexpected = sorted(ours - places.keys()), sorted(places.keys() - ours)
-    if missing or unexpected:
-        text = f"missing slots: {_some(missing)}; unexpected slots: {_some(unexpected)}"
-        if strict:
-            raise CheckpointError(f"the saved FP8 state is of another model. {text}")
-        logger.warning("fp8dist: loading FP8 state non-strictly. %s", text)
-    for arena in arenas:
-        _restore_arena(arena, places, saved)
-
-
-def _restore_arena(arena: Arena, places: Mapping[Slot, int], saved: Mapping[str, Any]) -> None:
-    found = [(i, places[slot]) for slot, i in arena.index.items() if slot in places]
-    mine = torch.tensor([i for i, _ in found], dtype=torch.int64, device=arena.device)
-    theirs = torch.tensor([i for _, i in found], dtype=torch.int64, device="cpu")
-
-    def rows(name: str, dim: int = 0) -> Tensor:
-        values: Tensor = saved[name].cpu()
-        return values.index_select(dim, theirs).to(arena.device)
-
-    arena.scale[mine] = rows("scale")
-    torch.reciprocal(arena.scale, out=arena.inv_scale)
-    arena.amax[mine] = rows("amax")
-    arena.cold[mine] = rows("cold")
-    arena.counters[:, mine] = rows("counters", 1)  # These say where in its ring a window starts.
-    arena.write_history(_fitted(rows("history"), arena.ring.length), mine)
-    arena.step.copy_(saved["step"])
-
-
 def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]:
-    """The slots of a collected state, in order.
+    """The slots of a saved state, in order.
+
+    A saved state is a dict: ``version``, ``slots`` ([fqn, role] each), ``formats`` (their names, in the same order),
+    ``recipe`` (as it describes itself), and the tensors above.
 
     Args:
         values: False: a state with impossible values, which one may want to look at, will do.
@@ -110,8 +52,8 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
     """
     version = saved.get("version")
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"FP8 state has version {version!r}, this library reads version {FORMAT_VERSION}")
-    absent = [name for name in (*_TENSORS, "slots") if name not in saved]
+        raise CheckpointError(f"FP8 state has version {version!r}, this library reads version {FORMAT_VERSION} only")
+    absent = [name for name in (*_TENSORS, *_NAMES) if name not in saved]
     if absent:
         raise CheckpointError(f"FP8 state lacks {', '.join(absent)}")
     try:
@@ -121,6 +63,11 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
     n = len(names)
     if len(set(names)) != n:
         raise CheckpointError("FP8 state names a slot twice")
+    formats = saved["formats"]
+    if not isinstance(formats, list) or len(formats) != n or not all(isinstance(name, str) for name in formats):
+        raise CheckpointError(f"FP8 state has malformed formats, expected the names of {n}")
+    if not isinstance(saved["recipe"], dict):
+        raise CheckpointError("FP8 state has a malformed recipe")
     history = saved["history"]
     length = history.shape[1] if isinstance(history, Tensor) and history.ndim == 2 else 0
     shapes = {"step": (), "scale": (n,), "amax": (n,), "cold": (n,), "counters": (3, n), "history": (n, length)}
@@ -141,32 +88,63 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
     return names
 
 
-def _fitted(history: Tensor, length: int) -> Tensor:
-    missing = length - history.shape[1]
-    if missing <= 0:
-        return history[:, -length:]
-    return torch.nn.functional.pad(history, (missing, 0))
+def to_bytes(state: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:
+    """A saved state as safetensors; the same bytes for the same state. ``info``: JSON values, kept beside it."""
+    tensors = {name: state[name].contiguous() for name in _TENSORS}
+    header = {"version": state["version"], **{name: state[name] for name in _NAMES}, "info": dict(info)}
+    text = _json(header)
+    metadata = {"format": _FILE_FORMAT, "header": text, "sha256": _checksum(text, tensors)}
+    data = save(tensors, metadata)
+    # Safetensors writes metadata in an order that changes from call to call.
+    end = _header_end(data)
+    ordered = _json(json.loads(data[8:end])).encode()
+    ordered += b" " * (-len(ordered) % 8)
+    return b"".join((len(ordered).to_bytes(8, "little"), ordered, memoryview(data)[end:]))
 
 
-def _some(names: Sequence[Slot]) -> str:
-    if not names:
-        return "none"
-    shown = ", ".join(map(str, names[:4]))
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+def from_bytes(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(saved state, info) of what ``to_bytes`` made; see ``validated_slots`` for what may still be wrong with it.
+
+    Raises:
+        CheckpointError: not such bytes, truncated or changed. Says that it is about ``name``.
+    """
+    try:
+        tensors = load(data)
+        metadata = json.loads(data[8 : _header_end(data)]).get("__metadata__") or {}
+        if metadata.get("format") != _FILE_FORMAT:
+            raise CheckpointError(f"{name}: not an fp8dist state")
+        if _checksum(metadata.get("header", ""), tensors) != metadata.get("sha256"):
+            raise CheckpointError(f"{name}: checksum does not match: it was damaged")
+        header = json.loads(metadata["header"])
+        info = header.pop("info", {})
+        return {**header, **tensors}, info
+    except (
+        SafetensorError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        RecursionError,
+    ) as error:
+        raise CheckpointError(f"{name}: cannot be read as FP8 state: {error}") from None
 
 
-def write_file(path: str | os.PathLike[str], state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    """Write a collected state as safetensors, atomically. ``info``: JSON values, kept as metadata."""
+def looks_like_state(data: bytes) -> bool:
+    """Whether these bytes are, or were before they were damaged, made by ``to_bytes``."""
+    return f'"format":"{_FILE_FORMAT}"'.encode() in data[:64]
+
+
+def write_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data``, atomically: whoever reads sees the old file or the new one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: state[name].contiguous() for name in _TENSORS}
-    header = {"version": state["version"], "slots": state["slots"], "info": dict(info)}
-    text = json.dumps(header, sort_keys=True, separators=(",", ":"))
-    metadata = {"format": _FILE_FORMAT, "header": text, "sha256": _checksum(text, tensors)}
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
     try:
-        save_file(tensors, partial, metadata)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, target)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -174,25 +152,27 @@ def write_file(path: str | os.PathLike[str], state: Mapping[str, Any], info: Map
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(collected state, info) of a file that ``write_file`` made.
+    """(saved state, info) of a file that holds what ``to_bytes`` made.
 
     Raises:
-        CheckpointError: not such a file, truncated, changed, or of another version. Names the file.
+        CheckpointError: as ``from_bytes``, or it cannot be read. Names the file.
     """
     try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FILE_FORMAT:
-                raise CheckpointError(f"{path}: not an fp8dist state file")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-        if _checksum(metadata.get("header", ""), tensors) != metadata.get("sha256"):
-            raise CheckpointError(f"{path}: checksum does not match: the file was damaged")
-        header = json.loads(metadata["header"])
-        return {"version": header["version"], "slots": header["slots"], **tensors}, header["info"]
+        data = Path(path).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read as FP8 state: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    return from_bytes(data, os.fspath(path))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _header_end(data: bytes) -> int:
+    """Where the header of safetensors ends: its length is in the first eight bytes."""
+    return 8 + int.from_bytes(data[:8], "little")
 
 
 def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:

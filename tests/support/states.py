@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8dist import StateManager
+from fp8dist.state.storage import from_bytes
+
+_BY_SLOT = ("scale", "amax", "cold", "history")
 
 
 def bits(tensor: Tensor) -> Any:
@@ -16,10 +19,17 @@ def bits(tensor: Tensor) -> Any:
 
 
 def saved_of(manager: StateManager) -> dict[str, Any]:
-    """``state_dict()`` without the rank's key, which is there when not all ranks share all state."""
-    saved = manager.state_dict()
-    if "slots" not in saved:
-        (saved,) = saved.values()
+    """The states of all keys of ``state_dict()`` as one: names and tensors, in slot order."""
+    parts = [from_bytes(blob, key)[0] for key, blob in manager.state_dict().items()]
+    slots = [slot for part in parts for slot in part["slots"]]
+    order = sorted(range(len(slots)), key=slots.__getitem__)
+    saved = {
+        **parts[0],
+        "slots": [slots[i] for i in order],
+        "formats": [[name for part in parts for name in part["formats"]][i] for i in order],
+        "counters": torch.cat([part["counters"] for part in parts], 1)[:, order],
+    }
+    saved.update({name: torch.cat([part[name] for part in parts])[order] for name in _BY_SLOT})
     return saved
 
 

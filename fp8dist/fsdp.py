@@ -1,0 +1,409 @@
+"""FSDP2: weights that travel as FP8. FSDP1: the early launch from its communication hook.
+
+Under ``fully_shard`` each rank keeps a part of every weight in high precision. Before FSDP gathers one, it asks this
+rank's part (``FP8Shard``) what to send: FP8 bytes, cast with the slot's scale, which all ranks hold alike. From
+all ranks' bytes it makes an ``FP8Weight``, which the FP8Linear uses as it is. Each part's amax goes into the sync.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fp8dist.ddp import EarlyLauncher
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import Role
+from fp8dist.gathered import FP8Weight
+from fp8dist.groups import is_dtensor
+from fp8dist.kernels.magnitude import DID_NOT_RUN
+from fp8dist.nn import FP8Linear, LinearSlots
+from fp8dist.state.arena import Arena
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "ShardedWeight",
+    "ShardedWeights",
+    "comm_hook",
+    "compute_device",
+    "local_part",
+    "resharded_modules",
+    "shard_weights",
+]
+
+Metadata = tuple[Tensor, torch.Size, torch.dtype]
+"""inv_scale of the bytes, the weight's shape (local under tensor parallelism), their FP8 dtype."""
+
+
+class FP8Shard(Tensor):
+    """This rank's part of a weight: the local tensor of FSDP2's DTensor, which keeps its memory and what it can do.
+
+    FSDP2 looks for the two methods of its all-gather extension on it. An optimizer, a checkpoint and everybody else
+    see a tensor in high precision.
+    """
+
+    fp8: ShardedWeight
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor], Metadata]:
+        """What this rank sends: its FP8 bytes, padded as FSDP pads uneven parts."""
+        return self.fp8.pack(self, mesh, outer_size)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Metadata, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight, over the gathered bytes themselves."""
+        return unpack(gathered[0], metadata, param_dtype, out)
+
+    # FSDP moves a part to the compute device, and pads one that was materialised late, by these.
+
+    def _like(self, other: Tensor) -> Tensor:
+        return other if other is self else as_shard(other.as_subclass(Tensor), self.fp8)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._like(super().to(*args, **kwargs))
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._like(super().cpu(*args, **kwargs))
+
+    def pin_memory(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._like(super().pin_memory(*args, **kwargs))
+
+    def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._like(super().new_zeros(*args, **kwargs))
+
+    def narrow(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._like(super().narrow(*args, **kwargs))
+
+
+def as_shard(local: Tensor, weight: ShardedWeight) -> Tensor:
+    """Let FSDP ask ``weight`` what to gather of this local tensor. In place: the tensor stays the object that it is."""
+    local.__class__ = FP8Shard
+    local.fp8 = weight  # type: ignore[attr-defined]
+    return local
+
+
+class ShardedWeight:
+    """A weight that FSDP2 gathers in FP8."""
+
+    def __init__(self, linear: FP8Linear, amax: Tensor) -> None:
+        self.slots: LinearSlots = linear.fp8_slots
+        self.name = self.slots.slots[Role.WEIGHT].fqn
+        self._linear = weakref.ref(linear)
+        self._amax = amax  # 0-d float32: of this rank's part.
+        self._parameter: weakref.ref[Tensor] | None = None
+        self._version = -1
+
+    def install(self) -> None:
+        """Give FSDP the extension, if it does not have it (a parameter may have been replaced)."""
+        linear = self._linear()
+        parameter = None if linear is None else linear._parameters["weight"]
+        if parameter is None or not is_dtensor(parameter):
+            return
+        local = local_part(parameter)
+        if isinstance(local, FP8Weight):  # It is gathered now.
+            return
+        if not isinstance(local, FP8Shard):
+            as_shard(local, self)
+        if self._parameter is None or self._parameter() is not parameter:
+            self._parameter, self._version = weakref.ref(parameter), -1
+
+    def remove(self) -> None:
+        """Take the extension off."""
+        local = None if self._parameter is None else self._parameter()
+        local = None if local is None else local_part(local)
+        if isinstance(local, FP8Shard):
+            del local.fp8
+            local.__class__ = Tensor  # type: ignore[assignment]
+
+    @property
+    def parameter(self) -> Tensor:
+        """The sharded parameter, also while the module holds the gathered one."""
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is None:
+            raise ConfigurationError(f"{self.name}: its sharded parameter no longer exists: call attach() again")
+        return parameter
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was written to, as far as torch can tell, since ``accept``. DTensor operations run on all ranks,
+        so all ranks see the same."""
+        return self.parameter._version != self._version
+
+    def accept(self) -> None:
+        """The scale is right for the weight as it is now."""
+        self._version = self.parameter._version
+
+    def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor], Metadata]:
+        """FP8 bytes (uint8 [rows, columns], padded) of this rank's part. Records its amax, in forward."""
+        slots = self.slots
+        slots.settle()
+        if self.changed:
+            raise ConfigurationError(
+                f"{self.name}: the weight was changed since its FP8 scale was derived, and is gathered outside of a "
+                "forward of the model: call manager.refresh_weights() first"
+            )
+        in_forward = torch._C._current_graph_task_id() == -1
+        if in_forward:  # The backward gathers the same weight again.
+            self._amax.fill_(DID_NOT_RUN)
+        state = slots.states(slots.weight_sync.arena.device)[1]
+        fp8, _, inv_scale = slots.quantize(
+            shard, state, in_forward, rows=True, columns=False, pending=self._amax, just_in_time=False
+        )
+        missing = 0
+        if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where parts may be uneven.
+            missing = -(-size[0] // mesh.size()) - shard.shape[0]
+        raw = fp8.view(torch.uint8)
+        if missing:
+            raw = F.pad(raw, (0, 0, 0, missing))
+        return (raw,), (inv_scale, size, fp8.dtype)
+
+
+def unpack(
+    gathered: Tensor, metadata: Metadata, dtype: torch.dtype, out: Any
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """An FP8Weight over the gathered bytes, or new meaning for the one that lies over them already."""
+    inv_scale, size, fp8_dtype = metadata
+    if out is None:
+        rows = gathered.view(-1)[: size.numel()].view(size).view(fp8_dtype)
+        return FP8Weight(rows, inv_scale, dtype), ()
+    weight = local_part(out) if is_dtensor(out) else out
+    assert isinstance(weight, FP8Weight)
+    weight.inv_scale = inv_scale
+    return None
+
+
+class WeightOwner(Protocol):
+    """What the weights need of their manager's cycle of steps."""
+
+    def settle(self) -> None:
+        """Commit what is due. Local."""
+
+    def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
+        """Derive scales that are cold or no longer fit. COLLECTIVE."""
+
+
+class ShardedWeights:
+    """All weights of one manager that FSDP2 gathers in FP8.
+
+    Before a forward of the outermost FSDP module it commits what is due, on the stream of the computation, and looks
+    whether weights were written to behind the optimizer's back.
+    """
+
+    def __init__(self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Iterable[nn.Module]) -> None:
+        self.weights = tuple(weights)
+        self._owner = weakref.ref(owner)
+        self._maybe_cold = True
+        self._outermost: int | None = None
+        self._handles: list[RemovableHandle] = []
+        for module in modules:
+            before = module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+            after = module.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True)
+            self._handles += [before, after]
+        for weight in self.weights:
+            weight.install()
+
+    def remove(self) -> None:
+        """Take all hooks and extensions off."""
+        for handle in self._handles:
+            handle.remove()
+        for weight in self.weights:
+            weight.remove()
+
+    def accept(self) -> None:
+        """All scales are right for the weights as they are now. Local."""
+        for weight in self.weights:
+            weight.accept()
+
+    def accept_step(self, optimizer: Optimizer) -> None:
+        """That optimizer has stepped: what it wrote needs no new scales. Local."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for weight in self.weights:
+            if id(weight.parameter) in stepped:
+                weight.accept()
+
+    def expect_cold(self) -> None:
+        """State was loaded or reset: some slots may be cold. Local."""
+        self._maybe_cold = True
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        owner = self._owner()
+        if self._outermost is not None or owner is None or torch._C._current_graph_task_id() != -1:
+            return
+        owner.settle()
+        for weight in self.weights:
+            weight.install()
+        unfit = [w for w in self.weights if w.changed]
+        if self._maybe_cold:
+            cold = list(self._cold())
+            self._maybe_cold = bool(cold)
+            unfit += [w for w in cold if w not in unfit]
+        if unfit:
+            owner.fit_weight_scales(unfit)
+            for weight in unfit:
+                weight.accept()
+        self._outermost = id(module)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._outermost == id(module):
+            self._outermost = None
+
+    def _cold(self) -> Iterator[ShardedWeight]:
+        """Weights without a scale: they cannot be cast just in time, for each rank would take another one."""
+        flags = {}
+        for weight in self.weights:
+            arena = weight.slots.weight_sync.arena
+            if id(arena) not in flags:
+                flags[id(arena)] = arena.cold.tolist()
+            if flags[id(arena)][arena.index[weight.slots.slots[Role.WEIGHT]]]:
+                yield weight
+
+
+def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> ShardedWeights:
+    """Have FSDP2 gather the weights of the model's FP8Linears in FP8.
+
+    A weight that a module other than an FP8Linear uses as well, a tied embedding say, stays in high precision.
+
+    Args:
+        whole: the model as the loop calls it.
+
+    Raises:
+        ConfigurationError: FSDP2 shards none of them.
+    """
+    resharded = resharded_modules(whole)
+    users: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].append(module)
+    found: dict[int, list[FP8Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, FP8Linear) and module in resharded and is_dtensor(module.weight):
+            key = id(module.weight)
+            if all(isinstance(user, FP8Linear) for user in users[key]):
+                found.setdefault(key, []).append(module)
+    if not found:
+        raise ConfigurationError(
+            "fp8_all_gather=True, but FSDP2 shards no weight of an FP8Linear: call fully_shard() after prepare() and "
+            "before attach()"
+        )
+    places: dict[int, tuple[Arena, dict[int, list[int]]]] = {}
+    for linears in found.values():
+        slots = linears[0].fp8_slots
+        arena = slots.weight_sync.arena
+        _, of_arena = places.setdefault(id(arena), (arena, {}))
+        place = arena.index[slots.slots[Role.WEIGHT]]
+        # A user in another arena cannot be asked: the weight then counts as used.
+        of_arena[place] = [
+            arena.index[user.fp8_slots.slots[Role.INPUT]] if user.fp8_slots.sync.arena is arena else place
+            for user in linears
+        ]
+    amaxes = {key: arena.hold_shards(of_arena) for key, (arena, of_arena) in places.items()}
+    weights = []
+    for linears in found.values():
+        slots = linears[0].fp8_slots
+        arena = slots.weight_sync.arena
+        weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]]))
+    return ShardedWeights(owner, weights, (m for m in whole.modules() if _has_base(m, "FSDPModule")))
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a DTensor, the object itself; any other tensor as it is."""
+    # Not to_local(): that of a Parameter is a new view.
+    return parameter._local_tensor if is_dtensor(parameter) else parameter
+
+
+def compute_device(parameter: Tensor) -> torch.device:
+    """Where a parameter is used: under CPU offload that is not where it is kept."""
+    if not is_dtensor(parameter) or parameter.device_mesh.device_type == parameter.device.type:
+        return parameter.device
+    if parameter.device.type == "meta" or parameter.device_mesh.device_type == "cpu":
+        return parameter.device
+    return torch.device(parameter.device_mesh.device_type, torch.cuda.current_device())
+
+
+def mesh_ranks(parameter: Tensor) -> set[int]:
+    """The ranks that hold a DTensor; none for any other tensor."""
+    return set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()
+
+
+def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
+    """The shape of the weight that this rank multiplies with: whole under FSDP, a part under tensor parallelism.
+
+    ``resharded``: it is one of ``resharded_modules``.
+    """
+    weight = linear.weight
+    if not is_dtensor(weight):  # FSDP1 shows a flat part between forwards.
+        return (linear.out_features, linear.in_features)
+    shape = list(weight.shape)
+    placements = weight.placements
+    # FSDP2 puts its own axes first: Shard, or Replicate and Shard.
+    own = 0 if not resharded else 2 if placements[0].is_replicate() else 1
+    for axis in range(own, len(placements)):
+        for dim in range(len(shape)):
+            if placements[axis].is_shard(dim):
+                shape[dim] //= weight.device_mesh.size(axis)
+    return tuple(shape)
+
+
+def resharded_modules(whole: nn.Module) -> set[nn.Module]:
+    """The modules whose weights FSDP, either one, frees after their forward."""
+    wrappers = [m for m in whole.modules() if _has_base(m, "FSDPModule") or _has_base(m, "FullyShardedDataParallel")]
+    return {module for wrapper in wrappers for module in wrapper.modules()}
+
+
+def _has_base(module: nn.Module, name: str) -> bool:
+    # By name: importing FSDP takes half a second, and who has such a module has imported it.
+    return any(cls.__name__ == name for cls in type(module).__mro__)
+
+
+def comm_hook(manager: EarlyLauncher, inner: Callable[..., None] | None = None) -> Callable[..., None]:
+    """An FSDP1 communication hook that runs ``inner`` and launches the FP8 sync as the backward ends.
+
+    The sync then runs under gradient clipping and whatever else comes before the optimizer's step. Register it
+    yourself, on the root, before the first forward, with the state that ``inner`` wants (FSDP1 takes one hook, and
+    none with HYBRID_SHARD; ``attach`` never registers it)::
+
+        state = DefaultState(process_group)  # of torch.distributed.algorithms._comm_hooks.default_hooks
+        fsdp.register_comm_hook(state, fp8dist.fsdp.comm_hook(manager))
+
+    One collective per backward that reduces gradients; several before an optimizer step merge, and wait for the
+    boundary.
+
+    Args:
+        manager: of the model inside the FSDP module.
+        inner: ``(state, gradient)``, or ``(state, gradient, output)`` where gradients are sharded; None: FSDP's
+            averaging all-reduce and reduce-scatter.
+    """
+    from torch.distributed.algorithms._comm_hooks.default_hooks import allreduce_hook, reduce_scatter_hook
+
+    launcher = manager.early_launcher(frozen_weights=True)
+    last_backward = -1
+
+    def launching_hook(state: Any, gradient: Tensor, *output: Tensor) -> None:
+        nonlocal last_backward
+        backward = torch._C._current_graph_task_id()
+        if backward != last_backward:
+            last_backward = backward
+            Variable._execution_engine.queue_callback(launcher.launch_early)
+        if inner is not None:
+            inner(state, gradient, *output)
+        elif output:
+            reduce_scatter_hook(state, gradient, *output)
+        else:
+            allreduce_hook(state, gradient)
+
+    return launching_hook

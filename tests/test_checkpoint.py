@@ -1,0 +1,373 @@
+"""torch.distributed.checkpoint (DCP): bitwise resumes, other numbers of ranks, keys, and blobs that do not fit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import CheckpointError
+from tests.support.ranks import RankPool
+from tests.support.states import state_of
+from tests.support.training import batch, bits, make_net
+
+# DCP has warnings of its own where there is no process group.
+pytestmark = [pytest.mark.xdist_group("four_ranks"), pytest.mark.filterwarnings("ignore:torch.distributed is")]
+
+States = dict[tuple[str, str], dict[str, Any]]
+
+
+class _Training:
+    """Model and optimizer as DCP wants them: one Stateful."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
+        )
+
+
+class _Job:
+    """A net that trains under DDP, FSDP2 or alone, as the process group says.
+
+    ``source``: a folder to load from, before ``attach`` or (``late``) after it.
+    """
+
+    def __init__(
+        self, source: str | None = None, update: str = "same_step", layout: str = "ddp", late: bool = False
+    ) -> None:
+        self.net = make_net(seed=5 if source else 0)
+        shared = dist.is_initialized()
+        recipe = DelayedScaling(history_len=6, update=cast(Any, update))
+        group = dist.group.WORLD if shared else None
+        self.manager = fp8dist.prepare(self.net, recipe, group=group)
+        self.model: nn.Module = self.net
+        if shared and layout == "ddp":
+            self.model = DistributedDataParallel(self.net, find_unused_parameters=True)
+        elif shared:
+            self.model = fully_shard(self.net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if late:
+            self._attach()
+        if source is not None:
+            self.load(source)
+        if not late:
+            self._attach()
+
+    def _attach(self) -> None:
+        self.manager.attach(self.model, optimizer=self.optimizer)
+
+    def whole(self) -> dict[str, Any]:
+        """What is saved and loaded."""
+        return {"train": _Training(self.model, self.optimizer), "fp8": self.manager}
+
+    def save(self, folder: str) -> None:
+        dcp.save(self.whole(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        dcp.load(self.whole(), checkpoint_id=folder)
+
+    def train(self, first: int, last: int) -> list[float]:
+        """Losses of steps first to last - 1."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        losses = []
+        for step in range(first, last):
+            x, y = batch(rank, step)
+            loss = F.mse_loss(self.model(x, skip=step % 3 == 1), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def seen(self) -> tuple[int, States, dict[str, bytes]]:
+        """(step, FP8 state, parameters), exactly."""
+        parameters = {name: bits(_whole(p)) for name, p in self.net.named_parameters()}
+        return self.manager.steps, state_of(self.manager), parameters
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    whole = getattr(parameter, "full_tensor", None)
+    return parameter if whole is None else cast(Tensor, whole())
+
+
+# Resuming -----------------------------------------------------------------------------------------------
+
+
+def _resumed(folder: str, update: str, late: bool) -> tuple[Any, Any]:
+    straight = _Job(update=update)
+    expected = straight.train(0, 20)
+    first = _Job(update=update)
+    losses = first.train(0, 10)
+    first.save(folder)
+    del first
+    second = _Job(folder, update, late=late)
+    assert second.manager.steps == 10
+    losses += second.train(10, 20)
+    return (expected, straight.seen()), (losses, second.seen())
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["then attach", "after attach"])
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_a_resumed_run_is_the_same_run(two_ranks: RankPool, tmp_path: Path, update: str, late: bool) -> None:
+    """20 steps, or 10, a checkpoint, new objects and 10 more: losses, weights and FP8 state bit for bit."""
+    for straight, resumed in two_ranks.run(_resumed, str(tmp_path), update, late):
+        assert resumed == straight
+
+
+def _saved_async(folder: str) -> tuple[Any, Any]:
+    job = _Job()
+    job.train(0, 5)
+    before = job.seen()
+    # A group of its own: its thread must not mix its collectives with those of training.
+    group = dist.new_group(backend="gloo")
+    future = dcp.async_save(job.whole(), checkpoint_id=folder, process_group=group)
+    job.train(5, 9)
+    assert job.seen() != before
+    cast(Future[Any], future).result()
+    return before, _Job(folder).seen()
+
+
+@pytest.mark.timeout(120)
+def test_an_asynchronous_save_holds_the_state_of_its_call(two_ranks: RankPool, tmp_path: Path) -> None:
+    for before, loaded in two_ranks.run(_saved_async, str(tmp_path)):
+        assert loaded == before
+
+
+# Other numbers of ranks, other wrappers --------------------------------------------------------------------
+
+
+def _continued(source: str | None, target: str, layout: str, steps: int) -> tuple[Any, Any]:
+    """(as it was loaded, as it was saved some steps later)."""
+    job = _Job(source, layout=layout)
+    loaded = job.seen()
+    start = job.manager.steps
+    job.train(start, start + steps)
+    job.save(target)
+    return loaded, job.seen()
+
+
+def _chain(tmp_path: Path, stages: list[tuple[RankPool | None, str]]) -> None:
+    source: str | None = None
+    before: Any = None
+    for number, (pool, layout) in enumerate(stages):
+        target = str(tmp_path / str(number))
+        steps = 3 + number
+        if pool is None:
+            results = [_continued(source, target, layout, steps)]
+        else:
+            results = pool.run(_continued, source, target, layout, steps)
+        loaded, after = results[0]
+        assert all(result == (loaded, after) for result in results), "ranks differ"
+        if source is not None:
+            assert loaded == before, f"stage {number}"
+        assert after[1] != loaded[1]
+        source, before = target, after
+
+
+def test_four_ranks_then_two_then_one_then_four(two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path) -> None:
+    _chain(tmp_path, [(four_ranks, "ddp"), (two_ranks, "ddp"), (None, ""), (four_ranks, "ddp")])
+
+
+def test_ddp_then_fsdp2_then_one_process_then_ddp(two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path) -> None:
+    _chain(tmp_path, [(two_ranks, "ddp"), (four_ranks, "fsdp2"), (None, ""), (two_ranks, "ddp")])
+
+
+# Keys -------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "amax_sync": lambda: {"group": dist.group.WORLD, "amax_sync": False},
+    "groups": lambda: {"group": dist.group.WORLD, "groups": {"0": _pairs()[dist.get_rank() // 2]}},
+    "stages": lambda: {"group": _pairs()[dist.get_rank() // 2]},
+    "all share": lambda: {"group": dist.group.WORLD, "groups": {"0": dist.group.WORLD}},
+}
+
+
+def _pairs() -> list[Any]:
+    return [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+
+def _own_values(kind: str, folder: str) -> tuple[list[str], list[float], list[float]]:
+    """Ranks 0 and 1 see 10, ranks 2 and 3 see 11: (keys, amaxes of the two inputs, the same after loading)."""
+
+    def new() -> tuple[nn.Module, StateManager]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        manager = fp8dist.prepare(model, DelayedScaling(history_len=2), **KINDS[kind]())
+        return model, manager.attach()
+
+    def amaxes(manager: StateManager) -> list[float]:
+        return [manager.amax("0", "input").item(), manager.amax("1", "input").item()]
+
+    model, manager = new()
+    model[0](torch.full((4, 16), 10.0 + dist.get_rank() // 2))  # type: ignore[operator]
+    model[1](torch.full((4, 16), 10.0 + dist.get_rank() // 2))  # type: ignore[operator]
+    manager.step()
+    dcp.save({"fp8": manager}, checkpoint_id=folder)
+    other_model, other = new()
+    dcp.load({"fp8": other}, checkpoint_id=folder)
+    assert state_of(other) == state_of(manager)
+    assert None not in (model, other_model)
+    return sorted(manager.state_dict()), amaxes(manager), amaxes(other)
+
+
+def test_states_of_ranks_and_groups_stay_apart(four_ranks: RankPool, tmp_path: Path) -> None:
+    """DCP keeps one of equal keys; a key says who shares its state."""
+    mine = [[10.0, 10.0]] * 2 + [[11.0, 11.0]] * 2
+    expected = {
+        "amax_sync": (mine, 4),
+        "groups": ([[10.0, 11.0]] * 2 + [[11.0, 11.0]] * 2, 3),
+        "stages": (mine, 2),
+        "all share": ([[11.0, 11.0]] * 4, 1),
+    }
+    for kind, (amaxes, count) in expected.items():
+        folder = str(tmp_path / kind)
+        results = four_ranks.run(_own_values, kind, folder)
+        assert [saved for _, saved, _ in results] == amaxes, kind
+        assert [loaded for _, _, loaded in results] == amaxes, kind
+        keys = {key for keys, _, _ in results for key in keys}
+        assert len(keys) == count, keys
+        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+        assert set(stored) == {f"fp8.{key}" for key in keys}
+        assert ("shared" in keys) == (kind in ("groups", "all share"))
+        assert all(keys == ["shared"] for keys, _, _ in results) == (kind == "all share")
+
+
+# One process ---------------------------------------------------------------------------------------------
+
+
+def _manager(history_len: int = 3, head: bool = False, steps: int = 0) -> tuple[nn.Module, StateManager]:
+    torch.manual_seed(0)
+    layers = {"body": nn.Linear(16, 16), **({"head": nn.Linear(16, 16)} if head else {})}
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=history_len)).attach()
+    for step in range(steps):
+        model(torch.full((4, 16), 1.0 + step)).sum().backward()
+        manager.step()
+    return model, manager
+
+
+@pytest.fixture
+def body(tmp_path: Path) -> Iterator[tuple[str, StateManager]]:
+    """A DCP folder, and the manager that is in it."""
+    model, manager = _manager(steps=5)
+    dcp.save({"fp8": manager}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    yield str(tmp_path / "dcp"), manager
+    assert model is not None
+
+
+def test_a_new_head_on_an_old_body(body: tuple[str, StateManager]) -> None:
+    folder, old = body
+    model, manager = _manager(head=True, steps=1)
+    before = state_of(manager)
+    with pytest.raises(CheckpointError, match="missing slots: head:grad_output, head:input, head:weight; unexpected"):
+        dcp.load({"fp8": manager}, checkpoint_id=folder, no_dist=True)
+    assert state_of(manager) == before
+    found = {"fp8": manager.state_dict()}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    manager.load_state_dict(found["fp8"], strict=False)
+    after = state_of(manager)
+    assert manager.steps == 5
+    assert {slot: after[slot] for slot in after if slot[0] == "body"} == state_of(old)
+    assert {slot: after[slot] for slot in after if slot[0] == "head"} == {
+        slot: before[slot] for slot in before if slot[0] == "head"
+    }
+    assert model is not None
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 7])
+def test_another_history_length_keeps_the_newest(body: tuple[str, StateManager], length: int) -> None:
+    folder, _ = body
+    model, manager = _manager(history_len=length)
+    dcp.load({"fp8": manager}, checkpoint_id=folder, no_dist=True)
+    kept = [0.0] * length + [3.0, 4.0, 5.0]
+    assert manager.amax_history("body", "input").tolist() == kept[-length:]
+    assert model is not None
+
+
+def test_missing_keys(body: tuple[str, StateManager], caplog: pytest.LogCaptureFixture) -> None:
+    model, manager = _manager(steps=1)
+    before = state_of(manager)
+    blob = body[1].state_dict()["shared"]
+    others = {"rank1": blob, "rank0": blob}
+    with pytest.raises(CheckpointError, match="has no FP8 state 'shared'; there is 'rank0', 'rank1'"):
+        manager.load_state_dict(others)
+    with pytest.raises(CheckpointError, match="there is nothing"):
+        manager.load_state_dict({})
+    manager.load_state_dict(others, strict=False)
+    assert "has no FP8 state 'shared'; there is 'rank0', 'rank1'" in caplog.text
+    assert state_of(manager) == before
+    manager.load_state_dict({**others, "rank0": b"of another rank: not looked at", "shared": blob})
+    assert state_of(manager) == state_of(body[1])
+    assert model is not None
+
+
+def test_damaged_truncated_and_foreign_blobs(body: tuple[str, StateManager]) -> None:
+    model, manager = _manager(steps=1)
+    before, steps = state_of(manager), manager.steps
+    blob = body[1].state_dict()["shared"]
+    rng = random.Random(0)
+    bad: list[Any] = [b"", b"x", b"hello " * 50, rng.randbytes(1000), None, "text", torch.ones(3), {"shared": blob}]
+    bad += [blob[: int(part * len(blob))] for part in (0.01, 0.1, 0.5, 0.99)]
+    for place in [*range(0, 60), *(rng.randrange(len(blob)) for _ in range(100))]:
+        bad.append(blob[:place] + bytes([blob[place] ^ (1 << rng.randrange(8))]) + blob[place + 1 :])
+    for value in bad:
+        for strict in (True, False):
+            with pytest.raises(CheckpointError, match="FP8 state 'shared'"):
+                manager.load_state_dict({"shared": value}, strict=strict)
+    assert (state_of(manager), manager.steps) == (before, steps)
+    assert model is not None
+
+
+def _half_damaged(folder: str) -> tuple[bool, str]:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, groups={"0": alone}).attach()
+    early = manager.state_dict()
+    model(torch.ones(4, 16)).sum().backward()
+    manager.step()
+    before = state_of(manager)
+    (own,) = (key for key in early if key != "shared")
+    texts = []
+    for odd in ("shared", own):
+        with pytest.raises(CheckpointError) as caught:
+            manager.load_state_dict({**early, odd: early[odd][:-1]})
+        texts.append(odd in str(caught.value))
+    unchanged = state_of(manager) == before
+    manager.load_state_dict(early)
+    return unchanged and all(texts), str(state_of(manager) != before)
+
+
+def test_one_bad_blob_of_two_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(_half_damaged, str(tmp_path)) == [(True, "True")] * 2
+
+
+def test_state_dicts_go_through_torch_save(body: tuple[str, StateManager], tmp_path: Path) -> None:
+    torch.save(body[1].state_dict(), tmp_path / "a.pt")
+    model, manager = _manager()
+    manager.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True))
+    assert state_of(manager) == state_of(body[1])
+    assert model is not None

@@ -1,0 +1,161 @@
+"""State that was saved by another recipe: refused, or converted. The expected scales are computed here, with NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import CheckpointError
+from tests.support.states import state_of
+
+OLD: dict[str, Any] = {"history_len": 4, "margin": 1, "amax_algo": "max", "format": "hybrid", "power_of_two": False}
+CHANGES: dict[str, dict[str, Any]] = {
+    "margin": {"margin": -2},
+    "format": {"format": "e4m3"},
+    "power_of_two": {"power_of_two": True},
+    "amax_algo": {"amax_algo": "most_recent"},
+    "all": {"margin": 3, "format": "e4m3", "power_of_two": True, "amax_algo": "most_recent", "history_len": 2},
+}
+
+
+def _manager(**recipe: Any) -> tuple[nn.Module, StateManager]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    return model, fp8dist.prepare(model, DelayedScaling(**{**OLD, **recipe})).attach()
+
+
+@pytest.fixture
+def old() -> Iterator[StateManager]:
+    """Three steps of falling amaxes in which the second Linear never ran: its weight has attach's scale only."""
+    model, manager = _manager()
+    for step in range(3):
+        model[0](torch.full((4, 16), 7.5 - step)).mul(3.0 - step).sum().backward()  # type: ignore[operator]
+        manager.step()
+    yield manager
+    assert model is not None
+
+
+def _largest(role: str, format: str) -> np.float32:
+    return np.float32(57344.0 if format == "hybrid" and role == "grad_output" else 448.0)
+
+
+def _scale(amax: np.float32, role: str, recipe: dict[str, Any]) -> np.float32:
+    scale = np.float32(_largest(role, recipe["format"]) / amax) / np.float32(2.0 ** recipe["margin"])
+    return np.float32(2.0 ** (math.frexp(scale)[1] - 1)) if recipe["power_of_two"] else np.float32(scale)
+
+
+def _expected(manager: StateManager, recipe: dict[str, Any], fqn: str, role: str) -> np.float32:
+    """The scale of a slot by ``recipe``, from the window and the scale that it has under the old one."""
+    scale = np.float32(manager.scale(fqn, role).item())
+    window = manager.amax_history(fqn, role).numpy()[-recipe["history_len"] :]
+    amax = window[-1] if recipe["amax_algo"] == "most_recent" else window.max()
+    if amax == 0:
+        if state_of(manager)[fqn, role]["cold"]:
+            return np.float32(1.0)
+        amax = np.float32(_largest(role, OLD["format"]) / np.float32(2.0 ** OLD["margin"])) / scale
+    return _scale(amax, role, recipe)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_scales_are_those_of_the_new_recipe(old: StateManager, change: str, tmp_path: Path) -> None:
+    old.save(tmp_path / "state")
+    recipe = {**OLD, **CHANGES[change]}
+    results = []
+    for by_file in (False, True):
+        model, new = _manager(**CHANGES[change])
+        if by_file:
+            new.load(tmp_path / "state", convert=True)
+        else:
+            new.load_state_dict(old.state_dict(), convert=True)
+        for fqn, role in new.slots:
+            expected = _expected(old, recipe, fqn, role)
+            assert new.scale(fqn, role).item() == expected, (fqn, role)
+            assert new.inv_scale(fqn, role).item() == np.float32(1) / expected
+            window = old.amax_history(fqn, role)[-recipe["history_len"] :]
+            assert new.amax_history(fqn, role).equal(window)
+        results.append(state_of(new))
+        assert new.steps == 3
+        assert model is not None
+    assert results[0] == results[1]
+    assert [slot for slot, state in results[0].items() if state["cold"]] == [("1", "grad_output"), ("1", "input")]
+    before = state_of(old)
+    kept = [
+        role for (fqn, role), state in results[0].items() if fqn == "0" and state["scale"] == before[fqn, role]["scale"]
+    ]
+    assert kept == {"format": ["input", "weight"], "amax_algo": ["weight"]}.get(change, [])  # The weight stood still.
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("margin", "margin is 1 there and -2 here"),
+        ("power_of_two", "power_of_two is False there and True here"),
+        ("amax_algo", "amax_algo is 'max' there and 'most_recent' here"),
+        ("format", "format of 0:grad_output is 'e5m2' there and 'e4m3' here (and 1 more slots have another format)"),
+    ],
+)
+def test_another_recipe_is_refused(old: StateManager, change: str, text: str, tmp_path: Path) -> None:
+    old.save(tmp_path / "state")
+    model, new = _manager(**CHANGES[change])
+    before = state_of(new)
+    loads: dict[str, Callable[[bool], None]] = {
+        str(tmp_path / "state"): lambda strict: new.load(tmp_path / "state", strict=strict),
+        "FP8 state 'shared'": lambda strict: new.load_state_dict(old.state_dict(), strict=strict),
+    }
+    for name, load in loads.items():
+        for strict in (True, False):
+            with pytest.raises(CheckpointError) as caught:
+                load(strict)
+            assert all(part in str(caught.value) for part in (text, name, "convert=True"))
+    assert (state_of(new), new.steps) == (before, 0)
+    assert model is not None
+
+
+def test_what_decides_no_scale_may_differ(old: StateManager) -> None:
+    model, new = _manager(history_len=9, update="next_step", warmup="unit")
+    new.load_state_dict(old.state_dict())
+    scales = {slot: state["scale"] for slot, state in state_of(old).items()}
+    assert {slot: state["scale"] for slot, state in state_of(new).items()} == scales
+    assert model is not None
+
+
+def test_nothing_is_converted_where_nothing_has_changed(old: StateManager) -> None:
+    """So that a job may always say convert=True. A scale that was set by hand shows whether it was derived anew."""
+    old.set_scale("0", "input", 3.0)
+    for change in ({}, {"format": "e4m3"}):
+        model, new = _manager(**change)
+        new.load_state_dict(old.state_dict(), convert=True)
+        assert new.scale("0", "input") == 3
+        assert (state_of(new) == state_of(old)) == (not change)
+        assert model is not None
+
+
+def test_a_callable_reduces_the_windows(old: StateManager) -> None:
+    def oldest(windows: Tensor) -> Tensor:
+        return windows[:, 1]  # Three of four entries are taken.
+
+    model, new = _manager(amax_algo=oldest)
+    with pytest.raises(CheckpointError, match=r"amax_algo is 'max' there and '.*oldest' here"):
+        new.load_state_dict(old.state_dict())
+    new.load_state_dict(old.state_dict(), convert=True)
+    amax = old.amax_history("0", "input").numpy()[1]
+    assert new.scale("0", "input").item() == _scale(amax, "input", OLD)
+    assert model is not None
+
+
+def test_training_goes_on_by_the_new_recipe(old: StateManager) -> None:
+    model, new = _manager(margin=0)
+    new.load_state_dict(old.state_dict(), convert=True)
+    model(torch.full((4, 16), 50.0)).sum().backward()
+    new.step()
+    assert new.amax_history("0", "input").tolist() == [7.5, 6.5, 5.5, 50.0]
+    assert new.scale("0", "input").item() == np.float32(448) / np.float32(50)
