@@ -134,11 +134,13 @@ class StepCycle:
             work = None
             if sync.communicates:
                 assert sync.group is not None
-                work = all_reduce_max(bits, sync.group, sync.counters)
+                with sync.failing_by_name():
+                    work = all_reduce_max(bits, sync.group, sync.counters)
             launched.append((sync, bits, work))
         for sync, bits, work in launched:
             if work is not None:
-                work.wait()
+                with sync.failing_by_name():
+                    work.wait()
             amax, where = bits.view(torch.float32), bits >= 0
             if which == "unfit":
                 where &= sync.arena.cold | ~sync.arena.fits(amax)

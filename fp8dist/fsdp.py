@@ -104,6 +104,7 @@ class ShardedWeight:
         self.name = self.slots.slots[Role.WEIGHT].fqn
         self._linear = weakref.ref(linear)
         self._amax = amax  # 0-d float32: of this rank's part.
+        self._settled = torch.cuda.Event() if amax.is_cuda else None
         self._parameter: weakref.ref[Tensor] | None = None
         self._version = -1
 
@@ -145,12 +146,25 @@ class ShardedWeight:
 
     def accept(self) -> None:
         """The scale is right for the weight as it is now."""
-        self._version = self.parameter._version
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is not None:  # Else it was replaced, and ``install`` comes before the next gather.
+            self._version = parameter._version
+
+    def mark_settled(self) -> None:
+        """The scale was committed on the current stream."""
+        if self._settled is not None:
+            self._settled.record()
+
+    def belongs_to(self, parameters: set[int]) -> bool:
+        """Whether these ids are of parameters that it is one of."""
+        return self._parameter is not None and id(self._parameter()) in parameters
 
     def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor], Metadata]:
         """FP8 bytes (uint8 [rows, columns], padded) of this rank's part. Records its amax, in forward."""
         slots = self.slots
         slots.settle()
+        if self._settled is not None:  # Here may be FSDP's copy-in stream, which need not wait for the last commit.
+            torch.cuda.current_stream().wait_event(self._settled)
         if self.changed:
             raise ConfigurationError(
                 f"{self.name}: the weight was changed since its FP8 scale was derived, and is gathered outside of a "
@@ -177,10 +191,12 @@ def unpack(
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """An FP8Weight over the gathered bytes, or new meaning for the one that lies over them already."""
     inv_scale, size, fp8_dtype = metadata
+    if inv_scale.is_cuda:  # Made on FSDP's copy-in stream, read on this one.
+        inv_scale.record_stream(torch.cuda.current_stream())
     if out is None:
         rows = gathered.view(-1)[: size.numel()].view(size).view(fp8_dtype)
         return FP8Weight(rows, inv_scale, dtype), ()
-    weight = local_part(out) if is_dtensor(out) else out
+    weight = local_part(out)
     assert isinstance(weight, FP8Weight)
     weight.inv_scale = inv_scale
     return None
@@ -232,7 +248,7 @@ class ShardedWeights:
         """That optimizer has stepped: what it wrote needs no new scales. Local."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for weight in self.weights:
-            if id(weight.parameter) in stepped:
+            if weight.belongs_to(stepped):
                 weight.accept()
 
     def expect_cold(self) -> None:
@@ -255,6 +271,8 @@ class ShardedWeights:
             owner.fit_weight_scales(unfit)
             for weight in unfit:
                 weight.accept()
+        for weight in self.weights:
+            weight.mark_settled()
         self._outermost = id(module)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -326,9 +344,12 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if is_dtensor(parameter) else parameter
 
 
-def compute_device(parameter: Tensor) -> torch.device:
-    """Where a parameter is used: under CPU offload that is not where it is kept."""
-    if not is_dtensor(parameter) or parameter.device_mesh.device_type == parameter.device.type:
+def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
+    """Where a parameter of ``whole`` is used: under CPU offload that is not where it is kept."""
+    if not is_dtensor(parameter):
+        fsdp1 = next((m for m in whole.modules() if _has_base(m, "FullyShardedDataParallel")), None)
+        return parameter.device if fsdp1 is None else torch.device(fsdp1.compute_device)  # type: ignore[arg-type]
+    if parameter.device_mesh.device_type == parameter.device.type:
         return parameter.device
     if parameter.device.type == "meta" or parameter.device_mesh.device_type == "cpu":
         return parameter.device

@@ -132,7 +132,7 @@ class StateManager(Joinable):
         whole = module if module is not None else model
         self._require_contains(module, model)
         self._release()
-        self._place(model)
+        self._place(model, whole)
         self._boundary_kind = "optimizer" if boundary == "optimizer" and optimizers else "manual"
         self._cycle.agree(self._boundary_kind, timeout)
         resharded = resharded_modules(whole)
@@ -224,11 +224,11 @@ class StateManager(Joinable):
                     f"ranks {list(group.ranks)}: pass prepare(group=…) the whole mesh"
                 )
 
-    def _place(self, model: nn.Module) -> None:
+    def _place(self, model: nn.Module, whole: nn.Module) -> None:
         default = next((p.device for p in model.parameters()), torch.device("cpu"))
         for linear in _fp8_linears(model):
             # Takes the views now: made in a compiled forward, they would be part of its graph.
-            linear.fp8_slots.states(compute_device(linear.weight))
+            linear.fp8_slots.states(compute_device(linear.weight, whole))
         for sync in self._syncs:
             if not sync.arena.placed:
                 sync.arena.place(default)

@@ -11,8 +11,10 @@ Life of an arena's sync::
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -154,11 +156,8 @@ class ArenaSync:
     def _reduce(self) -> None:
         if self.communicates:
             assert self.group is not None
-            start = time.perf_counter()
-            try:
+            with self.failing_by_name():
                 self._work = all_reduce_max(self.arena.send, self.group, self.counters)
-            except RuntimeError as error:
-                raise self._failure(error, start) from error
         self.phase = Phase.IN_FLIGHT
 
     def _collect(self) -> None:
@@ -175,20 +174,26 @@ class ArenaSync:
         if self._work is not None:
             start = time.perf_counter()
             work, self._work = self._work, None
-            try:
+            with self.failing_by_name():
                 work.wait()
-            except RuntimeError as error:
-                raise self._failure(error, start) from error
             self.counters.wait_s += time.perf_counter() - start
 
-    def _failure(self, error: Exception, start: float) -> SyncError:
-        """A timeout, or a rank that is gone, in words that say where this was."""
+    @contextlib.contextmanager
+    def failing_by_name(self) -> Iterator[None]:
+        """What a collective raises inside, a timeout say, becomes a SyncError that says whose it was."""
+        start = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._failure(error, time.perf_counter() - start) from error
+
+    def _failure(self, error: Exception, seconds: float) -> SyncError:
         assert self.group is not None
         ranks = self.group.ranks
         named = ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} … {ranks[-1]}"
         return SyncError(
             f"rank {self.group.rank}: {self.owner}: the FP8 sync of step {int(self.arena.step) + 1} with ranks {named} "
-            f"failed after {time.perf_counter() - start:.1f} s. A rank is gone, hangs, or did not reach the end of "
+            f"failed after {seconds:.1f} s. A rank is gone, hangs, or did not reach the end of "
             f"this step ({type(error).__name__}: {error})"
         )
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-FIRST, LOOP = re.findall(r"```python\n(.*?)```", README, re.S)
+FIRST, LOOP, FSDP = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def _output_of_ranks(code: str, tmp_path: Path) -> list[str]:
@@ -51,6 +51,13 @@ def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
     assert all("'fp8/step': 10.0" in line and "'fp8/cold_slots': 0.0" in line for line in lines)
     scales = {line.split()[0] for line in lines}
     assert len(scales) == 1, f"ranks ended with different scales: {scales}"
+
+
+@pytest.mark.slow
+def test_fsdp_runs_under_torchrun(tmp_path: Path) -> None:
+    lines = _output_of_ranks(FSDP, tmp_path)
+    assert len(lines) == 2
+    assert len(set(lines)) == 1, f"ranks ended with different scales: {lines}"
 
 
 def test_table_of_methods_is_complete() -> None:
