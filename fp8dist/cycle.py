@@ -16,8 +16,7 @@ from fp8dist.checker import Checker
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
-from fp8dist.formats import Role
-from fp8dist.fsdp import ShardedWeight, ShardedWeights, local_part
+from fp8dist.fsdp import ShardedWeight, ShardedWeights
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
 from fp8dist.nn import Mode
@@ -153,8 +152,7 @@ class StepCycle:
 
     def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
         """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE."""
-        parts = [(w.slots.weight_sync, w.slots.slots[Role.WEIGHT], local_part(w.parameter)) for w in weights]
-        self.derive_weight_scales(parts, "unfit")
+        self.derive_weight_scales([weight.part() for weight in weights], "unfit")
 
     # The step ------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ from fp8dist.groups import is_dtensor
 from fp8dist.kernels.magnitude import DID_NOT_RUN
 from fp8dist.nn import FP8Linear, LinearSlots
 from fp8dist.state.arena import Arena
+from fp8dist.state.slots import Slot
+from fp8dist.sync import ArenaSync
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -144,6 +146,10 @@ class ShardedWeight:
         so all ranks see the same."""
         return self.parameter._version != self._version
 
+    def part(self) -> tuple[ArenaSync, Slot, Tensor]:
+        """(sync, slot, this rank's part)."""
+        return self.slots.weight_sync, self.slots.slots[Role.WEIGHT], local_part(self.parameter)
+
     def accept(self) -> None:
         """The scale is right for the weight as it is now."""
         parameter = None if self._parameter is None else self._parameter()
@@ -219,8 +225,9 @@ class ShardedWeights:
     whether weights were written to behind the optimizer's back.
     """
 
-    def __init__(self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Iterable[nn.Module]) -> None:
+    def __init__(self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Sequence[nn.Module]) -> None:
         self.weights = tuple(weights)
+        self._modules = weakref.WeakSet(modules)
         self._owner = weakref.ref(owner)
         self._maybe_cold = True
         self._outermost: int | None = None
@@ -250,6 +257,13 @@ class ShardedWeights:
         for weight in self.weights:
             if weight.belongs_to(stepped):
                 weight.accept()
+
+    def reshard(self) -> None:
+        """Have all modules give back what they hold gathered. Local.
+
+        One that is not resharded after its forward, and had no backward, still holds the weights of then.
+        """
+        reshard(self._modules)
 
     def expect_cold(self) -> None:
         """State was loaded or reset: some slots may be cold. Local."""
@@ -302,6 +316,8 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
         ConfigurationError: FSDP2 shards none of them.
     """
     resharded = resharded_modules(whole)
+    fsdp_modules = [module for module in whole.modules() if _has_base(module, "FSDPModule")]
+    reshard(fsdp_modules)
     users: dict[int, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -335,7 +351,13 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
         slots = linears[0].fp8_slots
         arena = slots.weight_sync.arena
         weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]]))
-    return ShardedWeights(owner, weights, (m for m in whole.modules() if _has_base(m, "FSDPModule")))
+    return ShardedWeights(owner, weights, fsdp_modules)
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Have FSDP2 modules give back what they hold gathered. Local."""
+    for module in modules:
+        module.reshard()  # type: ignore[operator]
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -348,7 +370,8 @@ def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
     """Where a parameter of ``whole`` is used: under CPU offload that is not where it is kept."""
     if not is_dtensor(parameter):
         fsdp1 = next((m for m in whole.modules() if _has_base(m, "FullyShardedDataParallel")), None)
-        return parameter.device if fsdp1 is None else torch.device(fsdp1.compute_device)  # type: ignore[arg-type]
+        device: torch.device = parameter.device if fsdp1 is None else fsdp1.compute_device  # type: ignore[assignment]
+        return device
     if parameter.device_mesh.device_type == parameter.device.type:
         return parameter.device
     if parameter.device.type == "meta" or parameter.device_mesh.device_type == "cpu":

@@ -12,22 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
-from torch.utils.hooks import RemovableHandle
 
-from fp8dist.boundary import BoundaryHooks, unwrap_optimizers, watch_every_step
+from fp8dist.attachment import Attachment, fp8_linears, local_weights
+from fp8dist.boundary import unwrap_optimizers
 from fp8dist.checker import Event
 from fp8dist.checkpoint import Checkpoint
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.cycle import StepCycle
-from fp8dist.ddp import JoinLink, ManagerJoinHook, find_ddp
+from fp8dist.ddp import ManagerJoinHook
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import FORMATS, Role
-from fp8dist.fsdp import compute_device, local_part, mesh_ranks, multiplied_shape, resharded_modules, shard_weights
 from fp8dist.groups import SyncGroup
 from fp8dist.kernels.magnitude import amax_bits, record_amax
-from fp8dist.kernels.matmuls import ALIGNMENT
-from fp8dist.nn import FP8Linear, Mode, require_revertible, revert
+from fp8dist.nn import Mode, require_revertible, revert
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED
@@ -78,10 +76,7 @@ class StateManager(Joinable):
         model = self._model()
         if model is not None:
             self._cycle.checker.watch(model)
-        self._boundary_kind = "manual"
-        self._hooks: BoundaryHooks | None = None
-        self._join_link: JoinLink | None = None
-        self._guard: RemovableHandle | None = None
+        self._attachment = Attachment(self._cycle)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "settings", "_default", "_aliases", "_cycle")
@@ -129,33 +124,12 @@ class StateManager(Joinable):
         self._cycle.require_groups()
         optimizers = [] if optimizer is None else unwrap_optimizers(optimizer)
         model = self._require_model()
+        if module is not None and get_manager(module) is not self:
+            raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
         whole = module if module is not None else model
-        self._require_contains(module, model)
-        self._release()
-        self._place(model, whole)
-        self._boundary_kind = "optimizer" if boundary == "optimizer" and optimizers else "manual"
-        self._cycle.agree(self._boundary_kind, timeout)
-        resharded = resharded_modules(whole)
-        for linear in _fp8_linears(model):
-            linear.fp8_slots.resharded = linear in resharded
-        if self.settings.enabled:
-            if self.settings.fp8_all_gather:
-                self._cycle.sharded = shard_weights(self._cycle, model, whole)
-            self._cycle.derive_weight_scales(self._weights(), "cold")
-        self._cycle.drop_nonfinite = scaler is not None
-        self._mode.invalidate_casts()
-        self._mode.reuse_casts = bool(optimizers)
-        self._cycle.hooked = self._boundary_kind == "optimizer"
-        if self._cycle.sharded is not None:
-            self._cycle.sharded.accept()
-        if optimizers or self._cycle.sharded is not None:
-            self._guard = watch_every_step(self._cycle)
-        if optimizers:
-            self._hooks = BoundaryHooks(self._cycle, optimizers, scaler, self._boundary_kind == "optimizer")
+        by_optimizer = boundary == "optimizer" and bool(optimizers)
+        self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout)
         self._cycle.checker.watch(whole)
-        ddp = find_ddp(whole)
-        if ddp is not None:
-            self._join_link = JoinLink(ddp, self._cycle)
         return self
 
     def detach(self) -> nn.Module:
@@ -171,30 +145,16 @@ class StateManager(Joinable):
                 "detach() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
                 "fp8_all_gather"
             )
-        linears = list(_fp8_linears(model))
+        linears = list(fp8_linears(model))
         for linear in linears:
             require_revertible(linear)
         self._cycle.settle()
-        self._release()
+        self._attachment.release()
         for linear in linears:
             revert(linear)
         delattr(model, ATTRIBUTE)
         self._cycle.attached = False
         return model
-
-    def _release(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
-        if self._join_link is not None:
-            self._join_link.remove()
-        if self._guard is not None:
-            self._guard.remove()
-        if self._cycle.sharded is not None:
-            self._cycle.sharded.remove()
-        self._cycle.sharded = None
-        self._hooks = self._join_link = self._guard = None
-        self._cycle.hooked = False
-        self._mode.reuse_casts = False
 
     def _require_model(self) -> nn.Module:
         model = self._model()
@@ -203,45 +163,6 @@ class StateManager(Joinable):
         if getattr(model, ATTRIBUTE, None) is not self:
             raise ConfigurationError("this StateManager was detached from its model: call prepare() again")
         return model
-
-    def _require_contains(self, module: nn.Module | None, model: nn.Module) -> None:
-        if module is not None and get_manager(module) is not self:
-            raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
-        resharded = resharded_modules(module if module is not None else model)
-        for linear in _fp8_linears(model):
-            shape = multiplied_shape(linear, linear in resharded)
-            if len(shape) != 2 or any(size % ALIGNMENT for size in shape):
-                raise ConfigurationError(
-                    f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: local weight shape {shape}, "
-                    f"expected two dims in multiples of {ALIGNMENT}"
-                )
-        for sync, slot, weight in self._parameters(model):
-            group = self._cycle.group_of(sync)
-            ranks = mesh_ranks(weight)
-            if self.settings.amax_sync and group is not None and not ranks <= {*group.ranks}:
-                raise ConfigurationError(
-                    f"{slot.fqn}: its weight is shared or sharded by ranks {sorted(ranks)}, but its FP8 state only by "
-                    f"ranks {list(group.ranks)}: pass prepare(group=…) the whole mesh"
-                )
-
-    def _place(self, model: nn.Module, whole: nn.Module) -> None:
-        default = next((p.device for p in model.parameters()), torch.device("cpu"))
-        for linear in _fp8_linears(model):
-            # Takes the views now: made in a compiled forward, they would be part of its graph.
-            linear.fp8_slots.states(compute_device(linear.weight, whole))
-        for sync in self._syncs:
-            if not sync.arena.placed:
-                sync.arena.place(default)
-
-    def _parameters(self, model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
-        for linear in _fp8_linears(model):
-            slots = linear.fp8_slots
-            yield slots.weight_sync, slots.slots[Role.WEIGHT], linear.weight
-
-    def _weights(self) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
-        """This rank's weights, or its parts of them."""
-        parameters = self._parameters(self._require_model())
-        return ((sync, slot, local_part(weight)) for sync, slot, weight in parameters)
 
     # The step ------------------------------------------------------------------------------------
 
@@ -253,7 +174,7 @@ class StateManager(Joinable):
                 ``attach()`` was not called.
             DivergenceError: with policy "raise", when the sync proved that ranks differ.
         """
-        if self._hooks is not None and self._boundary_kind == "optimizer":
+        if self._attachment.by_optimizer:
             raise ConfigurationError(
                 'the attached optimizer\'s step is the boundary already: use attach(…, boundary="manual") to call '
                 "step() yourself"
@@ -316,7 +237,7 @@ class StateManager(Joinable):
         Raises:
             ConfigurationError: a converted weight is frozen.
         """
-        for linear in _fp8_linears(self._require_model()):
+        for linear in fp8_linears(self._require_model()):
             if not linear.weight.requires_grad and not frozen_weights:
                 raise ConfigurationError(
                     f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
@@ -335,11 +256,12 @@ class StateManager(Joinable):
 
     def join_hook(self, **kwargs: Any) -> ManagerJoinHook:
         """For ``Join([ddp, manager])``, DDP first. Local."""
-        if self._join_link is None:
+        ddp = self._attachment.ddp
+        if ddp is None:
             raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")
         if self._cycle.early:
             raise ConfigurationError("fp8dist.ddp.comm_hook cannot be used inside Join: leave the hook out")
-        return ManagerJoinHook(self._cycle, self._join_link.ddp)
+        return ManagerJoinHook(self._cycle, ddp)
 
     @property
     def join_device(self) -> torch.device:
@@ -404,7 +326,7 @@ class StateManager(Joinable):
             raise ConfigurationError(f"there is a slot {slot} already")
         sync = self._default
         sync.arena = sync.arena.extended([SlotSpec(slot, FORMATS[format])])
-        for linear in _fp8_linears(self._require_model()):
+        for linear in fp8_linears(self._require_model()):
             linear.fp8_slots.forget_views()
         return slot
 
@@ -500,10 +422,14 @@ class StateManager(Joinable):
         self._cycle.require_attached()
         self._cycle.settle()
         self._mode.invalidate_casts()
-        if self.settings.enabled:
-            self._cycle.derive_weight_scales(self._weights(), "all")
-        if self._cycle.sharded is not None:
-            self._cycle.sharded.accept()
+        if not self.settings.enabled:
+            return
+        sharded = self._cycle.sharded
+        if sharded is not None:
+            sharded.reshard()
+        self._cycle.derive_weight_scales(local_weights(self._require_model()), "all")
+        if sharded is not None:
+            sharded.accept()
 
     # Saving and loading --------------------------------------------------------------------------
 
@@ -571,7 +497,3 @@ def get_manager(model: nn.Module) -> StateManager:
         raise ConfigurationError(f"the model {what}")
     manager: StateManager = found[0]
     return manager
-
-
-def _fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
-    return (module for module in model.modules() if isinstance(module, FP8Linear))

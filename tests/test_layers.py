@@ -25,7 +25,7 @@ LAYERS = [
     ["ddp", "boundary"],
     ["checker", "fsdp"],
     ["cycle"],
-    ["checkpoint"],
+    ["checkpoint", "attachment"],
     ["manager"],
     ["prepare", "model_check"],
     ["__init__"],

@@ -1,0 +1,147 @@
+"""What ties a manager to a job: its place on a device, hooks on optimizers, on DDP and on FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fp8dist.boundary import BoundaryHooks, watch_every_step
+from fp8dist.cycle import StepCycle
+from fp8dist.ddp import JoinLink, find_ddp
+from fp8dist.errors import ConfigurationError
+from fp8dist.formats import Role
+from fp8dist.fsdp import compute_device, local_part, mesh_ranks, multiplied_shape, resharded_modules, shard_weights
+from fp8dist.kernels.matmuls import ALIGNMENT
+from fp8dist.nn import FP8Linear
+from fp8dist.state.slots import Slot
+from fp8dist.sync import ArenaSync
+
+__all__ = ["Attachment", "fp8_linears", "local_weights"]
+
+
+class Attachment:
+    """The ties of one manager. There are none until ``tie``; each ``tie`` replaces the last one's."""
+
+    def __init__(self, cycle: StepCycle) -> None:
+        self.by_optimizer = False
+        """Whether an optimizer's step is the boundary."""
+        self._cycle = cycle
+        self._hooks: BoundaryHooks | None = None
+        self._join_link: JoinLink | None = None
+        self._guard: RemovableHandle | None = None
+
+    def tie(
+        self,
+        model: nn.Module,
+        whole: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: Any,
+        by_optimizer: bool,
+        timeout: timedelta,
+    ) -> None:
+        """Place the state, agree with the other ranks, take weight amaxes, install hooks. COLLECTIVE.
+
+        Args:
+            model: the one that was prepared.
+            whole: the model as the loop calls it.
+
+        Raises:
+            ManifestMismatchError: on all ranks, when they were prepared differently.
+            ConfigurationError: the state does not fit the model as it is wrapped now.
+        """
+        cycle, mode, settings = self._cycle, self._cycle.mode, self._cycle.settings
+        resharded = resharded_modules(whole)
+        _require_products(model, resharded)
+        _require_groups(model, cycle)
+        self.release()
+        _place(model, whole, cycle)
+        self.by_optimizer = by_optimizer
+        cycle.agree("optimizer" if by_optimizer else "manual", timeout)
+        for linear in fp8_linears(model):
+            linear.fp8_slots.resharded = linear in resharded
+        if settings.enabled:
+            if settings.fp8_all_gather:
+                cycle.sharded = shard_weights(cycle, model, whole)
+            cycle.derive_weight_scales(local_weights(model), "cold")
+        cycle.drop_nonfinite = scaler is not None
+        cycle.hooked = by_optimizer
+        mode.invalidate_casts()
+        mode.reuse_casts = bool(optimizers)
+        if cycle.sharded is not None:
+            cycle.sharded.accept()
+        if optimizers or cycle.sharded is not None:
+            self._guard = watch_every_step(cycle)
+        if optimizers:
+            self._hooks = BoundaryHooks(cycle, optimizers, scaler, by_optimizer)
+        ddp = find_ddp(whole)
+        if ddp is not None:
+            self._join_link = JoinLink(ddp, cycle)
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP module, if it is tied to one."""
+        return None if self._join_link is None else self._join_link.ddp
+
+    def release(self) -> None:
+        """Take all hooks off. Local."""
+        cycle = self._cycle
+        for tie in (self._hooks, self._join_link, self._guard, cycle.sharded):
+            if tie is not None:
+                tie.remove()
+        self._hooks = self._join_link = self._guard = cycle.sharded = None
+        self.by_optimizer = cycle.hooked = cycle.mode.reuse_casts = False
+
+
+def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
+    """All FP8Linears of a model."""
+    return (module for module in model.modules() if isinstance(module, FP8Linear))
+
+
+def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
+    """(sync, slot, this rank's weight or its part of it) of each FP8Linear."""
+    return ((sync, slot, local_part(weight)) for sync, slot, weight in _weights(model))
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
+    for linear in fp8_linears(model):
+        slots = linear.fp8_slots
+        yield slots.weight_sync, slots.slots[Role.WEIGHT], linear.weight
+
+
+def _require_products(model: nn.Module, resharded: set[nn.Module]) -> None:
+    for linear in fp8_linears(model):
+        shape = multiplied_shape(linear, linear in resharded)
+        if len(shape) != 2 or any(size % ALIGNMENT for size in shape):
+            raise ConfigurationError(
+                f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: local weight shape {shape}, "
+                f"expected two dims in multiples of {ALIGNMENT}"
+            )
+
+
+def _require_groups(model: nn.Module, cycle: StepCycle) -> None:
+    """Parts of one weight must have one scale."""
+    for sync, slot, weight in _weights(model):
+        group = cycle.group_of(sync)
+        ranks = mesh_ranks(weight)
+        if cycle.settings.amax_sync and group is not None and not ranks <= {*group.ranks}:
+            raise ConfigurationError(
+                f"{slot.fqn}: its weight is shared or sharded by ranks {sorted(ranks)}, but its FP8 state only by "
+                f"ranks {list(group.ranks)}: pass prepare(group=…) the whole mesh"
+            )
+
+
+def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
+    default = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for linear in fp8_linears(model):
+        # Takes the views now: made in a compiled forward, they would be part of its graph.
+        linear.fp8_slots.states(compute_device(linear.weight, whole))
+    for sync in cycle.syncs:
+        if not sync.arena.placed:
+            sync.arena.place(default)
