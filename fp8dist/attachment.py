@@ -17,7 +17,15 @@ from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, find_ddp
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
-from fp8dist.fsdp import compute_device, local_part, mesh_ranks, multiplied_shape, resharded_modules, shard_weights
+from fp8dist.fsdp import (
+    compute_device,
+    managed_from_outside,
+    mesh_ranks,
+    multiplied_shape,
+    resharded_modules,
+    shard_weights,
+)
+from fp8dist.groups import local_part
 from fp8dist.kernels.matmuls import ALIGNMENT
 from fp8dist.nn import FP8Linear
 from fp8dist.state.slots import Slot
@@ -35,7 +43,7 @@ class Attachment:
         self._cycle = cycle
         self._hooks: BoundaryHooks | None = None
         self._join_link: JoinLink | None = None
-        self._guard: RemovableHandle | None = None
+        self._guards: list[RemovableHandle] = []
 
     def tie(
         self,
@@ -60,6 +68,7 @@ class Attachment:
         resharded = resharded_modules(whole)
         _require_products(model, resharded)
         _require_groups(model, cycle)
+        before = cycle.sharded
         self.release()
         _place(model, whole, cycle)
         self.by_optimizer = by_optimizer
@@ -72,12 +81,13 @@ class Attachment:
             cycle.derive_weight_scales(local_weights(model), "cold")
         cycle.drop_nonfinite = scaler is not None
         cycle.hooked = by_optimizer
+        mode.awaits_attach = False
         mode.invalidate_casts()
         mode.reuse_casts = bool(optimizers)
         if cycle.sharded is not None:
-            cycle.sharded.accept()
+            cycle.sharded.follow(before)
         if optimizers or cycle.sharded is not None:
-            self._guard = watch_every_step(cycle)
+            self._guards = watch_every_step(cycle)
         if optimizers:
             self._hooks = BoundaryHooks(cycle, optimizers, scaler, by_optimizer)
         ddp = find_ddp(whole)
@@ -92,10 +102,11 @@ class Attachment:
     def release(self) -> None:
         """Take all hooks off. Local."""
         cycle = self._cycle
-        for tie in (self._hooks, self._join_link, self._guard, cycle.sharded):
+        for tie in (self._hooks, self._join_link, cycle.sharded, *self._guards):
             if tie is not None:
                 tie.remove()
-        self._hooks = self._join_link = self._guard = cycle.sharded = None
+        self._hooks = self._join_link = cycle.sharded = None
+        self._guards = []
         self.by_optimizer = cycle.hooked = cycle.mode.reuse_casts = False
 
 
@@ -117,11 +128,17 @@ def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
 
 def _require_products(model: nn.Module, resharded: set[nn.Module]) -> None:
     for linear in fp8_linears(model):
+        fqn = linear.fp8_slots.slots[Role.WEIGHT].fqn
+        if linear in resharded and "weight" not in linear._parameters:
+            raise ConfigurationError(f"{fqn}: FSDP1 took its weight away: wrap with use_orig_params=True")
+        if managed_from_outside(linear, resharded):
+            raise ConfigurationError(
+                f"{fqn}: fully_shard() was called on a module around the prepared model: pass it as attach(module=…)"
+            )
         shape = multiplied_shape(linear, linear in resharded)
         if len(shape) != 2 or any(size % ALIGNMENT for size in shape):
             raise ConfigurationError(
-                f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: local weight shape {shape}, "
-                f"expected two dims in multiples of {ALIGNMENT}"
+                f"{fqn}: local weight shape {shape}, expected two dims in multiples of {ALIGNMENT}"
             )
 
 

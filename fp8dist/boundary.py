@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
@@ -30,8 +30,11 @@ class BoundaryOwner(Protocol):
     def weights_changed(self) -> None:
         """An attached optimizer has stepped."""
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Some optimizer of the process has stepped."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Some optimizer of the process is about to step."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
 
     def reuse_casts(self, allowed: bool) -> None:
         """Whether weights stand still between now and the next call."""
@@ -40,22 +43,28 @@ class BoundaryOwner(Protocol):
         """The loss scaler did not run the optimizer."""
 
 
-def watch_every_step(owner: BoundaryOwner) -> RemovableHandle:
+def watch_every_step(owner: BoundaryOwner) -> list[RemovableHandle]:
     """Tell the owner whenever any torch optimizer of this process steps, attached or not.
 
     A re-created optimizer has none of our hooks, and a fused one leaves no trace in ``_version``. The
-    hook goes with the owner.
+    hooks go with the owner.
     """
     alive = weakref.ref(owner)
 
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         living = alive()
         if living is not None:
-            living.stepped(optimizer)
+            living.before_step(optimizer)
 
-    handle = register_optimizer_step_post_hook(hook)
-    weakref.finalize(owner, handle.remove)
-    return handle
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = alive()
+        if living is not None:
+            living.after_step(optimizer)
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    for handle in handles:
+        weakref.finalize(owner, handle.remove)
+    return handles
 
 
 def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:

@@ -51,6 +51,10 @@ class Event:
     report: DivergenceReport | None = None
 
 
+MUCH = 2.0
+"""So many times beyond its scale, a weight was probably written to by somebody."""
+
+
 class Checker:
     """Of one manager. ``callbacks`` hear of events."""
 
@@ -124,7 +128,8 @@ class Checker:
         places = arena.shard_slots[arena.flags[SATURATED][arena.shard_slots]]
         slots = tuple(arena.specs[place].slot for place in places.tolist())
         self._untold.append(Event("saturated", step, slots))
-        if not self._said_saturated:
+        used = arena.amax * arena.sent[0] / arena.fp8_max  # By a step of training it grows by little.
+        if not self._said_saturated and bool((used[places] > MUCH).any()):
             self._said_saturated = True
             logger.warning(
                 "fp8dist: step %d: %d weight(s) were cast to FP8 beyond their scale, %s first: they grew fast, or were "

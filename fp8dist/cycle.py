@@ -18,7 +18,7 @@ from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
 from fp8dist.fsdp import ShardedWeight, ShardedWeights
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
-from fp8dist.kernels.magnitude import DID_NOT_RUN, amax_bits, record_amax
+from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
 from fp8dist.nn import Mode
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
@@ -113,7 +113,10 @@ class StepCycle:
             raise ConfigurationError("attach() first: ranks share this state, and attach() is what ties them")
 
     def derive_weight_scales(
-        self, weights: Iterable[tuple[ArenaSync, Slot, Tensor]], which: Literal["cold", "unfit", "all"]
+        self,
+        weights: Iterable[tuple[ArenaSync, Slot, Tensor]],
+        which: Literal["cold", "unfit", "all"],
+        of: Sequence[ArenaSync] | None = None,
     ) -> None:
         """Set weight scales from the weights as they are now. COLLECTIVE: one all-reduce per arena.
 
@@ -122,13 +125,15 @@ class StepCycle:
             which: "cold": slots without a scale. "unfit": those, and where the weight has outgrown its scale or is less
                 than half as large as when it was seen last. "all". Histories of the last two are emptied, except of
                 cold slots: they told of other weights.
+            of: the arenas that ``weights`` are in, where only their ranks call. None: all.
         """
-        amaxes = {id(sync): torch.full_like(sync.arena.pending, DID_NOT_RUN) for sync in self.syncs}
+        syncs = self.syncs if of is None else of
+        amaxes = {id(sync): torch.full_like(sync.arena.pending, DID_NOT_RUN) for sync in syncs}
         for sync, slot, weight in weights:
             bits = amax_bits(weight.detach()).to(sync.arena.device)
             record_amax(bits, amaxes[id(sync)][sync.arena.index[slot]])
         launched = []
-        for sync in self.syncs:
+        for sync in syncs:
             bits = amaxes[id(sync)].view(torch.int32)
             work = None
             if sync.communicates:
@@ -140,7 +145,7 @@ class StepCycle:
             if work is not None:
                 with sync.failing_by_name():
                     work.wait()
-            amax, where = bits.view(torch.float32), bits >= 0
+            amax, where = bits.view(torch.float32), (bits >= 0) & (bits < INFINITY_BITS)
             if which == "unfit":
                 where &= sync.arena.cold | ~sync.arena.fits(amax)
             elif which == "cold":
@@ -151,8 +156,11 @@ class StepCycle:
                 sync.forget(forget)
 
     def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
-        """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE."""
-        self.derive_weight_scales([weight.part() for weight in weights], "unfit")
+        """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE over their arenas: the ranks
+        of another one may see no reason."""
+        parts = [weight.part() for weight in weights]
+        concerned = {id(sync) for sync, _, _ in parts}
+        self.derive_weight_scales(parts, "unfit", [sync for sync in self.syncs if id(sync) in concerned])
 
     # The step ------------------------------------------------------------------------------------
 
@@ -164,8 +172,6 @@ class StepCycle:
         """
         self.mode.boundaries += 1
         self.mode.invalidate_casts()
-        if self.sharded is not None and not self.hooked:
-            self.sharded.accept()
         if self.settings.enabled:
             self.require_attached()
             self.settle()
@@ -210,17 +216,22 @@ class StepCycle:
         for sync in self.syncs:
             sync.settle()
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Some optimizer of the process has stepped: FP8 casts of weights are stale. Local."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Some optimizer of the process is about to step. Local."""
+        if self.sharded is not None:
+            self.sharded.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has stepped: FP8 casts of weights are stale. Local."""
         self.mode.invalidate_casts()
         if self.sharded is not None:
-            self.sharded.accept_step(optimizer)
+            self.sharded.after_step(optimizer)
 
     def weights_loaded(self) -> None:
         """State was loaded or reset: FP8 casts are stale, and slots may be cold. Local."""
         self.mode.invalidate_casts()
         if self.sharded is not None:
-            self.sharded.expect_cold()
+            self.sharded.state_loaded()
 
     def weights_changed(self) -> None:
         """An attached optimizer has stepped. Local."""

@@ -7,6 +7,7 @@ all ranks' bytes it makes an ``FP8Weight``, which the FP8Linear uses as it is. E
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from fp8dist.ddp import EarlyLauncher
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
-from fp8dist.gathered import FP8Weight
-from fp8dist.groups import is_dtensor
+from fp8dist.gathered import FP8Weight, Gathered
+from fp8dist.groups import is_dtensor, local_part
 from fp8dist.kernels.magnitude import DID_NOT_RUN
 from fp8dist.nn import FP8Linear, LinearSlots
 from fp8dist.state.arena import Arena
@@ -38,7 +39,7 @@ __all__ = [
     "ShardedWeights",
     "comm_hook",
     "compute_device",
-    "local_part",
+    "managed_from_outside",
     "resharded_modules",
     "shard_weights",
 ]
@@ -54,7 +55,7 @@ class FP8Shard(Tensor):
     see a tensor in high precision.
     """
 
-    fp8: ShardedWeight
+    fp8: weakref.ref[ShardedWeight]  # Weak, for it holds the parameter that this is of.
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -62,7 +63,10 @@ class FP8Shard(Tensor):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor], Metadata]:
         """What this rank sends: its FP8 bytes, padded as FSDP pads uneven parts."""
-        return self.fp8.pack(self, mesh, outer_size)
+        weight = self.fp8()
+        if weight is None:
+            raise ConfigurationError("the StateManager of this model no longer exists")
+        return weight.pack(self, mesh, outer_size)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Metadata, param_dtype: torch.dtype, *, out: Any = None
@@ -73,7 +77,7 @@ class FP8Shard(Tensor):
     # FSDP moves a part to the compute device, and pads one that was materialised late, by these.
 
     def _like(self, other: Tensor) -> Tensor:
-        return other if other is self else as_shard(other.as_subclass(Tensor), self.fp8)
+        return other if other is self else _as_shard(other.as_subclass(Tensor), self.fp8)
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._like(super().to(*args, **kwargs))
@@ -90,8 +94,16 @@ class FP8Shard(Tensor):
     def narrow(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._like(super().narrow(*args, **kwargs))
 
+    # Copies and pickles are of the tensor alone.
 
-def as_shard(local: Tensor, weight: ShardedWeight) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _as_shard(local: Tensor, weight: weakref.ref[ShardedWeight]) -> Tensor:
     """Let FSDP ask ``weight`` what to gather of this local tensor. In place: the tensor stays the object that it is."""
     local.__class__ = FP8Shard
     local.fp8 = weight  # type: ignore[attr-defined]
@@ -99,16 +111,26 @@ def as_shard(local: Tensor, weight: ShardedWeight) -> Tensor:
 
 
 class ShardedWeight:
-    """A weight that FSDP2 gathers in FP8."""
+    """A weight that FSDP2 gathers in FP8.
+
+    Its scale is right for the weight that was ``accept``ed. Since then it may have been written to: by an optimizer's
+    step, which is what scales are made to follow, or by anybody else.
+    """
 
     def __init__(self, linear: FP8Linear, amax: Tensor) -> None:
         self.slots: LinearSlots = linear.fp8_slots
         self.name = self.slots.slots[Role.WEIGHT].fqn
         self._linear = weakref.ref(linear)
+        self.grad_enabled = False
+        """Whether the forward of the moment has gradients: FSDP gathers without, always."""
         self._amax = amax  # 0-d float32: of this rank's part.
         self._settled = torch.cuda.Event() if amax.is_cuda else None
-        self._parameter: weakref.ref[Tensor] | None = None
+        self._parameter: Tensor | None = None  # Not a weak one: torch cannot move a DTensor that has weak references.
         self._version = -1
+        self.trusted = False
+        """State was loaded: its scale is right for the weight that the next forward finds."""
+        self._written = False  # By others than an optimizer, before one stepped.
+        self._step = -1  # The last one whose training forwards have gathered it.
 
     def install(self) -> None:
         """Give FSDP the extension, if it does not have it (a parameter may have been replaced)."""
@@ -120,14 +142,13 @@ class ShardedWeight:
         if isinstance(local, FP8Weight):  # It is gathered now.
             return
         if not isinstance(local, FP8Shard):
-            as_shard(local, self)
-        if self._parameter is None or self._parameter() is not parameter:
-            self._parameter, self._version = weakref.ref(parameter), -1
+            _as_shard(local, weakref.ref(self))
+        if self._parameter is not parameter:
+            self._parameter, self._version = parameter, -1
 
     def remove(self) -> None:
         """Take the extension off."""
-        local = None if self._parameter is None else self._parameter()
-        local = None if local is None else local_part(local)
+        local = None if self._parameter is None else local_part(self._parameter)
         if isinstance(local, FP8Shard):
             del local.fp8
             local.__class__ = Tensor  # type: ignore[assignment]
@@ -135,16 +156,30 @@ class ShardedWeight:
     @property
     def parameter(self) -> Tensor:
         """The sharded parameter, also while the module holds the gathered one."""
-        parameter = None if self._parameter is None else self._parameter()
-        if parameter is None:
-            raise ConfigurationError(f"{self.name}: its sharded parameter no longer exists: call attach() again")
-        return parameter
+        assert self._parameter is not None
+        return self._parameter
 
     @property
     def changed(self) -> bool:
-        """Whether it was written to, as far as torch can tell, since ``accept``. DTensor operations run on all ranks,
-        so all ranks see the same."""
-        return self.parameter._version != self._version
+        """Whether it was written to by others than an optimizer, as far as torch can tell, since ``accept``. DTensor
+        operations run on all ranks, so all ranks see the same."""
+        return self._written or self.parameter._version != self._version
+
+    def before_step(self) -> None:
+        """An optimizer is about to write to it: what others wrote will not show in its version any more."""
+        self._written = self.changed
+
+    def after_step(self) -> None:
+        """That optimizer has stepped."""
+        self._version = self.parameter._version
+
+    def follow(self, before: ShardedWeight | None) -> None:
+        """Take over what an earlier attachment knew of it. None: nothing, and the scale is right."""
+        if before is None:
+            self.accept()
+        else:
+            same = before.parameter is self.parameter
+            self._version, self._written = before._version, before._written or not same
 
     def part(self) -> tuple[ArenaSync, Slot, Tensor]:
         """(sync, slot, this rank's part)."""
@@ -152,9 +187,18 @@ class ShardedWeight:
 
     def accept(self) -> None:
         """The scale is right for the weight as it is now."""
-        parameter = None if self._parameter is None else self._parameter()
-        if parameter is not None:  # Else it was replaced, and ``install`` comes before the next gather.
-            self._version = parameter._version
+        self._version, self._written, self.trusted = self.parameter._version, False, False
+
+    def lies_in(self, module: nn.Module) -> bool:
+        """Whether its Linear is a part of ``module``."""
+        return any(part is self._linear() for part in module.modules())
+
+    def prepare_forward(self) -> None:
+        """The outermost forward begins."""
+        self.install()
+        self.grad_enabled = torch.is_grad_enabled()
+        if self.trusted:
+            self.accept()
 
     def mark_settled(self) -> None:
         """The scale was committed on the current stream."""
@@ -163,25 +207,29 @@ class ShardedWeight:
 
     def belongs_to(self, parameters: set[int]) -> bool:
         """Whether these ids are of parameters that it is one of."""
-        return self._parameter is not None and id(self._parameter()) in parameters
+        return id(self.parameter) in parameters
 
     def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor], Metadata]:
-        """FP8 bytes (uint8 [rows, columns], padded) of this rank's part. Records its amax, in forward."""
+        """FP8 bytes (uint8 [rows, columns], padded) of this rank's part. Records its amax: the maximum over the step's
+        training forwards, or that of the last gather, where it stayed gathered since."""
         slots = self.slots
         slots.settle()
         if self._settled is not None:  # Here may be FSDP's copy-in stream, which need not wait for the last commit.
             torch.cuda.current_stream().wait_event(self._settled)
+        if self.trusted:  # Gathered by hand, before a forward.
+            arena = slots.weight_sync.arena
+            if arena.cold[arena.index[slots.slots[Role.WEIGHT]]]:
+                raise ConfigurationError(f"{self.name}: it has no FP8 scale yet: call manager.refresh_weights() first")
+            self.accept()
         if self.changed:
             raise ConfigurationError(
                 f"{self.name}: the weight was changed since its FP8 scale was derived, and is gathered outside of a "
                 "forward of the model: call manager.refresh_weights() first"
             )
-        in_forward = torch._C._current_graph_task_id() == -1
-        if in_forward:  # The backward gathers the same weight again.
-            self._amax.fill_(DID_NOT_RUN)
+        records = self._records()
         state = slots.states(slots.weight_sync.arena.device)[1]
         fp8, _, inv_scale = slots.quantize(
-            shard, state, in_forward, rows=True, columns=False, pending=self._amax, just_in_time=False
+            shard, state, records, rows=True, columns=False, pending=self._amax, just_in_time=False
         )
         missing = 0
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where parts may be uneven.
@@ -191,6 +239,20 @@ class ShardedWeight:
             raw = F.pad(raw, (0, 0, 0, missing))
         return (raw,), (inv_scale, size, fp8.dtype)
 
+    def _records(self) -> bool:
+        """Whether to record now; makes room for it."""
+        if torch._C._current_graph_task_id() != -1:
+            return False  # The backward gathers the same weight again.
+        mode, linear = self.slots.mode, self._linear()
+        recorded = self._step == mode.boundaries
+        if mode.calibrating or (linear is not None and linear.training and self.grad_enabled):
+            self._step = mode.boundaries
+        elif recorded:
+            return False
+        if not recorded:
+            self._amax.fill_(DID_NOT_RUN)
+        return True
+
 
 def unpack(
     gathered: Tensor, metadata: Metadata, dtype: torch.dtype, out: Any
@@ -199,12 +261,16 @@ def unpack(
     inv_scale, size, fp8_dtype = metadata
     if inv_scale.is_cuda:  # Made on FSDP's copy-in stream, read on this one.
         inv_scale.record_stream(torch.cuda.current_stream())
+    if inv_scale.is_inference():  # The weight may stay gathered until a forward in training.
+        with torch.inference_mode(False):
+            inv_scale = inv_scale.clone()
     if out is None:
         rows = gathered.view(-1)[: size.numel()].view(size).view(fp8_dtype)
-        return FP8Weight(rows, inv_scale, dtype), ()
+        return FP8Weight(Gathered(rows, inv_scale), dtype), ()
     weight = local_part(out)
-    assert isinstance(weight, FP8Weight)
-    weight.inv_scale = inv_scale
+    if not isinstance(weight, FP8Weight):
+        raise ConfigurationError("FSDP has gathered weights before attach(): attach before the first forward")
+    weight.refilled(inv_scale)
     return None
 
 
@@ -228,16 +294,17 @@ class ShardedWeights:
     def __init__(self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Sequence[nn.Module]) -> None:
         self.weights = tuple(weights)
         self._modules = weakref.WeakSet(modules)
+        self._within = {id(module): tuple(w for w in weights if w.lies_in(module)) for module in modules}
         self._owner = weakref.ref(owner)
         self._maybe_cold = True
         self._outermost: int | None = None
         self._handles: list[RemovableHandle] = []
+        for weight in self.weights:
+            weight.install()
         for module in modules:
             before = module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
             after = module.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True)
             self._handles += [before, after]
-        for weight in self.weights:
-            weight.install()
 
     def remove(self) -> None:
         """Take all hooks and extensions off."""
@@ -251,12 +318,25 @@ class ShardedWeights:
         for weight in self.weights:
             weight.accept()
 
-    def accept_step(self, optimizer: Optimizer) -> None:
-        """That optimizer has stepped: what it wrote needs no new scales. Local."""
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    def follow(self, before: ShardedWeights | None) -> None:
+        """Take over what an earlier attachment knew, so that what was written since then shows. Local."""
+        known = {} if before is None else {weight.name: weight for weight in before.weights}
         for weight in self.weights:
-            if weight.belongs_to(stepped):
-                weight.accept()
+            weight.follow(known.get(weight.name))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """That optimizer is about to step. Local."""
+        for weight in self._of(optimizer):
+            weight.before_step()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """That optimizer has stepped: scales follow, what it wrote needs no new ones. Local."""
+        for weight in self._of(optimizer):
+            weight.after_step()
+
+    def _of(self, optimizer: Optimizer) -> Iterator[ShardedWeight]:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return (weight for weight in self.weights if weight.belongs_to(held))
 
     def reshard(self) -> None:
         """Have all modules give back what they hold gathered. Local.
@@ -265,27 +345,31 @@ class ShardedWeights:
         """
         reshard(self._modules)
 
-    def expect_cold(self) -> None:
-        """State was loaded or reset: some slots may be cold. Local."""
+    def state_loaded(self) -> None:
+        """State was loaded, or reset: its scales are right for the weights that the next forward finds, whichever were
+        loaded first; some slots may be cold. Local."""
         self._maybe_cold = True
+        for weight in self.weights:
+            weight.trusted = True
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         owner = self._owner()
         if self._outermost is not None or owner is None or torch._C._current_graph_task_id() != -1:
             return
         owner.settle()
-        for weight in self.weights:
-            weight.install()
-        unfit = [w for w in self.weights if w.changed]
+        weights = self._within[id(module)]
+        for weight in weights:
+            weight.prepare_forward()
+        unfit = [w for w in weights if w.changed]
         if self._maybe_cold:
             cold = list(self._cold())
             self._maybe_cold = bool(cold)
-            unfit += [w for w in cold if w not in unfit]
+            unfit += [w for w in cold if w in weights and w not in unfit]
         if unfit:
             owner.fit_weight_scales(unfit)
             for weight in unfit:
                 weight.accept()
-        for weight in self.weights:
+        for weight in weights:
             weight.mark_settled()
         self._outermost = id(module)
 
@@ -319,7 +403,7 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
     fsdp_modules = [module for module in whole.modules() if _has_base(module, "FSDPModule")]
     reshard(fsdp_modules)
     users: dict[int, list[nn.Module]] = defaultdict(list)
-    for module in model.modules():
+    for module in whole.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 users[id(parameter)].append(module)
@@ -360,12 +444,6 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         module.reshard()  # type: ignore[operator]
 
 
-def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the object itself; any other tensor as it is."""
-    # Not to_local(): that of a Parameter is a new view.
-    return parameter._local_tensor if is_dtensor(parameter) else parameter
-
-
 def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
     """Where a parameter of ``whole`` is used: under CPU offload that is not where it is kept."""
     if not is_dtensor(parameter):
@@ -403,6 +481,14 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module]) -> bool:
+    """Whether FSDP2 shards its weight, though no FSDP2 module of those that are known holds it."""
+    if linear in resharded or not is_dtensor(linear.weight):
+        return False
+    # It leaves a hook on each module whose parameters it shards.
+    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in linear._load_state_dict_post_hooks.values())
+
+
 def resharded_modules(whole: nn.Module) -> set[nn.Module]:
     """The modules whose weights FSDP, either one, frees after their forward."""
     wrappers = [m for m in whole.modules() if _has_base(m, "FSDPModule") or _has_base(m, "FullyShardedDataParallel")]
@@ -424,8 +510,8 @@ def comm_hook(manager: EarlyLauncher, inner: Callable[..., None] | None = None) 
         state = DefaultState(process_group)  # of torch.distributed.algorithms._comm_hooks.default_hooks
         fsdp.register_comm_hook(state, fp8dist.fsdp.comm_hook(manager))
 
-    One collective per backward that reduces gradients; several before an optimizer step merge, and wait for the
-    boundary.
+    One collective per backward that reduces gradients (per checkpointed unit under reentrant checkpointing, whose
+    backwards are nested); several before an optimizer step merge, and wait for the boundary.
 
     Args:
         manager: of the model inside the FSDP module.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from fp8dist.errors import ConfigurationError
 from fp8dist.kernels.casts import dequantize
 
-__all__ = ["FP8Weight"]
+__all__ = ["FP8Weight", "Gathered"]
 
 _aten = torch.ops.aten
 _SAME_TENSOR = frozenset(
@@ -25,6 +26,14 @@ _SAME_TENSOR = frozenset(
 )
 
 
+@dataclass
+class Gathered:
+    """What a weight and all views of it show: autograd may keep a view past the next gather."""
+
+    rows: Tensor
+    inv_scale: Tensor
+
+
 class FP8Weight(Tensor):
     """Stands for a weight [out_features, in_features] in high precision; holds FP8 bytes and what they mean.
 
@@ -32,21 +41,32 @@ class FP8Weight(Tensor):
     writing to it is an error, for the bytes are a copy that the next gather overwrites.
     """
 
-    rows: Tensor
-    """FP8 [out_features, in_features], a view of FSDP's buffer, which is freed and filled again."""
-
-    inv_scale: Tensor
-    """0-d float32: what these bytes were cast with."""
+    _gathered: Gathered
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, rows: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> FP8Weight:
+    def __new__(cls, gathered: Gathered, dtype: torch.dtype) -> FP8Weight:
+        rows = gathered.rows
         made: FP8Weight = Tensor._make_wrapper_subclass(cls, rows.shape, dtype=dtype, device=rows.device)
         return made
 
-    def __init__(self, rows: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> None:
-        self.rows, self.inv_scale = rows, inv_scale
+    def __init__(self, gathered: Gathered, dtype: torch.dtype) -> None:
+        self._gathered = gathered
+
+    @property
+    def rows(self) -> Tensor:
+        """FP8 [out_features, in_features], a view of FSDP's buffer, which is freed and filled again."""
+        return self._gathered.rows
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """0-d float32: what these bytes were cast with."""
+        return self._gathered.inv_scale
+
+    def refilled(self, inv_scale: Tensor) -> None:
+        """The buffer has other bytes now."""
+        self._gathered.inv_scale = inv_scale
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FP8Weight({tuple(self.shape)}, {self.rows.dtype}, stands for {self.dtype})"
@@ -58,7 +78,7 @@ class FP8Weight(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], dtype: torch.dtype, outer_size: Any, outer_stride: Any
     ) -> FP8Weight:
-        return FP8Weight(inner["rows"], inner["inv_scale"], dtype)
+        return FP8Weight(Gathered(inner["rows"], inner["inv_scale"]), dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -68,24 +88,30 @@ class FP8Weight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = dict(kwargs or {})
         if function in _SAME_TENSOR and _keeps_shape(function, args):
             weight: FP8Weight = args[0]
-            return FP8Weight(weight.rows, weight.inv_scale, weight.dtype)
-        if function._schema.is_mutable and any(  # type: ignore[attr-defined]
-            isinstance(value, FP8Weight) and argument.alias_info is not None and argument.alias_info.is_write
-            for argument, value in zip(function._schema.arguments, args)  # type: ignore[attr-defined]
-        ):
+            return FP8Weight(weight._gathered, weight.dtype)
+        if any(isinstance(tensor, FP8Weight) for tensor in _written(function, args, kwargs)):
             raise ConfigurationError(
                 "a weight that FSDP gathered in FP8 is a copy and cannot be written to: write to the sharded "
                 "parameter, outside of forward and backward"
             )
-        args, kwargs = tree_map_only(FP8Weight, FP8Weight.high_precision, (args, dict(kwargs or {})))
+        args, kwargs = tree_map_only(FP8Weight, FP8Weight.high_precision, (args, kwargs))
         return function(*args, **kwargs)
 
     def high_precision(self) -> Tensor:
         """What the bytes stand for, as a new tensor in ``dtype``. Not differentiable."""
         with torch.no_grad():
             return dequantize(self.rows, self.inv_scale).to(self.dtype)
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What an op writes to."""
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from given if isinstance(given, (list, tuple)) else (given,)
 
 
 def _keeps_shape(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:

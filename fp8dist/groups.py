@@ -24,7 +24,7 @@ from fp8dist.state.manifest import first_difference, manifest_digest
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["GroupLike", "SyncGroup", "agree_on_manifests", "is_dtensor", "publish_manifest", "world_size"]
+__all__ = ["GroupLike", "SyncGroup", "agree_on_manifests", "is_dtensor", "local_part", "publish_manifest", "world_size"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
 
@@ -36,6 +36,12 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor, without importing what takes half a second: who has one has imported it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, the object itself; any other tensor as it is."""
+    # Not to_local(): that of a Parameter is a new view.
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def world_size() -> int:

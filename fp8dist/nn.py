@@ -7,6 +7,7 @@ parameters, state_dict keys, hooks and everybody's references stay what they wer
 from __future__ import annotations
 
 import fnmatch
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -22,7 +24,7 @@ from fp8dist import ops
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.gathered import FP8Weight
-from fp8dist.groups import is_dtensor
+from fp8dist.groups import is_dtensor, local_part
 from fp8dist.kernels.matmuls import ALIGNMENT
 from fp8dist.recipe import DelayedScaling
 from fp8dist.state.arena import SlotState
@@ -30,9 +32,20 @@ from fp8dist.state.slots import Slot, clean_fqn
 from fp8dist.sync import ArenaSync
 from fp8dist.tensor_parallel import parallel_linear
 
-__all__ = ["FP8Linear", "LinearSlots", "Mode", "convert", "eligible_linears", "require_revertible", "revert"]
+__all__ = [
+    "SHARDED_ALREADY",
+    "FP8Linear",
+    "LinearSlots",
+    "Mode",
+    "convert",
+    "eligible_linears",
+    "require_revertible",
+    "revert",
+]
 
 logger = logging.getLogger("fp8dist")
+
+SHARDED_ALREADY = "fully_shard() was called on it before prepare(): prepare first"
 
 UNBOUNDED_BACKWARDS = 1000
 """Backwards of one module without a boundary after which something is probably wrong."""
@@ -46,12 +59,14 @@ States = tuple[SlotState, SlotState, SlotState]
 class Mode:
     """What the modules of one manager do now. One object, shared by them all.
 
-    ``generation`` counts everything after which a weight's cast must not be reused.
+    ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
+    come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them.
     """
 
     allowed: bool
     backend: str
     eval_precision: str
+    awaits_attach: bool = False
     enabled: bool = True
     calibrating: bool = False
     reuse_casts: bool = False
@@ -171,7 +186,9 @@ class LinearSlots:
         sums over many more terms (TransformerEngine draws the same line)."""
         return ops.matmul(a, b, inv_scale_a, inv_scale_b, dtype, fast_accumulation=fast, backend=self.mode.backend)
 
-    def weight_cast(self, weight: Tensor, state: SlotState, record: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def weight_cast(
+        self, weight: Tensor, parameter: Tensor, state: SlotState, record: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The weight in FP8, (rows, columns, inv_scale): as it was gathered, cast now, or taken from an earlier
         microbatch of this step. No columns where ``backward_cast`` will make them.
 
@@ -189,12 +206,13 @@ class LinearSlots:
             and torch._C._len_torch_dispatch_stack() == 0
             and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         )
-        key = (self.mode.generation, weight.data_ptr(), weight._version) if reuse else (0, 0, 0)
-        if reuse and self._cast is not None and self._cast.serves(weight, key, record):
+        owner = local_part(parameter)  # A DTensor shows a new view of it at each access.
+        key = (self.mode.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
+        if reuse and self._cast is not None and self._cast.serves(owner, key, record):
             return self._cast.tensors
         rows, columns, inv_scale = self.quantize(weight.detach(), state, record, True, for_backward)
         if reuse:
-            self._cast = WeightCast((rows, columns, inv_scale), weakref.ref(weight), key, record)
+            self._cast = WeightCast((rows, columns, inv_scale), weakref.ref(owner), key, record)
         return rows, columns, inv_scale
 
     def casts_in_backward(self, weight: Tensor) -> bool:
@@ -206,7 +224,9 @@ class LinearSlots:
         commits only, so within a step these are the forward's bytes."""
         if isinstance(weight, FP8Weight):
             return weight.rows.t().contiguous(), weight.inv_scale
-        _, columns, inv_scale = self.quantize(weight.detach(), state, False, False, True)
+        # Not the slot's own place: a compiled backward may not hold what the forward has written to.
+        nowhere = torch.empty_like(state.scale)
+        _, columns, inv_scale = self.quantize(weight.detach(), state, False, False, True, pending=nowhere)
         return columns, inv_scale
 
     def count_backward(self) -> None:
@@ -305,13 +325,20 @@ class FP8Linear(nn.Linear):
         use_fp8 = mode.enabled and (self.training or mode.eval_precision == "fp8")
         if not mode.allowed:
             return F.linear(input, self.weight, self.bias)
-        compute = self._in_fp8 if use_fp8 else self._calibrating if mode.calibrating else _in_high_precision
+        fqn = slots.slots[Role.INPUT].fqn
+        if mode.awaits_attach:
+            raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
         weight = self.weight  # Once: a parametrization computes it anew at each access.
+        in_fp8 = functools.partial(self._in_fp8, weight)
+        compute = in_fp8 if use_fp8 else self._calibrating if mode.calibrating else _in_high_precision
         if is_dtensor(weight):
-            return parallel_linear(compute, input, weight, self.bias, slots.slots[Role.INPUT].fqn)
+            return parallel_linear(compute, input, weight, self.bias, fqn)
+        if is_dtensor(input):
+            raise ConfigurationError(f"{fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too")
         return compute(input, weight, self.bias)
 
-    def _in_fp8(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _in_fp8(self, parameter: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``weight``: what this rank has of ``parameter``."""
         slots = self.fp8_slots
         out_features, in_features = weight.shape  # Of this rank, under tensor parallelism.
         self._require_features(input, in_features)
@@ -321,7 +348,7 @@ class FP8Linear(nn.Linear):
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
-        cast = slots.weight_cast(weight, states[1], record)
+        cast = slots.weight_cast(weight, parameter, states[1], record)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         output = _FP8LinearFunction.apply(tokens, weight, *cast, slots, states, record, wants_weight_grad)
         # A new tensor for autograd, as F.linear's: FSDP2 warns of modules that return views.
@@ -362,9 +389,14 @@ class _Dequantise(torch.autograd.Function):
 
 
 def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if isinstance(weight, FP8Weight):
-        weight = _Dequantise.apply(weight)
-    return F.linear(input, weight, bias)
+    if not isinstance(weight, FP8Weight):
+        return F.linear(input, weight, bias)
+    # The dequantised weight is made again in backward: of all layers it would be the whole model.
+    return torch.utils.checkpoint.checkpoint(_dequantising, input, weight, bias, use_reentrant=False)
+
+
+def _dequantising(input: Tensor, weight: FP8Weight, bias: Tensor | None) -> Tensor:
+    return F.linear(input, _Dequantise.apply(weight), bias)
 
 
 def eligible_linears(
@@ -383,6 +415,8 @@ def _why_not(
 ) -> str | None:
     if isinstance(module, FP8Linear):
         raise ConfigurationError(f"{fqn or 'the model'} is prepared already: detach() its manager first")
+    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+        return SHARDED_ALREADY
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}, not exactly nn.Linear"
     if not isinstance(module._parameters.get("weight"), nn.Parameter):

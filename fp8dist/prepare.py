@@ -13,7 +13,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.groups import GroupLike, SyncGroup
 from fp8dist.manager import ATTRIBUTE, StateManager
-from fp8dist.nn import LinearSlots, Mode, convert, eligible_linears
+from fp8dist.nn import SHARDED_ALREADY, LinearSlots, Mode, convert, eligible_linears
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
 from fp8dist.state.arena import Arena
@@ -90,7 +90,7 @@ def prepare(
         raise ConfigurationError("the model, or a part of it, is prepared already: detach() its manager first")
     linears = _choose(model, skip, filter_fn)
     plan = _Plan(linears, group, groups or {}, recipe)
-    mode = Mode(settings.enabled, settings.backend, settings.eval_precision)
+    mode = Mode(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather)
     manager = StateManager(model, recipe, settings, mode, plan.syncs, plan.sync_groups, plan.aliases)
     for fqn, linear in linears.items():
         convert(linear, plan.slots_of(fqn, linear, mode))
@@ -110,7 +110,8 @@ def _choose(
             chosen[fqn] = linear
         else:
             skipped[reason] += 1
-            logger.info("fp8dist: %s stays in high precision: %s", fqn or "the model", reason)
+            level = logging.WARNING if reason == SHARDED_ALREADY else logging.INFO
+            logger.log(level, "fp8dist: %s stays in high precision: %s", fqn or "the model", reason)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             logger.warning(

@@ -63,6 +63,10 @@ def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor
     b = None
     if bias is not None:
         b = bias.to_local(grad_placements=partial_weight_grad) if is_dtensor(bias) else bias
+        if b.shape != w.shape[:1]:
+            raise ConfigurationError(
+                f"{fqn}: {b.shape[0]} elements of the bias are here for {w.shape[0]} outputs: place it like the weight"
+            )
     if row_wise:
         y = linear(x, w, None)
         if b is not None:

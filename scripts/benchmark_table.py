@@ -45,7 +45,23 @@ def main(folder: Path) -> None:
     for update in ("same_step", "next_step"):
         summary = json.loads((folder / update / "summary.json").read_text())
         print(f"| {update} | {summary['exposed_sync_ms_per_step']:.3f} | {summary['tokens_per_s']:.0f} |")
+    _print_fsdp(folder)
     _print_checks(json.loads((folder / "check.json").read_text()), folder)
+
+
+def _print_fsdp(folder: Path) -> None:
+    sync = json.loads((folder / "fsdp-sync.json").read_text())
+    print(f"\n| amaxes of {sync['layers']} sharded weights, and all other slots | collectives | ms |\n|---|---|---|")
+    print(f"| fp8dist, whole step ({sync['slots']} slots) | {sync['collectives']} | {sync['step_ms']:.2f} |")
+    faster = sync["one_each_ms"] / sync["step_ms"]
+    each = f"{sync['layers']} | {sync['one_each_ms']:.1f} ({faster:.0f} times)"
+    print(f"| one all-reduce per weight, nothing else | {each} |")
+    rows = [json.loads(line) for line in (folder / "fsdp-train.jsonl").read_text().splitlines()]
+    print("\n| FSDP2 | gathered per step, MB | peak of a rank's tensors, MiB | peak of its process, MiB |")
+    print("|---|---|---|---|")
+    for row in rows:
+        sizes = f"{row['gathered_bytes'] / 1e6:.1f} | {row['tensors_mib']:.1f} | {row['process_mib']:.0f}"
+        print(f"| {row['mode']} | {sizes} |")
 
 
 def _print_checks(check: dict[str, Any], folder: Path) -> None:

@@ -1,0 +1,229 @@
+"""Models under FSDP2 and DDP, trained on the same data, and what is left of them: for bitwise comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.kernels.update import WORD_MANIFEST
+from fp8dist.nn import FP8Linear
+from tests.support.collectives import counted_collectives
+from tests.support.training import Net, batch, bits, fp8_count
+
+HISTORY = 4
+
+
+class Deep(nn.Module):
+    """Two blocks of two Linears, one without bias, around a LayerNorm each; in and out as ``training.batch`` gives."""
+
+    def __init__(self, width: int = 32, inner: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, width)
+        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(2))
+        self.last = nn.Linear(width, 16)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.last(h)
+
+
+class Block(nn.Module):
+    """x + down(relu(up(norm(x))))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Mlp(nn.Module):
+    """Three Linears of given output widths: shards of 16, 48 and 80 rows are uneven on three ranks."""
+
+    def __init__(self, widths: tuple[int, ...] = (48, 80, 16), bias: bool = True) -> None:
+        super().__init__()
+        sizes = (32, *widths)
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(sizes))
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.relu(layer(x))
+        return self.layers[-1](x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "deep": Deep, "mlp": Mlp}
+
+
+def seeded(name: str, seed: int = 0) -> nn.Module:
+    """The same model for the same seed."""
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run; every rank gets the same one."""
+
+    parallel: str = "fsdp2"  # or "ddp"
+    precision: str = "fp8"  # or "fp32"
+    fp8_all_gather: bool = True
+    model: str = "net"
+    update: str = "same_step"
+    optimizer: str = "adamw"
+    steps: int = 5
+    accumulate: int = 1
+    no_sync: bool = False
+    reshard: bool | str = True  # "mixed": True for the first child, False for others
+    per_module: bool = True
+    skip: tuple[tuple[int, int], ...] = ()  # (rank, step) where ``Net.branch`` is skipped
+    shard: dict[str, Any] = field(default_factory=dict)  # more arguments of fully_shard
+    ddp: dict[str, Any] = field(default_factory=dict)
+    clip: float = 0.0
+    reduce_unused: bool = False  # FSDP2: zero gradients for what this rank skipped, as others may have run it
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    state: dict[str, bytes]
+    fp8_collectives: list[int]
+    steps: int
+
+    @property
+    def parameter_bits(self) -> dict[str, bytes]:
+        return {name: bits(value) for name, value in self.parameters.items()}
+
+
+def shard(model: nn.Module, reshard: bool | str = True, per_module: bool = True, **options: Any) -> FSDPModule:
+    """fully_shard, each Linear or block on its own and the rest with the root."""
+    if per_module:
+        parts = [m for m in model.modules() if isinstance(m, Block)]
+        inside = {m for part in parts for m in part.modules()}
+        parts += [m for m in model.modules() if isinstance(m, nn.Linear) and m not in inside]
+        for i, part in enumerate(parts):
+            each = i % 2 == 0 if reshard == "mixed" else reshard
+            fully_shard(part, reshard_after_forward=each, **options)
+    root = True if reshard == "mixed" else reshard
+    return fully_shard(model, reshard_after_forward=root, **options)
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole. COLLECTIVE under FSDP2."""
+    whole = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        whole[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return whole
+
+
+def arena_bits(manager: StateManager) -> dict[str, bytes]:
+    """The whole FP8 state, exactly, less the word that says how the job was set up. Commits what is due."""
+    manager._cycle.settle()
+    found = {}
+    for i, sync in enumerate(manager._syncs):
+        words = sync.arena.words.clone()
+        words[WORD_MANIFEST] = 0
+        arrays = {"words": words, "window": sync.arena.ordered_history()}
+        for name in ("scales", "amax", "cold", "counters"):
+            arrays[name] = getattr(sync.arena, name)
+        found.update({f"{i}.{name}": bits(value) for name, value in arrays.items()})
+    return found
+
+
+def settings_of(job: Job) -> dict[str, Any]:
+    return {"fp8_all_gather": job.fp8_all_gather and job.parallel == "fsdp2"}
+
+
+def build(job: Job) -> tuple[nn.Module, nn.Module, StateManager | None, torch.optim.Optimizer]:
+    """(model, what the loop calls, manager, optimizer), attached."""
+    model = seeded(job.model)
+    manager = None
+    if job.precision == "fp8":
+        recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
+        manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, **settings_of(job))
+    if job.parallel == "ddp":
+        called: nn.Module = DistributedDataParallel(model, **job.ddp)
+    else:
+        called = shard(model, job.reshard, job.per_module, **job.shard)  # type: ignore[assignment]
+        if job.reduce_unused:
+            called.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    optimizer = OPTIMIZERS[job.optimizer](called.parameters())
+    if manager is not None:
+        manager.attach(called, optimizer=optimizer)
+    return model, called, manager, optimizer
+
+
+@contextlib.contextmanager
+def gradients_stay(called: nn.Module, silent: bool) -> Iterator[None]:
+    """No reduction of gradients in here, in the way of DDP or of FSDP2."""
+    if not silent:
+        yield
+    elif isinstance(called, DistributedDataParallel):
+        with called.no_sync():
+            yield
+    else:
+        called.set_requires_gradient_sync(False)
+        yield
+        called.set_requires_gradient_sync(True)
+
+
+def train(job: Job) -> Outcome:
+    """Run on every rank."""
+    rank = dist.get_rank()
+    model, called, manager, optimizer = build(job)
+    losses, per_step, index = [], [], 0
+    with counted_collectives() as calls:
+        for step in range(job.steps):
+            before = fp8_count(calls, manager) if manager else 0
+            for micro in range(job.accumulate):
+                with gradients_stay(called, job.no_sync and micro < job.accumulate - 1):
+                    x, y = batch(rank, index)
+                    loss = nn.functional.mse_loss(called(x, skip=(rank, step) in job.skip), y) / job.accumulate
+                    loss.backward()
+                losses.append(float(loss.detach()))
+                index += 1
+            if job.clip:
+                nn.utils.clip_grad_norm_(called.parameters(), job.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            per_step.append(fp8_count(calls, manager) - before if manager else 0)
+    outcome = Outcome(
+        losses,
+        full(model),
+        arena_bits(manager) if manager else {},
+        per_step,
+        manager.steps if manager else job.steps,
+    )
+    return outcome
+
+
+def fp8_linears(model: nn.Module) -> dict[str, FP8Linear]:
+    """By name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}

@@ -1,0 +1,195 @@
+"""Meshes of two axes: tensor parallelism × FSDP2, and HSDP (replicate × shard). All four ranks share one state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from tests.support.logs import captured_log
+from tests.support.meshes import OPTIMIZERS, WORLD, Job, build, parallelize_blocks
+from tests.support.parallel import (
+    LINEARS,
+    make_blocks,
+    mesh_of,
+    same_on_all_ranks,
+    train_plain,
+    watched_reductions,
+)
+from tests.support.ranks import RankPool
+from tests.support.training import histories, state_bits
+
+pytestmark = pytest.mark.xdist_group("four_ranks")
+
+
+STEPS = 5
+
+
+def _train(job: Job, steps: int = STEPS) -> Any:
+    """(losses, windows, state, whole parameters) as plain values."""
+    built = build(job)
+    losses = []
+    with watched_reductions() as reductions:
+        for step in range(steps):
+            losses += built.step(step)
+        state = state_bits(built.manager)
+    # Counted from the first step's end: deriving weight scales has the size of the pending amaxes alone.
+    assert reductions.of(built.manager) == [WORLD] * steps
+    if job.layout != "ddp":
+        assert {p.device_mesh.ndim for _, p in built.named() if isinstance(p, DTensor)} == {2}
+    parameters = built.parameters()
+    same_on_all_ranks(state)
+    same_on_all_ranks({name: p.tolist() for name, p in parameters.items()})
+    report = built.manager.check(parameters=True)
+    assert report.consistent, str(report)
+    return losses, histories(built.manager), state, {name: p.numpy() for name, p in parameters.items()}
+
+
+def _same_bits(mine: Any, theirs: Any) -> None:
+    assert mine[0] == theirs[0]
+    assert mine[2] == theirs[2]
+    assert all((mine[3][name] == theirs[3][name]).all() for name in theirs[3])
+
+
+# Tensor parallelism × FSDP2 ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8_all_gather", [True, False])
+def test_tp_with_fsdp2_is_what_one_process_computes(four_ranks: RankPool, fp8_all_gather: bool) -> None:
+    """Cast by the same scales the operands are the same, but for sums that round differently: those sometimes tip an
+    element to the next FP8 number, 2⁻³ of it away, one of hundreds in a sum."""
+    job = Job(optimizer="sgd", warmup="unit", fp8_all_gather=fp8_all_gather)
+    results = four_ranks.run(_train, job)
+    plain = train_plain(2, STEPS, OPTIMIZERS["sgd"])
+    initial = dict(make_blocks().named_parameters())
+    for rank, (losses, windows, _, parameters) in enumerate(results):
+        assert losses == pytest.approx([step[rank // 2] for step in plain.losses], rel=2e-3)
+        for slot, window in plain.windows.items():
+            assert windows[slot][-STEPS:] == pytest.approx(window, rel=2e-2), slot
+        for name in LINEARS:  # Before any update weights are the same to the bit, wherever their parts lie.
+            assert windows[name, "weight"][-STEPS] == plain.windows[name, "weight"][0]
+        for name, parameter in plain.parameters.items():
+            moved = (parameter - initial[name].detach()).norm()
+            error = (torch.from_numpy(parameters[name]) - parameter).norm()
+            assert float(error / moved) < 0.02, name
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(optimizer="foreach"),
+        Job(optimizer="fused", update="next_step"),
+        Job(optimizer="foreach", accumulate=2),
+        Job(optimizer="fused", checkpointing="non-reentrant"),
+    ],
+    ids=["foreach", "fused, next_step", "accumulation", "checkpointing"],
+)
+@pytest.mark.parametrize("layout", ["tp", "hsdp"])
+def test_fp8_all_gather_changes_no_bit(four_ranks: RankPool, layout: str, job: Job) -> None:
+    job = Job(**{**job.__dict__, "layout": layout})
+    gathered = four_ranks.run(_train, job, 3)
+    cast_after = four_ranks.run(_train, Job(**{**job.__dict__, "fp8_all_gather": False}), 3)
+    for mine, theirs in zip(gathered, cast_after):
+        _same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_activation_checkpointing_changes_no_bit_of_losses_and_state(four_ranks: RankPool, how: str) -> None:
+    with_it = four_ranks.run(_train, Job(checkpointing=how), 3)
+    without_it = four_ranks.run(_train, Job(), 3)
+    for mine, theirs in zip(with_it, without_it):
+        _same_bits(mine, theirs)
+
+
+def _drifted(damaged: int, name: str) -> Any:
+    built = build(Job())
+    built.step(0)
+    parameter = dict(built.named())[name]
+    assert isinstance(parameter, DTensor)
+    if dist.get_rank() == damaged:
+        with torch.no_grad():
+            parameter.to_local().view(-1)[1] += 0.25
+    with captured_log():
+        report = built.manager.check(parameters=True)
+    return [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings]
+
+
+@pytest.mark.parametrize(("damaged", "ranks"), [(1, (0, 1)), (2, (2, 3))])
+@pytest.mark.parametrize("name", ["blocks.1.norm.weight", "blocks.0.down.bias"])
+def test_drift_across_the_tensor_parallel_axis_is_found(
+    four_ranks: RankPool, damaged: int, ranks: tuple[int, ...], name: str
+) -> None:
+    """Two replicas differ, and nobody knows which is right."""
+    for findings in four_ranks.run(_drifted, damaged, name):
+        assert findings == [("parameter", name, ranks, None)]
+
+
+def _group_too_small() -> str:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model = make_blocks()
+    manager = fp8dist.prepare(model, group=mesh["dp"])
+    parallelize_blocks(model, mesh["tp"])
+    with pytest.raises(ConfigurationError) as error:
+        manager.attach(model)
+    return str(error.value)
+
+
+def test_the_data_parallel_axis_alone_is_refused_under_tensor_parallelism(four_ranks: RankPool) -> None:
+    for rank, text in enumerate(four_ranks.run(_group_too_small)):
+        first = rank - rank % 2
+        assert "blocks.0.up" in text
+        assert f"[{first}, {first + 1}]" in text
+        assert f"[{rank % 2}, {rank % 2 + 2}]" in text
+
+
+# HSDP ----------------------------------------------------------------------------------------------------
+
+
+def test_hsdp_is_ddp_on_all_ranks(four_ranks: RankPool) -> None:
+    """The first step is the same to the bit. Then gradients were added up in another order: see above."""
+    job = Job("hsdp", optimizer="sgd")
+    hsdp = four_ranks.run(_train, job)
+    ddp = four_ranks.run(_train, Job("ddp", False, optimizer="sgd"))
+    initial = dict(make_blocks().named_parameters())
+    for mine, theirs in zip(hsdp, ddp):
+        assert mine[0][0] == theirs[0][0]
+        assert mine[0] == pytest.approx(theirs[0], rel=2e-3)
+        for slot, window in theirs[1].items():
+            assert mine[1][slot][-STEPS] == window[-STEPS]
+            assert mine[1][slot] == pytest.approx(window, rel=2e-2)
+        for name, parameter in theirs[3].items():
+            moved = torch.from_numpy(parameter) - initial[name].detach()
+            assert float((torch.from_numpy(mine[3][name] - parameter)).norm() / moved.norm()) < 0.02, name
+
+
+def test_hsdp_against_one_process(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_train, Job("hsdp", optimizer="sgd", warmup="unit"))
+    plain = train_plain(4, STEPS, OPTIMIZERS["sgd"])
+    for rank, (losses, windows, *_) in enumerate(results):
+        assert losses == pytest.approx([step[rank] for step in plain.losses], rel=2e-3)
+        for slot, window in plain.windows.items():
+            assert windows[slot][-STEPS:] == pytest.approx(window, rel=2e-2), slot
+
+
+def _flipped(damaged: int) -> Any:
+    built = build(Job("hsdp"))
+    built.step(0)
+    parameter = dict(built.named())["blocks.0.up.weight"]
+    assert isinstance(parameter, DTensor)
+    if dist.get_rank() == damaged:
+        with torch.no_grad():
+            parameter.to_local().view(-1)[5] *= -1
+    with captured_log():
+        report = built.manager.check(parameters=True)
+    return [(f.kind, f.name, f.ranks, f.reference_rank) for f in report.findings]
+
+
+@pytest.mark.parametrize(("damaged", "ranks"), [(1, (1, 3)), (2, (0, 2))])
+def test_hsdp_replicas_that_differ_are_found(four_ranks: RankPool, damaged: int, ranks: tuple[int, ...]) -> None:
+    for findings in four_ranks.run(_flipped, damaged):
+        assert findings == [("parameter", "blocks.0.up.weight", ranks, None)]

@@ -1,0 +1,319 @@
+"""Tensor parallelism: what is refused, high precision, and loops other than the plainest."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import ConfigurationError
+from tests.support.linear import E4M3, amax, dequantised
+from tests.support.parallel import (
+    assert_affine,
+    mesh_of,
+    watched_reductions,
+    whole,
+)
+from tests.support.ranks import RankPool
+from tests.support.tensor_parallel import (
+    LAST,
+    LAYOUTS,
+    Pair,
+    all_of,
+    forward_backward,
+    gradient_of,
+    last_amaxes,
+    parallel_pair,
+    parallelize,
+    x_of,
+)
+from tests.support.training import state_bits
+
+# Refusals ----------------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    """A Linear with a name."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(columns, rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+def _unaligned(style: str, rows: int, columns: int) -> str:
+    model = nn.ModuleDict({"inner": Inner(rows, columns)})
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    plan = {"inner.proj": ColwiseParallel() if style == "columns" else RowwiseParallel()}
+    parallelize_module(model, mesh_of((2,), ("tp",)), plan)
+    with pytest.raises(ConfigurationError) as error:
+        manager.attach(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("style", "rows", "columns", "shape"),
+    [("columns", 48, 32, "(24, 32)"), ("rows", 32, 48, "(32, 24)"), ("columns", 16, 32, "(8, 32)")],
+)
+def test_parts_that_fp8_cannot_multiply_are_refused_at_attach(
+    two_ranks: RankPool, style: str, rows: int, columns: int, shape: str
+) -> None:
+    for text in two_ranks.run(_unaligned, style, rows, columns):
+        assert "inner.proj" in text
+        assert shape in text
+
+
+def _plain_input() -> str:
+    mesh = mesh_of((2,), ("tp",))
+    model = nn.ModuleDict({"inner": Inner(32, 32)})
+    manager = fp8dist.prepare(model, group=mesh)
+    proj = model["inner"].proj
+    proj.weight = nn.Parameter(distribute_tensor(proj.weight.detach(), mesh, [Shard(0)]))
+    manager.attach(model)
+    with pytest.raises(ConfigurationError) as error:
+        proj(torch.randn(4, 32))
+    return str(error.value)
+
+
+def test_a_plain_input_is_refused(two_ranks: RankPool) -> None:
+    assert all("inner.proj" in text and "plain tensor" in text for text in two_ranks.run(_plain_input))
+
+
+def _unfitting(weight: Placement, input: Placement) -> str:
+    mesh = mesh_of((2,), ("tp",))
+    model = nn.ModuleDict({"inner": Inner(32, 32)})
+    manager = fp8dist.prepare(model, group=mesh)
+    proj = model["inner"].proj
+    proj.weight = nn.Parameter(distribute_tensor(proj.weight.detach(), mesh, [weight]))
+    proj.bias = nn.Parameter(distribute_tensor(proj.bias.detach(), mesh, [Replicate()]))
+    manager.attach(model)
+    x = torch.randn(4, 32) if input != Shard(1) else torch.randn(4, 16)
+    with pytest.raises(ConfigurationError) as error:
+        proj(DTensor.from_local(x, mesh, [input]))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("weight", "input"),
+    [
+        (Shard(0), Shard(1)),
+        (Shard(0), Partial()),
+        (Shard(1), Replicate()),
+        (Replicate(), Partial()),
+        (Replicate(), Shard(1)),
+    ],
+)
+def test_placements_without_a_product_are_refused(two_ranks: RankPool, weight: Placement, input: Placement) -> None:
+    assert all("inner.proj" in text for text in two_ranks.run(_unfitting, weight, input))
+
+
+def _unfitting_bias() -> str:
+    mesh = mesh_of((2,), ("tp",))
+    model = nn.ModuleDict({"inner": Inner(32, 32)})
+    manager = fp8dist.prepare(model, group=mesh)
+    proj = model["inner"].proj
+    proj.weight = nn.Parameter(distribute_tensor(proj.weight.detach(), mesh, [Shard(0)]))
+    proj.bias = nn.Parameter(distribute_tensor(proj.bias.detach(), mesh, [Replicate()]))
+    x = distribute_tensor(torch.randn(4, 32), mesh, [Replicate()])
+
+    def attach_and_run() -> None:
+        manager.attach(model)
+        proj(x)
+
+    with pytest.raises(ConfigurationError) as error:
+        attach_and_run()
+    return str(error.value)
+
+
+def test_a_bias_that_is_not_split_like_its_columns_is_refused(two_ranks: RankPool) -> None:
+    assert all("inner.proj" in text for text in two_ranks.run(_unfitting_bias))
+
+
+def _narrow_group() -> str:
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = nn.ModuleDict({"inner": Inner(32, 32)})
+    manager = fp8dist.prepare(model, group=own)
+    parallelize_module(model, mesh_of((2,), ("tp",)), {"inner.proj": ColwiseParallel()})
+    with pytest.raises(ConfigurationError) as error:
+        manager.attach(model)
+    return str(error.value)
+
+
+def test_a_group_without_the_tensor_parallel_ranks_is_refused(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_narrow_group):
+        assert "inner.proj" in text
+        assert "[0, 1]" in text
+
+
+# High precision ----------------------------------------------------------------------------------------
+
+
+def _high_precision(name: str, how: str) -> None:
+    layout = LAYOUTS[name]
+    settings: dict[str, Any] = {"eval": {"eval_precision": "high"}, "disabled": {"enabled": False}}.get(how, {})
+    model, manager, _ = parallel_pair(layout, **settings)
+    plain = Pair(layout)
+    parallelize(plain, layout)
+    before = state_bits(manager)
+    if how == "eval":
+        model.eval()
+        x = forward_backward(model, layout, 0)
+    elif how == "autocast":
+        with manager.autocast(enabled=False):
+            x = forward_backward(model, layout, 0)
+    elif how == "calibrate":
+        with manager.calibrate():
+            x = forward_backward(model, layout, 0)
+    else:
+        x = forward_backward(model, layout, 0)
+    expected = forward_backward(plain, layout, 0)
+    pairs = [(model.z, plain.z), (model.y, plain.y), (x.grad, expected.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters())]
+    for mine, theirs in pairs:
+        assert mine is not None
+        assert theirs is not None
+        assert type(mine) is type(theirs)
+        torch.testing.assert_close(whole(mine), whole(theirs), rtol=1e-5, atol=1e-5)
+    if how != "calibrate":
+        if how != "disabled":
+            assert state_bits(manager) == before
+        return
+    token = Shard(1) if layout.sequence else Replicate()
+    seen = {
+        ("up", "input"): all_of(model.n, token), ("down", "input"): all_of(model.h, layout.middle),
+        ("up", "grad_output"): all_of(model.z.grad, layout.middle), ("down", "grad_output"): gradient_of(0),
+        ("up", "weight"): whole(model.up.weight), ("down", "weight"): whole(model.down.weight),
+    }  # fmt: skip
+    assert last_amaxes(manager) == {slot: amax(tensor) for slot, tensor in seen.items()}
+
+
+@pytest.mark.parametrize("how", ["eval", "autocast", "calibrate", "disabled"])
+@pytest.mark.parametrize("name", ["default", "in by tokens"])
+def test_high_precision_is_that_of_the_plain_model(two_ranks: RankPool, name: str, how: str) -> None:
+    two_ranks.run(_high_precision, name, how)
+
+
+def _eval_in_fp8() -> None:
+    layout = LAYOUTS["default"]
+    model, manager, full = parallel_pair(layout)
+    forward_backward(model, layout, 0)
+    manager.step()
+    before = state_bits(manager)
+    model.eval()
+    with torch.no_grad():
+        y = model(x_of(1))
+    manager.step()
+    after = state_bits(manager)
+    assert {k: v for k, v in before.items() if k != "step"} == {k: v for k, v in after.items() if k != "step"}
+    h = all_of(model.h, LAST)
+    a = dequantised(h, E4M3, manager.scale("down", "input"))
+    assert_affine(y, a, dequantised(full["down.weight"], E4M3, manager.scale("down", "weight")), full["down.bias"])
+
+
+def test_eval_in_fp8_records_nothing(two_ranks: RankPool) -> None:
+    two_ranks.run(_eval_in_fp8)
+
+
+# Loops -------------------------------------------------------------------------------------------------
+
+
+def _accumulated(update: str) -> None:
+    layout = LAYOUTS["in by tokens"]
+    model = Pair(layout)
+    recipe = DelayedScaling(history_len=4, update=update)  # type: ignore[arg-type]
+    manager = fp8dist.prepare(model, recipe, group=mesh_of((2,), ("tp",)))
+    parallelize(model, layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager.attach(model, optimizer=optimizer)
+    for step in range(3):
+        inputs, gradients = [], []
+        weights = {name: amax(whole(model.get_submodule(name).weight)) for name in ("up", "down")}
+        with watched_reductions() as reductions:
+            for micro in range(3):
+                forward_backward(model, layout, (3 * step + micro) % 5)
+                inputs.append((amax(all_of(model.n, Shard(1))), amax(all_of(model.h, LAST))))
+                gradients.append((amax(all_of(model.z.grad, LAST)), amax(gradient_of((3 * step + micro) % 5))))
+            optimizer.step()
+            optimizer.zero_grad()
+            last = last_amaxes(manager)
+        assert reductions.of(manager) == [(0, 1)]
+        for i, name in enumerate(("up", "down")):
+            assert last[name, "input"] == max(seen[i] for seen in inputs)
+            assert last[name, "grad_output"] == max(seen[i] for seen in gradients)
+            assert last[name, "weight"] == weights[name]
+    report = manager.check(parameters=True)
+    assert report.consistent, str(report)
+    assert ("parameter", 3) in report.compared  # The norm's two and the row-wise bias.
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_accumulation(two_ranks: RankPool, update: str) -> None:
+    two_ranks.run(_accumulated, update)
+
+
+def _interrupted() -> None:
+    layout = LAYOUTS["default"]
+
+    def run(broken: bool) -> Any:
+        model, manager, _ = parallel_pair(layout)
+        for index in range(3):
+            if broken and index == 1:
+                handle = model.down.register_forward_pre_hook(_fail)
+                with pytest.raises(KeyError):
+                    forward_backward(model, layout, 0)  # Recorded already in step 0, and no larger than step 1's.
+                handle.remove()
+                model.zero_grad()
+            forward_backward(model, layout, index)
+            manager.step()
+        return state_bits(manager), [whole(p).tolist() for p in model.parameters()]
+
+    assert run(True) == run(False)
+
+
+def _fail(module: nn.Module, args: Any) -> None:
+    raise KeyError("interrupted")
+
+
+def test_training_goes_on_after_a_failed_forward(two_ranks: RankPool) -> None:
+    two_ranks.run(_interrupted)
+
+
+def _copied() -> None:
+    layout = LAYOUTS["default"]
+    model, manager, _ = parallel_pair(layout)
+    forward_backward(model, layout, 0)
+    manager.step()
+    for kept in ("n", "z", "h", "y"):
+        delattr(model, kept)
+    before = state_bits(manager)
+    twin = copy.deepcopy(model)
+    twins = fp8dist.get_manager(twin)
+    assert twins is not manager
+    assert state_bits(twins) == before
+    twins.attach(twin)
+    results = []
+    runs: list[tuple[Pair, StateManager]] = [(twin, twins), (model, manager)]
+    for one, of_one in runs:
+        one.zero_grad()
+        with watched_reductions() as reductions:
+            forward_backward(one, layout, 1)
+            of_one.step()
+        assert reductions.of(of_one) == [(0, 1)]
+        results.append((state_bits(of_one), [whole(p.grad).tolist() for p in one.parameters()]))  # type: ignore[arg-type]
+        if one is twin:
+            assert state_bits(manager) == before
+    assert results[0] == results[1]
+
+
+def test_a_copy_has_its_own_state(two_ranks: RankPool) -> None:
+    two_ranks.run(_copied)
