@@ -1,6 +1,6 @@
 """What FSDP2's fp8 all-gather costs and saves: the weights' amaxes, bytes on the wire, peak memory.
 
-Run by ``scripts/benchmark`` under torchrun, two ranks; each call prints one JSON object from rank 0.
+Run by ``scripts/benchmark`` under torchrun, two ranks, with launch/ on PYTHONPATH; each call prints one JSON object from rank 0.
 
     benchmark_fsdp.py sync           amaxes of 224 sharded weights in the step's sync, against an all-reduce for each
     benchmark_fsdp.py train MODE     bytes gathered and peak memory of a rank; a fresh process for each MODE, one of
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 import fp8dist
+from gathering import GatheredBytes
 
 LAYERS = 224
 PAIRS = 15
@@ -92,7 +93,10 @@ def train(mode: str) -> dict[str, Any]:
     model, manager = sharded(layers, width, gather=mode == "fp8-gather", history_len=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     manager.attach(model, optimizer=optimizer)
-    gathered = count_gathers(model)
+    gathered = GatheredBytes()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            gathered.watch(module)
 
     def step() -> None:
         x = torch.randn(TOKENS, width)
@@ -101,18 +105,17 @@ def train(mode: str) -> dict[str, Any]:
         optimizer.zero_grad()
 
     step()  # Optimizer state and buffers come to be.
-    gathered.clear()
     reset_peak()
-    step()
+    with gathered.counting():
+        step()
     peak = resident("VmHWM")
-    on_wire = sum(gathered)
     with LiveTensors(everything(model, optimizer)) as live:
         step()
     parameters = sum(p.numel() for p in model.parameters())
     return {
         "mode": mode,
         "parameters": parameters,
-        "gathered_bytes": on_wire,
+        "gathered_bytes": gathered.total,
         "tensors_mib": live.peak / 2**20,
         "process_mib": peak,
     }
@@ -154,26 +157,6 @@ class LiveTensors(TorchDispatchMode):
                 now += storage.nbytes()
         self.peak = max(self.peak, now)
         return result
-
-
-def count_gathers(model: nn.Module) -> list[int]:
-    """Grows by the bytes that this rank receives in each all-gather."""
-    sizes: list[int] = []
-
-    class Counting:
-        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
-
-        def __call__(
-            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-        ) -> dist.Work | None:
-            sizes.append((output_tensor.numel() - input_tensor.numel()) * output_tensor.element_size())
-            return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
-
-    for module in model.modules():
-        if hasattr(module, "set_custom_all_gather"):
-            module.set_custom_all_gather(Counting())  # type: ignore[operator]
-    return sizes
 
 
 def resident(what: str) -> float:

@@ -4,86 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from fp8dist.checker import Event
 from fp8dist.errors import ConfigurationError
 from fp8dist.gathered import FP8Weight
-from fp8dist.state.arena import SATURATED
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
-from tests.support.sharded import Job, arena_bits, build, fp8_linears, full
+from tests.support.running import FITS, Running
+from tests.support.sharded import Job, arena_bits, fp8_linears, full
 from tests.support.training import batch, bits
-
-FITS = 0.05
-"""Share of 448s where a scale fits: of uniform weights 1/28, what rounds to 448 lies between 432 and 448."""
-
-
-@dataclass
-class Running:
-    """A job in the middle of its steps."""
-
-    job: Job
-    index: int = 0
-
-    def __post_init__(self) -> None:
-        self.model, self.called, manager, self.optimizer = build(self.job)
-        assert manager is not None
-        self.manager = manager
-
-    def loss(self) -> Tensor:
-        x, y = batch(dist.get_rank(), self.index)
-        self.index += 1
-        return nn.functional.mse_loss(self.called(x).float(), y)
-
-    def step(self) -> float:
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
-
-    def saturated(self) -> dict[str, float]:
-        """Share of each weight's FP8 values at the limit, as the next forward sees them, with grad off."""
-        shares: dict[str, float] = {}
-
-        def note(name: str) -> Any:
-            def hook(module: nn.Module, args: Any) -> None:
-                weight = module.weight
-                assert isinstance(weight, FP8Weight)
-                shares[name] = float((weight.rows.float().abs() == 448).float().mean())
-
-            return hook
-
-        handles = [m.register_forward_pre_hook(note(n)) for n, m in fp8_linears(self.model).items()]
-        with torch.no_grad():
-            self.called(batch(dist.get_rank(), 0)[0])
-        for handle in handles:
-            handle.remove()
-        return shares
-
-    def scales(self) -> dict[str, float]:
-        return {name: float(self.manager.scale(name, "weight")) for name in fp8_linears(self.model)}
-
-    def fitting(self) -> dict[str, float]:
-        """What the scales would be if they were derived from the weights as they are. COLLECTIVE."""
-        whole = full(self.model)
-        return {n: float(torch.tensor(448.0) / whole[f"{n}.weight"].abs().max()) for n in fp8_linears(self.model)}
-
-    @property
-    def counted(self) -> int:
-        """Weights' amaxes beyond the scale in use, so far."""
-        (sync,) = self.manager._syncs
-        total = self.manager.metrics()["fp8/saturated_amaxes"]  # Commits what is due.
-        weights = [i for slot, i in sync.arena.index.items() if slot.role == "weight"]
-        assert total == int(sync.arena.counters[SATURATED].sum())
-        return int(sync.arena.counters[SATURATED][weights].sum())
 
 
 def _in_place(factor: float) -> Callable[[Running], None]:

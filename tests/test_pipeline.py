@@ -91,19 +91,17 @@ def _wrapped(model: nn.Module, wrapper: str) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
-def _stage(module: nn.Module, stage: int, static: bool) -> PipelineStage:
-    """``static``: told of the shapes. Else it finds out by a forward and a backward of uninitialised memory and ones,
-    under which DDP's reducer fails, fp8dist or not (torch 2.13)."""
+def _stage(module: nn.Module, stage: int) -> PipelineStage:
+    """Told of the shapes: else it finds out by a forward and a backward of uninitialised memory and ones, which would
+    be recorded (and under which DDP's reducer fails, fp8dist or not; torch 2.13)."""
     group = mesh_of((2, 2), ("pp", "dp")).get_group("pp")
-    shapes: dict[str, Any] = {}
-    if static:
-        sizes = [(32, 48), (48, 16)][stage]
-        x, y = (torch.empty(16 // MICROBATCHES, size) for size in sizes)
-        shapes = {"input_args": (x.requires_grad_(stage == 1),), "output_args": (y.requires_grad_(),)}
+    sizes = [(32, 48), (48, 16)][stage]
+    x, y = (torch.empty(16 // MICROBATCHES, size) for size in sizes)
+    shapes: dict[str, Any] = {"input_args": (x.requires_grad_(stage == 1),), "output_args": (y.requires_grad_(),)}
     return PipelineStage(module, stage, 2, torch.device("cpu"), group=group, **shapes)
 
 
-def _train(schedule: str, wrapper: str, update: str, static: bool = True) -> Outcome:
+def _train(schedule: str, wrapper: str, update: str) -> Outcome:
     mesh = mesh_of((2, 2), ("pp", "dp"))
     stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     model: nn.Module = FirstStage() if stage == 0 else LastStage()
@@ -113,7 +111,7 @@ def _train(schedule: str, wrapper: str, update: str, static: bool = True) -> Out
     module = _wrapped(model, wrapper)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     manager.attach(module, optimizer=optimizer)
-    pipe = _stage(module, stage, static)
+    pipe = _stage(module, stage)
     kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
     runner = kind(pipe, n_microbatches=MICROBATCHES, loss_fn=_loss)
     losses: list[list[float]] = []
