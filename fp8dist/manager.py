@@ -107,7 +107,7 @@ class StateManager(Joinable):
         for a new optimizer say.
 
         Args:
-            module: the model as the loop calls it (DDP around it, say). None: the prepared model.
+            module: the model as the loop calls it (DDP or FSDP around it, say). None: the prepared model.
             optimizer: one, or several: the boundary is the last one's step. None: the loop calls
                 ``manager.step()``.
             scaler: the GradScaler, if there is one: the non-finite amaxes of steps that it skips are dropped.

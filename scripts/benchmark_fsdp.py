@@ -1,6 +1,6 @@
 """What FSDP2's fp8 all-gather costs and saves: the weights' amaxes, bytes on the wire, peak memory.
 
-Run by ``scripts/benchmark`` under torchrun, two ranks, with launch/ on PYTHONPATH; each call prints one JSON object from rank 0.
+Run by ``scripts/benchmark`` under torchrun, two ranks, with launch/ on PYTHONPATH; each call prints one JSON object.
 
     benchmark_fsdp.py sync           amaxes of 224 sharded weights in the step's sync, against an all-reduce for each
     benchmark_fsdp.py train MODE     bytes gathered and peak memory of a rank; a fresh process for each MODE, one of
