@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from failures import CollectiveFailed
 from fp8dist import DivergenceReport
 from fp8dist.errors import DivergenceError
 from ranks import Ranks
@@ -35,7 +36,7 @@ def write_report(report: DivergenceReport, folder: Path, ranks: Ranks) -> None:
 
 
 class ErrorFile(ErrorHandler):
-    """torchelastic's error file. A divergence's message is the whole report.
+    """torchelastic's error file. A divergence's message is the whole report, that of a failed collective its one line.
 
     torchrun prints the "py_callstack" of every rank. All ranks raise at one boundary, so a traceback tells nothing, and
     the table was logged once: there it is the short sentence.
@@ -43,11 +44,12 @@ class ErrorFile(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         """Write the file, if torchrun has asked for one."""
-        if not isinstance(e, DivergenceError):
+        if not isinstance(e, (DivergenceError, CollectiveFailed)):
             super().record_exception(e)
             return
+        said = str(e.report) if isinstance(e, DivergenceError) else str(e)
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path:
             extra = {"py_callstack": f"{type(e).__name__}: {e}", "timestamp": str(int(time.time()))}
-            message = {"message": {"message": str(e.report), "extraInfo": extra}}
+            message = {"message": {"message": said, "extraInfo": extra}}
             Path(path).write_text(json.dumps(message), encoding="utf-8")

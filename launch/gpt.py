@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "VOCABULARY"]
+__all__ = ["GPT", "VOCABULARY", "Block"]
 
 VOCABULARY = 256
 

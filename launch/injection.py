@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fp8dist import Slot, StateManager
 from fp8dist.errors import ConfigurationError
@@ -16,7 +22,7 @@ from ranks import Ranks
 __all__ = ["Injection"]
 
 WEIGHT = "blocks.0.mlp_in.weight"
-"""The parameter that ``weight`` damages, in its middle element."""
+"""The parameter that ``weight`` damages, in the middle element of what the rank holds."""
 
 MANTISSA_BIT = 11
 """The bit that ``weight`` flips: the middle of a float32's 23 bits of mantissa, a relative error of 1/4096."""
@@ -26,16 +32,30 @@ class Injection:
     """This rank's share of the ``--inject`` flags, none as a rule.
 
     ``before_update`` and ``after_update`` stand around ``optimizer.step()``, whose first act is the boundary. Whatever
-    is damaged is told in one line on stderr.
+    is done is told in one line on stderr. Nothing is done in a job that torchrun has restarted.
     """
 
     def __init__(self, options: Options, ranks: Ranks, model: nn.Module, manager: StateManager | None) -> None:
-        self._faults = tuple(fault for fault in options.inject if fault.rank == ranks.rank)
+        own = [fault for fault in options.inject if fault.rank == ranks.rank]
+        self._faults = tuple(own if options.restarts == 0 else ())
         self._rank, self._model, self._manager = ranks.rank, model, manager
         self._saved: list[Tensor] = []
-        needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan")]
+        self._step = 0
+        if any(fault.kind in ("kill-forward", "kill-backward") for fault in self._faults):
+            blocks = model.get_submodule("blocks")
+            middle = blocks.get_submodule(str(options.layers // 2))
+            middle.register_forward_hook(self._in_the_forward)
+        needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan", "kill-sync")]
         if needs_sync and manager is not None and not (manager.settings.enabled and manager.settings.amax_sync):
             raise ConfigurationError(f"--inject {needs_sync[0]}: FP8 or its amax sync is switched off")
+
+    def before_step(self, step: int) -> None:
+        """A step begins. Local."""
+        self._step = step
+        if self._has("hang"):
+            print(f"[rank {self._rank}] --inject hang:{self._rank}:{step}: sleeping", file=sys.stderr, flush=True)
+            while True:
+                time.sleep(3600)
 
     def before_update(self, step: int) -> None:
         """Gradients are there and the step has not ended yet. Local."""
@@ -43,12 +63,46 @@ class Injection:
             "scale": self._double_scale,
             "nan": self._record_nan,
             "skip": self._save_parameters,
+            "kill-sync": self._die_in_the_sync,
         }
         self._inject(step, before)
 
     def after_update(self, step: int) -> None:
         """The optimizer has stepped. Local."""
         self._inject(step, {"weight": self._flip_bit, "skip": self._put_parameters_back})
+
+    def files_written(self, step: int) -> None:
+        """This rank's part of the checkpoint is on the disk, and the checkpoint is not whole. Local."""
+        if any((fault.kind, fault.step) == ("kill-save", step) for fault in self._faults):
+            self._die("kill-save", step)
+
+    def _in_the_forward(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
+        if not torch.is_grad_enabled():  # A validation.
+            return
+        if self._has("kill-forward"):
+            self._die("kill-forward", self._step)
+        if self._has("kill-backward"):
+            output.register_hook(lambda gradient: self._die("kill-backward", self._step))
+
+    def _die_in_the_sync(self) -> None:
+        """The sync is the first int32 MAX of ``optimizer.step()``. The others wait for this rank, or have its part."""
+        all_reduce = dist.all_reduce
+
+        def die(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+            work = all_reduce(tensor, op, *args, **kwargs)
+            if tensor.dtype == torch.int32 and op == dist.ReduceOp.MAX:
+                self._die("kill-sync", self._step)
+            return work
+
+        dist.all_reduce = die
+
+    def _has(self, kind: str) -> bool:
+        return any((fault.kind, fault.step) == (kind, self._step) for fault in self._faults)
+
+    def _die(self, kind: str, step: int) -> NoReturn:
+        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{step}: SIGKILL", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still alive")
 
     def _inject(self, step: int, ways: dict[str, Callable[[], str | None]]) -> None:
         for fault in self._faults:
@@ -79,6 +133,8 @@ class Injection:
     def _flip_bit(self) -> str:
         """Through ``.data``, which bumps no version counter."""
         weight = self._model.get_parameter(WEIGHT).data
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
         row, column = (weight.numel() // 2) // weight.shape[1], (weight.numel() // 2) % weight.shape[1]
         element = weight[row, column]
         before = element.item()

@@ -14,15 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
+import folders
 from text import BadInput, Text, read_text
 
-__all__ = ["DIVERGED", "Fault", "Options", "exit_with", "parse", "prepare_input"]
+__all__ = ["DIVERGED", "FAILED_COLLECTIVE", "SHARDED", "Fault", "Options", "exit_with", "parse", "prepare_input"]
 
 DIVERGED = 4
 """Exit status of a run that stopped because its ranks differ. That of a user's mistake is 2."""
 
-FAULTS = ("scale", "weight", "nan", "skip")
-"""The kinds of ``--inject``."""
+FAILED_COLLECTIVE = 5
+"""Exit status of a rank whose collective failed or timed out: another rank is gone, or hangs."""
+
+SHARDED = ("fsdp1", "fsdp2", "hsdp")
+"""The kinds of ``--parallel`` where no rank holds whole parameters."""
+
+DAMAGES = ("scale", "weight", "nan", "skip")
+DEATHS = ("kill-forward", "kill-backward", "kill-sync", "kill-save", "hang")
+FAULTS = DAMAGES + DEATHS
+"""The kinds of ``--inject``: what damages a rank, and what ends one or lets it hang."""
 
 
 class Fault(NamedTuple):
@@ -40,7 +49,9 @@ class Fault(NamedTuple):
 class Options:
     """What one run does; ``--help`` says what each means."""
 
-    parallel: Literal["none", "ddp"]
+    parallel: Literal["none", "ddp", "fsdp1", "fsdp2", "hsdp"]
+    shard_size: int
+    sharding: Literal["full", "grad_op"]
     precision: Literal["bf16", "fp32", "fp8"]
     recipe: Literal["delayed"]
     history_len: int
@@ -49,6 +60,7 @@ class Options:
     format: Literal["hybrid", "e4m3"]
     update: Literal["same_step", "next_step"]
     amax_sync: bool | None
+    fp8_all_gather: bool | None
     backend: Literal["auto", "torch", "reference"] | None
     check_every: int | None
     check_policy: Literal["raise", "warn", "repair"] | None
@@ -67,6 +79,32 @@ class Options:
     out: Path
     eval_every: int
     log_every: int
+    save_every: int
+    keep: int
+    async_save: bool
+    resume: str | None
+    stop_after: int
+    timeout: float
+    restarts: int
+
+    @property
+    def last_step(self) -> int:
+        """Where this run ends. The learning rate follows ``steps``, whatever this is."""
+        return self.stop_after or self.steps
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no rank holds whole parameters, so that a forward is collective."""
+        return self.parallel in SHARDED
+
+    @property
+    def resumes(self) -> bool:
+        """Whether this process goes on from a checkpoint, if there is one."""
+        return self.resume is not None or (self.restarts > 0 and self.save_every > 0)
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint follows on this step."""
+        return self.save_every > 0 and (step % self.save_every == 0 or step == self.last_step)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,16 +123,50 @@ def parse(arguments: Sequence[str]) -> Options:
     if values.parallel is None:
         values.parallel = "ddp" if ranks > 1 else "none"
     values.inject = tuple(values.inject or ())
+    values.shard_size = _shard_size(values.shard_size, values.parallel, ranks)
+    values.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    values.stop_after = values.stop_after or 0
     options = Options(**vars(values))
     if options.parallel == "none" and ranks > 1:
         raise BadInput(f"--parallel none is for one rank, and there are {ranks}: use --parallel ddp")
+    if options.sharding != "full" and options.parallel != "fsdp1":
+        raise BadInput(f"--sharding {options.sharding} is for --parallel fsdp1, and this is {options.parallel}")
     if options.width % options.heads:
         raise BadInput(f"--width {options.width} is not a multiple of --heads {options.heads}")
     if options.precision == "fp8" and options.width % 16:
         raise BadInput(f"--precision fp8 needs a --width in multiples of 16, got {options.width}")
+    _require_gatherable(options)
+    if options.stop_after > options.steps:
+        raise BadInput(f"--stop-after {options.stop_after} is beyond --steps {options.steps}")
+    if options.stop_after and not options.save_every:
+        raise BadInput("--stop-after needs --save-every: what was learned would be lost")
+    if options.async_save and not options.save_every:
+        raise BadInput("--async-save needs --save-every")
     for fault in options.inject:
         _require_possible(fault, options, ranks)
     return options
+
+
+def _shard_size(given: int | None, parallel: str, ranks: int) -> int:
+    """Ranks per shard group."""
+    if given is None:
+        return ranks // 2 if parallel == "hsdp" and ranks % 2 == 0 else ranks
+    if parallel != "hsdp":
+        raise BadInput(f"--shard-size is for --parallel hsdp, and this is {parallel}")
+    if ranks % given:
+        raise BadInput(f"--shard-size {given} does not divide the {ranks} ranks")
+    return given
+
+
+def _require_gatherable(options: Options) -> None:
+    if not options.fp8_all_gather:
+        return
+    if options.parallel not in ("fsdp2", "hsdp"):
+        raise BadInput(f"--fp8-all-gather is for --parallel fsdp2 and hsdp, and this is {options.parallel}")
+    if options.precision != "fp8":
+        raise BadInput(f"--fp8-all-gather needs --precision fp8, and this is {options.precision}")
+    if options.amax_sync is False:
+        raise BadInput("--fp8-all-gather needs amaxes that ranks share: leave --no-amax-sync out")
 
 
 def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
@@ -102,12 +174,18 @@ def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
         raise BadInput(f"--inject {fault}: there is no rank {fault.rank}, ranks are 0 to {ranks - 1}")
     if not 1 <= fault.step <= options.steps:
         raise BadInput(f"--inject {fault}: there is no step {fault.step}, steps are 1 to {options.steps}")
-    if fault.kind in ("scale", "nan") and options.precision != "fp8":
+    if fault.kind in ("scale", "nan", "kill-sync") and options.precision != "fp8":
         raise BadInput(f"--inject {fault}: needs --precision fp8, and this is {options.precision}")
+    if fault.kind == "kill-sync" and (options.amax_sync is False or ranks == 1):
+        raise BadInput(f"--inject {fault}: needs ranks that share amaxes")
+    if fault.kind == "kill-save" and not options.saves_at(fault.step):
+        raise BadInput(f"--inject {fault}: no checkpoint is saved at step {fault.step}; see --save-every")
+    if fault.kind in ("weight", "skip") and options.parallel in ("fsdp1", "fsdp2"):
+        raise BadInput(f"--inject {fault}: shards have no replica that could tell; use ddp or hsdp")
 
 
 def prepare_input(options: Options) -> Text:
-    """Read the text and make the output folder.
+    """Read the text, make the output folder, look for the checkpoint.
 
     Raises:
         BadInput: one of the two is impossible.
@@ -119,7 +197,25 @@ def prepare_input(options: Options) -> Text:
         raise BadInput(f"--out {options.out}: {error.strerror or error}") from None
     if not os.access(options.out, os.W_OK):
         raise BadInput(f"--out {options.out}: the folder cannot be written to")
+    if options.restarts == 0:  # Later, what lies there is this job's own.
+        _require_usable_checkpoints(options)
     return text
+
+
+def _require_usable_checkpoints(options: Options) -> None:
+    """A job must never go on, or restart, from another job's checkpoint unasked."""
+    theirs = folders.whole(folders.of(options.out))
+    if options.resume not in (None, "auto"):
+        given = Path(options.resume)
+        if not folders.is_whole(given):
+            raise BadInput(f"--resume {given}: there is no whole checkpoint (a folder named step-… with a .metadata)")
+        if options.save_every and theirs and given.resolve() not in [folder.resolve() for folder in theirs]:
+            raise BadInput(f"--resume {given}: --out {options.out} has checkpoints of its own; use another --out")
+    if options.resume is None and options.save_every and theirs:
+        raise BadInput(
+            f"--out {options.out} has checkpoints, the newest is {theirs[-1].name}: "
+            "go on from it with --resume auto, or use another --out"
+        )
 
 
 def exit_with(error: Exception) -> NoReturn:
@@ -138,7 +234,8 @@ def _parser() -> argparse.ArgumentParser:
             "--amax-sync, --backend, --check-every and --check-policy, when left out, follow their FP8DIST_… "
             "environment variable. Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file; "
             f"{DIVERGED}, the run stopped because its ranks differ, and divergence.txt and divergence.json under --out "
-            "say which ranks and tensors."
+            f"say which ranks and tensors; {FAILED_COLLECTIVE}, a collective failed or timed out, because another rank "
+            "is gone or hangs: each rank that is left says in one line where it was."
         ),
         formatter_class=_HelpWithDefaults,
         allow_abbrev=False,
@@ -146,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_job_flags(parser.add_argument_group("job"))
     _add_fp8_flags(parser.add_argument_group("FP8 (with --precision fp8)"))
     _add_check_flags(parser.add_argument_group("consistency of the ranks"))
+    _add_checkpoint_flags(parser.add_argument_group("checkpoints (under --out, in checkpoints/step-…)"))
     _add_model_flags(parser.add_argument_group("model and training"))
     return parser
 
@@ -159,13 +257,32 @@ class _HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
 def _add_job_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--parallel", choices=("none", "ddp"), help="default: ddp with several ranks, none with one")
+    add(
+        "--parallel",
+        choices=("none", "ddp", *SHARDED),
+        help="fsdp2: fully_shard over all ranks; hsdp: the same, replicated over groups of ranks; fsdp1: "
+        "FullyShardedDataParallel (default: ddp with several ranks, none with one)",
+    )
+    add(
+        "--shard-size",
+        type=_at_least(1),
+        metavar="N",
+        help="hsdp: ranks that share one copy of the parameters (default: half of the ranks, all if they are odd)",
+    )
+    add("--sharding", choices=("full", "grad_op"), default="full", help="fsdp1: whether parameters are freed too")
     add("--precision", choices=("bf16", "fp32", "fp8"), default="fp8", help="of the Linears (lm_head is never FP8)")
     add("--data", type=Path, metavar="FILE", help="text to learn; default: the topics of Python's help()")
     add("--out", type=Path, metavar="DIR", default=Path("runs/gpt"), help="gets metrics.jsonl and summary.json")
     add("--eval-every", type=_at_least(0), metavar="N", default=0, help="validate every N steps; 0: at the end")
     add("--log-every", type=_at_least(1), metavar="N", default=10, help="read losses from the device every N steps")
     add("--seed", type=_at_least(0), metavar="N", default=0, help="of weights and data order")
+    add(
+        "--timeout",
+        type=_positive_float,
+        metavar="SECONDS",
+        default=600.0,
+        help=f"how long a collective may take, before the rank gives up with exit status {FAILED_COLLECTIVE}",
+    )
 
 
 def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
@@ -177,6 +294,11 @@ def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
     add("--format", choices=("hybrid", "e4m3"), default="hybrid", help="hybrid: gradients are E5M2")
     add("--update", choices=("same_step", "next_step"), default="same_step", help="when a sync is waited for")
     add("--amax-sync", action=argparse.BooleanOptionalAction, help="share amaxes between ranks (default: yes)")
+    add(
+        "--fp8-all-gather",
+        action=argparse.BooleanOptionalAction,
+        help="FSDP2 gathers weights as FP8 (default: yes with fsdp2 and hsdp, where amaxes are shared)",
+    )
     add(
         "--backend",
         choices=("auto", "torch", "reference"),
@@ -207,8 +329,25 @@ def _add_check_flags(group: argparse._ArgumentGroup) -> None:
         help="damage something on one rank, to see it found; may be given several times. scale: one scale is doubled "
         "just before the step's sync. weight: one bit of a weight is flipped after the update. nan: one NaN amax is "
         "recorded; no divergence, all ranks count it and keep the scale. skip: the rank loses the update (it is "
-        "undone; a rank that really left optimizer.step() out would leave the others hanging)",
+        "undone; a rank that really left optimizer.step() out would leave the others hanging). kill-forward, "
+        "kill-backward, kill-sync, kill-save: SIGKILL in the middle of the forward, the backward, the FP8 sync or the "
+        "writing of a checkpoint. hang: sleeps at the start of the step. Nothing is injected into a job that torchrun "
+        "has restarted",
     )
+
+
+def _add_checkpoint_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--save-every", type=_at_least(0), metavar="N", default=0, help="steps; and after the last one. 0: never")
+    add("--keep", type=_at_least(1), metavar="N", default=2, help="how many of the newest are kept")
+    add("--async-save", action="store_true", help="go on training while files are written")
+    add(
+        "--resume",
+        metavar="DIR",
+        help="go on from this checkpoint; auto: from the newest whole one, from the start if there is none. A job that "
+        "torchrun has restarted does so by itself, if it saves",
+    )
+    add("--stop-after", type=_at_least(1), metavar="N", help="save and end after step N of the --steps")
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:

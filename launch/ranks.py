@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import signal
@@ -15,8 +16,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from fp8dist.errors import DivergenceError
 
 __all__ = ["Ranks", "digest_of", "joined_ranks", "leave", "meet_at_the_end"]
 
@@ -39,9 +38,14 @@ class Ranks:
         return self.rank == 0
 
     def mean(self, values: Tensor) -> Tensor:
-        """Elementwise mean over the ranks. COLLECTIVE."""
+        """Elementwise mean over the ranks. COLLECTIVE.
+
+        Summed in the order of the ranks: that in which an all_reduce adds depends on how many values there are.
+        """
+        parts = [torch.empty_like(values) for _ in range(self.size)]
         if self.size > 1:
-            dist.all_reduce(values)
+            dist.all_gather(parts, values)
+            values = functools.reduce(torch.add, parts)
         return values / self.size
 
     def agree(self, digest: str) -> bool:
@@ -53,10 +57,12 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def joined_ranks(parallel: str) -> Iterator[Ranks]:
+def joined_ranks(parallel: str, timeout: timedelta, keeps: tuple[type[Exception], ...]) -> Iterator[Ranks]:
     """Pick the device and, unless ``parallel`` is "none", join the process group. COLLECTIVE.
 
-    After a DivergenceError the group is left as it is, for ``meet_at_the_end``.
+    Args:
+        timeout: of collectives.
+        keeps: after these errors the group is left as it is: it is needed still, or broken.
     """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -65,12 +71,12 @@ def joined_ranks(parallel: str) -> Iterator[Ranks]:
         yield Ranks(rank, size, device, None)
         return
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+        dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=timeout)
     else:  # Not under torchrun: a group of one.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield Ranks(rank, size, device, backend)
-    except DivergenceError:
+    except keeps:
         raise
     except BaseException:
         dist.destroy_process_group()

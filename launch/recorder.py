@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -33,17 +35,19 @@ class Recorder:
     from the device and nothing is communicated. Rates and FP8 metrics are means over that interval.
     """
 
-    def __init__(self, options: Options, ranks: Ranks, manager: StateManager | None) -> None:
+    def __init__(self, options: Options, ranks: Ranks, manager: StateManager | None, done: int = 0) -> None:
+        """``done``: steps that an earlier run has made, whose lines stay. Those of later steps are dropped."""
         self.training_seconds = 0.0
         self.final_losses: deque[float] = deque(maxlen=FINAL_STEPS)
         self._options, self._ranks, self._manager = options, ranks, manager
         self._waiting: list[tuple[int, float, Tensor]] = []  # step, learning rate, loss [] on the device
         self._file: TextIO | None = None
         if ranks.first:
-            self._file = (options.out / "metrics.jsonl").open("w", encoding="utf-8")
-        self._bar = tqdm(
-            total=options.steps, desc=options.precision, unit="step", disable=None if ranks.first else True
-        )
+            path = options.out / "metrics.jsonl"
+            self.final_losses.extend(_keep_lines(path, done))
+            self._file = path.open("a", encoding="utf-8")
+        disable = None if ranks.first else True
+        self._bar = tqdm(total=options.last_step, initial=done, desc=options.precision, unit="step", disable=disable)
         self._sync_ms = self._metrics().get("fp8/sync_wait_ms", 0.0)
         self._start = time.perf_counter()
 
@@ -62,7 +66,9 @@ class Recorder:
         """Whether ``flush`` should follow on this step, counted from 1."""
         options = self._options
         validates = options.eval_every and step % options.eval_every == 0
-        return step % options.log_every == 0 or step == options.steps or bool(validates)
+        # Before a checkpoint is saved: a run that goes on from it keeps these lines and cannot make them again.
+        saves = options.saves_at(step)
+        return step % options.log_every == 0 or step == options.last_step or bool(validates) or saves
 
     def flush(self, validate: Callable[[], float] | None = None) -> None:
         """Write the steps since the last flush. COLLECTIVE.
@@ -116,7 +122,26 @@ class Recorder:
 
     def _report_progress(self, loss: float) -> None:
         self._bar.set_postfix(loss=f"{loss:.3f}")
-        done, steps = self._waiting[-1][0], self._options.steps
+        done, steps = self._waiting[-1][0], self._options.last_step
         before = done - len(self._waiting)
         if self._bar.disable and done * PLAIN_LINES // steps > before * PLAIN_LINES // steps:
             print(f"{self._options.precision}: step {done} of {steps}, loss {loss:.3f}", file=sys.stderr, flush=True)
+
+
+def _keep_lines(path: Path, done: int) -> list[float]:
+    """Leave the lines of the first ``done`` steps in the file, which may not be there; their losses.
+
+    Written beside and renamed, so that a process killed here loses nothing.
+    """
+    kept, losses = [], []
+    if done and path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # The last line, of a killed process.
+                line = json.loads(text)
+                if line["step"] <= done and "loss" in line:
+                    kept.append(text + "\n")
+                    losses.append(line["loss"])
+    new = path.with_name(path.name + ".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(path)
+    return losses

@@ -154,12 +154,21 @@ def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "kind": (["boom:1:2"], [], "argument --inject: kinds are scale, weight, nan, skip, got 'boom:1:2'"),
+    "kind": (["boom:1:2"], [], "argument --inject: kinds are scale, weight, nan, skip, kill-forward, "),
     "form": (["weight:1"], [], "argument --inject: expected weight:RANK:STEP, got 'weight:1'"),
     "negative": (["weight:-1:2"], [], "argument --inject: expected weight:RANK:STEP"),
     "rank": (["weight:2:3"], [], "--inject weight:2:3: there is no rank 2, ranks are 0 to 1"),
     "step 0": (["skip:1:0"], [], "--inject skip:1:0: there is no step 0, steps are 1 to 200"),
     "late step": (["skip:1:9"], ["--steps", "8"], "--inject skip:1:9: there is no step 9, steps are 1 to 8"),
+    "no sync": (
+        ["kill-sync:1:3"],
+        ["--precision", "bf16"],
+        "--inject kill-sync:1:3: needs --precision fp8, and this is",
+    ),
+    "own sync": (["kill-sync:1:3"], ["--no-amax-sync"], "--inject kill-sync:1:3: needs ranks that share amaxes"),
+    "no save": (["kill-save:1:3"], [], "--inject kill-save:1:3: no checkpoint is saved at step 3; see --save-every"),
+    "other save": (["kill-save:1:3"], ["--save-every", "2"], "no checkpoint is saved at step 3"),
+    "shard": (["weight:1:3"], ["--parallel", "fsdp2"], "--inject weight:1:3: shards have no replica that could tell"),
     "second": (["weight:1:3", "skip:5:3"], [], "--inject skip:5:3: there is no rank 5"),
     "scale": (["scale:1:3"], ["--precision", "bf16"], "--inject scale:1:3: needs --precision fp8, and this is bf16"),
     "nan": (["nan:1:3"], ["--precision", "fp32"], "--inject nan:1:3: needs --precision fp8, and this is fp32"),

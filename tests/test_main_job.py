@@ -143,17 +143,80 @@ def test_one_process_without_torchrun(tmp_path: Path, flags: list[str]) -> None:
     assert run.losses[-1] < run.losses[0]
 
 
+@pytest.mark.slow
+def test_sharded_runs_learn_what_ddp_learns(two_rank_run: Runner) -> None:
+    whole = two_rank_run()
+    for parallel in ("fsdp1", "fsdp2", "hsdp"):
+        run = two_rank_run("--parallel", parallel)
+        # Gradients are summed in another order, and clipped by a norm that was.
+        assert run.losses == pytest.approx(whole.losses, rel=1e-5)
+        assert run.summary["validation_loss"] == pytest.approx(whole.summary["validation_loss"], rel=1e-5)
+        assert run.summary["parameters_identical"] is True
+        assert run.summary["fp8_state_identical"] is True
+        assert run.summary["fp8_collectives_per_step"] == 1
+
+
+@pytest.mark.slow
+def test_two_replicas_of_one_shard_are_ddp(two_rank_run: Runner) -> None:
+    hsdp = two_rank_run("--parallel", "hsdp")
+    assert_equal_runs(two_rank_run(), hsdp)
+    assert hsdp.summary["bytes_gathered_per_step"] == two_rank_run().summary["bytes_gathered_per_step"] == 0
+
+
+@pytest.mark.slow
+def test_gathering_fp8_changes_bytes_and_no_bits(two_rank_run: Runner) -> None:
+    fp8, fp32 = (two_rank_run("--parallel", "fsdp2", flag) for flag in ("--fp8-all-gather", "--no-fp8-all-gather"))
+    assert_equal_runs(fp8, fp32)
+    assert_equal_runs(fp8, two_rank_run("--parallel", "fsdp2"))  # On, where it can be.
+    gathered = fp32.summary["bytes_gathered_per_step"] - fp8.summary["bytes_gathered_per_step"]
+    weights = 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32)  # Elements of the block's four Linears.
+    assert gathered == 2 * (weights // 2) * (4 - 1)  # Forward and backward; half from the other rank; 3 bytes each.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["fsdp1", "--sharding", "grad_op"], ["fsdp2"]], ids=lambda flags: flags[0])
+def test_sharded_accumulation_and_bfloat16(tmp_path: Path, flags: list[str]) -> None:
+    accumulates = ["--accumulate", "2", "--eval-every", "6", "--batch-size", "3"]  # Uneven validation.
+    bf16 = finish(tmp_path / "bf16", TORCHRUN, *TINY, "--parallel", *flags, "--precision", "bf16", *accumulates)
+    ddp = finish(tmp_path / "ddp", TORCHRUN, *TINY, "--parallel", "ddp", "--precision", "fp32", *accumulates)
+    assert bf16.losses == pytest.approx(ddp.losses, rel=1e-3)  # bfloat16 has 8 bits.
+    assert bf16.summary["validation_loss"] == pytest.approx(ddp.summary["validation_loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_on_four_ranks(tmp_path: Path) -> None:
+    flags = ["--parallel", "hsdp", "--check-every", "4", "--calibrate-steps", "2"]
+    run = finish(tmp_path, TORCHRUN, *TINY, *flags, NPROC="4")
+    assert run.summary["ranks"] == 4
+    assert run.summary["bytes_gathered_per_step"] > 0
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+    assert run.summary["checks"] == 4  # Calibration counts as a step: after 3, 7 and 11 steps, and at the end.
+
+
 MISTAKES = {
     "unknown flag": (["--recpie", "delayed"], "unrecognized arguments: --recpie"),
     "value out of range": (["--steps", "0"], "--steps: must be at least 1"),
     "not a number": (["--margin", "much"], "--margin"),
-    "not a choice": (["--parallel", "fsdp2"], "--parallel: invalid choice: 'fsdp2'"),
+    "not a choice": (["--parallel", "fsdp3"], "--parallel: invalid choice: 'fsdp3'"),
     "one rank on two": (["--parallel", "none"], "--parallel none is for one rank, and there are 2"),
     "heads": (["--heads", "5"], "--width 192 is not a multiple of --heads 5"),
     "width": (["--width", "20"], "multiples of 16"),
     "no data": (["--data", "/no/such/file"], "--data /no/such/file: No such file or directory"),
     "data is a folder": (["--data", "/"], "--data /: Is a directory"),
     "short text": (["--data", "setup.cfg", "--context", "5000"], "--context 5000 needs at least 50011"),
+    "gather of ddp": (["--fp8-all-gather"], "--fp8-all-gather is for --parallel fsdp2 and hsdp, and this is ddp"),
+    "gather of fp32": (
+        ["--fp8-all-gather", "--parallel", "fsdp2", "--precision", "fp32"],
+        "--fp8-all-gather needs --precision fp8, and this is fp32",
+    ),
+    "gather of local scales": (
+        ["--fp8-all-gather", "--parallel", "hsdp", "--no-amax-sync"],
+        "--fp8-all-gather needs amaxes that ranks share",
+    ),
+    "sharding": (["--sharding", "grad_op"], "--sharding grad_op is for --parallel fsdp1, and this is ddp"),
+    "shards": (["--shard-size", "2"], "--shard-size is for --parallel hsdp, and this is ddp"),
+    "shard size": (["--parallel", "hsdp", "--shard-size", "3"], "--shard-size 3 does not divide the 2 ranks"),
     "bad out": (["--out", "setup.cfg/run"], "--out setup.cfg/run: Not a directory"),
 }
 
@@ -197,5 +260,10 @@ def test_help_names_every_flag() -> None:
         "--out",
         "--check-every",
         "--inject",
+        "--shard-size",
+        "--no-fp8-all-gather",
+        "--save-every",
+        "--resume",
+        "--timeout",
     ):
         assert flag in done.stdout

@@ -1,0 +1,126 @@
+"""Folders of checkpoints: which are whole, and how one becomes whole or goes away. Knows no torch.
+
+A checkpoint is whole if its name is ``step-`` and the step. It is written under another name and renamed at the end;
+one that goes away is renamed first. So whatever a killed process leaves behind has no such name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = [
+    "finish",
+    "is_whole",
+    "newest",
+    "of",
+    "partial",
+    "prune",
+    "remove_leftovers",
+    "set_aside",
+    "step_of",
+    "whole",
+]
+
+_WHOLE = re.compile(r"step-(\d{8,})")
+_PARTIAL, _ABANDONED = "partial-", "abandoned-"
+
+
+def of(out: Path) -> Path:
+    """Where a run with this ``--out`` keeps its checkpoints."""
+    return out / "checkpoints"
+
+
+def partial(parent: Path, step: int) -> Path:
+    """Where the checkpoint of this step is written."""
+    return parent / f"{_PARTIAL}{_name(step)}"
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether it can be resumed from."""
+    return bool(_WHOLE.fullmatch(folder.name)) and (folder / ".metadata").is_file()
+
+
+def step_of(folder: Path) -> int:
+    """After which step a whole checkpoint was saved."""
+    match = _WHOLE.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder} is not the name of a whole checkpoint")
+    return int(match[1])
+
+
+def whole(parent: Path) -> list[Path]:
+    """All whole checkpoints, oldest first."""
+    return sorted(filter(is_whole, _children(parent)), key=step_of)
+
+
+def newest(parent: Path) -> Path | None:
+    """The newest whole checkpoint, if there is one."""
+    return max(whole(parent), key=step_of, default=None)
+
+
+def finish(parent: Path, step: int) -> Path:
+    """Give a checkpoint that all ranks have written its final name; on the disk when this returns."""
+    written, final = partial(parent, step), parent / _name(step)
+    if final.exists():  # Of a run that went on from an older checkpoint.
+        _remove(final)
+    _to_disk(written)
+    written.rename(final)
+    _to_disk(parent)
+    return final
+
+
+def prune(parent: Path, keep: int) -> None:
+    """Remove all whole checkpoints but the newest ``keep``."""
+    for folder in whole(parent)[:-keep]:
+        _remove(folder)
+
+
+def remove_leftovers(parent: Path) -> list[Path]:
+    """Remove what was not finished, or not removed to its end. Returns what there was."""
+    leftovers = [folder for folder in _children(parent) if folder.name.startswith(_PARTIAL)]
+    for folder in leftovers:
+        shutil.rmtree(folder)
+    return leftovers
+
+
+def set_aside(parent: Path, after: int) -> list[Path]:
+    """Rename whole checkpoints of later steps: a run that starts again from an earlier one must not meet them.
+
+    Returns them under their new names.
+    """
+    aside = []
+    for folder in whole(parent):
+        if step_of(folder) > after:
+            target = parent / f"{_ABANDONED}{folder.name}"
+            if target.exists():
+                shutil.rmtree(target)
+            aside.append(folder.rename(target))
+    return aside
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _children(parent: Path) -> Iterator[Path]:
+    return iter(sorted(parent.iterdir())) if parent.is_dir() else iter(())
+
+
+def _remove(folder: Path) -> None:
+    doomed = folder.with_name(f"{_PARTIAL}removed-{folder.name}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _to_disk(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""How many bytes of parameters a rank is sent: counted where FSDP gathers them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+__all__ = ["GatheredBytes"]
+
+WAYS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
+"""What FSDP1 gathers with, on CPU and GPU, in one torch or another."""
+
+
+class GatheredBytes:
+    """Bytes that this rank has received from the other ranks in all-gathers of parameters, while ``counting``."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._counting = False
+
+    def add(self, whole: int, own: int) -> None:
+        """One all-gather: bytes of the result, and those that were this rank's own."""
+        if self._counting:
+            self.total += whole - own
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is gathered inside."""
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def watch(self, module: FSDPModule) -> None:
+        """Look at the all-gathers of this FSDP2 module."""
+        module.set_custom_all_gather(_CountedAllGather(self))
+
+    @contextlib.contextmanager
+    def watch_calls(self) -> Iterator[None]:
+        """Count what is gathered inside, by whomever: FSDP1 has no place to ask for it."""
+        before = {name: getattr(dist, name) for name in WAYS if hasattr(dist, name)}
+
+        def counted(name: str) -> Any:
+            def call(result: Tensor | list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                self.add(sum(map(_size, result)) if isinstance(result, list) else _size(result), _size(tensor))
+                return before[name](result, tensor, *args, **kwargs)
+
+            return call
+
+        for name in before:
+            setattr(dist, name, counted(name))
+        try:
+            with self.counting():
+                yield
+        finally:
+            for name, function in before.items():
+                setattr(dist, name, function)
+
+
+class _CountedAllGather(AllGather):
+    """What FSDP2 does without it, counted."""
+
+    def __init__(self, bytes_: GatheredBytes) -> None:
+        self._bytes = bytes_
+        self._gather = getattr(
+            dist, "all_gather_single", dist.all_gather_into_tensor
+        )  # The newer name, from torch 2.13.
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._bytes.add(_size(output_tensor), _size(input_tensor))
+        return self._gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,96 @@
+"""Ranks of the main job that are killed or hang: what the others say, and that a restarted job loses nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.main_job import TINY, TORCHRUN, Run, finish, start
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main_job")]
+
+Undisturbed = Callable[[str], Run]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """A run that nothing happens to, made once per kind of parallelism."""
+    made: dict[str, Run] = {}
+
+    def run(parallel: str) -> Run:
+        if parallel not in made:
+            made[parallel] = finish(tmp_path_factory.mktemp("run"), TORCHRUN, *TINY, "--parallel", parallel)
+        return made[parallel]
+
+    return run
+
+
+def processes_of(out: Path) -> list[str]:
+    """Command lines of live processes that have to do with this run."""
+    lines = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if str(out) in line and "train_gpt.py" in line]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "fault", "resumed"),
+    [
+        ("ddp", "kill-forward:1:7", 4),
+        ("ddp", "kill-backward:0:7", 4),
+        ("ddp", "kill-sync:1:7", 4),
+        ("ddp", "kill-save:0:8", 4),
+        ("ddp", "kill-save:1:8", 4),
+        ("ddp", "kill-backward:1:2", 0),
+        ("fsdp1", "kill-backward:1:7", 4),
+        ("fsdp2", "kill-forward:0:7", 4),
+        ("fsdp2", "kill-backward:1:7", 4),
+        ("fsdp2", "kill-sync:0:7", 4),
+        ("fsdp2", "kill-save:1:8", 4),
+    ],
+)
+def test_a_killed_rank_costs_steps_but_no_bit(
+    tmp_path: Path, undisturbed: Undisturbed, parallel: str, fault: str, resumed: int
+) -> None:
+    flags = ["--parallel", parallel, "--save-every", "4", "--timeout", "60", "--inject", fault]
+    run = finish(tmp_path, TORCHRUN, *TINY, *flags, MAX_RESTARTS="1", TMPDIR=str(tmp_path))
+    assert f"--inject {fault}: SIGKILL" in run.output
+    assert (run.summary["restarts"], run.summary["resumed_after_step"]) == (1, resumed)
+    straight = undisturbed(parallel)
+    assert [line["step"] for line in run.lines] == [line["step"] for line in straight.lines]
+    assert run.losses == straight.losses
+    for key in ("final_training_loss", "validation_loss", "parameters_sha256"):
+        assert run.summary[key] == straight.summary[key]
+    assert run.summary["fp8_state_identical"] is True
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000008", "step-00000012"]
+    # The rank that was left has said where it was.
+    _, victim, step = fault.split(":")
+    (said,) = re.findall(rf"^rank {1 - int(victim)}: (.+)$", run.output, re.MULTILINE)
+    assert f"step {step}" in said
+    assert "GPT" in said
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_hanging_rank_is_given_up(tmp_path: Path, parallel: str) -> None:
+    flags = ["--parallel", parallel, "--timeout", "10", "--inject", "hang:1:6", "--out", str(tmp_path / "run")]
+    done = start(TORCHRUN, *TINY, *flags, TMPDIR=str(tmp_path))
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "[rank 1] --inject hang:1:6: sleeping" in done.stderr
+    (said,) = re.findall(r"^rank 0: .+$", done.stderr, re.MULTILINE)
+    where = r"rank 0: step 6: (forward|backward): FP8 manager of GPT \(12 slots over ranks 0 to 1\): "
+    assert re.match(where + r"a collective failed or timed out after 1\d\.\d s: .*Timed out waiting", said), said
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run/summary.json").exists()
+    assert processes_of(tmp_path) == []
+
+
+def test_without_restarts_the_status_is_that_of_the_signal(tmp_path: Path) -> None:
+    flags = ["--precision", "fp32", "--inject", "kill-backward:1:6", "--out", str(tmp_path / "run")]
+    done = start(TORCHRUN, *TINY, *flags, TMPDIR=str(tmp_path))
+    assert done.returncode == 128 + 9, done.stdout + done.stderr
+    assert re.search(r"^rank 0: step 6: .+: no FP8 manager \(GPT\): a collective failed", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr
+    assert processes_of(tmp_path) == []

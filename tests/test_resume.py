@@ -1,0 +1,249 @@
+"""Checkpoints of the main job: when they count, which stay, and that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+
+# The same worker as test_main_job's: two such runs at once would be too much for two cores.
+pytestmark = pytest.mark.xdist_group("main_job")
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """launch/folders.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    return importlib.import_module("folders")
+
+
+def write(folder: Path) -> Path:
+    """Something that looks like a checkpoint."""
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_text("of DCP\n")
+    (folder / "__0_0.distcp").write_text("tensors\n")
+    return folder
+
+
+def test_a_checkpoint_counts_from_its_renaming_on(tmp_path: Path, folders: ModuleType) -> None:
+    assert folders.whole(tmp_path / "absent") == []
+    write(tmp_path / "step-00000004")
+    written = write(folders.partial(tmp_path, 8))
+    assert not folders.is_whole(written)
+    assert folders.newest(tmp_path) == tmp_path / "step-00000004"
+    assert folders.finish(tmp_path, 8) == tmp_path / "step-00000008"
+    assert folders.newest(tmp_path) == tmp_path / "step-00000008"
+    assert not written.exists()
+
+
+def test_what_has_another_name_or_no_metadata_does_not_count(tmp_path: Path, folders: ModuleType) -> None:
+    (tmp_path / "step-00000009").mkdir()
+    for name in ("step-9", "step-00000009.new", "abandoned-step-00000009", "mine"):
+        write(tmp_path / name)
+    assert folders.whole(tmp_path) == []
+    assert folders.newest(tmp_path) is None
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path, folders: ModuleType) -> None:
+    for step in (99_999_999, 100_000_000, 5):
+        write(folders.partial(tmp_path, step))
+        folders.finish(tmp_path, step)
+    assert [folders.step_of(folder) for folder in folders.whole(tmp_path)] == [5, 99_999_999, 100_000_000]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path, folders: ModuleType) -> None:
+    for step in (2, 4, 6, 8):
+        write(tmp_path / f"step-{step:08d}")
+    folders.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
+    folders.prune(tmp_path, 5)
+    assert len(folders.whole(tmp_path)) == 2
+
+
+def test_a_removal_that_is_interrupted_leaves_nothing_whole(
+    tmp_path: Path, folders: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        write(tmp_path / f"step-{step:08d}")
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(folders.shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            folders.prune(tmp_path, 1)
+    assert folders.whole(tmp_path) == [tmp_path / "step-00000004"]
+    (leftover,) = folders.remove_leftovers(tmp_path)
+    assert not leftover.exists()
+    assert folders.whole(tmp_path) == [tmp_path / "step-00000004"]
+
+
+def test_later_steps_are_set_aside(tmp_path: Path, folders: ModuleType) -> None:
+    for step in (2, 4, 6):
+        write(tmp_path / f"step-{step:08d}")
+    write(tmp_path / "abandoned-step-00000006")
+    assert [path.name for path in folders.set_aside(tmp_path, 2)] == [
+        "abandoned-step-00000004",
+        "abandoned-step-00000006",
+    ]
+    assert folders.newest(tmp_path) == tmp_path / "step-00000002"
+
+
+MISTAKES = {
+    "nothing there": (["--resume", "no/such"], "--resume no/such: there is no whole checkpoint"),
+    "not whole": (
+        ["--resume", "{out}/checkpoints/partial-step-00000008"],
+        "step-00000008: there is no whole checkpoint",
+    ),
+    "a run": (["--resume", "{out}"], "there is no whole checkpoint (a folder named step-… with a .metadata)"),
+    "afresh": (["--save-every", "4"], "has checkpoints, the newest is step-00000004: go on from it with --resume auto"),
+    "another's": (["--save-every", "4", "--resume", "{out}/other/step-00000002"], "has checkpoints of its own"),
+    "stop alone": (["--stop-after", "4"], "--stop-after needs --save-every"),
+    "late stop": (["--stop-after", "9", "--steps", "8"], "--stop-after 9 is beyond --steps 8"),
+    "async alone": (["--async-save"], "--async-save needs --save-every"),
+    "keep none": (["--keep", "0"], "--keep: must be at least 1"),
+    "no patience": (["--timeout", "0"], "--timeout: must be positive"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_2(tmp_path: Path, flags: list[str], message: str) -> None:
+    for name in ("checkpoints/step-00000004", "checkpoints/partial-step-00000008", "other/step-00000002"):
+        write(tmp_path / name)
+    given = [flag.format(out=tmp_path) for flag in flags]
+    assert_refused(start(TORCHRUN, *given, "--out", str(tmp_path)), message)
+
+
+def assert_same_end(run: Run, straight: Run) -> None:
+    assert run.losses == straight.losses
+    assert [line["learning_rate"] for line in run.lines] == [line["learning_rate"] for line in straight.lines]
+    for key in ("final_training_loss", "validation_loss", "parameters_sha256", "bytes_gathered_per_step"):
+        assert run.summary[key] == straight.summary[key]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "update", "ranks"),
+    [("ddp", "same_step", "3"), ("fsdp1", "same_step", "2"), ("fsdp2", "next_step", "2")],
+    ids=["ddp", "fsdp1", "fsdp2"],
+)
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, update: str, ranks: str) -> None:
+    """Three ranks: only then does the order of a sum show."""
+    flags = [*TINY, "--parallel", parallel, "--update", update]
+    straight = finish(tmp_path / "straight", TORCHRUN, *flags, NPROC=ranks)
+    out = tmp_path / "parts"
+    first = finish(out, TORCHRUN, *flags, "--save-every", "4", "--stop-after", "6", NPROC=ranks)
+    assert [line["step"] for line in first.lines] == [1, 2, 3, 4, 5, 6]
+    # As a killed run leaves it: steps after the last checkpoint, half a line, a save that was not finished.
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 7, "loss": 1.0}) + '\n{"step": 8, "lo')
+    write(out / "checkpoints/partial-step-00000008")
+    second = finish(out, TORCHRUN, *flags, "--save-every", "4", "--resume", "auto", NPROC=ranks)
+    assert second.summary["resumed_after_step"] == 6
+    assert [line["step"] for line in second.lines] == list(range(1, STEPS + 1))
+    assert_same_end(second, straight)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+
+
+@pytest.mark.slow
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    first, again = (finish(tmp_path, SINGLE, *TINY, "--save-every", "5", "--resume", "auto") for _ in range(2))
+    assert again.summary["resumed_after_step"] == STEPS
+    assert again.losses == first.losses
+    for key in ("parameters_sha256", "final_training_loss", "validation_loss"):
+        assert again.summary[key] == first.summary[key]
+
+
+@pytest.mark.slow
+def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    run = finish(tmp_path, SINGLE, *TINY, "--precision", "fp32", "--resume", "auto")
+    assert run.summary["resumed_after_step"] == 0
+    assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
+    assert run.losses[0] != 9.0
+
+
+@pytest.mark.slow
+def test_going_on_from_an_older_checkpoint(tmp_path: Path) -> None:
+    straight = finish(tmp_path, SINGLE, *TINY, "--save-every", "4", "--keep", "3")
+    four = tmp_path / "checkpoints/step-00000004"
+    again = finish(tmp_path, SINGLE, *TINY, "--save-every", "4", "--keep", "3", "--resume", str(four))
+    assert_same_end(again, straight)
+    assert again.summary["resumed_after_step"] == 4
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["abandoned-step-00000008", "abandoned-step-00000012"] + [f"step-{i:08d}" for i in (4, 8, 12)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "others"),
+    [
+        ("ddp", {"fsdp1": "2", "fsdp2": "3"}),
+        ("fsdp1", {"ddp": "2", "hsdp": "2"}),
+        ("fsdp2", {"none": "1", "fsdp1": "2", "ddp": "3"}),
+    ],
+    ids=["ddp", "fsdp1", "fsdp2"],
+)
+def test_others_read_the_same_state(tmp_path: Path, source: str, others: dict[str, str]) -> None:
+    """No step is made after loading, so what comes out must be what went in, whoever holds it."""
+    stop = ["--save-every", "6", "--stop-after", "6"]
+    saved = finish(tmp_path / "saved", TORCHRUN, *TINY, *stop, "--parallel", source)
+    folder = str(tmp_path / "saved/checkpoints/step-00000006")
+    for parallel, ranks in others.items():
+        out = tmp_path / parallel
+        run = finish(out, TORCHRUN, *TINY, *stop, "--parallel", parallel, "--resume", folder, NPROC=ranks)
+        assert run.summary["parameters_sha256"] == saved.summary["parameters_sha256"]
+        # The mean over ranks is taken in another order.
+        assert run.summary["validation_loss"] == pytest.approx(saved.summary["validation_loss"], rel=1e-6)
+        assert run.summary["fp8_state_identical"] is True
+        assert run.lines == []
+
+
+@pytest.mark.long
+def test_going_on_as_another_kind(tmp_path: Path) -> None:
+    first = finish(tmp_path / "a", TORCHRUN, *TINY, "--save-every", "6", "--stop-after", "6", "--parallel", "ddp")
+    folder = str(tmp_path / "a/checkpoints/step-00000006")
+    further = finish(tmp_path / "b", TORCHRUN, *TINY, "--parallel", "fsdp2", "--resume", folder)
+    assert [line["step"] for line in further.lines] == list(range(7, STEPS + 1))
+    straight = finish(tmp_path / "c", TORCHRUN, *TINY, "--parallel", "ddp")
+    assert first.losses == straight.losses[:6]
+    assert further.losses == pytest.approx(straight.losses[6:], rel=1e-5)
+
+
+@pytest.mark.long
+def test_fp8_may_begin_later_and_end_earlier(tmp_path: Path) -> None:
+    save = ["--save-every", "6", "--stop-after", "6"]
+    folder = {}
+    for precision in ("fp32", "fp8"):
+        finish(tmp_path / precision, SINGLE, *TINY, *save, "--precision", precision)
+        folder[precision] = str(tmp_path / precision / "checkpoints/step-00000006")
+    begins = finish(tmp_path / "begins", SINGLE, *TINY, "--precision", "fp8", "--resume", folder["fp32"])
+    assert "has no FP8 state: scales start cold" in begins.output
+    assert "another precision: fp8 in place of fp32" in begins.output
+    ends = finish(tmp_path / "ends", SINGLE, *TINY, "--precision", "fp32", "--resume", folder["fp8"])
+    assert len(begins.losses) == len(ends.losses) == STEPS - 6
+
+
+@pytest.mark.long
+def test_saving_in_the_background_changes_nothing(tmp_path: Path) -> None:
+    flags = [*TINY, "--parallel", "fsdp2"]
+    straight = finish(tmp_path / "straight", TORCHRUN, *flags)
+    out = tmp_path / "parts"
+    finish(out, TORCHRUN, *flags, "--save-every", "2", "--async-save", "--stop-after", "7")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
+    second = finish(out, TORCHRUN, *flags, "--save-every", "2", "--async-save", "--resume", "auto")
+    assert_same_end(second, straight)
+
+
+@pytest.mark.slow
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    finish(tmp_path / "saved", SINGLE, *TINY, "--save-every", "6", "--stop-after", "6")
+    folder = str(tmp_path / "saved/checkpoints/step-00000006")
+    done = start(SINGLE, *TINY, "--width", "64", "--out", str(tmp_path / "new"), "--resume", folder)
+    assert_refused(done, f"--resume {folder}: saved with --width 32, and this is 64")
