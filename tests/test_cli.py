@@ -153,15 +153,21 @@ def test_nan_and_infinity_are_equal_to_themselves_and_told_in_json(tmp_path: Pat
 # FP8 state ----------------------------------------------------------------------------------------------
 
 
+def trained() -> tuple[nn.Module, fp8dist.StateManager]:
+    """The same model after the same three steps, whenever it is called."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
+    for _ in range(3):
+        model(torch.randn(2, 16)).sum().backward()
+        manager.step()
+    return model, manager
+
+
 def saved_states(folder: Path, count: int, damage: Callable[[int, fp8dist.StateManager], None]) -> str:
     """The path, with {rank}, of state files of equal managers, some of which were damaged."""
     for rank in range(count):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-        manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
-        for _ in range(3):
-            model(torch.randn(2, 16)).sum().backward()
-            manager.step()
+        _, manager = trained()
         damage(rank, manager)
         manager.save(folder / f"dump-{rank}.safetensors")
     return str(folder / "dump-{rank}.safetensors")
@@ -223,12 +229,7 @@ def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateMana
     """Paths of two checkpoints of equal models and managers; one was damaged before it was saved."""
     paths = []
     for number in range(2):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-        manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
-        for _ in range(3):
-            model(torch.randn(2, 16)).sum().backward()
-            manager.step()
+        model, manager = trained()
         damage(number, manager)
         path = folder / f"checkpoint-{number}"
         state = {"model": model.state_dict(), "fp8": manager.state_dict()}

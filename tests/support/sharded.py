@@ -224,6 +224,15 @@ def train(job: Job) -> Outcome:
     return outcome
 
 
+def assert_same(ours: list[Outcome], theirs: list[Outcome], steps: int) -> None:
+    """Bitwise, rank by rank; and ours made one collective a step."""
+    for mine, other in zip(ours, theirs):
+        assert mine.losses == other.losses
+        assert mine.state == other.state
+        assert mine.parameter_bits == other.parameter_bits
+        assert mine.fp8_collectives == [1] * steps
+
+
 def fp8_linears(model: nn.Module) -> dict[str, FP8Linear]:
     """By name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
