@@ -27,7 +27,11 @@ from tests.support.states import state_of
 from tests.support.training import batch, bits, make_net
 
 # DCP has warnings of its own where there is no process group.
-pytestmark = [pytest.mark.xdist_group("four_ranks"), pytest.mark.filterwarnings("ignore:torch.distributed is")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("four_ranks"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+]
 
 States = dict[tuple[str, str], dict[str, Any]]
 

@@ -36,6 +36,8 @@ from tests.support.parallel import loss_of, make_blocks, tokens, watched_reducti
 from tests.support.ranks import RankPool
 from tests.support.training import AmaxRecorder, expected_histories, histories, state_bits
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "job",

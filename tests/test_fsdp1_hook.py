@@ -20,6 +20,8 @@ from tests.support.ranks import RankPool
 from tests.support.states import state_of, without
 from tests.support.training import state_bits
 
+pytestmark = pytest.mark.slow
+
 # The communication hook ---------------------------------------------------------------------------------
 
 HOOKED = [

@@ -23,6 +23,8 @@ from tests.support.ranks import RankPool
 from tests.support.sharded import HISTORY, OPTIMIZERS, Deep, Job, arena_bits, assert_same, full, shard, train
 from tests.support.training import batch, bits
 
+pytestmark = pytest.mark.slow
+
 # Skipped modules ---------------------------------------------------------------------------------
 
 

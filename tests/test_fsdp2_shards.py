@@ -21,6 +21,8 @@ from tests.support.ranks import RankPool
 from tests.support.sharded import HISTORY, Job, Mlp, build, fp8_linears, full, shard, train
 from tests.support.training import batch, bits
 
+pytestmark = pytest.mark.slow
+
 
 def expected_bytes(weight: Tensor, scale: Tensor) -> bytes:
     """The cast of a whole weight, from the formula alone."""

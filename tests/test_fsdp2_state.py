@@ -33,6 +33,8 @@ from tests.support.sharded import (
 from tests.support.states import bits as float_bits
 from tests.support.training import Amaxes, batch, bits, state_bits
 
+pytestmark = pytest.mark.slow
+
 # Against DDP on three and four ranks ---------------------------------------------------------------
 
 

@@ -28,6 +28,8 @@ from tests.support.running import FITS, Running
 from tests.support.sharded import Job, arena_bits, fp8_linears, seeded, shard
 from tests.support.training import batch
 
+pytestmark = pytest.mark.slow
+
 
 def _times_8(run: Running) -> None:
     with torch.no_grad():

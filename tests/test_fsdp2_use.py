@@ -19,6 +19,8 @@ from tests.support.ranks import RankPool
 from tests.support.sharded import OPTIMIZERS, Job, arena_bits, build, full
 from tests.support.training import Net, batch, bits
 
+pytestmark = pytest.mark.slow
+
 
 def _started(job: Job = Job(), steps: int = 2) -> tuple[Any, Any, fp8dist.StateManager, torch.optim.Optimizer]:  # noqa: B008
     model, called, manager, optimizer = build(job)

@@ -37,6 +37,8 @@ from tests.support.tensor_parallel import (
 )
 from tests.support.training import state_bits
 
+pytestmark = pytest.mark.slow
+
 # Refusals ----------------------------------------------------------------------------------------------
 
 
