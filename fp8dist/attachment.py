@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,9 +21,11 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.fsdp import (
     compute_device,
+    fsdp2_modules,
     managed_from_outside,
     mesh_ranks,
     multiplied_shape,
+    reshard,
     resharded_modules,
     shard_weights,
 )
@@ -32,6 +36,9 @@ from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync
 
 __all__ = ["Attachment", "fp8_linears", "local_weights"]
+
+
+logger = logging.getLogger("fp8dist")
 
 
 class Attachment:
@@ -65,9 +72,12 @@ class Attachment:
             ConfigurationError: the state does not fit the model as it is wrapped now.
         """
         cycle, mode, settings = self._cycle, self._cycle.mode, self._cycle.settings
+        reshard(fsdp2_modules(whole))  # One may still hold what an evaluation has gathered.
         resharded = resharded_modules(whole)
         _require_products(model, resharded)
         _require_groups(model, cycle)
+        _require_ddp_group(whole, cycle)
+        _warn_of_strangers(whole, optimizers)
         before = cycle.sharded
         self.release()
         _place(model, whole, cycle)
@@ -152,6 +162,28 @@ def _require_groups(model: nn.Module, cycle: StepCycle) -> None:
                 f"{slot.fqn}: its weight is shared or sharded by ranks {sorted(ranks)}, but its FP8 state only by "
                 f"ranks {list(group.ranks)}: pass prepare(group=…) the whole mesh"
             )
+
+
+def _require_ddp_group(whole: nn.Module, cycle: StepCycle) -> None:
+    """Ranks that DDP keeps equal must have equal scales."""
+    ddp, group = find_ddp(whole), cycle.default_group
+    if ddp is None or group is None or not cycle.settings.amax_sync:
+        return
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if not {*ranks} <= {*group.ranks}:
+        raise ConfigurationError(
+            f"DDP keeps the model equal on ranks {ranks}, but its FP8 state is shared by ranks {list(group.ranks)}: "
+            "pass prepare(group=…) at least DDP's group"
+        )
+
+
+def _warn_of_strangers(whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if optimizers and not any(id(parameter) in held for parameter in whole.parameters()):
+        logger.warning(
+            "attach(optimizer=…): it holds none of the model's parameters. Was it made before the model was sharded, "
+            "or moved? Then it trains nothing"
+        )
 
 
 def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:

@@ -111,7 +111,7 @@ class Checker:
             evidence, sync.verdict = sync.verdict.evidence, None
             step = int(sync.arena.step) if differs or nonfinite or saturated else 0
             if saturated:
-                self._tell_saturated(sync.arena, step)
+                self._tell_saturated(sync, step)
             if nonfinite:
                 self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
             if differs and joins:
@@ -123,21 +123,25 @@ class Checker:
                 differing.append((sync, self._localise(sync, evidence, differs)))
         return differing
 
-    def _tell_saturated(self, arena: Arena, step: int) -> None:
-        """Sharded weights outgrew their scale: by little in training, if ever; by much if somebody wrote to them."""
+    def _tell_saturated(self, sync: ArenaSync, step: int) -> None:
+        """Sharded weights outgrew their scale: by little in training, if ever; by much if somebody wrote to them. Then
+        one rank says so."""
+        arena = sync.arena
         places = arena.shard_slots[arena.flags[SATURATED][arena.shard_slots]]
         slots = tuple(arena.specs[place].slot for place in places.tolist())
         self._untold.append(Event("saturated", step, slots))
         used = arena.amax * arena.sent[0] / arena.fp8_max  # By a step of training it grows by little.
         if not self._said_saturated and bool((used[places] > MUCH).any()):
             self._said_saturated = True
-            logger.warning(
-                "fp8dist: step %d: %d weight(s) were cast to FP8 beyond their scale, %s first: they grew fast, or were "
-                "written to in a way that torch does not tell of (.data, say). Then call manager.refresh_weights()",
-                step,
-                len(slots),
-                slots[0].fqn,
-            )
+            if sync.group is None or sync.group.rank == min(sync.group.ranks):
+                logger.warning(
+                    "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, %s first: they were "
+                    "written to in a way that torch does not tell of (.data, to_local()). Call "
+                    "manager.refresh_weights() after it",
+                    step,
+                    len(slots),
+                    slots[0].fqn,
+                )
 
     def _localise(self, sync: ArenaSync, evidence: Evidence | None, differs: tuple[str, ...]) -> DivergenceReport:
         with on_device(sync.arena.device):

@@ -56,6 +56,7 @@ class StepCycle:
     def _init_transient(self) -> None:
         """What a copy does not inherit: ties to a job."""
         self.attached = False
+        self.mode.unsynced = self.shared
         self.hooked = False
         self.early = False
         self.drop_nonfinite = False
@@ -77,6 +78,11 @@ class StepCycle:
         """Whether a Join context is open."""
         return bool(self.join_config.enable)
 
+    @property
+    def default_group(self) -> SyncGroup | None:
+        """The ranks that share the arena of all modules without one of their own."""
+        return next((group for sync, group in zip(self.syncs, self.groups) if not sync.patterns), None)
+
     def group_of(self, sync: ArenaSync) -> SyncGroup | None:
         """The ranks that an arena was prepared for, attached or not."""
         return self.groups[self.syncs.index(sync)]
@@ -95,7 +101,13 @@ class StepCycle:
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
         agree_on_manifests(publications, len(self.groups) - 1, timeout)
         self.attached = True
+        self.mode.unsynced = False
         self._boundaries = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks are to share this state."""
+        return self.settings.amax_sync and any(group is not None and group.size > 1 for group in self.groups)
 
     def require_groups(self) -> None:
         """Raise ConfigurationError where there are several ranks, but no group was named."""
@@ -108,8 +120,7 @@ class StepCycle:
 
     def require_attached(self) -> None:
         """Raise ConfigurationError where ranks share state but nothing ties them yet."""
-        shared = self.settings.amax_sync and any(group is not None and group.size > 1 for group in self.groups)
-        if shared and not self.attached:
+        if self.shared and not self.attached:
             raise ConfigurationError("attach() first: ranks share this state, and attach() is what ties them")
 
     def derive_weight_scales(

@@ -397,11 +397,21 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
         whole: the model as the loop calls it.
 
     Raises:
-        ConfigurationError: FSDP2 shards none of them.
+        ConfigurationError: FSDP2 shards none of the model, or in a way that it cannot gather in FP8.
     """
     resharded = resharded_modules(whole)
-    fsdp_modules = [module for module in whole.modules() if _has_base(module, "FSDPModule")]
-    reshard(fsdp_modules)
+    fsdp_modules = fsdp2_modules(whole)
+    if not fsdp_modules:
+        raise ConfigurationError(
+            "fp8_all_gather=True is of FSDP2, and this model is not under it: call fully_shard() before attach(), or "
+            "leave fp8_all_gather out"
+        )
+    for module in fsdp_modules:
+        if _reshards_in_part(module):
+            raise ConfigurationError(
+                "reshard_after_forward=<number> does not go with fp8_all_gather=True (FSDP2 has no all-gather "
+                "extension for it): use True or False"
+            )
     users: dict[int, list[nn.Module]] = defaultdict(list)
     for module in whole.modules():
         for parameter in module._parameters.values():
@@ -413,11 +423,6 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
             key = id(module.weight)
             if all(isinstance(user, FP8Linear) for user in users[key]):
                 found.setdefault(key, []).append(module)
-    if not found:
-        raise ConfigurationError(
-            "fp8_all_gather=True, but FSDP2 shards no weight of an FP8Linear: call fully_shard() after prepare() and "
-            "before attach()"
-        )
     places: dict[int, tuple[Arena, dict[int, list[int]]]] = {}
     for linears in found.values():
         slots = linears[0].fp8_slots
@@ -436,6 +441,22 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
         arena = slots.weight_sync.arena
         weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]]))
     return ShardedWeights(owner, weights, fsdp_modules)
+
+
+def fsdp2_modules(whole: nn.Module) -> list[nn.Module]:
+    """The modules that ``fully_shard`` was called on."""
+    return [module for module in whole.modules() if _has_base(module, "FSDPModule")]
+
+
+def _reshards_in_part(module: nn.Module) -> bool:
+    """Whether it goes back to fewer ranks than it is sharded over: seen in FSDP2's own state, as far as that is as in
+    torch 2.11 to 2.13."""
+    try:
+        state = module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        return any(g is not None and g.post_forward_mesh_info not in (None, g.mesh_info) for g in groups)
+    except AttributeError:
+        return False
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

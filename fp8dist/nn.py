@@ -60,13 +60,15 @@ class Mode:
     """What the modules of one manager do now. One object, shared by them all.
 
     ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
-    come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them.
+    come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
+    ranks are to share state, and ``attach`` was not called yet.
     """
 
     allowed: bool
     backend: str
     eval_precision: str
     awaits_attach: bool = False
+    unsynced: bool = False
     enabled: bool = True
     calibrating: bool = False
     reuse_casts: bool = False
@@ -233,6 +235,12 @@ class LinearSlots:
         """Warn once when backwards go on without a boundary."""
         if torch.compiler.is_compiling():
             return
+        if self.mode.unsynced:
+            self.mode.unsynced = False
+            logger.warning(
+                "%s is trained, but attach() was not called: FP8 state is not synchronised, and scales do not follow",
+                self.slots[Role.INPUT].fqn,
+            )
         if self._boundary != self.mode.boundaries:
             self._boundary, self._backwards = self.mode.boundaries, 0
         self._backwards += 1

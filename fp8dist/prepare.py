@@ -95,6 +95,7 @@ def prepare(
     for fqn, linear in linears.items():
         convert(linear, plan.slots_of(fqn, linear, mode))
     model.__dict__[ATTRIBUTE] = manager
+    logger.info("fp8dist: %d Linears are FP8Linears now", len(linears))
     if not settings.enabled:
         logger.warning("fp8dist is switched off: %d Linears stay in high precision", len(linears))
     return manager

@@ -209,6 +209,11 @@ def run(job: Job) -> None:
     with job.watch.during("summing up"):
         summary = summarise(job, recorder, spent)
     if job.ranks.first:
+        options = job.options
+        if job.done >= options.last_step:
+            print(f"nothing was left to train: step {job.done} of {options.steps} was done before", file=sys.stderr)
+        elif options.last_step < options.steps:
+            print(f"stopped after step {options.last_step} of {options.steps}: --resume auto goes on", file=sys.stderr)
         (job.options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         print(_as_table(summary), flush=True)
 
@@ -228,8 +233,14 @@ def _announce(job: Job) -> None:
     where = f"{job.ranks.size} rank(s), {job.ranks.device.type}, {job.ranks.backend or 'no process group'}"
     what = f"{job.options.precision}, {job.options.parallel}"
     print(f"{what}: {parameters / 1e6:.2f} M parameters{of}, {where}", file=sys.stderr)
+    if job.options.parallel == "hsdp":
+        shard = job.options.shard_size
+        print(f"{job.ranks.size // shard} replica(s), each sharded over {shard} rank(s)", file=sys.stderr)
     if job.manager is not None and job.ranks.device.type == "cpu":
-        print(f"FP8 is emulated on a CPU (backend {job.manager.settings.backend}): it is slower here", file=sys.stderr)
+        print(
+            f"FP8 is emulated on a CPU (backend {job.manager.settings.backend}): it is usually slower here",
+            file=sys.stderr,
+        )
 
 
 def train(job: Job, recorder: Recorder) -> None:
@@ -407,9 +418,15 @@ _LABELS = {
 def _as_table(summary: dict[str, object]) -> str:
     words = {True: "yes", False: "no", None: "none"}
     lines = []
-    checked = summary["checks"] or summary["divergences"]
+    left_out: set[str] = set()
+    if not summary["checks"] and not summary["divergences"]:
+        left_out |= {"checks", "check_ms_per_check", "divergences"}
+    if not summary["bytes_gathered_per_step"]:
+        left_out.add("bytes_gathered_per_step")
+    if not summary["fp8_slots"]:
+        left_out |= {"fp8_slots", "fp8_collectives_per_step", "fp8_bytes_per_sync", "exposed_sync_ms_per_step"}
     for key, label in _LABELS.items():
-        if key in ("checks", "check_ms_per_check", "divergences") and not checked:
+        if key in left_out:
             continue
         value = summary[key]
         text = words[value] if value is None or isinstance(value, bool) else f"{value:.10g}"

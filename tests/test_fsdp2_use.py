@@ -323,7 +323,7 @@ def _without_fsdp2(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
 def test_without_fsdp2_it_is_an_error(two_ranks: RankPool, kind: str) -> None:
     for message in two_ranks.run(_without_fsdp2, kind):
-        assert "fully_shard() after prepare() and before attach()" in message
+        assert "call fully_shard() before attach(), or leave fp8_all_gather out" in message
 
 
 def test_settings_that_cannot_be() -> None:
