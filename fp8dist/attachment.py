@@ -20,6 +20,7 @@ from fp8dist.ddp import JoinLink, find_ddp
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.fsdp import (
+    ShardedWeights,
     compute_device,
     fsdp2_modules,
     managed_from_outside,
@@ -51,6 +52,7 @@ class Attachment:
         self._hooks: BoundaryHooks | None = None
         self._join_link: JoinLink | None = None
         self._guards: list[RemovableHandle] = []
+        self._before: ShardedWeights | None = None  # What is known of weights, until a new tie has succeeded.
 
     def tie(
         self,
@@ -78,7 +80,7 @@ class Attachment:
         _require_groups(model, cycle)
         _require_ddp_group(whole, cycle)
         _warn_of_strangers(whole, optimizers)
-        before = cycle.sharded
+        self._before = cycle.sharded or self._before
         self.release()
         _place(model, whole, cycle)
         self.by_optimizer = by_optimizer
@@ -95,7 +97,8 @@ class Attachment:
         mode.invalidate_casts()
         mode.reuse_casts = bool(optimizers)
         if cycle.sharded is not None:
-            cycle.sharded.follow(before)
+            cycle.sharded.follow(self._before)
+        self._before = None
         if optimizers or cycle.sharded is not None:
             self._guards = watch_every_step(cycle)
         if optimizers:

@@ -97,11 +97,17 @@ class Checkpoint:
         return storage.to_bytes(_collected(arenas), {"settings": self._cycle.settings.describe()})
 
     def _take_over(self, matches: Sequence[_Match]) -> None:
-        for match in matches:
-            match.apply()
+        before = [(arena, arena.copied_state()) for arena in self._arenas()]
+        try:
+            for match in matches:
+                match.apply()
+        except BaseException:  # A callable amax_algo, say.
+            for arena, state in before:
+                arena.put_back(state)
+            raise
         for sync in self._cycle.syncs:
             sync.abandon()
-        self._cycle.weights_loaded()
+        self._cycle.state_loaded({slot for match in matches for slot in match.loaded})
 
 
 def _key(group: SyncGroup | None) -> str:
@@ -171,6 +177,11 @@ class _Match:
         if changes and not convert:
             raise CheckpointError(f"it was saved by another recipe: {'; '.join(changes)}. {_HOW_TO_CONVERT}")
         self._stood_for = self._amaxes_behind_scales() if changes else torch.empty(0)
+
+    @property
+    def loaded(self) -> set[Slot]:
+        """The slots whose state is there."""
+        return {slot for arena in self._arenas for slot in arena.index if slot in self._places}
 
     def _compare_slots(self, strict: bool) -> None:
         ours = {slot for arena in self._arenas for slot in arena.index}

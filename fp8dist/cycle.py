@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -149,12 +149,12 @@ class StepCycle:
             work = None
             if sync.communicates:
                 assert sync.group is not None
-                with sync.failing_by_name():
+                with sync.failing_by_name("deriving FP8 scales of weights"):
                     work = all_reduce_max(bits, sync.group, sync.counters)
             launched.append((sync, bits, work))
         for sync, bits, work in launched:
             if work is not None:
-                with sync.failing_by_name():
+                with sync.failing_by_name("deriving FP8 scales of weights"):
                     work.wait()
             amax, where = bits.view(torch.float32), (bits >= 0) & (bits < INFINITY_BITS)
             if which == "unfit":
@@ -238,11 +238,11 @@ class StepCycle:
         if self.sharded is not None:
             self.sharded.after_step(optimizer)
 
-    def weights_loaded(self) -> None:
-        """State was loaded or reset: FP8 casts are stale, and slots may be cold. Local."""
+    def state_loaded(self, slots: Collection[Slot]) -> None:
+        """The state of these slots was loaded, or reset: FP8 casts are stale, and slots may be cold. Local."""
         self.mode.invalidate_casts()
         if self.sharded is not None:
-            self.sharded.state_loaded()
+            self.sharded.state_loaded(slots)
 
     def weights_changed(self) -> None:
         """An attached optimizer has stepped. Local."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -110,6 +110,26 @@ def _as_shard(local: Tensor, weight: weakref.ref[ShardedWeight]) -> Tensor:
     return local
 
 
+class Moment:
+    """What the outermost forward of now is like, for all weights of one manager."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.in_forward = False
+        self.grad_enabled = False
+        """Whether the forward has gradients: FSDP gathers without, always."""
+        self._settled = torch.cuda.Event() if on_gpu else None
+
+    def settled(self) -> None:
+        """All scales were committed, on the current stream."""
+        if self._settled is not None:
+            self._settled.record()
+
+    def wait(self) -> None:
+        """FSDP's copy-in stream need not have waited for the last commit."""
+        if self._settled is not None:
+            torch.cuda.current_stream().wait_event(self._settled)
+
+
 class ShardedWeight:
     """A weight that FSDP2 gathers in FP8.
 
@@ -117,18 +137,17 @@ class ShardedWeight:
     step, which is what scales are made to follow, or by anybody else.
     """
 
-    def __init__(self, linear: FP8Linear, amax: Tensor) -> None:
+    def __init__(self, linear: FP8Linear, amax: Tensor, moment: Moment) -> None:
         self.slots: LinearSlots = linear.fp8_slots
-        self.name = self.slots.slots[Role.WEIGHT].fqn
+        self.slot = self.slots.slots[Role.WEIGHT]
+        self._moment = moment
         self._linear = weakref.ref(linear)
-        self.grad_enabled = False
-        """Whether the forward of the moment has gradients: FSDP gathers without, always."""
         self._amax = amax  # 0-d float32: of this rank's part.
-        self._settled = torch.cuda.Event() if amax.is_cuda else None
         self._parameter: Tensor | None = None  # Not a weak one: torch cannot move a DTensor that has weak references.
         self._version = -1
         self.trusted = False
         """State was loaded: its scale is right for the weight that the next forward finds."""
+        self.maybe_cold = True
         self._written = False  # By others than an optimizer, before one stepped.
         self._step = -1  # The last one whose training forwards have gathered it.
 
@@ -137,6 +156,8 @@ class ShardedWeight:
         linear = self._linear()
         parameter = None if linear is None else linear._parameters["weight"]
         if parameter is None or not is_dtensor(parameter):
+            return
+        if parameter is self._parameter and isinstance(local_part(parameter), FP8Shard):
             return
         local = local_part(parameter)
         if isinstance(local, FP8Weight):  # It is gathered now.
@@ -180,10 +201,18 @@ class ShardedWeight:
         else:
             same = before.parameter is self.parameter
             self._version, self._written = before._version, before._written or not same
+            self.trusted = before.trusted
 
     def part(self) -> tuple[ArenaSync, Slot, Tensor]:
         """(sync, slot, this rank's part)."""
-        return self.slots.weight_sync, self.slots.slots[Role.WEIGHT], local_part(self.parameter)
+        return self.slots.weight_sync, self.slot, local_part(self.parameter)
+
+    def seen_hot(self) -> bool:
+        """Whether it has a scale. Reads the device until it has one."""
+        if self.maybe_cold:
+            arena = self.slots.weight_sync.arena
+            self.maybe_cold = bool(arena.cold[arena.index[self.slot]])
+        return not self.maybe_cold
 
     def accept(self) -> None:
         """The scale is right for the weight as it is now."""
@@ -196,35 +225,26 @@ class ShardedWeight:
     def prepare_forward(self) -> None:
         """The outermost forward begins."""
         self.install()
-        self.grad_enabled = torch.is_grad_enabled()
         if self.trusted:
             self.accept()
-
-    def mark_settled(self) -> None:
-        """The scale was committed on the current stream."""
-        if self._settled is not None:
-            self._settled.record()
-
-    def belongs_to(self, parameters: set[int]) -> bool:
-        """Whether these ids are of parameters that it is one of."""
-        return id(self.parameter) in parameters
 
     def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor], Metadata]:
         """FP8 bytes (uint8 [rows, columns], padded) of this rank's part. Records its amax: the maximum over the step's
         training forwards, or that of the last gather, where it stayed gathered since."""
         slots = self.slots
         slots.settle()
-        if self._settled is not None:  # Here may be FSDP's copy-in stream, which need not wait for the last commit.
-            torch.cuda.current_stream().wait_event(self._settled)
+        self._moment.wait()
         if self.trusted:  # Gathered by hand, before a forward.
-            arena = slots.weight_sync.arena
-            if arena.cold[arena.index[slots.slots[Role.WEIGHT]]]:
-                raise ConfigurationError(f"{self.name}: it has no FP8 scale yet: call manager.refresh_weights() first")
             self.accept()
+        if not self._moment.in_forward and not _in_backward() and not self.seen_hot():
+            raise ConfigurationError(
+                f"{self.slot.fqn}: it has no FP8 scale yet, and is gathered outside of a forward of the model: call "
+                "manager.refresh_weights() first"
+            )
         if self.changed:
             raise ConfigurationError(
-                f"{self.name}: the weight was changed since its FP8 scale was derived, and is gathered outside of a "
-                "forward of the model: call manager.refresh_weights() first"
+                f"{self.slot.fqn}: the weight was changed since its FP8 scale was derived, and is gathered outside of "
+                "a forward of the model: call manager.refresh_weights() first"
             )
         records = self._records()
         state = slots.states(slots.weight_sync.arena.device)[1]
@@ -241,17 +261,21 @@ class ShardedWeight:
 
     def _records(self) -> bool:
         """Whether to record now; makes room for it."""
-        if torch._C._current_graph_task_id() != -1:
+        if _in_backward():
             return False  # The backward gathers the same weight again.
         mode, linear = self.slots.mode, self._linear()
         recorded = self._step == mode.boundaries
-        if mode.calibrating or (linear is not None and linear.training and self.grad_enabled):
+        if mode.calibrating or (linear is not None and linear.training and self._moment.grad_enabled):
             self._step = mode.boundaries
         elif recorded:
             return False
         if not recorded:
             self._amax.fill_(DID_NOT_RUN)
         return True
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def unpack(
@@ -291,12 +315,15 @@ class ShardedWeights:
     whether weights were written to behind the optimizer's back.
     """
 
-    def __init__(self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Sequence[nn.Module], moment: Moment
+    ) -> None:
         self.weights = tuple(weights)
+        self._moment = moment
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[ShardedWeight]]] = weakref.WeakKeyDictionary()
         self._modules = weakref.WeakSet(modules)
         self._within = {id(module): tuple(w for w in weights if w.lies_in(module)) for module in modules}
         self._owner = weakref.ref(owner)
-        self._maybe_cold = True
         self._outermost: int | None = None
         self._handles: list[RemovableHandle] = []
         for weight in self.weights:
@@ -320,9 +347,9 @@ class ShardedWeights:
 
     def follow(self, before: ShardedWeights | None) -> None:
         """Take over what an earlier attachment knew, so that what was written since then shows. Local."""
-        known = {} if before is None else {weight.name: weight for weight in before.weights}
+        known = {} if before is None else {weight.slot: weight for weight in before.weights}
         for weight in self.weights:
-            weight.follow(known.get(weight.name))
+            weight.follow(known.get(weight.slot))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """That optimizer is about to step. Local."""
@@ -334,9 +361,14 @@ class ShardedWeights:
         for weight in self._of(optimizer):
             weight.after_step()
 
-    def _of(self, optimizer: Optimizer) -> Iterator[ShardedWeight]:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return (weight for weight in self.weights if weight.belongs_to(held))
+    def _of(self, optimizer: Optimizer) -> list[ShardedWeight]:
+        """The weights that it holds: looked for again when it, or a weight, has other parameters."""
+        groups = optimizer.param_groups
+        state = hash((*(id(weight.parameter) for weight in self.weights), *(len(group["params"]) for group in groups)))
+        if self._held.get(optimizer, (None,))[0] != state:
+            held = {id(p) for group in groups for p in group["params"]}
+            self._held[optimizer] = state, [w for w in self.weights if id(w.parameter) in held]
+        return self._held[optimizer][1]
 
     def reshard(self) -> None:
         """Have all modules give back what they hold gathered. Local.
@@ -345,47 +377,36 @@ class ShardedWeights:
         """
         reshard(self._modules)
 
-    def state_loaded(self) -> None:
-        """State was loaded, or reset: its scales are right for the weights that the next forward finds, whichever were
-        loaded first; some slots may be cold. Local."""
-        self._maybe_cold = True
+    def state_loaded(self, slots: Collection[Slot]) -> None:
+        """State was loaded, or reset: the scales of these slots are right for the weights that the next forward finds,
+        whichever were loaded first; some may be cold. Local."""
         for weight in self.weights:
-            weight.trusted = True
+            if weight.slot in slots:
+                weight.trusted = weight.maybe_cold = True
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         owner = self._owner()
-        if self._outermost is not None or owner is None or torch._C._current_graph_task_id() != -1:
+        if self._outermost is not None or owner is None or _in_backward():
             return
         owner.settle()
         weights = self._within[id(module)]
         for weight in weights:
             weight.prepare_forward()
-        unfit = [w for w in weights if w.changed]
-        if self._maybe_cold:
-            cold = list(self._cold())
-            self._maybe_cold = bool(cold)
-            unfit += [w for w in cold if w in weights and w not in unfit]
+        # Cold ones cannot be cast just in time: each rank would take the scale of its own part.
+        unfit = [weight for weight in weights if weight.changed or not weight.seen_hot()]
         if unfit:
             owner.fit_weight_scales(unfit)
             for weight in unfit:
                 weight.accept()
-        for weight in weights:
-            weight.mark_settled()
+            self.reshard()  # What was gathered with the old scales.
         self._outermost = id(module)
+        self._moment.in_forward, self._moment.grad_enabled = True, torch.is_grad_enabled()
+        self._moment.settled()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._outermost == id(module):
             self._outermost = None
-
-    def _cold(self) -> Iterator[ShardedWeight]:
-        """Weights without a scale: they cannot be cast just in time, for each rank would take another one."""
-        flags = {}
-        for weight in self.weights:
-            arena = weight.slots.weight_sync.arena
-            if id(arena) not in flags:
-                flags[id(arena)] = arena.cold.tolist()
-            if flags[id(arena)][arena.index[weight.slots.slots[Role.WEIGHT]]]:
-                yield weight
+            self._moment.in_forward = False
 
 
 def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> ShardedWeights:
@@ -435,12 +456,13 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
             for user in linears
         ]
     amaxes = {key: arena.hold_shards(of_arena) for key, (arena, of_arena) in places.items()}
+    moment = Moment(any(arena.device.type == "cuda" for arena, _ in places.values()))
     weights = []
     for linears in found.values():
         slots = linears[0].fp8_slots
         arena = slots.weight_sync.arena
-        weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]]))
-    return ShardedWeights(owner, weights, fsdp_modules)
+        weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]], moment))
+    return ShardedWeights(owner, weights, fsdp_modules, moment)
 
 
 def fsdp2_modules(whole: nn.Module) -> list[nn.Module]:

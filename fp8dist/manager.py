@@ -482,7 +482,7 @@ class StateManager(Joinable):
         for sync in self._syncs:
             sync.abandon()
             sync.arena.reset()
-        self._cycle.weights_loaded()
+        self._cycle.state_loaded(self.slots)
 
 
 def get_manager(model: nn.Module) -> StateManager:

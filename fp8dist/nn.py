@@ -400,7 +400,9 @@ def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     if not isinstance(weight, FP8Weight):
         return F.linear(input, weight, bias)
     # The dequantised weight is made again in backward: of all layers it would be the whole model.
-    return torch.utils.checkpoint.checkpoint(_dequantising, input, weight, bias, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(
+        _dequantising, input, weight, bias, use_reentrant=False, preserve_rng_state=False
+    )
 
 
 def _dequantising(input: Tensor, weight: FP8Weight, bias: Tensor | None) -> Tensor:

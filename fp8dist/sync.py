@@ -179,22 +179,31 @@ class ArenaSync:
             self.counters.wait_s += time.perf_counter() - start
 
     @contextlib.contextmanager
-    def failing_by_name(self) -> Iterator[None]:
-        """What a collective raises inside, a timeout say, becomes a SyncError that says whose it was."""
+    def failing_by_name(self, what: str = "") -> Iterator[None]:
+        """What a collective raises inside, a timeout say, becomes a SyncError that says whose it was.
+
+        What was launched is given up: the state stays that of the last commit.
+
+        Args:
+            what: was done. Default: the sync of this step.
+        """
         start = time.perf_counter()
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise self._failure(error, time.perf_counter() - start) from error
+            self.abandon()
+            what = what or f"the FP8 sync of step {int(self.arena.step) + 1}"
+            raise self._failure(what, error, time.perf_counter() - start) from error
 
-    def _failure(self, error: Exception, seconds: float) -> SyncError:
+    def _failure(self, what: str, error: Exception, seconds: float) -> SyncError:
         assert self.group is not None
         ranks = self.group.ranks
         named = ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} … {ranks[-1]}"
         return SyncError(
-            f"rank {self.group.rank}: {self.owner}: the FP8 sync of step {int(self.arena.step) + 1} with ranks {named} "
-            f"failed after {seconds:.1f} s. A rank is gone, hangs, or did not reach the end of "
-            f"this step ({type(error).__name__}: {error})"
+            f"rank {self.group.rank}: {self.owner}: {what} with ranks {named} failed after {seconds:.1f} s. A rank is "
+            f"gone, hangs, or did not come here ({type(error).__name__}: {error})"
         )
 
     def pass_boundary(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:

@@ -336,8 +336,9 @@ def _data_then_boundary(net: Net, manager: StateManager) -> None:
     through_data(net)
     for parameter in net.parameters():
         parameter.grad = None
-    assert manager._hooks is not None
-    optimizer = manager._hooks._last()
+    hooks = manager._attachment._hooks
+    assert hooks is not None
+    optimizer = hooks._last()
     assert optimizer is not None
     optimizer.step()
 

@@ -127,8 +127,7 @@ class Arena:
         if device != self.device:
             kept = {name: getattr(self, name) for name in self._STATE}
             self._allocate(device)
-            for name, value in kept.items():
-                getattr(self, name).copy_(value)
+            self.put_back(kept)
         self.placed = True
 
     def extended(self, specs: Sequence[SlotSpec]) -> Arena:
@@ -271,6 +270,7 @@ class Arena:
         """Empty the windows of the slots where bool[n] says so."""
         self.history.masked_fill_(where[:, None], 0)
         self.block_max.masked_fill_(where[:, None], 0)
+        self.amax.masked_fill_(where, 0)
 
     def adopt_untaken_scales(self, scales: Tensor) -> None:
         """Take scale and inv_scale (float32[2, n]) for the slots that the last commit left as they were."""
@@ -326,6 +326,15 @@ class Arena:
             tensor.zero_()
         self.words[WORD_MANIFEST] = manifest
 
+    def copied_state(self) -> dict[str, Tensor]:
+        """Everything that a step changes, for ``put_back``."""
+        return {name: getattr(self, name).clone() for name in self._STATE}
+
+    def put_back(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state, in place."""
+        for name, value in state.items():
+            getattr(self, name).copy_(value)
+
     # Copying and pickling: views are rebuilt, so that they are views again -------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,6 +350,5 @@ class Arena:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         Arena.__init__(self, saved["specs"], saved["recipe"])
         self._allocate(saved["device"])
-        for name, value in saved["state"].items():
-            getattr(self, name).copy_(value)
+        self.put_back(saved["state"])
         self.placed = saved["placed"]

@@ -145,10 +145,18 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(partial, 0o666 & ~_umask())  # mkstemp lets nobody else read it.
         os.replace(partial, target)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    """What this process takes from the permissions of new files. It can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
