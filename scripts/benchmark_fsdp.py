@@ -47,7 +47,7 @@ def sharded(layers: int, width: int, gather: bool, history_len: int = 1024) -> t
     return fully_shard(model, mp_policy=policy), manager
 
 
-def median_ms(run: Callable[[], None]) -> float:
+def once_ms(run: Callable[[], None]) -> float:
     """From a barrier, once."""
     dist.barrier()
     start = time.perf_counter()
@@ -73,7 +73,7 @@ def sync() -> dict[str, Any]:
 
     for run in (one_step, one_each):
         run()
-    pairs = [(median_ms(one_step), median_ms(one_each)) for _ in range(PAIRS)]
+    pairs = [(once_ms(one_step), once_ms(one_each)) for _ in range(PAIRS)]
     before = arena_sync.counters.collectives
     one_step()
     return {
@@ -129,7 +129,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[T
 
 
 class LiveTensors(TorchDispatchMode):
-    """The most bytes that tensors took at any time, whatever the kernels of this machine take inside."""
+    """The most bytes that tensors took after any op; what ops take inside is not seen (that of a process is)."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
