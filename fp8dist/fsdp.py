@@ -218,9 +218,9 @@ class ShardedWeight:
         """The scale is right for the weight as it is now."""
         self._version, self._written, self.trusted = self.parameter._version, False, False
 
-    def lies_in(self, module: nn.Module) -> bool:
-        """Whether its Linear is a part of ``module``."""
-        return any(part is self._linear() for part in module.modules())
+    def lies_in(self, modules: Collection[nn.Module]) -> bool:
+        """Whether its Linear is one of them."""
+        return self._linear() in modules
 
     def prepare_forward(self) -> None:
         """The outermost forward begins."""
@@ -322,7 +322,10 @@ class ShardedWeights:
         self._moment = moment
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[ShardedWeight]]] = weakref.WeakKeyDictionary()
         self._modules = weakref.WeakSet(modules)
-        self._within = {id(module): tuple(w for w in weights if w.lies_in(module)) for module in modules}
+        self._within: dict[int, tuple[ShardedWeight, ...]] = {}
+        for module in modules:
+            inside = set(module.modules())
+            self._within[id(module)] = tuple(weight for weight in weights if weight.lies_in(inside))
         self._owner = weakref.ref(owner)
         self._outermost: int | None = None
         self._handles: list[RemovableHandle] = []
