@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -24,10 +25,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 import folders
+from failures import CheckpointFailed, cause_of, is_of_a_collective
 from fp8dist import StateManager
-from fp8dist.errors import ConfigurationError
-from options import Options
+from fp8dist.errors import CheckpointError, ConfigurationError
+from options import Options, require_usable_checkpoints
 from ranks import Ranks
+from text import BadInput
 
 __all__ = ["Checkpoints"]
 
@@ -48,14 +51,7 @@ class Checkpoints:
         self._parent = folders.of(options.out)
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[int, Future[Any]] | None = None
-        if ranks.backend is not None and (options.save_every or options.resumes):
-            # Its own, so that what is saved in the background meets nothing of a step; and for CPU objects.
-            timeout = timedelta(seconds=options.timeout)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-        if ranks.first and options.save_every:
-            self._parent.mkdir(exist_ok=True)
-            for folder in folders.remove_leftovers(self._parent):
-                print(f"removed {folder}, which an earlier run did not finish", file=sys.stderr)
+        self._aside: list[Path] = []
 
     # Saving ---------------------------------------------------------------------------------------
 
@@ -63,8 +59,15 @@ class Checkpoints:
         """Save the state after this step. COLLECTIVE.
 
         Returns when the checkpoint is whole; with ``--async-save`` when its tensors were copied.
+
+        Raises:
+            CheckpointFailed: it could not be written, or the one before.
         """
         self.wait()
+        with self._telling_why(step):
+            self._save(step, module, optimizer, manager)
+
+    def _save(self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> None:
         model_state, optimizer_state = get_state_dict(module, optimizer)
         course = {name: getattr(self._options, name) for name in (*SHAPE, *COURSE, "parallel")}
         state = {
@@ -86,16 +89,35 @@ class Checkpoints:
                 self._finish(step)
 
     def poll(self) -> None:
-        """If a save in the background is done, make its checkpoint whole. Local."""
+        """If a save in the background is done, make its checkpoint whole. Local.
+
+        Raises:
+            CheckpointFailed: it could not be written.
+        """
         if self._pending is not None and self._pending[1].done():
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being saved in the background. Local."""
+        """Until nothing is being saved in the background. Local.
+
+        Raises:
+            CheckpointFailed: it could not be written.
+        """
         if self._pending is not None:
             (step, future), self._pending = self._pending, None
-            future.result()
-            self._finish(step)
+            with self._telling_why(step):
+                future.result()
+                self._finish(step)
+
+    @contextlib.contextmanager
+    def _telling_why(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointException, CheckpointError, OSError) as error:
+            if is_of_a_collective(error):
+                raise
+            place = f"rank {self._ranks.rank}: checkpoint of step {step}"
+            raise CheckpointFailed(f"{place} could not be written: {cause_of(error)}") from error
 
     def _tell_written(self, step: int) -> None:
         if self.written is not None:
@@ -110,45 +132,101 @@ class Checkpoints:
     # Resuming -------------------------------------------------------------------------------------
 
     def find(self) -> Path | None:
-        """What to go on from; the first rank decides for all. COLLECTIVE."""
-        options = self._options
-        if not options.resumes:
-            return None
-        found: list[Path | None] = [None]
+        """What to go on from; the first rank looks, and decides for all. COLLECTIVE, before ``save`` and ``load``.
+
+        Raises:
+            BadInput: on all ranks; what is there, or is not, does not fit the flags.
+        """
+        found: list[Path | BadInput | None] = [None]
         if self._ranks.first:
-            given = None if options.resume in (None, "auto") else Path(str(options.resume))
-            of_this_job = folders.newest(self._parent)
-            # A job that was restarted goes on from where it was, not from where it began.
-            found = [of_this_job if given is None else given]
-            if options.restarts and of_this_job is not None and options.save_every:
-                found = [of_this_job]
-        if self._group is not None:
-            dist.broadcast_object_list(found, src=0, group=self._group)
+            try:
+                found = [self._find()]
+            except BadInput as error:
+                found = [error]
+            except OSError as error:
+                found = [BadInput(f"{self._parent}: {error.strerror or error}")]
+        if self._ranks.backend is not None:
+            dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], BadInput):
+            raise found[0]
+        if self._ranks.backend is not None and (self._options.save_every or found[0] is not None):
+            # Its own, so that what is saved in the background meets nothing of a step; and for CPU objects.
+            timeout = timedelta(seconds=self._options.timeout)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         return found[0]
+
+    def _find(self) -> Path | None:
+        """On the first rank."""
+        options, restarted = self._options, self._ranks.restarts > 0
+        if not restarted:
+            require_usable_checkpoints(options)
+        if options.save_every:
+            self._parent.mkdir(exist_ok=True)
+            for folder in folders.remove_leftovers(self._parent):
+                print(f"removed {folder}, which an earlier run did not finish", file=sys.stderr)
+        of_this_job = folders.newest(self._parent)
+        if restarted and options.save_every and of_this_job is not None:
+            return of_this_job  # From where the job was, not from where it began.
+        if options.resume in (None, "auto"):
+            return of_this_job if options.resume == "auto" else None
+        given = Path(str(options.resume))
+        if options.save_every and not restarted:
+            # Now, and not when it was loaded: if a rank dies before, the restarted job must not find them.
+            self._aside = folders.set_aside(self._parent, folders.step_of(given))
+            for aside in self._aside:
+                print(f"set aside, as it is of a later step: {aside}", file=sys.stderr)
+        return given
 
     def load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> int:
         """Take over a checkpoint, before ``manager.attach``; the step that it was saved after. COLLECTIVE.
 
         Raises:
-            ConfigurationError: it is of another model.
+            ConfigurationError: it is of another model, or cannot be read.
+            CheckpointError: its FP8 state does not fit.
         """
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        try:
+            return self._load(folder, module, optimizer, manager)
+        except (ConfigurationError, CheckpointError):
+            folders.put_back(self._aside)  # A mistake in the flags costs nothing.
+            raise
+
+    def _load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> int:
+        saved = self._metadata(folder)
         run = self._load_run(folder, saved)
         model_state, optimizer_state = get_state_dict(module, optimizer)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-        if manager is not None and any(key.startswith("fp8.") for key in saved):
+        there = {key.removeprefix("fp8.") for key in saved if key.startswith("fp8.")}
+        if manager is not None and there:
+            self._require_state_of_all(folder, run, there, manager)
             state["fp8"] = manager
         elif manager is not None and self._ranks.first:
             print(f"{folder} has no FP8 state: scales start cold", file=sys.stderr)
         self._read(state, folder)
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        step = int(run["step"])
         if self._ranks.first:
             self._report(folder, run)
-            if self._options.save_every:
-                for aside in folders.set_aside(self._parent, step):
-                    print(f"set aside, as it is of a later step: {aside}", file=sys.stderr)
-        return step
+        return int(run["step"])
+
+    def _metadata(self, folder: Path) -> Mapping[str, Any]:
+        try:
+            return FileSystemReader(folder).read_metadata().state_dict_metadata
+        except Exception as error:  # Whatever reading and unpickling may raise.
+            raise ConfigurationError(f"--resume {folder}: it cannot be read: {cause_of(error)}") from error
+
+    def _require_state_of_all(
+        self, folder: Path, run: Mapping[str, Any], there: set[str], manager: StateManager
+    ) -> None:
+        """On all ranks alike, or some would wait for others that have given up. COLLECTIVE."""
+        needed: list[list[str]] = [list(manager.state_dict())] * self._ranks.size
+        if self._group is not None:
+            dist.all_gather_object(needed, needed[0], group=self._group)
+        missing = {key for keys in needed for key in keys} - there
+        if missing:
+            raise ConfigurationError(
+                f"--resume {folder}: it has FP8 state {_listed(there)}, of {run.get('ranks')} rank(s), and this job "
+                f"needs {_listed(missing)}, on {self._ranks.size}: shared is that of --amax-sync, rank<N> that of "
+                "rank N with --no-amax-sync; go on with the same"
+            )
 
     def _load_run(self, folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
         run: dict[str, Any] = {key.removeprefix("run."): None for key in saved if key.startswith("run.")}
@@ -169,7 +247,12 @@ class Checkpoints:
 
     def _read(self, state: dict[str, Any], folder: Path) -> None:
         with _no_warning_of_one_process():
-            load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+            try:
+                load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+            except CheckpointException as error:
+                if is_of_a_collective(error):
+                    raise
+                raise ConfigurationError(f"--resume {folder}: it cannot be read: {cause_of(error)}") from error
 
     def _report(self, folder: Path, run: Mapping[str, Any]) -> None:
         print(f"resumed from {folder}, after step {run['step']}", file=sys.stderr)
@@ -187,9 +270,22 @@ class _Writer(FileSystemWriter):
         self._written = written
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        results = super().write_data(plan, planner)
+        try:
+            results = super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save's archive, when it is closed after a failed write, complains of something else.
+            origin = error.__context__
+            if isinstance(origin, OSError):
+                raise origin from None
+            raise
         self._written()
         return results
+
+
+def _listed(keys: set[str]) -> str:
+    """The first few."""
+    names = sorted(keys)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from failures import CollectiveFailed
+from failures import CheckpointFailed, CollectiveFailed
 from fp8dist import DivergenceReport
 from fp8dist.errors import DivergenceError
 from ranks import Ranks
@@ -36,7 +36,7 @@ def write_report(report: DivergenceReport, folder: Path, ranks: Ranks) -> None:
 
 
 class ErrorFile(ErrorHandler):
-    """torchelastic's error file. A divergence's message is the whole report, that of a failed collective its one line.
+    """torchelastic's error file. A divergence's message is the whole report, that of another its one line.
 
     torchrun prints the "py_callstack" of every rank. All ranks raise at one boundary, so a traceback tells nothing, and
     the table was logged once: there it is the short sentence.
@@ -44,7 +44,7 @@ class ErrorFile(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         """Write the file, if torchrun has asked for one."""
-        if not isinstance(e, (DivergenceError, CollectiveFailed)):
+        if not isinstance(e, (DivergenceError, CollectiveFailed, CheckpointFailed)):
             super().record_exception(e)
             return
         said = str(e.report) if isinstance(e, DivergenceError) else str(e)

@@ -6,10 +6,11 @@ one that goes away is renamed first. So whatever a killed process leaves behind 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "of",
     "partial",
     "prune",
+    "put_back",
     "remove_leftovers",
     "set_aside",
     "step_of",
@@ -90,16 +92,24 @@ def remove_leftovers(parent: Path) -> list[Path]:
 def set_aside(parent: Path, after: int) -> list[Path]:
     """Rename whole checkpoints of later steps: a run that starts again from an earlier one must not meet them.
 
-    Returns them under their new names.
+    Those that were set aside before stay. Returns them under their new names.
     """
-    aside = []
-    for folder in whole(parent):
-        if step_of(folder) > after:
-            target = parent / f"{_ABANDONED}{folder.name}"
-            if target.exists():
-                shutil.rmtree(target)
-            aside.append(folder.rename(target))
-    return aside
+    later = [folder for folder in whole(parent) if step_of(folder) > after]
+    return [folder.rename(_unused(parent / f"{_ABANDONED}{folder.name}")) for folder in later]
+
+
+def put_back(aside: Iterable[Path]) -> None:
+    """Undo ``set_aside``."""
+    for folder in aside:
+        match = _WHOLE.search(folder.name)
+        assert match is not None
+        folder.rename(folder.with_name(match[0]))
+
+
+def _unused(folder: Path) -> Path:
+    """This name, or the first of ``…-2``, ``…-3`` and so on that is free."""
+    names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2)))
+    return next(name for name in names if not name.exists())
 
 
 def _name(step: int) -> str:

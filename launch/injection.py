@@ -37,7 +37,7 @@ class Injection:
 
     def __init__(self, options: Options, ranks: Ranks, model: nn.Module, manager: StateManager | None) -> None:
         own = [fault for fault in options.inject if fault.rank == ranks.rank]
-        self._faults = tuple(own if options.restarts == 0 else ())
+        self._faults = tuple(own if ranks.restarts == 0 else ())
         self._rank, self._model, self._manager = ranks.rank, model, manager
         self._saved: list[Tensor] = []
         self._step = 0

@@ -17,7 +17,21 @@ from typing import Literal, NamedTuple, NoReturn
 import folders
 from text import BadInput, Text, read_text
 
-__all__ = ["DIVERGED", "FAILED_COLLECTIVE", "SHARDED", "Fault", "Options", "exit_with", "parse", "prepare_input"]
+__all__ = [
+    "DIVERGED",
+    "FAILED_COLLECTIVE",
+    "SHARDED",
+    "UNWRITTEN",
+    "Fault",
+    "Options",
+    "exit_with",
+    "parse",
+    "prepare_input",
+    "require_usable_checkpoints",
+]
+
+UNWRITTEN = 3
+"""Exit status of a run that stopped because a checkpoint could not be written."""
 
 DIVERGED = 4
 """Exit status of a run that stopped because its ranks differ. That of a user's mistake is 2."""
@@ -85,7 +99,6 @@ class Options:
     resume: str | None
     stop_after: int
     timeout: float
-    restarts: int
 
     @property
     def last_step(self) -> int:
@@ -96,11 +109,6 @@ class Options:
     def sharded(self) -> bool:
         """Whether no rank holds whole parameters, so that a forward is collective."""
         return self.parallel in SHARDED
-
-    @property
-    def resumes(self) -> bool:
-        """Whether this process goes on from a checkpoint, if there is one."""
-        return self.resume is not None or (self.restarts > 0 and self.save_every > 0)
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint follows on this step."""
@@ -124,7 +132,6 @@ def parse(arguments: Sequence[str]) -> Options:
         values.parallel = "ddp" if ranks > 1 else "none"
     values.inject = tuple(values.inject or ())
     values.shard_size = _shard_size(values.shard_size, values.parallel, ranks)
-    values.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     values.stop_after = values.stop_after or 0
     options = Options(**vars(values))
     if options.parallel == "none" and ranks > 1:
@@ -185,7 +192,7 @@ def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
 
 
 def prepare_input(options: Options) -> Text:
-    """Read the text, make the output folder, look for the checkpoint.
+    """Read the text, make the output folder.
 
     Raises:
         BadInput: one of the two is impossible.
@@ -197,13 +204,17 @@ def prepare_input(options: Options) -> Text:
         raise BadInput(f"--out {options.out}: {error.strerror or error}") from None
     if not os.access(options.out, os.W_OK):
         raise BadInput(f"--out {options.out}: the folder cannot be written to")
-    if options.restarts == 0:  # Later, what lies there is this job's own.
-        _require_usable_checkpoints(options)
     return text
 
 
-def _require_usable_checkpoints(options: Options) -> None:
-    """A job must never go on, or restart, from another job's checkpoint unasked."""
+def require_usable_checkpoints(options: Options) -> None:
+    """A job must never go on, or restart, from another job's checkpoint unasked.
+
+    Not for a job that torchrun has restarted: what lies there is its own.
+
+    Raises:
+        BadInput: it would.
+    """
     theirs = folders.whole(folders.of(options.out))
     if options.resume not in (None, "auto"):
         given = Path(options.resume)
@@ -233,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=(
             "--amax-sync, --backend, --check-every and --check-policy, when left out, follow their FP8DIST_… "
             "environment variable. Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file; "
+            f"{UNWRITTEN}, a checkpoint could not be written, and the ranks say in one line why; "
             f"{DIVERGED}, the run stopped because its ranks differ, and divergence.txt and divergence.json under --out "
             f"say which ranks and tensors; {FAILED_COLLECTIVE}, a collective failed or timed out, because another rank "
             "is gone or hangs: each rank that is left says in one line where it was."
@@ -394,6 +406,9 @@ def _positive_float(text: str) -> float:
 
 if __name__ == "__main__":
     try:
-        prepare_input(parse(sys.argv[1:]))
+        given = parse(sys.argv[1:])
+        prepare_input(given)
+        if os.environ.get("NNODES", "1") == "1":  # One of several nodes may be coming back into a restarted job.
+            require_usable_checkpoints(given)
     except BadInput as refused:
         exit_with(refused)

@@ -31,6 +31,7 @@ class Ranks:
     size: int
     device: torch.device
     backend: str | None  # None: no process group.
+    restarts: int = 0  # Of the job by torchrun, as far as any rank knows.
 
     @property
     def first(self) -> bool:
@@ -68,14 +69,15 @@ def joined_ranks(parallel: str, timeout: timedelta, keeps: tuple[type[Exception]
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device, backend = _device_and_backend()
     if parallel == "none":
-        yield Ranks(rank, size, device, None)
+        yield Ranks(rank, size, device, None, _own_restarts())
         return
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=timeout)
     else:  # Not under torchrun: a group of one.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    restarts = _most_restarts(device)
     try:
-        yield Ranks(rank, size, device, backend)
+        yield Ranks(rank, size, device, backend, restarts)
     except keeps:
         raise
     except BaseException:
@@ -92,6 +94,20 @@ def _device_and_backend() -> tuple[torch.device, str]:
     torch.cuda.set_device(device)
     enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return device, "nccl" if enough else "gloo"
+
+
+def _own_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _most_restarts(device: torch.device) -> int:
+    """How often torchrun has restarted the job. COLLECTIVE.
+
+    The count is each agent's own: a node whose agent has restarted only because another's did still tells 0.
+    """
+    count = torch.tensor(_own_restarts(), device=device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    return int(count)
 
 
 def meet_at_the_end() -> None:

@@ -12,6 +12,8 @@
 #
 #     MAX_RESTARTS=3 launch/torchrun.sh --save-every 50 --timeout 120
 #
+# On several nodes --save-every needs an --out on a file system that they share.
+#
 # All arguments go to train_gpt.py (--help lists them). Environment:
 #     NPROC         ranks on this node     default: its GPUs; 2 without a GPU
 #     NNODES        nodes of the job       default: 1
@@ -21,8 +23,9 @@
 #     MAX_RESTARTS  of the whole job       default: 0
 #     PYTHON        interpreter            default: .venv/bin/python, else python3
 #
-# Exit status, after the last restart: that of the first rank that failed (0 done; 2 a mistake in the flags, or an unusable
-# file; 4 ranks differ; 5 a collective failed or timed out, because another rank is gone or hangs; 128 + n killed by signal n).
+# Exit status, after the last restart: that of the rank that failed first, or of what it failed for (0 done; 2 a mistake in the flags, or an unusable
+# file; 3 a checkpoint could not be written; 4 ranks differ; 5 a collective failed or timed out, because another rank is gone
+# or hangs, or another node has ended the job; 128 + n killed by signal n).
 set -euo pipefail
 
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -20,7 +20,8 @@ Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file, 
 because its ranks differ (``--check-policy``). Then ``divergence.txt`` and ``divergence.json`` in ``--out`` have the
 report, and so has torchelastic's error file; ``metrics.jsonl`` ends with the last step that was done, and
 ``summary.json`` is not written. 5: a collective failed or took longer than ``--timeout``, because another rank is gone
-or hangs; each rank that is left says in one line at which step it was, in what, and whose FP8 state it holds.
+or hangs; each rank that is left says in one line at which step it was, in what, and whose FP8 state it holds. 3: a
+checkpoint could not be written, because the disk is full for example; each rank says in one line which one and why.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import hashlib
 import json
 import logging
 import math
+import os
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -43,12 +45,12 @@ import fp8dist
 from checkpoints import Checkpoints
 from checks import Checks
 from divergence import ErrorFile, forget_report, write_report
-from failures import CollectiveFailed, Watch, outlive_torchrun
+from failures import CheckpointFailed, CollectiveFailed, Watch, outlive_torchrun
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, ManifestMismatchError
 from fp8dist.settings import Settings
 from gpt import GPT
 from injection import Injection
-from options import DIVERGED, FAILED_COLLECTIVE, Options, exit_with, parse, prepare_input
+from options import DIVERGED, FAILED_COLLECTIVE, UNWRITTEN, Options, exit_with, parse, prepare_input
 from parallel import Parallel, parallel_of
 from ranks import Ranks, digest_of, joined_ranks, leave, meet_at_the_end
 from recorder import Recorder
@@ -94,6 +96,9 @@ def start(arguments: list[str]) -> int:
     except CollectiveFailed as error:
         print(error, file=sys.stderr, flush=True)
         return FAILED_COLLECTIVE
+    except CheckpointFailed as error:
+        print(error, file=sys.stderr, flush=True)
+        return UNWRITTEN
     return 0
 
 
@@ -103,16 +108,21 @@ def main(arguments: list[str]) -> None:
     Raises:
         DivergenceError: on all ranks, after the report was written.
         CollectiveFailed: a collective failed or timed out.
+        CheckpointFailed: a checkpoint could not be written.
     """
     try:
         options = parse(arguments)
         text = prepare_input(options)
         timeout = timedelta(seconds=options.timeout)
-        with joined_ranks(options.parallel, timeout, keeps=(DivergenceError, CollectiveFailed)) as ranks:
+        watch = Watch(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), GPT.__name__)
+        with ExitStack() as stack:
+            joins = joined_ranks(options.parallel, timeout, (DivergenceError, CollectiveFailed, CheckpointFailed))
+            with watch.during("starting"):
+                ranks = stack.enter_context(joins)
             outlive_torchrun(TERMINATED)
             logging.basicConfig(format=f"[rank {ranks.rank}] %(message)s")
             try:
-                run(build(options, ranks, text))
+                run(build(options, ranks, text, watch))
             except DivergenceError as error:
                 write_report(error.report, options.out, ranks)
                 raise
@@ -120,22 +130,25 @@ def main(arguments: list[str]) -> None:
         exit_with(error)
 
 
-def build(options: Options, ranks: Ranks, text: Text) -> Job:
+def build(options: Options, ranks: Ranks, text: Text, watch: Watch) -> Job:
     """Model, optimizer and, for FP8, the manager of its state, as new or from a checkpoint. COLLECTIVE."""
-    torch.manual_seed(options.seed)
-    parallel = parallel_of(options, ranks)
-    model = GPT(options.layers, options.width, options.heads, options.context)
-    manager = _prepare_fp8(model, options, parallel) if options.precision == "fp8" else None
-    watch = Watch(ranks, type(model).__name__, manager)
-    model.to(ranks.device)
-    module = parallel.wrap(model)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     checkpoints = Checkpoints(options, ranks)
-    with watch.during("loading the checkpoint"):
+    with watch.during("starting"):
         folder = checkpoints.find()
+        torch.manual_seed(options.seed)
+        parallel = parallel_of(options, ranks)
+        model = GPT(options.layers, options.width, options.heads, options.context)
+        manager = _prepare_fp8(model, options, parallel) if options.precision == "fp8" else None
+        if manager is not None:
+            watch.name(manager)
+        model.to(ranks.device)
+        module = parallel.wrap(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    with watch.during("loading the checkpoint"):
         done = checkpoints.load(folder, module, optimizer, manager) if folder is not None else 0
     if manager is not None:
-        manager.attach(module, optimizer=optimizer, timeout=timedelta(seconds=options.timeout))
+        with watch.during("starting"):
+            manager.attach(module, optimizer=optimizer, timeout=timedelta(seconds=options.timeout))
     checks = Checks(options, ranks, module, manager)
     injection = Injection(options, ranks, model, manager)
     checkpoints.written = injection.files_written
@@ -189,7 +202,8 @@ def run(job: Job) -> None:
     _forget_earlier_run(job)
     _announce(job)
     if job.manager is not None and job.options.calibrate_steps and not job.done:
-        calibrate(job, job.manager)
+        with job.watch.during("calibrating"):
+            calibrate(job, job.manager)
     if job.done and job.options.parallel == "ddp":
         with job.watch.during("a backward to warm up"):
             settle_buckets(job)
@@ -221,7 +235,7 @@ def run(job: Job) -> None:
 def _forget_earlier_run(job: Job) -> None:
     """Its results must not lie beside those of a run that stopped. The report of this job's own divergence stays."""
     (job.options.out / "summary.json").unlink(missing_ok=True)
-    if not job.done and not job.options.restarts:
+    if not job.done and not job.ranks.restarts:
         forget_report(job.options.out)
 
 
@@ -372,7 +386,7 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "device": ranks.device.type,
         "steps": options.last_step,
         "resumed_after_step": job.done,
-        "restarts": options.restarts,
+        "restarts": ranks.restarts,
         "final_training_loss": final,
         "validation_loss": validation_loss(job),
         "tokens_per_s": round(rate, 1),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.main_job import TINY, TORCHRUN, Run, finish, start
+from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, finish, metrics, start
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main_job")]
 
@@ -94,3 +97,49 @@ def test_without_restarts_the_status_is_that_of_the_signal(tmp_path: Path) -> No
     assert re.search(r"^rank 0: step 6: .+: no FP8 manager \(GPT\): a collective failed", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
     assert processes_of(tmp_path) == []
+
+
+def start_ranks(*commands: tuple[tuple[str, ...], str]) -> list[tuple[int, str]]:
+    """Start each command as a rank whose agent has restarted so many times; exit status and stderr of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank, (command, restarts) in enumerate(commands):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": restarts}
+        environment = {**os.environ, **common, **own, "WORLD_SIZE": str(len(commands))}
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment))
+    try:
+        return [(process.returncode, said) for process in processes for _, said in [process.communicate(timeout=120)]]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("restarts", [("0", "1"), ("1", "0")])
+def test_agents_that_count_differently_resume_alike(tmp_path: Path, restarts: tuple[str, str]) -> None:
+    """As on two nodes: the agent of one has restarted because of its own ranks, the other because of its fellow."""
+    flags = [*TINY, "--save-every", "6", "--inject", "kill-forward:0:9", "--out", str(tmp_path)]
+    finish(tmp_path, TORCHRUN, *TINY, "--save-every", "6", "--stop-after", "6")
+    ends = start_ranks(*(((*SINGLE, *flags), own) for own in restarts))
+    assert [status for status, _ in ends] == [0, 0], ends
+    assert "resumed from" in ends[0][1]
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, STEPS + 1))
+
+
+PARTNER = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.tensor(0), dist.ReduceOp.MAX)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_rank_that_dies_at_the_start_is_missed(tmp_path: Path, parallel: str) -> None:
+    job = (*SINGLE, *TINY, "--parallel", parallel, "--timeout", "10", "--out", str(tmp_path))
+    (status, said), _ = start_ranks((job, "0"), ((sys.executable, "-c", PARTNER), "0"))
+    assert status == 5, said
+    assert re.search(r"^rank 0: step 0: starting: .*a collective failed or timed out", said, re.MULTILINE), said
+    assert "Traceback" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from tests.support.main_job import ROOT, SINGLE, TINY, TORCHRUN, assert_refused, finish, metrics, start
 
@@ -204,3 +206,19 @@ def test_the_launcher_tells_of_a_signal_as_shells_do(tmp_path: Path) -> None:
     done = start(launcher, str(script), TMPDIR=str(tmp_path))
     assert done.returncode == 128 + 9, done.stderr
     assert "job.py FAILED" in done.stderr
+
+
+def test_the_launcher_tells_of_another_node_that_has_ended_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    launcher = importlib.import_module("torchrun")
+
+    def main(arguments: list[str]) -> None:
+        raise RendezvousClosedError("closed")
+
+    monkeypatch.setattr(launcher, "main", main)
+    assert launcher.launch([]) == 5
+    said = capsys.readouterr().err
+    assert said.startswith("torchrun.py: another node has ended the job, or cannot be reached: RendezvousClosedError")
+    assert said.count("\n") == 1

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from fp8dist.errors import ManifestMismatchError
+from fp8dist.groups import _absent
 from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+from tests.support.ranks import RankPool
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
 
@@ -267,3 +274,29 @@ def test_help_names_every_flag() -> None:
         "--timeout",
     ):
         assert flag in done.stdout
+
+
+def test_a_rank_that_does_not_attach_is_missing_and_one_that_differs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    failures = importlib.import_module("failures")
+    watch = failures.Watch(0, 2, "GPT")
+    absent = ManifestMismatchError(_absent([1], 2, timedelta(seconds=9)))
+    with (
+        pytest.raises(failures.CollectiveFailed, match=r"^rank 0: step 0: starting: no FP8 manager"),
+        watch.during("starting"),
+    ):
+        raise absent
+    with pytest.raises(ManifestMismatchError), watch.during("starting"):
+        raise ManifestMismatchError("ranks were prepared differently; timeout: 1 against 2")
+
+
+def _most_restarts(own: tuple[str, ...]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "launch"))
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", own[dist.get_rank()])
+        return int(importlib.import_module("ranks")._most_restarts(torch.device("cpu")))
+
+
+def test_all_ranks_count_the_restarts_of_every_agent(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_most_restarts, ("0", "2")) == [2, 2]
+    assert two_ranks.run(_most_restarts, ("1", "0")) == [1, 1]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 
@@ -20,6 +27,23 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """launch/folders.py."""
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
     return importlib.import_module("folders")
+
+
+Opener = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
+    """Makes the Checkpoints of a job of one process, as torchrun has restarted it so many times."""
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    modules = {name: importlib.import_module(name) for name in ("checkpoints", "options", "ranks")}
+
+    def make(*flags: str, restarts: int = 0) -> Any:
+        options = modules["options"].parse(["--out", str(tmp_path), *flags])
+        ranks = modules["ranks"].Ranks(0, 1, torch.device("cpu"), None, restarts)
+        return modules["checkpoints"].Checkpoints(options, ranks)
+
+    return make
 
 
 def write(folder: Path) -> Path:
@@ -90,9 +114,72 @@ def test_later_steps_are_set_aside(tmp_path: Path, folders: ModuleType) -> None:
     write(tmp_path / "abandoned-step-00000006")
     assert [path.name for path in folders.set_aside(tmp_path, 2)] == [
         "abandoned-step-00000004",
-        "abandoned-step-00000006",
+        "abandoned-step-00000006-2",
     ]
     assert folders.newest(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_what_was_set_aside_is_never_lost_and_can_be_put_back(tmp_path: Path, folders: ModuleType) -> None:
+    for i in range(3):
+        (write(tmp_path / "step-00000004") / "which").write_text(str(i))
+        aside = folders.set_aside(tmp_path, 2)
+    names = ["abandoned-step-00000004", "abandoned-step-00000004-2", "abandoned-step-00000004-3"]
+    assert [(tmp_path / name / "which").read_text() for name in names] == ["0", "1", "2"]
+    folders.put_back(aside)
+    assert (tmp_path / "step-00000004/which").read_text() == "2"
+
+
+def test_only_a_restarted_job_takes_over_what_it_was_not_told_of(tmp_path: Path, opened: Opener) -> None:
+    newest = write(tmp_path / "checkpoints/step-00000004")
+    leftover = write(tmp_path / "checkpoints/partial-step-00000008")
+    with pytest.raises(Exception, match="has checkpoints, the newest is step-00000004"):
+        opened("--save-every", "4").find()
+    assert leftover.exists()  # A job that was refused changes nothing.
+    assert opened("--save-every", "4", restarts=1).find() == newest
+    assert not leftover.exists()
+    assert opened(restarts=1).find() is None  # It saves nothing, so that is another's.
+    assert opened("--resume", "auto").find() == newest
+
+
+def test_a_crash_before_loading_does_not_bring_later_steps_back(tmp_path: Path, opened: Opener) -> None:
+    four, eight = (write(tmp_path / f"checkpoints/step-0000000{step}") for step in (4, 8))
+    flags = ["--save-every", "4", "--resume", str(four)]
+    assert opened(*flags).find() == four
+    # Here it dies.
+    assert opened(*flags, restarts=1).find() == four
+    assert not eight.exists()
+    assert (tmp_path / "checkpoints/abandoned-step-00000008").is_dir()
+
+
+def test_a_refused_checkpoint_leaves_later_ones_where_they_were(tmp_path: Path, opened: Opener) -> None:
+    four, eight = (write(tmp_path / f"checkpoints/step-0000000{step}") for step in (4, 8))
+    checkpoints = opened("--save-every", "4", "--resume", str(four))
+    folder = checkpoints.find()
+    assert not eight.exists()
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=f"--resume {four}: it cannot be read: "):
+        checkpoints.load(folder, module, torch.optim.SGD(module.parameters()), None)
+    assert eight.exists()
+
+
+def _failing(cause: Exception) -> Callable[..., None]:
+    def save(*_: Any, **__: Any) -> None:
+        raise CheckpointException("write", {1: (cause, None)})  # type: ignore[dict-item]
+
+    return save
+
+
+def test_a_full_disk_is_no_failed_collective(tmp_path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, failures = (importlib.import_module(name) for name in ("checkpoints", "failures"))
+    made, module = opened("--save-every", "4"), torch.nn.Linear(1, 1)
+    optimizer, watch = torch.optim.SGD(module.parameters()), failures.Watch(0, 2, "GPT")
+    monkeypatch.setattr(checkpoints, "save", _failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    said = r"^rank 0: checkpoint of step 4 could not be written: rank 1: OSError: \[Errno 28\] No space left on device$"
+    with pytest.raises(failures.CheckpointFailed, match=said), watch.during("saving a checkpoint"):
+        made.save(4, module, optimizer, None)
+    monkeypatch.setattr(checkpoints, "save", _failing(dist.DistNetworkError("connection reset")))
+    with pytest.raises(failures.CollectiveFailed), watch.during("saving a checkpoint"):
+        made.save(4, module, optimizer, None)
 
 
 MISTAKES = {
@@ -247,3 +334,27 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved/checkpoints/step-00000006")
     done = start(SINGLE, *TINY, "--width", "64", "--out", str(tmp_path / "new"), "--resume", folder)
     assert_refused(done, f"--resume {folder}: saved with --width 32, and this is 64")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_is_exit_3(tmp_path: Path) -> None:
+    limited = ("bash", "-c", 'ulimit -f 40; exec "$0" "$@"', *SINGLE)  # In KiB: the checkpoint's file is larger.
+    error_file = tmp_path / "error.json"
+    flags = [*TINY, "--precision", "fp32", "--save-every", "4", "--out", str(tmp_path / "run")]
+    done = start(limited, *flags, TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert done.returncode == 3, done.stdout + done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("rank 0: checkpoint of step 4 could not be written: ")
+    assert "File too large" in said
+    assert "Traceback" not in done.stderr
+    assert json.loads(error_file.read_text())["message"]["message"] == said
+    assert not list((tmp_path / "run/checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_state_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    save = ["--save-every", "6", "--stop-after", "6"]
+    finish(tmp_path / "saved", TORCHRUN, *TINY, *save, "--no-amax-sync")
+    folder = str(tmp_path / "saved/checkpoints/step-00000006")
+    done = start(SINGLE, *TINY, "--out", str(tmp_path / "new"), "--resume", folder)
+    assert_refused(done, "it has FP8 state rank0, rank1, of 2 rank(s), and this job needs shared, on 1: ")
