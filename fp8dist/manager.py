@@ -441,7 +441,8 @@ class StateManager(Joinable):
         apart what differs, and "shared" state can be loaded on any number of ranks.
 
         With torch.distributed.checkpoint put the manager itself into what is saved and loaded:
-        ``dcp.save({"model": model, "optim": …, "fp8": manager})``.
+        ``dcp.save({"model": model, "optim": …, "fp8": manager})``. A checkpoint that lacks one of these keys is then an
+        error of its own, before anything of ours is asked.
         """
         return Checkpoint(self._cycle).state_dict()
 

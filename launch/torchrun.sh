@@ -23,9 +23,9 @@
 #     MAX_RESTARTS  of the whole job       default: 0
 #     PYTHON        interpreter            default: .venv/bin/python, else python3
 #
-# Exit status, after the last restart: that of the rank that failed first, or of what it failed for (0 done; 2 a mistake in the flags, or an unusable
-# file; 3 a checkpoint could not be written; 4 ranks differ; 5 a collective failed or timed out, because another rank is gone
-# or hangs, or another node has ended the job; 128 + n killed by signal n).
+# Exit status, after the last restart: that of the rank that failed first, or of what it failed for: 0 done; 2 a
+# mistake in the flags, or an unusable file; 3 a checkpoint could not be written; 4 ranks differ; 5 a collective failed
+# or timed out, because another rank is gone or hangs, or another node has ended the job; 128 + n killed by signal n.
 set -euo pipefail
 
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -70,9 +70,11 @@ def test_a_killed_rank_costs_steps_but_no_bit(
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000008", "step-00000012"]
     # The rank that was left has said where it was.
-    _, victim, step = fault.split(":")
+    kind, victim, step = fault.split(":")
     (said,) = re.findall(rf"^rank {1 - int(victim)}: (.+)$", run.output, re.MULTILINE)
-    assert f"step {step}" in said
+    # Its part of the sync may have arrived before it died: then the next step misses it.
+    steps = (int(step), int(step) + 1) if kind == "kill-sync" else (int(step),)
+    assert any(f"step {number}" in said for number in steps)
     assert "GPT" in said
 
 
