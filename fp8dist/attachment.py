@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.boundary import BoundaryHooks, watch_every_step
+from fp8dist.consistency.replication import ddp_parameters
 from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, find_ddp
 from fp8dist.errors import ConfigurationError
@@ -77,8 +78,7 @@ class Attachment:
         reshard(fsdp2_modules(whole))  # One may still hold what an evaluation has gathered.
         resharded = resharded_modules(whole)
         _require_products(model, resharded)
-        _require_groups(model, cycle)
-        _require_ddp_group(whole, cycle)
+        _require_groups(model, whole, cycle)
         _warn_of_strangers(whole, optimizers)
         self._before = cycle.sharded or self._before
         self.release()
@@ -155,29 +155,17 @@ def _require_products(model: nn.Module, resharded: set[nn.Module]) -> None:
             )
 
 
-def _require_groups(model: nn.Module, cycle: StepCycle) -> None:
-    """Parts of one weight must have one scale."""
+def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
+    """Parts of one weight, and copies that DDP keeps equal, must have one scale."""
+    by_ddp = ddp_parameters(whole)
     for sync, slot, weight in _weights(model):
-        group = cycle.group_of(sync)
-        ranks = mesh_ranks(weight)
+        group, ddp = cycle.group_of(sync), by_ddp.get(id(weight))
+        ranks = mesh_ranks(weight) if ddp is None else {*dist.get_process_group_ranks(ddp.process_group)}
         if cycle.settings.amax_sync and group is not None and not ranks <= {*group.ranks}:
             raise ConfigurationError(
                 f"{slot.fqn}: its weight is shared or sharded by ranks {sorted(ranks)}, but its FP8 state only by "
-                f"ranks {list(group.ranks)}: pass prepare(group=…) the whole mesh"
+                f"ranks {list(group.ranks)}: pass prepare(group=…) all of them (the whole mesh, or DDP's group)"
             )
-
-
-def _require_ddp_group(whole: nn.Module, cycle: StepCycle) -> None:
-    """Ranks that DDP keeps equal must have equal scales."""
-    ddp, group = find_ddp(whole), cycle.default_group
-    if ddp is None or group is None or not cycle.settings.amax_sync:
-        return
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    if not {*ranks} <= {*group.ranks}:
-        raise ConfigurationError(
-            f"DDP keeps the model equal on ranks {ranks}, but its FP8 state is shared by ranks {list(group.ranks)}: "
-            "pass prepare(group=…) at least DDP's group"
-        )
 
 
 def _warn_of_strangers(whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -78,11 +78,6 @@ class StepCycle:
         """Whether a Join context is open."""
         return bool(self.join_config.enable)
 
-    @property
-    def default_group(self) -> SyncGroup | None:
-        """The ranks that share the arena of all modules without one of their own."""
-        return next((group for sync, group in zip(self.syncs, self.groups) if not sync.patterns), None)
-
     def group_of(self, sync: ArenaSync) -> SyncGroup | None:
         """The ranks that an arena was prepared for, attached or not."""
         return self.groups[self.syncs.index(sync)]

@@ -24,7 +24,7 @@ from fp8dist.ddp import EarlyLauncher
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.gathered import FP8Weight, Gathered
-from fp8dist.groups import is_dtensor, local_part
+from fp8dist.groups import has_base, is_dtensor, local_part
 from fp8dist.kernels.magnitude import DID_NOT_RUN
 from fp8dist.nn import FP8Linear, LinearSlots
 from fp8dist.state.arena import Arena
@@ -320,7 +320,6 @@ class ShardedWeights:
     ) -> None:
         self.weights = tuple(weights)
         self._moment = moment
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[ShardedWeight]]] = weakref.WeakKeyDictionary()
         self._modules = weakref.WeakSet(modules)
         self._within: dict[int, tuple[ShardedWeight, ...]] = {}
         for module in modules:
@@ -365,13 +364,8 @@ class ShardedWeights:
             weight.after_step()
 
     def _of(self, optimizer: Optimizer) -> list[ShardedWeight]:
-        """The weights that it holds: looked for again when it, or a weight, has other parameters."""
-        groups = optimizer.param_groups
-        state = hash((*(id(weight.parameter) for weight in self.weights), *(len(group["params"]) for group in groups)))
-        if self._held.get(optimizer, (None,))[0] != state:
-            held = {id(p) for group in groups for p in group["params"]}
-            self._held[optimizer] = state, [w for w in self.weights if id(w.parameter) in held]
-        return self._held[optimizer][1]
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [weight for weight in self.weights if id(weight.parameter) in held]
 
     def reshard(self) -> None:
         """Have all modules give back what they hold gathered. Local.
@@ -470,7 +464,7 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
 
 def fsdp2_modules(whole: nn.Module) -> list[nn.Module]:
     """The modules that ``fully_shard`` was called on."""
-    return [module for module in whole.modules() if _has_base(module, "FSDPModule")]
+    return [module for module in whole.modules() if has_base(module, "FSDPModule")]
 
 
 def _reshards_in_part(module: nn.Module) -> bool:
@@ -493,7 +487,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
     """Where a parameter of ``whole`` is used: under CPU offload that is not where it is kept."""
     if not is_dtensor(parameter):
-        fsdp1 = next((m for m in whole.modules() if _has_base(m, "FullyShardedDataParallel")), None)
+        fsdp1 = next((m for m in whole.modules() if has_base(m, "FullyShardedDataParallel")), None)
         device: torch.device = parameter.device if fsdp1 is None else fsdp1.compute_device  # type: ignore[assignment]
         return device
     if parameter.device_mesh.device_type == parameter.device.type:
@@ -537,13 +531,8 @@ def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module]) -> bool:
 
 def resharded_modules(whole: nn.Module) -> set[nn.Module]:
     """The modules whose weights FSDP, either one, frees after their forward."""
-    wrappers = [m for m in whole.modules() if _has_base(m, "FSDPModule") or _has_base(m, "FullyShardedDataParallel")]
+    wrappers = [m for m in whole.modules() if has_base(m, "FSDPModule") or has_base(m, "FullyShardedDataParallel")]
     return {module for wrapper in wrappers for module in wrapper.modules()}
-
-
-def _has_base(module: nn.Module, name: str) -> bool:
-    # By name: importing FSDP takes half a second, and who has such a module has imported it.
-    return any(cls.__name__ == name for cls in type(module).__mro__)
 
 
 def comm_hook(manager: EarlyLauncher, inner: Callable[..., None] | None = None) -> Callable[..., None]:

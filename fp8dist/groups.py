@@ -24,7 +24,16 @@ from fp8dist.state.manifest import first_difference, manifest_digest
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["GroupLike", "SyncGroup", "agree_on_manifests", "is_dtensor", "local_part", "publish_manifest", "world_size"]
+__all__ = [
+    "GroupLike",
+    "SyncGroup",
+    "agree_on_manifests",
+    "has_base",
+    "is_dtensor",
+    "local_part",
+    "publish_manifest",
+    "world_size",
+]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
 
@@ -36,6 +45,12 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor, without importing what takes half a second: who has one has imported it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def has_base(thing: object, name: str) -> bool:
+    """Whether a class of that name is among its classes: FSDP and ZeRO are known by name, because importing them takes
+    half a second, and who has one has imported it."""
+    return any(cls.__name__ == name for cls in type(thing).__mro__)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fp8dist import ops
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.gathered import FP8Weight
-from fp8dist.groups import is_dtensor, local_part
+from fp8dist.groups import has_base, is_dtensor, local_part
 from fp8dist.kernels.matmuls import ALIGNMENT
 from fp8dist.recipe import DelayedScaling
 from fp8dist.state.arena import SlotState
@@ -425,7 +425,7 @@ def _why_not(
 ) -> str | None:
     if isinstance(module, FP8Linear):
         raise ConfigurationError(f"{fqn or 'the model'} is prepared already: detach() its manager first")
-    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+    if has_base(module, "FSDPModule"):
         return SHARDED_ALREADY
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}, not exactly nn.Linear"

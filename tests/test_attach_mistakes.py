@@ -67,7 +67,7 @@ def _ddp_beyond_the_group() -> str:
 
 def test_a_group_smaller_than_ddps_is_refused(two_ranks: RankPool) -> None:
     for rank, text in enumerate(two_ranks.run(_ddp_beyond_the_group)):
-        assert f"equal on ranks [0, 1], but its FP8 state is shared by ranks [{rank}]" in text
+        assert f"shared or sharded by ranks [0, 1], but its FP8 state only by ranks [{rank}]" in text
 
 
 def _back_to_fewer_ranks(gather: bool) -> str:
@@ -88,3 +88,20 @@ def test_going_back_to_fewer_ranks_is_refused_with_an_fp8_all_gather(four_ranks:
     for text in four_ranks.run(_back_to_fewer_ranks, True):
         assert "reshard_after_forward=<number> does not go with fp8_all_gather=True" in text
     assert four_ranks.run(_back_to_fewer_ranks, False) == ["trained"] * 4
+
+
+def _beside_a_ddp() -> str:
+    """The DDP is of a teacher; the prepared model is this rank's own."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    student = make_net()
+    manager = fp8dist.prepare(student, group=alone)  # type: ignore[arg-type]
+    whole = nn.ModuleDict({"teacher": DistributedDataParallel(make_net()), "student": student})
+    try:
+        manager.attach(whole)
+    except ConfigurationError as error:
+        return str(error)
+    return "attached"
+
+
+def test_the_ddp_of_another_model_says_nothing_about_this_one(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_beside_a_ddp) == ["attached"] * 2

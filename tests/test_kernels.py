@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8dist.kernels.casts import dequantize, saturating_cast
+from fp8dist.kernels.casts import CPU_BLOCK, dequantize, saturating_cast
 from fp8dist.kernels.digest import digest_words, position_keys
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS, amax_bits, record_amax
 from fp8dist.kernels.rings import RingShape, ordered_window, write, write_window
@@ -176,6 +176,28 @@ def test_inf_and_nan_become_nan(dtype: torch.dtype) -> None:
         rows, columns = saturating_cast(x, torch.tensor(scale), dtype, True, True)
         assert rows.float().isnan().flatten().tolist() == [True] * 7 + [False]
         assert bool(columns.float().t()[:2].isnan().eq(rows.float().isnan()).all())
+
+
+@FP8
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(301, 1000), (3, 200_000), (300_000, 1)], ids=str)
+def test_what_is_cast_block_by_block(
+    dtype: torch.dtype, source: torch.dtype, transposed: bool, shape: tuple[int, int]
+) -> None:
+    """Large tensors, in blocks of rows of which the last is short: as one expression over the whole gives."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).mul_(50).to(source)
+    x.view(-1)[::977] = torch.inf
+    x.view(-1)[1::977] = torch.nan
+    x.view(-1)[2::977] = -0.0
+    x = x.t() if transposed else x
+    assert x.numel() > CPU_BLOCK
+    rows, columns = saturating_cast(x, torch.tensor(7.0), dtype, True, True)
+    limit = torch.finfo(dtype).max
+    expected = torch.where(x.isinf(), torch.nan, (x.float() * 7.0).clamp(-limit, limit)).to(dtype)
+    assert rows.is_contiguous()
+    assert torch.equal(rows.view(torch.uint8), expected.contiguous().view(torch.uint8))
+    assert torch.equal(columns[:, : x.shape[0]].view(torch.uint8), expected.t().contiguous().view(torch.uint8))
 
 
 @FP8

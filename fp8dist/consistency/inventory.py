@@ -14,7 +14,7 @@ from fp8dist.consistency.contents import Content, Named, TensorContent
 from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.replication import Excuse, Home, Replication
 from fp8dist.consistency.report import plural
-from fp8dist.groups import GroupLike, SyncGroup, is_dtensor
+from fp8dist.groups import GroupLike, SyncGroup, has_base, is_dtensor
 
 __all__ = ["Inventory"]
 
@@ -117,7 +117,7 @@ def _writer(state: dict[str, Any], key: str, kind: type[Any]) -> Callable[[Tenso
 
 def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
     # By name: importing torch.distributed.optim warns, and who has such an optimizer has imported it.
-    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+    return has_base(optimizer, "ZeroRedundancyOptimizer")
 
 
 def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

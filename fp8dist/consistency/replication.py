@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8dist.groups import GroupLike, SyncGroup, is_dtensor
+from fp8dist.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.state.slots import clean_fqn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Excuse", "Home", "Membership", "Replication"]
+__all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters"]
 
 ANCHOR = "all ranks that check"
 
@@ -108,7 +108,7 @@ class Replication:
 
     def learn(self, module: nn.Module) -> None:
         """Look at how the parameters of a module are wrapped."""
-        sharded, ddp, ignored = _fsdp1_parameters(module), _ddp_parameters(module), _ignored_by_ddp(module)
+        sharded, ddp, ignored = _fsdp1_parameters(module), ddp_parameters(module), _ignored_by_ddp(module)
         parameters = list(module.named_parameters())
         twice = {name for name, count in Counter(clean_fqn(raw) for raw, _ in parameters).items() if count > 1}
         for raw, parameter in parameters:
@@ -186,14 +186,14 @@ def _coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
 def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for wrapper in module.modules():
-        # By name: importing FSDP takes half a second, and who has such a module has imported it.
-        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(wrapper).__mro__):
+        if has_base(wrapper, "FullyShardedDataParallel"):
             ignored = set(map(id, getattr(wrapper, "_ignored_params", ())))
             found |= {id(p): wrapper for p in wrapper.parameters() if id(p) not in ignored}
     return found
 
 
-def _ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
+def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
+    """By id, the parameters that a DDP in ``module`` keeps equal."""
     return {id(p): ddp for ddp, p, ignored in _seen_by_ddp(module) if not ignored}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TOKEN_ALIGNMENT", "dequantize", "saturating_cast"]
+__all__ = ["CPU_BLOCK", "TOKEN_ALIGNMENT", "dequantize", "saturating_cast"]
 
 TOKEN_ALIGNMENT = 16
 """FP8 GEMMs on CUDA contract over multiples of 16. Only the transposed copy has tokens as the
