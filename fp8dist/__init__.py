@@ -9,7 +9,7 @@ README has the rest; ARCHITECTURE.md says how it works.
 
 from __future__ import annotations
 
-from fp8dist import ddp, errors
+from fp8dist import ddp, errors, fsdp
 from fp8dist.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.errors import ConfigurationError, DivergenceError
@@ -33,6 +33,7 @@ __all__ = [
     "check",
     "ddp",
     "errors",
+    "fsdp",
     "get_manager",
     "prepare",
 ]

@@ -20,8 +20,13 @@ from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, find_ddp
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
-from fp8dist.fsdp import (
-    ShardedWeights,
+from fp8dist.groups import local_part
+from fp8dist.kernels.matmuls import ALIGNMENT
+from fp8dist.nn import FP8Linear
+from fp8dist.shards import ShardedWeights, shard_weights
+from fp8dist.state.slots import Slot
+from fp8dist.sync import ArenaSync
+from fp8dist.wrappers import (
     compute_device,
     fsdp2_modules,
     managed_from_outside,
@@ -29,13 +34,7 @@ from fp8dist.fsdp import (
     multiplied_shape,
     reshard,
     resharded_modules,
-    shard_weights,
 )
-from fp8dist.groups import local_part
-from fp8dist.kernels.matmuls import ALIGNMENT
-from fp8dist.nn import FP8Linear
-from fp8dist.state.slots import Slot
-from fp8dist.sync import ArenaSync
 
 __all__ = ["Attachment", "fp8_linears", "local_weights"]
 

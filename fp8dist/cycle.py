@@ -16,12 +16,12 @@ from fp8dist.checker import Checker
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
-from fp8dist.fsdp import ShardedWeight, ShardedWeights
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
 from fp8dist.nn import Mode
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
+from fp8dist.shards import ShardedWeight, ShardedWeights
 from fp8dist.state.arena import Arena
 from fp8dist.state.manifest import build_manifest, digest_word, manifest_digest
 from fp8dist.state.slots import Slot

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 import fp8dist
 from fp8dist import DelayedScaling
-from fp8dist.fsdp import local_part
 from fp8dist.gathered import FP8Weight, Gathered
+from fp8dist.groups import local_part
 from fp8dist.nn import LinearSlots
 from tests.support.collectives import counted_collectives
 from tests.support.ranks import RankPool

@@ -1,0 +1,95 @@
+"""What FSDP and tensor parallelism have made of a model: which of its modules they hold, and how its weights lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist.groups import has_base, is_dtensor
+from fp8dist.nn import FP8Linear
+
+__all__ = [
+    "compute_device",
+    "fsdp2_modules",
+    "managed_from_outside",
+    "mesh_ranks",
+    "multiplied_shape",
+    "reshard",
+    "resharded_modules",
+    "reshards_in_part",
+]
+
+
+def fsdp2_modules(whole: nn.Module) -> list[nn.Module]:
+    """The modules that ``fully_shard`` was called on."""
+    return [module for module in whole.modules() if has_base(module, "FSDPModule")]
+
+
+def reshards_in_part(module: nn.Module) -> bool:
+    """Whether it goes back to fewer ranks than it is sharded over: seen in FSDP2's own state, as far as that is as in
+    torch 2.11 to 2.13."""
+    try:
+        state = module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        return any(g is not None and g.post_forward_mesh_info not in (None, g.mesh_info) for g in groups)
+    except AttributeError:
+        return False
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Have FSDP2 modules give back what they hold gathered. Local."""
+    for module in modules:
+        module.reshard()  # type: ignore[operator]
+
+
+def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
+    """Where a parameter of ``whole`` is used: under CPU offload that is not where it is kept."""
+    if not is_dtensor(parameter):
+        fsdp1 = next((m for m in whole.modules() if has_base(m, "FullyShardedDataParallel")), None)
+        device: torch.device = parameter.device if fsdp1 is None else fsdp1.compute_device  # type: ignore[assignment]
+        return device
+    if parameter.device_mesh.device_type == parameter.device.type:
+        return parameter.device
+    if parameter.device.type == "meta" or parameter.device_mesh.device_type == "cpu":
+        return parameter.device
+    return torch.device(parameter.device_mesh.device_type, torch.cuda.current_device())
+
+
+def mesh_ranks(parameter: Tensor) -> set[int]:
+    """The ranks that hold a DTensor; none for any other tensor."""
+    return set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()
+
+
+def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
+    """The shape of the weight that this rank multiplies with: whole under FSDP, a part under tensor parallelism.
+
+    ``resharded``: it is one of ``resharded_modules``.
+    """
+    weight = linear.weight
+    if not is_dtensor(weight):  # FSDP1 shows a flat part between forwards.
+        return (linear.out_features, linear.in_features)
+    shape = list(weight.shape)
+    placements = weight.placements
+    # FSDP2 puts its own axes first: Shard, or Replicate and Shard.
+    own = 0 if not resharded else 2 if placements[0].is_replicate() else 1
+    for axis in range(own, len(placements)):
+        for dim in range(len(shape)):
+            if placements[axis].is_shard(dim):
+                shape[dim] //= weight.device_mesh.size(axis)
+    return tuple(shape)
+
+
+def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module]) -> bool:
+    """Whether FSDP2 shards its weight, though no FSDP2 module of those that are known holds it."""
+    if linear in resharded or not is_dtensor(linear.weight):
+        return False
+    # It leaves a hook on each module whose parameters it shards.
+    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in linear._load_state_dict_post_hooks.values())
+
+
+def resharded_modules(whole: nn.Module) -> set[nn.Module]:
+    """The modules whose weights FSDP, either one, frees after their forward."""
+    wrappers = [m for m in whole.modules() if has_base(m, "FSDPModule") or has_base(m, "FullyShardedDataParallel")]
+    return {module for wrapper in wrappers for module in wrapper.modules()}
