@@ -10,8 +10,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.support import interpreter
 from tests.support.ranks import RankPool
 
+if not torch.cuda.is_available():
+    interpreter.install()
 torch.set_num_threads(1)
 
 
@@ -37,6 +40,18 @@ def three_ranks() -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     """Four gloo ranks, alive for the session: two against two, and meshes of two axes."""
     yield from _pool(4)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Registers and shared memory of the kernels that tests compiled: what ``record_property("compiled", …)`` was
+    given."""
+    passed = terminalreporter.getreports("passed")
+    tables = [text for report in passed for name, text in report.user_properties if name == "compiled"]
+    if tables:
+        terminalreporter.section("kernels compiled ahead of time")
+        header, *_ = tables[0].splitlines()
+        lines = sorted({line for text in tables for line in text.splitlines()[1:]})
+        terminalreporter.write_line("\n".join([header, *lines]))
 
 
 @pytest.fixture(autouse=True)

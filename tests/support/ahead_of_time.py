@@ -1,0 +1,170 @@
+"""Kernels compiled for GPUs that are not here, exactly as they would be launched there.
+
+The functions of ``fp8dist.kernels.fused`` run with tensors of the CPU, but where they launch a kernel, Triton compiles
+it instead, for the GPU asked for and specialised for these arguments. Nothing is executed, so memory that is never
+touched costs nothing.
+
+Must run in a process without TRITON_INTERPRET, so tests ask for a report of a process of its own::
+
+    report = compiled("tests.compiled.casts")     # a module with a function ``launch()``
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SHARED_MEMORY_LIMIT = 232_448
+"""Bytes of shared memory that a block of a Hopper or Blackwell (data centre) GPU may have."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for one GPU. ``case``: what it was launched for."""
+
+    case: str
+    kernel: str
+    capability: int
+    registers: int
+    shared: int
+    stack: int
+    warps: int
+    ptx: str
+    sass: str
+
+    def count(self, pattern: str, of: str = "sass") -> int:
+        """How often a regular expression occurs in its machine code or its PTX."""
+        return len(re.findall(pattern, getattr(self, of)))
+
+
+def compiled(module: str, capability: int = 90, timeout: float = 230.0) -> list[Compiled]:
+    """What ``launch()`` of ``module`` launches, compiled for a GPU of this capability (90: Hopper, 100: Blackwell)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory(prefix="fp8dist-compiled-") as folder:
+        environment["TRITON_CACHE_DIR"] = folder
+        answer = Path(folder, "answer.json")
+        command = [sys.executable, "-m", "tests.support.ahead_of_time", module, str(capability), str(answer)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, f"{module} for sm_{capability}\n{done.stdout}\n{done.stderr}"
+        return [Compiled(**one) for one in json.loads(answer.read_text())]
+
+
+def table(kernels: list[Compiled]) -> str:
+    """Registers and shared memory, one line a kernel."""
+    lines = [f"{'kernel':28} {'case':44} {'sm':>4} {'warps':>5} {'regs':>5} {'shared':>8} {'stack':>6}"]
+    for one in kernels:
+        lines.append(
+            f"{one.kernel:28} {one.case:44} {one.capability:4} {one.warps:5} {one.registers:5} {one.shared:8} "
+            f"{one.stack:6}"
+        )
+    return "\n".join(lines)
+
+
+class Compiler:
+    """Stands where Triton launches. ``case`` names what is compiled next."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.case = ""
+        self.kernels: list[Compiled] = []
+
+    @contextmanager
+    def naming(self, case: str) -> Iterator[None]:
+        """What is launched inside is called ``case``."""
+        self.case = case
+        yield
+        self.case = ""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Launches compile inside."""
+        import triton
+        from triton.runtime.jit import JITFunction
+
+        run = JITFunction.run
+
+        def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            kernel = run(function, *args, grid=grid, warmup=True, **kwargs)
+            self.kernels.append(self._examined(function, kernel))
+            return kernel
+
+        triton.runtime.driver.set_active(_Elsewhere(self.capability))  # type: ignore[arg-type]
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+
+    def _examined(self, function: Any, kernel: Any) -> Compiled:
+        usage = _tool("cuobjdump", "--dump-resource-usage", kernel.asm["cubin"])
+        found = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+        return Compiled(
+            case=self.case,
+            kernel=function.fn.__name__.strip("_"),
+            capability=self.capability,
+            registers=found["REG"],
+            shared=kernel.metadata.shared,
+            stack=found["STACK"],
+            warps=kernel.metadata.num_warps,
+            ptx=kernel.asm["ptx"],
+            sass=_tool("cuobjdump", "--dump-sass", kernel.asm["cubin"]),
+        )
+
+
+class _Elsewhere:
+    """A driver of a GPU that is not here."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+def _tool(name: str, flag: str, cubin: bytes) -> str:
+    import triton
+
+    binary = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        path = os.environ["PATH"] + os.pathsep + str(binary.parent)
+        return subprocess.run(
+            [str(binary), flag, file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PATH": path},
+        ).stdout
+
+
+def _main() -> None:
+    module, capability, answer = sys.argv[1:]
+    compiler = Compiler(int(capability))
+    with compiler.installed():
+        importlib.import_module(module).launch(compiler)
+    Path(answer).write_text(json.dumps([asdict(one) for one in compiler.kernels]))
+
+
+if __name__ == "__main__":
+    _main()

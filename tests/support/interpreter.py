@@ -1,0 +1,56 @@
+"""Triton's interpreter, with number conversions that are right.
+
+Up to Triton 3.9 ``triton.runtime.interpreter._convert_float`` loses the carry of a mantissa that rounds up, and reads
+FP8 NaN codes as numbers. Here all conversions between float types are torch's, and those into FP8 saturate, as
+``cvt.rn.satfinite`` does on the GPU (there NaN has one code in each format, here it keeps its sign).
+``test_interpreter.py`` says when upstream's own conversion is right.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+# Decorating a kernel reads it: before any of them is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as upstream
+
+convert_float_upstream = upstream._convert_float
+
+_DTYPES = (
+    (tl.float8e4nv, torch.float8_e4m3fn),
+    (tl.float8e5, torch.float8_e5m2),
+    (tl.float16, torch.float16),
+    (tl.bfloat16, torch.bfloat16),
+    (tl.float32, torch.float32),
+    (tl.float64, torch.float64),
+)
+_WORDS = (None, torch.uint8, torch.int16, None, torch.int32, None, None, None, torch.int64)
+
+
+def install() -> None:
+    """Use ``convert_float`` from now on, and let kernels compute with NaN and Inf without a warning."""
+    np.seterr(all="ignore")
+    upstream._convert_float = convert_float
+
+
+def convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+    """``input`` (an array of the bits of ``input_dtype``) as an unsigned array of the bits of ``output_dtype``."""
+    source, target = _torch_dtype(input_dtype), _torch_dtype(output_dtype)
+    words = torch.from_numpy(np.ascontiguousarray(input).view(f"i{source.itemsize}" if source.itemsize > 1 else "u1"))
+    numbers = words.view(source)
+    if target.itemsize == 1:
+        limit = torch.finfo(target).max
+        numbers = numbers.float().clamp(-limit, limit)
+    converted = numbers.to(target).view(_WORDS[target.itemsize]).numpy()
+    return converted.view(f"u{target.itemsize}").reshape(np.shape(input))
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    return next(theirs for ours, theirs in _DTYPES if ours == dtype)
