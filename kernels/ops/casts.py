@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["CPU_BLOCK", "TOKEN_ALIGNMENT", "dequantize", "saturating_cast"]
+from fp8dist.kernels.magnitude import amax_bits, record_amax
+from fp8dist.scaling import scale_from_amax
+
+__all__ = [
+    "CPU_BLOCK",
+    "TOKEN_ALIGNMENT",
+    "dequantize",
+    "padded",
+    "padded_transpose",
+    "quantize",
+    "saturating_cast",
+    "scaled",
+]
 
 TOKEN_ALIGNMENT = 16
 """FP8 GEMMs on CUDA contract over multiples of 16. Only the transposed copy has tokens as the
@@ -13,6 +25,55 @@ contracted dim, so only it is padded (with zeros, which add nothing to a product
 
 CPU_BLOCK = 1 << 17
 """Elements that are cast at a time on a CPU."""
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    cold: Tensor,
+    pending: Tensor,
+    dtype: torch.dtype,
+    *,
+    record: bool,
+    just_in_time: bool,
+    margin: int,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast with a slot's scale, and record the amax in the slot.
+
+    Args:
+        x: [tokens, features], any float dtype, any strides.
+        scale, cold, pending: 0-d float32, bool, float32: the places of one slot. ``pending`` may grow.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        record: whether the amax of ``x`` goes into ``pending``; that of an empty ``x`` does not.
+        just_in_time: cast with the scale of ``x``'s own amax where the slot is cold (1 if that is 0 or not finite).
+        margin, power_of_two: as of ``scale_from_amax``, for that.
+        rows, columns: which copies to write, as of ``saturating_cast``.
+
+    Returns:
+        (row-major, transposed, inv_scale): the copies as of ``saturating_cast``, and a new 0-d float32.
+    """
+    # On the CPU the flag can be looked at, and an eval pass over hot slots need not read x twice.
+    may_be_cold = just_in_time and (x.device.type != "cpu" or bool(cold))
+    used = scale
+    if record or may_be_cold:
+        bits = amax_bits(x)
+        if record:
+            record_amax(bits, pending)
+        if may_be_cold:
+            one = torch.ones_like(scale)
+            limit = torch.full_like(scale, torch.finfo(dtype).max)
+            current = scale_from_amax(bits.view(torch.float32), one, limit, margin, power_of_two)
+            used = torch.where(cold, current, scale)
+    row_major, transposed = saturating_cast(x, used, dtype, rows, columns)
+    return row_major, transposed, torch.reciprocal(used)
+
+
+def padded(tokens: int) -> int:
+    """Tokens as the transposed copy has them: rounded up to ``TOKEN_ALIGNMENT``."""
+    return -(-tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
 
 
 def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
@@ -33,20 +94,21 @@ def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, co
         contiguous; an empty tensor for one that was not asked for.
     """
     if x.is_cuda or x.numel() <= CPU_BLOCK:
-        fp8 = _scaled(x, scale, dtype).to(dtype).contiguous()
+        fp8 = scaled(x, scale, dtype).to(dtype).contiguous()
     else:  # The float32 copies of a block fit a cache, and take no memory to speak of.
         fp8 = torch.empty(x.shape, dtype=dtype, device=x.device)
         tokens = max(1, CPU_BLOCK // x.shape[1])
         for block, target in zip(x.split(tokens), fp8.split(tokens)):
-            target.copy_(_scaled(block, scale, dtype))
+            target.copy_(scaled(block, scale, dtype))
     nothing = fp8.new_empty(0)
     return (
         fp8 if rows else nothing,
-        _padded_transpose(fp8) if columns else nothing,
+        padded_transpose(fp8) if columns else nothing,
     )
 
 
-def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * scale`` in float32, within what ``dtype`` holds, and NaN where ``x`` is Inf. ``scale``: broadcastable."""
     limit = torch.finfo(dtype).max
     return torch.where(x.isinf(), torch.nan, torch.mul(x.float(), scale).clamp_(-limit, limit))
 
@@ -56,7 +118,8 @@ def dequantize(fp8: Tensor, inv_scale: Tensor) -> Tensor:
     return fp8.float() * inv_scale
 
 
-def _padded_transpose(fp8: Tensor) -> Tensor:
+def padded_transpose(fp8: Tensor) -> Tensor:
+    """fp8 [tokens, features] as contiguous [features, tokens rounded up to 16 with zeros]."""
     tokens, features = fp8.shape
     padding = -tokens % TOKEN_ALIGNMENT
     if padding == 0:

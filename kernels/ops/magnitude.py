@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DID_NOT_RUN", "DID_NOT_RUN_BITS", "INFINITY_BITS", "amax_bits", "record_amax"]
+__all__ = ["DID_NOT_RUN", "DID_NOT_RUN_BITS", "INFINITY_BITS", "amax_bits", "observe", "record_amax"]
 
 DID_NOT_RUN = -1.0
 """What ``pending`` holds for a slot that saw nothing. Its bits are a negative int32, so any
@@ -38,3 +38,8 @@ def record_amax(bits: Tensor, pending: Tensor) -> None:
     """Let ``pending`` (0-d float32, a slot's place in its arena) grow to ``bits`` (0-d int32)."""
     place = pending.view(torch.int32)
     torch.maximum(place, bits, out=place)
+
+
+def observe(x: Tensor, pending: Tensor) -> None:
+    """Let ``pending`` (0-d float32) grow to the amax of ``x`` (any shape and strides)."""
+    record_amax(amax_bits(x), pending)

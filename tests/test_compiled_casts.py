@@ -1,0 +1,77 @@
+"""Casts and amaxes as compiled for Hopper and Blackwell: what the machine code must and must not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled, table
+
+pytestmark = pytest.mark.slow
+
+REGISTERS = 64
+"""More, and fewer than 1024 threads fit on a multiprocessor: too few loads under way to keep memory busy."""
+
+
+def check_all(kernels: list[Compiled], record_property: Callable[[str, object], None]) -> None:
+    record_property("compiled", table(kernels))
+    for kernel in kernels:
+        name = f"{kernel.kernel}, {kernel.case}"
+        assert kernel.stack == 0, name
+        assert not kernel.count(r"\b(STL|LDL)\b"), name
+        assert kernel.shared <= SHARED_MEMORY_LIMIT, name
+        # Division that is not IEEE; instructions that break FP8 stores beside them (triton issue 11111).
+        assert not kernel.count(r"div\.(full|approx)", of="ptx"), name
+        assert not kernel.count(r"(min|max)[a-z.]*\.NaN", of="ptx"), name
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled("tests.compiled.casts", capability)
+    check_all(kernels, record_property)
+    for kernel in kernels:
+        if kernel.kernel != "cast_kernel":
+            continue
+        converts = kernel.count(r"cvt\.rn\.satfinite\.e(4m3|5m2)x2\.f32", of="ptx")
+        assert converts, kernel.case
+        assert converts == kernel.count(r"cvt\.rn\.[a-z.]*e(4m3|5m2)x2", of="ptx"), kernel.case
+        assert bool(kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx")) == ("amax" in kernel.case), kernel.case
+        if any(name in kernel.case for name in ("odd", "one for all", "every second", "very far")):
+            continue
+        assert kernel.registers <= REGISTERS, kernel.case
+        assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
+        assert not kernel.count(r"LDG\.E\.(64|U16)"), kernel.case
+        straight_only = ": rows" in kernel.case and "transposed" not in kernel.case
+        straight_only |= ": columns" in kernel.case and "transposed" in kernel.case
+        if not straight_only:
+            assert kernel.count(r"STG\.E\.128") == 2, kernel.case
+        if "both" in kernel.case or straight_only:  # 8 numbers from each load of 16 bytes: a warp writes 256 in a row.
+            assert kernel.count(r"STG\.E\.64") == 4, kernel.case
+        assert not kernel.count(r"STG\.E\.(U8|U16)"), kernel.case
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+def test_amaxes(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled("tests.compiled.magnitude", capability)
+    check_all(kernels, record_property)
+    for kernel in kernels:
+        assert kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx") == 1, kernel.case
+        if "wide" in kernel.case:
+            # The fringe of odd sizes is read number by number, with an address for each.
+            assert kernel.registers <= (96 if "odd" in kernel.case else 80), kernel.case
+            assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+def test_casts_with_many_scales(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled("tests.compiled.blocks", capability)
+    check_all(kernels, record_property)
+    for kernel in kernels:
+        assert kernel.registers <= 80, kernel.case  # Three tiles at a time.
+        assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
+        if kernel.kernel != "amax_kernel":
+            assert kernel.count(r"cvt\.rn\.satfinite\.e(4m3|5m2)x2\.f32", of="ptx"), kernel.case
+            assert kernel.count(r"div\.rn\.f32", of="ptx"), kernel.case
+            assert kernel.count(r"STG\.E\.(128|64)") >= 4, kernel.case
+            assert not kernel.count(r"STG\.E\.(U8|U16)"), kernel.case
