@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fp8dist.kernels.casts import dequantize
 
-__all__ = ["ALIGNMENT", "matmul_reference", "matmul_torch"]
+__all__ = [
+    "ALIGNMENT",
+    "SCALE_BLOCK",
+    "Scaling",
+    "block_scales_for_torch",
+    "matmul_reference",
+    "matmul_torch",
+    "product_of_nothing",
+    "require_layout",
+    "scaling_of",
+]
 
 ALIGNMENT = 16
 """cuBLASLt wants the contracted dim and the rows of ``b`` in multiples of 16. The CPU accepts
 anything; it is held to the same rule, so that a test that passes on a CPU means something."""
+
+SCALE_BLOCK = 128
+"""Elements of the contracted dim, and rows of ``b``, that share a scale under block scaling."""
+
+
+class Scaling(Enum):
+    """What one scale belongs to, for a [m, k] and b [n, k]. The shapes of the inverse scales tell."""
+
+    TENSORWISE = "tensorwise"  # one each: any shape with one element
+    ROWWISE = "rowwise"  # a [m, 1], b [n, 1]
+    BLOCKWISE = "blockwise"  # a [m, ceil(k / 128)] (1 x 128), b [ceil(n / 128), ceil(k / 128)] (128 x 128)
+
+
+def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor) -> Scaling:
+    """Which scaling the shapes of the inverse scales mean.
+
+    Where a shape fits two kinds, they mean the same product. Strides are free.
+
+    Raises:
+        ValueError: they fit none, or are not float32.
+    """
+    if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:
+        raise ValueError(f"inverse scales must be float32, got {inv_scale_a.dtype} and {inv_scale_b.dtype}")
+    if inv_scale_a.numel() == 1 and inv_scale_b.numel() == 1:
+        return Scaling.TENSORWISE
+    (m, k), n = a.shape, b.shape[0]
+    blocks = _blocks(k)
+    shapes = (tuple(inv_scale_a.shape), tuple(inv_scale_b.shape))
+    if shapes == ((m, 1), (n, 1)):
+        return Scaling.ROWWISE
+    if shapes == ((m, blocks), (_blocks(n), blocks)):
+        return Scaling.BLOCKWISE
+    raise ValueError(
+        f"inverse scales of shapes {shapes[0]} and {shapes[1]} for a {(m, k)} and b {(n, k)}: expected one element "
+        f"each (tensorwise), {(m, 1)} and {(n, 1)} (row-wise), or {(m, blocks)} and {(_blocks(n), blocks)} "
+        "(1x128 by 128x128)"
+    )
 
 
 def matmul_torch(
@@ -21,43 +71,119 @@ def matmul_torch(
     inv_scale_b: Tensor,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """``(a * inv_scale_a) @ (b * inv_scale_b).T`` by ``torch._scaled_mm``.
+    """``(a * inv_scale_a) @ (b * inv_scale_b).T + bias`` by torch's own scaled product (cuBLASLt on CUDA).
 
     Args:
         a: FP8 [m, k] contiguous. m is free.
         b: FP8 [n, k] contiguous. n and k are multiples of 16.
-        inv_scale_a: 0-d float32; ``inv_scale_b`` likewise.
-        out_dtype: dtype of the [m, n] result.
-        fast_accumulation: let Hopper accumulate in its reduced-precision registers.
+        inv_scale_a: float32, ``inv_scale_b`` likewise; shapes as ``Scaling`` says. Block scales are cheapest where
+            that of ``a`` is the transpose of a contiguous [ceil(k / 128), m].
+        out_dtype: bfloat16, float16 or float32: dtype of the [m, n] result.
+        fast_accumulation: let Hopper accumulate in its reduced-precision registers. Without effect on block-scaled
+            products, which add up in float32 after each block.
+        bias: [n] of any float dtype, added in float32 before the result is rounded.
 
     Raises:
-        ValueError: layout or alignment that CUDA would refuse.
+        ValueError: layout, alignment or scales that CUDA would refuse; a block-scaled product on a CPU.
     """
-    _require_layout(a, b)
-    if a.shape[0] == 0 or a.shape[1] == 0:
-        return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    require_layout(a, b, bias)
+    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+    if a.numel() == 0 or b.numel() == 0:
+        return product_of_nothing(a, b, out_dtype, bias)
+    if bias is not None and not (bias.dtype == out_dtype and out_dtype.itemsize == 2 and a.is_cuda):
+        # cuBLASLt takes a bias of the result's dtype only, and none with float32.
+        product = matmul_torch(a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation)
+        return product.add_(bias).to(out_dtype)
+    if scaling is Scaling.BLOCKWISE:
+        return _block_scaled(a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+    if scaling is Scaling.ROWWISE:
+        inv_scale_a, inv_scale_b = inv_scale_a.contiguous(), inv_scale_b.t().contiguous()
     return torch._scaled_mm(
         a,
         b.t(),
         scale_a=inv_scale_a,
         scale_b=inv_scale_b,
+        bias=bias,
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )
 
 
-def matmul_reference(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The same product, dequantised and multiplied in float32. Shapes as ``matmul_torch``."""
-    _require_layout(a, b)
+def matmul_reference(
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The same product, dequantised and multiplied in float32. Shapes, bias and errors as ``matmul_torch``, but
+    block-scaled on any device."""
+    require_layout(a, b, bias)
+    if scaling_of(a, b, inv_scale_a, inv_scale_b) is Scaling.BLOCKWISE:
+        inv_scale_a = inv_scale_a.repeat_interleave(SCALE_BLOCK, 1)[:, : a.shape[1]]
+        inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 1)[:, : b.shape[1]]
+        inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 0)[: b.shape[0]]
     product = dequantize(a, inv_scale_a) @ dequantize(b, inv_scale_b).t()
-    return product.to(out_dtype)
+    return (product if bias is None else product.add_(bias)).to(out_dtype)
 
 
-def _require_layout(a: Tensor, b: Tensor) -> None:
+def require_layout(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError for operands or a bias that no backend takes."""
     if not (a.is_contiguous() and b.is_contiguous()):
         raise ValueError("FP8 operands must be contiguous with the contracted dim last")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must have the same last dim, which is contracted")
     if a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT:
         raise ValueError(
             f"FP8 matmul needs k and n in multiples of {ALIGNMENT}, got a {tuple(a.shape)}, b {tuple(b.shape)}"
         )
+    if bias is not None and (bias.shape != b.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(f"bias must be floating point [{b.shape[0]}], got {bias.dtype} {tuple(bias.shape)}")
+
+
+def product_of_nothing(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """The product of a [m, k] and b [n, k] where m or k is 0: zeros, plus the bias."""
+    product = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    return product if bias is None else product.add_(bias)
+
+
+def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Block scales [m, blocks] and [ceil(n / 128), blocks] as ``torch.nn.functional.scaled_mm`` wants them.
+
+    Returns:
+        ([m, blocks] with strides (1, m), not copied if it has them; [blocks rounded up to 4, ceil(n / 128)], columns
+        contiguous, padded with zeros).
+    """
+    m, blocks = inv_scale_a.shape
+    scale_a = inv_scale_a
+    if scale_a.stride() != (1, m):
+        scale_a = torch.empty_strided((m, blocks), (1, m), dtype=scale_a.dtype, device=scale_a.device).copy_(scale_a)
+    scale_b = inv_scale_b.new_zeros(inv_scale_b.shape[0], -(-blocks // 4) * 4)
+    scale_b[:, :blocks] = inv_scale_b
+    return scale_a, scale_b.t()
+
+
+def _blocks(size: int) -> int:
+    return -(-size // SCALE_BLOCK)
+
+
+def _block_scaled(
+    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    if not a.is_cuda:
+        raise ValueError('torch has no block-scaled product on a CPU: use the backend "reference"')
+    scale_a, scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b)
+    return functional.scaled_mm(
+        a,
+        b.t(),
+        scale_a,
+        functional.ScalingType.BlockWise1x128,
+        scale_b,
+        functional.ScalingType.BlockWise128x128,
+        bias=bias,
+        output_dtype=out_dtype,
+        use_fast_accum=False,
+    )

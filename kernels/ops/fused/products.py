@@ -1,0 +1,251 @@
+"""The kernels of scaled FP8 products: persistent, fed through tensor descriptors (TMA).
+
+Each program works on tiles of the result, one after another. The loop over tiles and the loop over the contracted dim
+are flattened into one, so that the operands of the next tile are on their way while a tile is scaled and written.
+
+What ptxas makes of a step of the flattened loop for sm_90 (``tests/test_compiled_matmuls.py`` holds it to that)::
+
+    wait for the barrier of this step's operands
+    4 QGMMA (wgmma m64nNk32, e4m3/e5m2, both operands in shared memory), one commit group
+    wait until at most 1 group is in flight: the last step's, so its operands' room is free
+    UTMALDG of ``a`` and of ``b`` for the step that is ``stages - 1`` ahead
+    after a tile's last step: scales and bias are loaded, wait for 0 groups, scale, STSM and UTMASTG piece by piece
+
+where products go straight into the accumulator (fast accumulation). Where each step's product has to be added in
+float32 registers (slow accumulation, block scales), the wait is for 0 groups, and the two warp groups fill in for each
+other: one adds while the other multiplies. The product of a wide tile would not fit the registers beside the
+accumulator, so such a tile is worked on in parts: two halves under slow accumulation, where the additions of one
+overlap the QGMMAs of the other, and four quarters under block scales. Those leave no register for a flattened loop, nor
+for the addresses of a fourth stage: there the loads of a tile begin after the last tile is written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["block_scaled_kernel", "scaled_kernel", "wide_block_scaled_kernel"]
+
+
+@triton.jit
+def _tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile. GROUP rows of tiles are walked column by column: what runs at the same time is nearly
+    square, and shares most of what it reads through L2."""
+    width = GROUP * tiles_n
+    first = index // width * GROUP
+    rows = tl.minimum(tiles_m - first, GROUP)
+    inside = index % width
+    return first + inside % rows, inside // rows
+
+
+@triton.jit
+def _write_piece(
+    out,
+    product,  # float32[rows, PIECE]
+    row_scale,  # float32[rows]
+    column_scale,  # float32*: [n]
+    bias,  # [n]
+    row,
+    column,
+    n,
+    PIECE: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    place = column + tl.arange(0, PIECE)
+    if ROWWISE:
+        product = product * row_scale[:, None] * tl.load(column_scale + place, mask=place < n, other=0.0)[None, :]
+    if BIASED:
+        product = product + tl.load(bias + place, mask=place < n, other=0.0).to(tl.float32)[None, :]
+    out.store([row, column], product.to(out.dtype))
+
+
+@triton.jit
+def _halves(product, COLUMNS: tl.constexpr):
+    """Left and right half of [rows, COLUMNS]."""
+    return tl.split(tl.permute(tl.reshape(product, (product.shape[0], 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _write(
+    out, product, row_scale, column_scale, bias, row, column, n,
+    COLUMNS: tl.constexpr, PIECE: tl.constexpr, ROWWISE: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Write [rows, COLUMNS] in pieces of PIECE columns, which take turns in a small shared buffer."""
+    if COLUMNS == PIECE:
+        _write_piece(out, product, row_scale, column_scale, bias, row, column, n, PIECE, ROWWISE, BIASED)
+    else:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = _halves(product, COLUMNS)
+        if HALF == PIECE:
+            _write_piece(out, left, row_scale, column_scale, bias, row, column, n, PIECE, ROWWISE, BIASED)
+            _write_piece(out, right, row_scale, column_scale, bias, row, column + HALF, n, PIECE, ROWWISE, BIASED)
+        else:
+            tl.static_assert(HALF == 2 * PIECE)
+            first, second = _halves(left, HALF)
+            _write_piece(out, first, row_scale, column_scale, bias, row, column, n, PIECE, ROWWISE, BIASED)
+            _write_piece(out, second, row_scale, column_scale, bias, row, column + PIECE, n, PIECE, ROWWISE, BIASED)
+            third, fourth = _halves(right, HALF)
+            column += HALF
+            _write_piece(out, third, row_scale, column_scale, bias, row, column, n, PIECE, ROWWISE, BIASED)
+            _write_piece(out, fourth, row_scale, column_scale, bias, row, column + PIECE, n, PIECE, ROWWISE, BIASED)
+
+
+@triton.jit(do_not_specialize=["m"])
+def scaled_kernel(
+    a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
+    b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K], or HALVED [TILE_N / 2, TILE_K]
+    out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
+    inv_scale_a,  # float32[1], or ROWWISE float32[m]
+    inv_scale_b,  # float32[1], or ROWWISE float32[n]
+    bias,  # [n], or if not BIASED anything
+    m,
+    n,
+    k,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PIECE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    BIASED: tl.constexpr,
+    FAST: tl.constexpr,
+    HALVED: tl.constexpr,
+):
+    """Tensorwise and row-wise scales, which are applied once at the end."""
+    tl.static_assert(not (FAST and HALVED))
+    HALF: tl.constexpr = TILE_N // 2
+    tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
+    scale = tl.load(inv_scale_a) * tl.load(inv_scale_b)
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
+        row, column = i * TILE_M, j * TILE_N
+        product = tl.zeros((TILE_M, HALF if HALVED else TILE_N), tl.float32)
+        if HALVED:
+            right = tl.zeros((TILE_M, HALF), tl.float32)
+        for start in range(0, k, TILE_K):
+            x = a.load([row, start])
+            y = b.load([column, start])
+            product = tl.dot(x, y.T, product, max_num_imprecise_acc=None if FAST else TILE_K)
+            if HALVED:
+                z = b.load([column + HALF, start])
+                right = tl.dot(x, z.T, right, max_num_imprecise_acc=TILE_K)
+        # Loads that do not depend on the product come first: they take place while the last QGMMAs run.
+        if ROWWISE:
+            place = row + tl.arange(0, TILE_M)
+            row_scale = tl.load(inv_scale_a + place, mask=place < m, other=0.0)
+        else:
+            row_scale = 0.0
+            product = product * scale
+            if HALVED:
+                right = right * scale
+        if HALVED:
+            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, HALF, PIECE, ROWWISE, BIASED)
+            _write(out, right, row_scale, inv_scale_b, bias, row, column + HALF, n, HALF, PIECE, ROWWISE, BIASED)
+        else:
+            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, TILE_N, PIECE, ROWWISE, BIASED)
+
+
+@triton.jit(do_not_specialize=["m"])
+def block_scaled_kernel(
+    a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
+    b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K]
+    out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
+    inv_scale_a,  # float32[m, blocks], any strides; read in one go where rows are next to each other
+    inv_scale_b,  # float32[ceil(n / TILE_K), blocks], any strides
+    bias,  # [n], or if not BIASED anything
+    m,
+    n,
+    k,
+    a_row_stride,
+    a_block_stride,
+    b_row_stride,
+    b_block_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,  # Divides TILE_K: one scale of ``b`` per tile and step.
+    TILE_K: tl.constexpr,  # The block of the scales.
+    PIECE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """1 x 128 by 128 x 128 scales: each step's product is scaled, and added in float32."""
+    tl.static_assert(TILE_K % TILE_N == 0)
+    tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
+        row, column = i * TILE_M, j * TILE_N
+        place = row + tl.arange(0, TILE_M)
+        scales_a = inv_scale_a + place.to(tl.int64) * a_row_stride
+        scales_b = inv_scale_b + (column // TILE_K).to(tl.int64) * b_row_stride
+        product = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for start in range(0, k, TILE_K):
+            x = a.load([row, start])
+            y = b.load([column, start])
+            scale_a = tl.load(scales_a, mask=place < m, other=0.0)
+            scale_b = tl.load(scales_b)
+            product += tl.dot(x, y.T) * (scale_a * scale_b)[:, None]
+            scales_a += a_block_stride
+            scales_b += b_block_stride
+        _write(out, product, 0.0, inv_scale_b, bias, row, column, n, TILE_N, PIECE, False, BIASED)
+
+
+@triton.jit(do_not_specialize=["m"])
+def wide_block_scaled_kernel(
+    a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
+    b,  # descriptor of FP8 [n, k], blocks [PART, TILE_K]
+    out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
+    inv_scale_a,  # As of ``block_scaled_kernel``, and so all that follows.
+    inv_scale_b,
+    bias,
+    m,
+    n,
+    k,
+    a_row_stride,
+    a_block_stride,
+    b_row_stride,
+    b_block_stride,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,  # Twice TILE_K.
+    TILE_K: tl.constexpr,
+    PIECE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """The same with tiles of two scales of ``b`` per step, in quarters."""
+    tl.static_assert(TILE_N == 2 * TILE_K)
+    PART: tl.constexpr = TILE_N // 4
+    tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
+    for index in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
+        row, column = i * TILE_M, j * TILE_N
+        place = row + tl.arange(0, TILE_M)
+        scales_a = inv_scale_a + place.to(tl.int64) * a_row_stride
+        scales_b = inv_scale_b + (column // TILE_K).to(tl.int64) * b_row_stride
+        second = tl.where(column + TILE_K < n, b_row_stride, 0)
+        first_quarter = tl.zeros((TILE_M, PART), tl.float32)
+        second_quarter = tl.zeros((TILE_M, PART), tl.float32)
+        third_quarter = tl.zeros((TILE_M, PART), tl.float32)
+        fourth_quarter = tl.zeros((TILE_M, PART), tl.float32)
+        for start in range(0, k, TILE_K):
+            x = a.load([row, start])
+            y0 = b.load([column, start])
+            y1 = b.load([column + PART, start])
+            y2 = b.load([column + 2 * PART, start])
+            y3 = b.load([column + 3 * PART, start])
+            # After the operands: ptxas then keeps one quarter's product at a time in registers, not all four.
+            scale = tl.load(scales_a, mask=place < m, other=0.0)
+            left = (scale * tl.load(scales_b))[:, None]
+            right = (scale * tl.load(scales_b + second))[:, None]
+            first_quarter += tl.dot(x, y0.T) * left
+            second_quarter += tl.dot(x, y1.T) * left
+            third_quarter += tl.dot(x, y2.T) * right
+            fourth_quarter += tl.dot(x, y3.T) * right
+            scales_a += a_block_stride
+            scales_b += b_block_stride
+        _write(out, first_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, False, BIASED)
+        column += PART
+        _write(out, second_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, False, BIASED)
+        column += PART
+        _write(out, third_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, False, BIASED)
+        column += PART
+        _write(out, fourth_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, False, BIASED)

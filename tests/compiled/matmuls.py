@@ -1,0 +1,67 @@
+"""Launches of ``fp8dist.kernels.fused.matmuls``, to be compiled ahead of time: all that may be chosen on such a GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from fp8dist.kernels.fused.matmuls import matmul_with
+from fp8dist.kernels.fused.tables import Tile
+from fp8dist.kernels.fused.tiles import Problem, candidates
+from fp8dist.kernels.matmuls import Scaling
+from tests.support.ahead_of_time import Compiler
+
+M, N, K = 4096, 4096, 8192
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HOPPER = 90
+
+
+def launch(compiler: Compiler) -> None:
+    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    capability = divmod(compiler.capability, 10)
+    out_dtypes = (torch.bfloat16, torch.float32) if compiler.capability == HOPPER else (torch.bfloat16,)
+    for scaling, fast, out_dtype in product(Scaling, (True, False), out_dtypes):
+        if scaling is Scaling.BLOCKWISE and fast:
+            continue  # the same kernel
+        for tile in candidates(Problem(M, N, K, scaling, fast), capability):
+            _compile(compiler, tile, scaling, fast, out_dtype, out_dtype is torch.bfloat16)
+    if compiler.capability == HOPPER:
+        best = candidates(Problem(M, N, K, Scaling.TENSORWISE, True), capability)[0]
+        _compile(compiler, best, Scaling.TENSORWISE, True, torch.float16, False)
+        scalings = (Scaling.TENSORWISE, Scaling.ROWWISE)
+        for (a_dtype, b_dtype), scaling, fast in product(((E5M2, E4M3), (E4M3, E5M2)), scalings, (True, False)):
+            best = candidates(Problem(M, N, K, scaling, fast), capability)[0]
+            _compile(compiler, best, scaling, fast, torch.bfloat16, False, a_dtype, b_dtype)
+
+
+def _compile(
+    compiler: Compiler,
+    tile: Tile,
+    scaling: Scaling,
+    fast: bool,
+    out_dtype: torch.dtype,
+    biased: bool,
+    a_dtype: torch.dtype = E4M3,
+    b_dtype: torch.dtype = E4M3,
+) -> None:
+    a, b = torch.empty(M, K, dtype=a_dtype), torch.empty(N, K, dtype=b_dtype)
+    bias = torch.empty(N, dtype=torch.bfloat16) if biased else None
+    speed = "" if scaling is Scaling.BLOCKWISE else "fast " if fast else "slow "
+    pair = "" if a_dtype == b_dtype else f" {_short(a_dtype)} x {_short(b_dtype)}"
+    size = f"{tile.rows}x{tile.columns}x{tile.depth}"
+    with compiler.naming(f"{speed}{scaling.value} {size} {_short(out_dtype)}{' bias' if biased else ''}{pair}"):
+        matmul_with(tile, a, b, *_scales(scaling), out_dtype, fast, bias)
+
+
+def _scales(scaling: Scaling) -> tuple[Tensor, Tensor]:
+    if scaling is Scaling.TENSORWISE:
+        return torch.empty(()), torch.empty(())
+    if scaling is Scaling.ROWWISE:
+        return torch.empty(M, 1), torch.empty(N, 1)
+    return torch.empty(K // 128, M).t(), torch.empty(N // 128, K // 128)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").removeprefix("float8_")
