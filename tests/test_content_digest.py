@@ -206,6 +206,21 @@ def test_many_tensors_at_once_give_what_each_gives_alone() -> None:
     assert [unsigned(row) for row in together] == alone
 
 
+def test_leaves_of_many_tensors_follow_one_another() -> None:
+    tensors = [any_bytes(n, i) for i, n in enumerate((0, 1, BLOCK_BYTES, 0, 2 * BLOCK_BYTES + 8))]
+    leaves, counts = digester().many_leaves(tensors)
+    assert counts == [0, 1, 1, 0, 3]
+    assert torch.equal(leaves, torch.cat([digester().leaves(tensor) for tensor in tensors]))
+    none, no_counts = digester().many_leaves([])
+    assert (none.shape, none.dtype, no_counts) == ((0, 2), torch.int64, [])
+
+
+@pytest.mark.parametrize("width", [1, 9, BLOCK_WORDS, BLOCK_WORDS + 1])
+def test_rows_have_the_leaves_of_tensors(width: int) -> None:
+    words = any_bytes(8 * 3 * width, 2).view(torch.int64).view(3, width)
+    assert torch.equal(digester().row_leaves(words), digester().many_leaves(list(words))[0])
+
+
 def test_blocks_may_be_done_several_at_a_time_as_on_a_gpu() -> None:
     several = ContentDigest(CPU)
     several._folded = torch.empty(3, BLOCK_WORDS, dtype=torch.int64)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.consistency.differences import unravel
-from fp8dist.kernels.content import BLOCK_WORDS, ContentDigest, as_bytes, block_count
+from fp8dist.kernels.content import ContentDigest, as_bytes, block_count
 from fp8dist.state.arena import Arena
 
 __all__ = [
@@ -35,6 +35,8 @@ FINDING_KINDS: Mapping[str, str] = MappingProxyType(
 """What a finding is called that is about a thing of a kind, where that is not the kind's own name."""
 
 _SLOTS_AT_ONCE = 256
+_BYTES_AT_ONCE_ON_GPU = 1 << 26
+"""Of slots, copied so that each lies in one piece: a launch should have more to do than 256."""
 
 _NEIGHBOURS = 16
 """Elements on either side of a differing one that go into a file of evidence."""
@@ -79,11 +81,16 @@ class Digester:
             self._by_device[device] = ContentDigest(device)
         return self._by_device[device]
 
+    def many_leaves(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Of one tensor or more, all on the same device: see ``ContentDigest.many_leaves``."""
+        device = tensors[0].device
+        if device.type == "meta":
+            raise ValueError("it is on the meta device: materialise it first")
+        return self.on(device).many_leaves(tensors)
+
     def leaves(self, tensor: Tensor) -> Tensor:
         """int64[blocks, 2] on the tensor's device."""
-        if tensor.is_meta:
-            raise ValueError("it is on the meta device: materialise it first")
-        return self.on(tensor.device).leaves(tensor)
+        return self.many_leaves([tensor])[0]
 
 
 class Content(ABC):
@@ -125,10 +132,17 @@ class TensorContent(Content):
         for i, tensor in enumerate(self._tensors):
             by_device.setdefault(tensor.device, []).append(i)
         for device, places in by_device.items():
-            leaves = [_named(self.keys[i], digester, self._tensors[i]) for i in places]
-            counts = [len(part) for part in leaves]
-            result[places] = digester.on(device).digests(torch.cat(leaves), counts, seeds[places]).cpu()
+            leaves, counts = self._leaves(digester, places)
+            result[places] = digester.on(device).digests(leaves, counts, seeds[places]).cpu()
         return result
+
+    def _leaves(self, digester: Digester, places: list[int]) -> tuple[Tensor, list[int]]:
+        try:
+            return digester.many_leaves([self._tensors[i] for i in places])
+        except Exception:
+            for i in places:  # One by one, to name the one that cannot be read.
+                _named(self.keys[i], digester, self._tensors[i])
+            raise
 
     def fields(self, index: int) -> list[Field]:
         """See ``Content``."""
@@ -159,14 +173,16 @@ class ArenaContent(Content):
         width = sum(part.shape[1] for part in columns)
         if width % 2:
             columns.append(torch.zeros(len(arena), 1, dtype=torch.int32, device=arena.device))
-        blocks = block_count(4 * width)
-        leaves = torch.empty(len(arena) * blocks, 2, dtype=torch.int64, device=arena.device)
-        for start in range(0, len(arena), _SLOTS_AT_ONCE):
-            words = torch.cat([part[start : start + _SLOTS_AT_ONCE] for part in columns], 1).view(torch.int64)
-            out = leaves[start * blocks :][: len(words) * blocks].view(-1, blocks, 2)
-            for block in range(blocks):
-                digest.row_leaves(words[:, block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS], out[:, block])
-        return digest.digests(leaves, [blocks] * len(arena), self.seeds).cpu()
+            width += 1
+        at_once = _SLOTS_AT_ONCE
+        if arena.device.type != "cpu":
+            at_once = max(at_once, _BYTES_AT_ONCE_ON_GPU // (4 * width))
+        leaves = [
+            digest.row_leaves(torch.cat([part[start : start + at_once] for part in columns], 1).view(torch.int64))
+            for start in range(0, len(arena), at_once)
+        ]
+        counts = [block_count(4 * width)] * len(arena)
+        return digest.digests(torch.cat(leaves), counts, self.seeds).cpu()
 
     def fields(self, index: int) -> list[Field]:
         """See ``Content``. A history's index is that into ``manager.amax_history``."""
@@ -198,9 +214,9 @@ def _key_of(name: str, kind: str, tensor: Tensor) -> Key:
     return Key(name, kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _named(key: Key, digester: Digester, tensor: Tensor) -> Tensor:
+def _named(key: Key, digester: Digester, tensor: Tensor) -> None:
     try:
-        return digester.leaves(tensor)
+        digester.leaves(tensor)
     except Exception as error:
         raise _type_of(error)(f"{key.kind} {key.name}: {error}") from error
 

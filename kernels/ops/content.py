@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8dist.kernels.backends import runs_fused
 from fp8dist.kernels.digest import mix, position_keys
 
 __all__ = ["BLOCK_BYTES", "BLOCK_WORDS", "FOLD", "ContentDigest", "as_bytes", "block_count"]
@@ -54,17 +55,54 @@ def block_count(nbytes: int) -> int:
 
 
 class ContentDigest:
-    """Digests of tensors on one device. Holds the keys, and room for one block."""
+    """Digests of tensors on one device. Holds the keys, and in plain torch room for one block.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        backend: as of ``fp8dist.kernels.backends.runs_fused``: with Triton, the leaves of all tensors are one launch.
+    """
+
+    def __init__(self, device: torch.device, backend: str = "auto") -> None:
         self.device = device
+        self._fused = runs_fused(backend, device)
         self._keys = position_keys(2 * BLOCK_WORDS, device).view(2, BLOCK_WORDS)
-        at_once = 1 if device.type == "cpu" else _BLOCKS_AT_ONCE_ON_GPU
+        at_once = 0 if self._fused else 1 if device.type == "cpu" else _BLOCKS_AT_ONCE_ON_GPU
         self._folded = torch.empty(at_once, BLOCK_WORDS, dtype=torch.int64, device=device)
         self._product = torch.empty_like(self._folded)
 
+    def many_leaves(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """The leaves of tensors of any dtype, shape and strides, int64[sum(counts), 2], those of the first tensor
+        first; and ``counts``: how many leaves each one has. An empty tensor has none.
+
+        Raises:
+            ValueError: one of them is on another device.
+        """
+        if self._fused:
+            from fp8dist.kernels.fused import content as fused
+
+            return fused.many_leaves(tensors, self._keys)
+        leaves = [self._leaves(tensor) for tensor in tensors]
+        none = torch.empty(0, 2, dtype=torch.int64, device=self.device)
+        return torch.cat([none, *leaves]), [len(part) for part in leaves]
+
     def leaves(self, tensor: Tensor) -> Tensor:
-        """int64[blocks, 2] of a tensor of any dtype, shape and strides; an empty one has no blocks."""
+        """int64[blocks, 2] of one tensor; see ``many_leaves``."""
+        return self.many_leaves([tensor])[0]
+
+    def row_leaves(self, words: Tensor) -> Tensor:
+        """The leaves of each row of int64[r, w], as if each were a tensor: int64[r * blocks, 2]."""
+        if self._fused:
+            from fp8dist.kernels.fused import content as fused
+
+            return fused.row_leaves(words, self._keys)
+        rows, width = words.shape
+        leaves = torch.empty(rows, block_count(8 * width), 2, dtype=torch.int64, device=self.device)
+        for block in range(leaves.shape[1]):
+            self._sum_rows(words[:, block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS], leaves[:, block])
+        return leaves.flatten(0, 1)
+
+    def _leaves(self, tensor: Tensor) -> Tensor:
+        if tensor.device != self._keys.device:
+            raise ValueError(f"it is on {tensor.device}, not on {self._keys.device}")
         content = as_bytes(tensor)
         whole, rest = divmod(content.numel(), BLOCK_BYTES)
         leaves = torch.empty(whole + (rest > 0), 2, dtype=torch.int64, device=self.device)
@@ -73,12 +111,12 @@ class ContentDigest:
             at_once = len(self._folded)
             for start in range(0, whole, at_once):
                 end = min(start + at_once, whole)
-                self.row_leaves(words[start:end], leaves[start:end])
+                self._sum_rows(words[start:end], leaves[start:end])
         if rest:
-            self.row_leaves(_as_words(content[whole * BLOCK_BYTES :]).view(1, -1), leaves[whole:])
+            self._sum_rows(_as_words(content[whole * BLOCK_BYTES :]).view(1, -1), leaves[whole:])
         return leaves
 
-    def row_leaves(self, words: Tensor, out: Tensor) -> None:
+    def _sum_rows(self, words: Tensor, out: Tensor) -> None:
         """The leaf of each row of int64[r, w], w <= BLOCK_WORDS, into int64[r, 2]."""
         rows, width = words.shape
         if rows <= len(self._folded) and width == BLOCK_WORDS:
