@@ -24,7 +24,7 @@ from fp8dist.consistency.repair import mended_texts, repair
 from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.ddp import find_ddp
 from fp8dist.groups import SyncGroup, world_size
-from fp8dist.kernels.update import WORD_MANIFEST
+from fp8dist.kernels.header import WORD_MANIFEST
 from fp8dist.nn import Mode
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, Arena
@@ -110,10 +110,11 @@ class Checker:
             differs, nonfinite, saturated = sync.verdict.read()
             evidence, sync.verdict = sync.verdict.evidence, None
             step = int(sync.arena.step) if differs or nonfinite or saturated else 0
+            flags = sync.arena.flags if evidence is None else evidence.flags
             if saturated:
-                self._tell_saturated(sync, step)
+                self._tell_saturated(sync, step, flags[SATURATED])
             if nonfinite:
-                self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, sync.arena.flags[NONFINITE])))
+                self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, flags[NONFINITE])))
             if differs and joins:
                 detail = "not localised inside a Join context"
                 ranks = sync.group.ranks if sync.group is not None else ()
@@ -123,11 +124,11 @@ class Checker:
                 differing.append((sync, self._localise(sync, evidence, differs)))
         return differing
 
-    def _tell_saturated(self, sync: ArenaSync, step: int) -> None:
+    def _tell_saturated(self, sync: ArenaSync, step: int, saturated: torch.Tensor) -> None:
         """Sharded weights outgrew their scale: by little in training, if ever; by much if somebody wrote to them. Then
         one rank says so."""
         arena = sync.arena
-        places = arena.shard_slots[arena.flags[SATURATED][arena.shard_slots]]
+        places = arena.shard_slots[saturated[arena.shard_slots]]
         slots = tuple(arena.specs[place].slot for place in places.tolist())
         self._untold.append(Event("saturated", step, slots))
         used = arena.amax * arena.sent[0] / arena.fp8_max  # By a step of training it grows by little.

@@ -16,6 +16,7 @@ from fp8dist.checker import Checker
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
+from fp8dist.graphs import capturing, compiled_any
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
 from fp8dist.nn import Mode
@@ -176,13 +177,17 @@ class StepCycle:
         Args:
             hold: non-zero: the loss scaler skips this step, which is then none. Read on the device.
         """
-        self.mode.boundaries += 1
+        in_graph = self._captures()
         self.mode.invalidate_casts()
         if self.settings.enabled:
             self.require_attached()
             self.settle()
-            self.checker.act_on_verdicts(self.joins)
-        self._check_if_due()
+        if not in_graph:
+            self.mode.boundaries += 1
+            if self.settings.enabled:
+                self.checker.act_on_verdicts(self.joins)
+            self._check_if_due(in_step=True)
+            self._boundaries += 1
         if not self.settings.enabled:
             return
         if not self.joins:
@@ -191,21 +196,45 @@ class StepCycle:
                     sync.launch(hold, self.drop_nonfinite)
         for sync in self.syncs:
             sync.pass_boundary(hold, self.drop_nonfinite)
-        if self.recipe.update == "same_step" or (self.mode.compiled and not self.hooked):
+        if self.recipe.update == "same_step" or ((in_graph or compiled_any()) and not self.hooked):
             self.settle()
-            self.checker.act_on_verdicts(self.joins, only_immediate=True)
+            if not in_graph:
+                self.checker.act_on_verdicts(self.joins, only_immediate=True)
 
-    def _check_if_due(self) -> None:
+    def _captures(self) -> bool:
+        """Whether this step goes into a CUDA graph, which has no place for an FP8 all-gather and a Join context."""
+        captures = any(capturing(sync.arena.device) for sync in self.syncs)
+        if captures and (self.sharded is not None or self.joins):
+            raise ConfigurationError("a step with fp8_all_gather, or inside Join, cannot be captured into a CUDA graph")
+        return captures
+
+    def poll(self) -> None:
+        """The host's part of a step that was replayed, and what is due. COLLECTIVE where ``boundary`` is."""
+        self.settle()
+        self.mode.invalidate_casts()
+        if self.settings.enabled:
+            self.checker.act_on_verdicts(self.joins)
+        replayed = [sync for sync in self.syncs if sync.captured is not None]
+        if replayed:
+            self.mode.boundaries += 1
+            self._boundaries += 1
+            self._check_if_due(in_step=False)
+        for sync in replayed:
+            sync.take_replay()
+        self.checker.act_on_verdicts(self.joins, only_immediate=True)
+
+    def _check_if_due(self, in_step: bool) -> None:
         """Every ``check_every`` steps, before the next one ends: by then each rank has committed the last. COLLECTIVE
         then.
+
+        ``in_step``: the next one is under way.
 
         Counted on the host since ``attach``, so that all ranks come here together. Not inside a Join context, where
         ranks without data would not come.
         """
         every, passed = self.settings.check_every, self._boundaries
-        self._boundaries += 1
         if every and passed and passed % every == 0 and self.attached and not self.joins:
-            self.check(Scope(), self.settings.check_policy, in_step=True)
+            self.check(Scope(), self.settings.check_policy, in_step)
 
     def check(self, scope: Scope, policy: Policy | None, in_step: bool = False) -> DivergenceReport:
         """Compare FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE.
@@ -242,7 +271,7 @@ class StepCycle:
     def weights_changed(self) -> None:
         """An attached optimizer has stepped. Local."""
         self.mode.invalidate_casts()
-        if self.mode.compiled:  # A compiled forward cannot commit what is due.
+        if compiled_any() or self._captures():  # Neither a compiled nor a captured forward can commit what is due.
             self.settle()
 
     def reuse_casts(self, allowed: bool) -> None:

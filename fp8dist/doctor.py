@@ -19,10 +19,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.kernels.backends import why_not_triton
 from fp8dist.kernels.casts import saturating_cast
 from fp8dist.kernels.matmuls import matmul_reference, matmul_torch
 from fp8dist.offline.failures import one_line
@@ -85,6 +87,7 @@ def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT) 
         ("device", _devices),
         ("FP8 cast", _casts),
         ("FP8 matmul", _products),
+        ("Triton kernels", _fused),
         ("backends", _backends),
         ("settings", lambda: _settings(environ)),
         ("all-reduce", lambda: _all_reduces(environ, timeout)),
@@ -131,33 +134,59 @@ def _device() -> torch.device:
 
 
 def _casts() -> Iterable[Observation]:
-    device = _device()
-    values, one = torch.tensor([_CAST], device=device), torch.ones((), device=device)
-    for dtype, expected in ((torch.float8_e4m3fn, _E4M3), (torch.float8_e5m2, _E5M2)):
-        found = saturating_cast(values, one, dtype, True, False)[0].float().cpu()
-        right = torch.equal(found.nan_to_num(-1.0), torch.tensor([expected]).nan_to_num(-1.0))
-        detail = f"on {device}" if right else f"on {device}: {list(_CAST)} became {found.tolist()[0]}"
-        yield Observation(f"cast to {_short(dtype)}", "ok" if right else "failed", detail)
+    yield from _tried_casts(lambda values, one, dtype: saturating_cast(values, one, dtype, True, False)[0])
 
 
 def _products() -> Iterable[Observation]:
+    device = _device()
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
+        yield from _tried_products("torch._scaled_mm", matmul_torch)
+    else:
+        yield Observation("matmul", "absent", f"{device} has no FP8 tensor cores")
+
+
+def _fused() -> Iterable[Observation]:
+    """The package's own kernels. Their first use compiles them, which takes seconds."""
+    reason = why_not_triton(_device())
+    if reason is not None:
+        yield Observation("Triton kernels", "absent", reason)
+        return
+    from fp8dist.kernels.fused.casts import quantize
+    from fp8dist.kernels.fused.matmuls import matmul
+
+    def cast(values: Tensor, one: Tensor, dtype: torch.dtype) -> Tensor:
+        cold, pending = torch.zeros_like(one, dtype=torch.bool), torch.zeros_like(one)
+        options: dict[str, Any] = {"record": True, "just_in_time": True, "margin": 0, "power_of_two": False}
+        rows: Tensor = quantize(values, one, cold, pending, dtype, **options, rows=True, columns=True)[0]
+        return rows
+
+    yield from _tried_casts(cast, ", Triton")
+    yield from _tried_products("Triton", matmul, ", Triton")
+
+
+def _tried_casts(cast: Callable[[Tensor, Tensor, torch.dtype], Tensor], suffix: str = "") -> Iterable[Observation]:
+    device = _device()
+    values, one = torch.tensor([_CAST], device=device), torch.ones((), device=device)
+    for dtype, expected in ((torch.float8_e4m3fn, _E4M3), (torch.float8_e5m2, _E5M2)):
+        found = cast(values, one, dtype).float().cpu()
+        right = torch.equal(found.nan_to_num(-1.0), torch.tensor([expected]).nan_to_num(-1.0))
+        detail = f"on {device}" if right else f"on {device}: {list(_CAST)} became {found.tolist()[0]}"
+        yield Observation(f"cast to {_short(dtype)}{suffix}", "ok" if right else "failed", detail)
+
+
+def _tried_products(what: str, product: Callable[..., Tensor], suffix: str = "") -> Iterable[Observation]:
     """Small whole numbers, so that every sum is exact in bfloat16, and the answer has one right value."""
     device = _device()
-    able = device.type == "cpu" or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (n, 64), generator=generator).float().to(device) for n in (32, 48))
     inv_a, inv_b = torch.tensor(0.5, device=device), torch.tensor(2.0, device=device)
     for left in (torch.float8_e4m3fn, torch.float8_e5m2):
-        name = f"matmul {_short(left)} x e4m3"
-        if not able:
-            yield Observation(name, "absent", f"{device} has no FP8 tensor cores")
-            continue
         x, y = a.to(left), b.to(torch.float8_e4m3fn)
-        found = matmul_torch(x, y, inv_a, inv_b, torch.bfloat16, False).cpu()
+        found = product(x, y, inv_a, inv_b, torch.bfloat16, False).cpu()
         expected = matmul_reference(x.cpu(), y.cpu(), inv_a.cpu(), inv_b.cpu(), torch.bfloat16)
         wrong = int((found != expected).sum())
-        detail = f"torch._scaled_mm on {device}" + (f": {wrong} of {found.numel()} are wrong" if wrong else "")
-        yield Observation(name, "failed" if wrong else "ok", detail)
+        detail = f"{what} on {device}" + (f": {wrong} of {found.numel()} are wrong" if wrong else "")
+        yield Observation(f"matmul {_short(left)} x e4m3{suffix}", "failed" if wrong else "ok", detail)
 
 
 def _short(dtype: torch.dtype) -> str:

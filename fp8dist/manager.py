@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 
+from fp8dist import ops
 from fp8dist.attachment import Attachment, fp8_linears, local_weights
 from fp8dist.boundary import unwrap_optimizers
 from fp8dist.checker import Event
@@ -24,7 +25,6 @@ from fp8dist.ddp import ManagerJoinHook
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import FORMATS, Role
 from fp8dist.groups import SyncGroup
-from fp8dist.kernels.magnitude import amax_bits, record_amax
 from fp8dist.nn import Mode, require_revertible, revert
 from fp8dist.recipe import DelayedScaling
 from fp8dist.settings import Settings
@@ -180,6 +180,19 @@ class StateManager(Joinable):
                 "step() yourself"
             )
         self._cycle.boundary()
+
+    def poll(self) -> None:
+        """After each replay of a CUDA graph that holds a step, and once before it is captured: what the host does at a
+        boundary. COLLECTIVE like one: all ranks, the same number of times.
+
+        The graph has the step counter, the sync and the commit. This reads what the step before proved, acts on it,
+        does the check that is due (``check_every``), and ends the reuse of weight casts. It waits for the step before,
+        not for this one.
+
+        Raises:
+            DivergenceError: with policy "raise", when a sync proved that ranks differ.
+        """
+        self._cycle.poll()
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Have ``callback`` called with each Event. Local."""
@@ -339,7 +352,7 @@ class StateManager(Joinable):
         sync, index = self._find(fqn, role)
         if self._mode.allowed:
             sync.arena.place(x.device)
-            record_amax(amax_bits(x.detach()), sync.arena.pending[index])
+            ops.observe(x.detach(), sync.arena.pending[index], backend=self.settings.backend)
 
     # Reading and writing state -------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from fp8dist import ops
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.gathered import FP8Weight
+from fp8dist.graphs import capturing
 from fp8dist.groups import has_base, is_dtensor, local_part
 from fp8dist.kernels.matmuls import ALIGNMENT
 from fp8dist.recipe import DelayedScaling
@@ -72,7 +73,6 @@ class Mode:
     enabled: bool = True
     calibrating: bool = False
     reuse_casts: bool = False
-    compiled: bool = False
     generation: int = 0
     boundaries: int = 0
 
@@ -126,7 +126,6 @@ class LinearSlots:
         """Commit what is due, before a scale is read. A compiled graph cannot: then the optimizer's
         post-hook does (see ``StepCycle.weights_changed``)."""
         if torch.compiler.is_compiling():
-            self.mode.compiled = True
             return
         self.sync.settle()
         self.weight_sync.settle()
@@ -179,14 +178,28 @@ class LinearSlots:
             power_of_two=recipe.power_of_two,
             rows=rows,
             columns=columns,
+            backend=self.mode.backend,
         )
 
+    def observe(self, x: Tensor, state: SlotState) -> None:
+        """``ops.observe`` with this manager's backend."""
+        ops.observe(x.detach(), state.pending, backend=self.mode.backend)
+
     def matmul(
-        self, a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, dtype: torch.dtype, fast: bool = False
+        self,
+        a: Tensor,
+        b: Tensor,
+        inv_scale_a: Tensor,
+        inv_scale_b: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        fast: bool = False,
     ) -> Tensor:
         """``ops.matmul`` with this manager's backend. Only fprop may accumulate fast: gradients are
         sums over many more terms (TransformerEngine draws the same line)."""
-        return ops.matmul(a, b, inv_scale_a, inv_scale_b, dtype, fast_accumulation=fast, backend=self.mode.backend)
+        return ops.matmul(
+            a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.mode.backend
+        )
 
     def weight_cast(
         self, weight: Tensor, parameter: Tensor, state: SlotState, record: bool
@@ -206,7 +219,7 @@ class LinearSlots:
             and for_backward
             and not torch.compiler.is_compiling()
             and torch._C._len_torch_dispatch_stack() == 0
-            and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+            and not capturing(weight.device)
         )
         owner = local_part(parameter)  # A DTensor shows a new view of it at each access.
         key = (self.mode.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
@@ -254,7 +267,7 @@ class LinearSlots:
 
 
 class _FP8LinearFunction(torch.autograd.Function):
-    """y = x Wᵀ, dx = dy W, dW = dyᵀ x, each product in FP8.
+    """y = x Wᵀ + b, dx = dy W, dW = dyᵀ x, each product in FP8; the bias is added before y is rounded.
 
     The places of the grad_output slot ride on ctx as attributes: ``pending`` is changed in place and
     must not be saved for backward.
@@ -268,6 +281,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         weight_rows: Tensor,  # FP8 [out_features, in_features]
         weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off or if cast in backward
         weight_inv_scale: Tensor,
+        bias: Tensor | None,  # [out_features]
         slots: LinearSlots,
         states: States,
         record: bool,
@@ -279,7 +293,8 @@ class _FP8LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x_columns, x_inv_scale, weight_columns, weight_inv_scale, again)
         ctx.slots, ctx.record = slots, record
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        return slots.matmul(x_rows, weight_rows, x_inv_scale, weight_inv_scale, x.dtype, fast=True)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return slots.matmul(x_rows, weight_rows, x_inv_scale, weight_inv_scale, x.dtype, bias, fast=True)
 
     @staticmethod
     @once_differentiable
@@ -291,7 +306,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         rows, columns, inv_scale = slots.quantize(
             grad_output, ctx.grad_state, ctx.record, wants_input_grad, wants_weight_grad
         )
-        grad_input = grad_weight = None
+        grad_input = grad_weight = grad_bias = None
         if wants_input_grad:
             if again is not None:
                 weight_columns, weight_inv_scale = slots.backward_cast(again, ctx.weight_state)
@@ -299,22 +314,24 @@ class _FP8LinearFunction(torch.autograd.Function):
             del weight_columns  # Maybe a copy, of the size of the gradient that is next.
         if wants_weight_grad:
             grad_weight = slots.matmul(columns, x_columns, inv_scale, x_inv_scale, ctx.weight_dtype)
+        if ctx.needs_input_grad[5]:
+            grad_bias = grad_output.sum(0).to(ctx.bias_dtype)
         slots.count_backward()
-        return grad_input, grad_weight, None, None, None, None, None, None, None
+        return grad_input, grad_weight, None, None, None, grad_bias, None, None, None, None
 
 
 class _ObserveGradient(torch.autograd.Function):
     """Identity that records the amax of the gradient that flows back through it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, state: SlotState) -> Tensor:
-        ctx.state = state
+    def forward(ctx: Any, y: Tensor, slots: LinearSlots, state: SlotState) -> Tensor:
+        ctx.slots, ctx.state = slots, state
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        ops.observe(grad_output, ctx.state.pending)
-        return grad_output, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        ctx.slots.observe(grad_output, ctx.state)
+        return grad_output, None, None
 
 
 class FP8Linear(nn.Linear):
@@ -358,20 +375,20 @@ class FP8Linear(nn.Linear):
         tokens = input.reshape(-1, in_features)
         cast = slots.weight_cast(weight, parameter, states[1], record)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
-        output = _FP8LinearFunction.apply(tokens, weight, *cast, slots, states, record, wants_weight_grad)
+        output = _FP8LinearFunction.apply(tokens, weight, *cast, bias, slots, states, record, wants_weight_grad)
         # A new tensor for autograd, as F.linear's: FSDP2 warns of modules that return views.
-        output = torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
-        return output if bias is None else output + bias.to(output.dtype)
+        return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
 
     def _calibrating(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In high precision, recording what FP8 would cast."""
         self._require_features(input, weight.shape[1])
         input_state, weight_state, grad_state = self.fp8_slots.states(weight.device)
-        ops.observe(input.detach(), input_state.pending)
+        slots = self.fp8_slots
+        slots.observe(input, input_state)
         if not isinstance(weight, FP8Weight):  # Else its shards were recorded before they were gathered.
-            ops.observe(weight.detach(), weight_state.pending)
+            slots.observe(weight, weight_state)
         output = _in_high_precision(input, weight, bias)
-        return _ObserveGradient.apply(output, grad_state) if output.requires_grad else output
+        return _ObserveGradient.apply(output, slots, grad_state) if output.requires_grad else output
 
     def _require_features(self, input: Tensor, in_features: int) -> None:
         if input.ndim == 0 or input.shape[-1] != in_features:

@@ -61,8 +61,9 @@ def prepare(
             Every sync compares manifest, step and scales anyway, at no cost.
         check_policy: what to do when ranks differ: "raise", "warn", or "repair" (copy from the majority, raise without
             one).
-        backend: "torch" (``torch._scaled_mm``), "reference" (dequantised float32 matmul), or "auto": torch on
-            CUDA, reference on the CPU.
+        backend: "triton" (this package's kernels), "torch" (``torch._scaled_mm``, eager casts), "reference"
+            (dequantised float32 products), or "auto": on a GPU with FP8 Triton, but ``torch._scaled_mm`` for products
+            that the shipped table of the GPU does not show Triton to be faster at; on a CPU reference.
         eval_precision: "fp8" or "high": what ``eval()`` computes in.
         fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes: half of bf16's. Needs
             ``amax_sync``. Inside ``autocast(enabled=False)`` and ``calibrate()`` activations are in high precision, and
@@ -89,7 +90,7 @@ def prepare(
     if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigurationError("the model, or a part of it, is prepared already: detach() its manager first")
     linears = _choose(model, skip, filter_fn)
-    plan = _Plan(linears, group, groups or {}, recipe)
+    plan = _Plan(linears, group, groups or {}, recipe, settings.backend)
     mode = Mode(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather)
     manager = StateManager(model, recipe, settings, mode, plan.syncs, plan.sync_groups, plan.aliases)
     for fqn, linear in linears.items():
@@ -134,6 +135,7 @@ class _Plan:
         group: GroupLike | None,
         groups: Mapping[str, GroupLike],
         recipe: DelayedScaling,
+        backend: str,
     ) -> None:
         self.recipe = recipe
         self.aliases: dict[Slot, Slot] = {}
@@ -158,7 +160,7 @@ class _Plan:
                     self.aliases[slot] = Slot(owner, role.value)
                     continue
                 specs[self._arena_of(fqn)].append(SlotSpec(slot, recipe.format_of(role)))
-        self.syncs = [ArenaSync(Arena(part, recipe), patterns=names) for part, names in zip(specs, patterns)]
+        self.syncs = [ArenaSync(Arena(part, recipe, backend), patterns=names) for part, names in zip(specs, patterns)]
         self.sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
 
     def _arena_of(self, fqn: str) -> int:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.kernels.backends import BACKENDS
 
 __all__ = ["Settings", "report_dir"]
 
@@ -76,7 +77,7 @@ class Settings:
             amax_sync=synced,
             check_every=setting("check_every", check_every, _count, 0),
             check_policy=setting("check_policy", check_policy, _one_of("raise", "warn", "repair"), "raise"),
-            backend=setting("backend", backend, _one_of("auto", "torch", "reference"), "auto"),
+            backend=setting("backend", backend, _one_of(*BACKENDS), "auto"),
             eval_precision=eval_precision,
             fp8_all_gather=fp8_all_gather,
             report_dir=report_dir(environ),

@@ -6,6 +6,9 @@ Life of an arena's sync::
                       │    ▲
                       └────┘ launch again before the boundary: results merge
 
+A step that is captured into a CUDA graph goes through it once, on the host; what a replay proved is taken up by
+``poll``.
+
 ``settle`` is local: it waits for a collective that was started, and never starts one.
 """
 
@@ -15,25 +18,18 @@ import contextlib
 import enum
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.errors import SyncError
+from fp8dist.errors import ConfigurationError, SyncError
+from fp8dist.graphs import capturing
 from fp8dist.groups import SyncGroup
+from fp8dist.kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_SCALE_LOW, WORD_STEP, WORDS
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
-from fp8dist.kernels.update import (
-    HEADER,
-    WORD_MANIFEST,
-    WORD_SCALE_HIGH,
-    WORD_SCALE_LOW,
-    WORD_STEP,
-    WORDS,
-    header_agreement,
-)
 from fp8dist.state.arena import Arena
 
 __all__ = ["ArenaSync", "Evidence", "Phase", "SyncCounters", "Verdict"]
@@ -59,10 +55,19 @@ class SyncCounters:
 
 
 class Evidence(NamedTuple):
-    """What this rank sent: header words, int32[4], and scales, float32[2, n]."""
+    """What this rank sent: header words, int32[4], and scales, float32[2, n]; and what the commit saw: bool[3, n]."""
 
     words: Tensor
     scales: Tensor
+    flags: Tensor
+
+
+class Captured(NamedTuple):
+    """What each replay of a captured step leaves, bool[6], and what it communicates."""
+
+    outcome: Tensor
+    collectives: int
+    bytes: int
 
 
 class Verdict:
@@ -72,13 +77,14 @@ class Verdict:
     only when a launch before that boundary would overwrite it in the arena.
     """
 
-    def __init__(self, agreement: Tensor | list[bool], alarms: Tensor) -> None:
-        self.immediate = not alarms.is_cuda
+    def __init__(self, outcome: Tensor) -> None:
+        self.immediate = not outcome.is_cuda
         self.evidence: Evidence | None = None
-        self._agreement, self._alarms = agreement, alarms
-        if isinstance(agreement, Tensor) and agreement.is_cuda:
-            with torch.cuda.device(agreement.device):
-                self._agreement, self._alarms = _to_host(agreement), _to_host(alarms)
+        self._outcome = outcome
+        if outcome.is_cuda:
+            with torch.cuda.device(outcome.device):
+                self._outcome = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=True)
+                self._outcome.copy_(outcome, non_blocking=True)
                 self._event = torch.cuda.Event()
                 self._event.record()
 
@@ -87,21 +93,14 @@ class Verdict:
         sharded weight was cast beyond its scale)."""
         if not self.immediate:
             self._event.synchronize()
-        nonfinite, saturated = (bool(self._alarms), False) if self._alarms.ndim == 0 else self._alarms.tolist()
-        agree = self._agreement.tolist() if isinstance(self._agreement, Tensor) else self._agreement
-        if all(agree):
-            return (), nonfinite, saturated
+        outcome = self._outcome.tolist()
+        agree, (nonfinite, saturated) = outcome[:WORDS], outcome[WORDS:]
         differs = {
             "manifest": not agree[WORD_MANIFEST],
             "step": not agree[WORD_STEP],
             "scale": not (agree[WORD_SCALE_LOW] and agree[WORD_SCALE_HIGH]),
         }
         return tuple(kind for kind, differ in differs.items() if differ), nonfinite, saturated
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass
@@ -119,8 +118,10 @@ class ArenaSync:
     phase: Phase = Phase.IDLE
     counters: SyncCounters = field(default_factory=SyncCounters)
     verdict: Verdict | None = None
+    captured: Captured | None = None
     _work: dist.Work | None = None
     _merged: Tensor | None = None
+    _counted: SyncCounters | None = None  # Before the launches that are being captured.
     _hold: Tensor | None = None
     _drop_nonfinite: bool = False
 
@@ -136,10 +137,18 @@ class ArenaSync:
         """
         self.settle()
         self._collect()
-        if self.verdict is not None and self.verdict.evidence is None:
-            self.verdict.evidence = Evidence(self.arena.words.clone(), self.arena.sent.clone())
-        self.arena.snapshot(hold, drop_nonfinite)
+        if capturing(self.arena.device):
+            if self.verdict is not None:
+                self._refuse_capture()
+            if self._counted is None:
+                self._counted = replace(self.counters)
+        elif self.verdict is not None and self.verdict.evidence is None:
+            self.verdict.evidence = self._evidence()
+        self.arena.launch(hold, drop_nonfinite)
         self._reduce()
+
+    def _evidence(self) -> Evidence:
+        return Evidence(self.arena.words.clone(), self.arena.sent.clone(), self.arena.flags.clone())
 
     def launch_idle(self) -> None:
         """Take part in the others' launch without having anything to say. COLLECTIVE.
@@ -216,32 +225,41 @@ class ArenaSync:
         """Commit what is due. Local; does nothing when nothing is due."""
         if self.phase is not Phase.DUE:
             return
+        in_graph = capturing(self.arena.device)
+        if in_graph and self._counted is None:
+            self._refuse_capture()
         self._wait()
         reduced = self.arena.send
         if self._merged is not None:
             reduced = torch.maximum(self._merged, reduced)
-        trusted, agreement = self._judge(reduced)
-        alarms = self.arena.commit(reduced, trusted, self._hold)
+        outcome = self.arena.commit(reduced, self._hold)
         if self._hold is not None:
             self.arena.give_back(reduced, self._hold, self._drop_nonfinite)
-        self.verdict = Verdict(agreement, alarms)
+        if in_graph:
+            assert self._counted is not None
+            before, self._counted = self._counted, None
+            sent = self.counters
+            self.captured = Captured(outcome, sent.collectives - before.collectives, sent.bytes - before.bytes)
+            self.counters = before  # Nothing was sent yet.
+        else:
+            self.verdict = Verdict(outcome)
         self._merged = self._hold = None
         self.phase = Phase.IDLE
 
-    def _judge(self, reduced: Tensor) -> tuple[Tensor | bool, Tensor | list[bool]]:
-        """(whether the others' amaxes may be taken, agreement of the four header words).
+    def _refuse_capture(self) -> None:
+        raise ConfigurationError(
+            f"{self.owner}: a CUDA graph is captured, but the last step is not finished on the host: call "
+            "manager.poll() before the capture, and after each replay"
+        )
 
-        Only a mismatch of manifest or step says that they are not ours to take: after one of scales
-        the commit makes the scales equal again. On the CPU this is eight ints, compared on the host.
-        """
-        if not reduced.is_cuda:
-            numbers = reduced[:HEADER].tolist()
-            agree = [word == ~complement for word, complement in zip(numbers[:WORDS], numbers[WORDS:])]
-            held = self._hold is not None and bool(self._hold)
-            return agree[WORD_MANIFEST] and agree[WORD_STEP] and not held, agree
-        agreement = header_agreement(reduced)
-        same_step = agreement[: WORD_STEP + 1].all()
-        return same_step if self._hold is None else same_step & (self._hold.reshape(()) == 0), agreement
+    def take_replay(self) -> None:
+        """A captured step was replayed: its verdict is on its way. Local; call after the last verdict was read."""
+        if self.captured is not None:
+            self.counters.collectives += self.captured.collectives
+            self.counters.bytes += self.captured.bytes
+            evidence = self._evidence()  # The next replay may be under way before this verdict is read.
+            self.verdict = Verdict(self.captured.outcome)
+            self.verdict.evidence = evidence
 
     def drop_nonfinite(self) -> None:
         """Forget non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
@@ -268,14 +286,23 @@ class ArenaSync:
         """Wait for what is in flight and throw it and all pending amaxes away."""
         self._wait()
         self.arena.pending.fill_(DID_NOT_RUN)
-        self._merged = self._hold = self.verdict = None
+        self._merged = self._hold = self._counted = self.verdict = None
         self.phase = Phase.IDLE
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
         self._collect()
         state = dict(self.__dict__)
-        state.update(phase=Phase.IDLE, verdict=None, _work=None, _merged=None, _hold=None, counters=SyncCounters())
+        state.update(
+            phase=Phase.IDLE,
+            verdict=None,
+            captured=None,
+            _counted=None,
+            _work=None,
+            _merged=None,
+            _hold=None,
+            counters=SyncCounters(),
+        )
         return state
 
 

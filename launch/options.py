@@ -75,7 +75,7 @@ class Options:
     update: Literal["same_step", "next_step"]
     amax_sync: bool | None
     fp8_all_gather: bool | None
-    backend: Literal["auto", "torch", "reference"] | None
+    backend: Literal["auto", "triton", "torch", "reference"] | None
     check_every: int | None
     check_policy: Literal["raise", "warn", "repair"] | None
     inject: tuple[Fault, ...]
@@ -313,8 +313,8 @@ def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--backend",
-        choices=("auto", "torch", "reference"),
-        help="of FP8 products (default: auto, which is torch on a GPU and reference on a CPU)",
+        choices=("auto", "triton", "torch", "reference"),
+        help="of FP8 casts and products (default: auto, the fastest of them on this device)",
     )
     add("--calibrate-steps", type=_at_least(0), metavar="N", default=0, help="observe N batches before training")
 

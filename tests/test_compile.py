@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager, ops
+from fp8dist.kernels.arrays import StateArrays, UpdateRule
+from fp8dist.kernels.rings import RingShape
 from tests.support.linear import BACKENDS, E4M3, E5M2, NONE, inputs
 from tests.support.training import bits, parameter_bits, state_bits
+
+WITHOUT_FP8_COMPARISON = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+"""test_schema compares arguments with allclose, which FP8 does not have."""
 
 
 class Block(nn.Module):
@@ -69,12 +77,42 @@ BOUNDARIES: dict[str, Callable[[StateManager, nn.Module, torch.optim.Optimizer],
 }
 
 
-def _train_long(compiled: bool, update: str, boundary: str) -> Any:
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is ops.matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _plain(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+def _checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def _selective(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(
+        block, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _save_products)
+    )
+
+
+def _train_long(
+    compiler: str | None,
+    update: str = "same_step",
+    boundary: str = "optimizer",
+    run: Callable[[nn.Module, Tensor], Tensor] = _plain,
+    backend: str = "auto",
+) -> Any:
     block = Block()
-    manager = fp8dist.prepare(block, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
+    recipe = DelayedScaling(history_len=4, update=update)  # type: ignore[arg-type]
+    manager = fp8dist.prepare(block, recipe, backend=backend)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
     BOUNDARIES[boundary](manager, block, optimizer)
-    forward = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+
+    def forward(x: Tensor) -> Tensor:
+        return run(block, x)
+
+    if compiler is not None:
+        forward = torch.compile(forward, fullgraph=True, backend=compiler)
     losses = []
     for step in range(LONG):
         with torch._dynamo.config.patch(error_on_recompile=step >= WARM):
@@ -94,7 +132,30 @@ def _train_long(compiled: bool, update: str, boundary: str) -> Any:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.slow
 def test_compiled_in_one_graph_it_is_not_compiled_again(update: str, boundary: str) -> None:
-    assert _train_long(True, update, boundary) == _train_long(False, update, boundary)
+    assert _train_long("aot_eager", update, boundary) == _train_long(None, update, boundary)
+
+
+@pytest.mark.parametrize("run", [_checkpointed, _selective])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.slow
+def test_compiled_with_checkpointing_it_is_not_compiled_again(backend: str, run: Any) -> None:
+    assert _train_long("aot_eager", run=run, backend=backend) == _train_long(None, run=_plain, backend=backend)
+
+
+@pytest.mark.parametrize("run", [_plain, _checkpointed])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
+def test_inductor_traces_the_ops(run: Any) -> None:
+    """It fuses what is around them, so losses are equal up to rounding only; amaxes and scales follow."""
+    mine, theirs = _train_long("inductor", run=run, backend="torch"), _train_long(None, run=run, backend="torch")
+    for a, b in zip(mine[0], theirs[0]):
+        assert torch.frombuffer(bytearray(a), dtype=torch.float32).item() == pytest.approx(
+            torch.frombuffer(bytearray(b), dtype=torch.float32).item(), rel=1e-4
+        )
+    assert mine[1].keys() == theirs[1].keys()
 
 
 @contextlib.contextmanager
@@ -169,6 +230,25 @@ def test_opcheck_matmul(backend: str) -> None:
         ops.matmul,
         (inputs(5, 32).to(E5M2), inputs(16, 32).to(E4M3), one, one, torch.bfloat16),
         {"fast_accumulation": False, "backend": backend},
-        # test_schema compares arguments with allclose, which FP8 does not have.
-        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+        test_utils=WITHOUT_FP8_COMPARISON,
     )
+
+
+def test_opcheck_casts_with_many_scales() -> None:
+    for columns in (False, True):
+        keywords = {"power_of_two": False, "rows": True, "columns": columns}
+        torch.library.opcheck(ops.quantize_rowwise, (inputs(5, 32), E4M3), keywords, test_utils=WITHOUT_FP8_COMPARISON)
+        for block in ((1, 128), (128, 128)):
+            torch.library.opcheck(
+                ops.quantize_blocks,
+                (inputs(5, 32), E4M3),
+                {"block": block, **keywords},
+                test_utils=WITHOUT_FP8_COMPARISON,
+            )
+
+
+def test_opcheck_launch_and_commit() -> None:
+    arrays = list(StateArrays.allocate([448.0] * 3, [464.0] * 3, RingShape(4), torch.device("cpu")))
+    torch.library.opcheck(ops.launch, (arrays, None), {"drop_nonfinite": False})
+    rule = UpdateRule(4, 0, False, True, "max")._asdict()
+    torch.library.opcheck(ops.commit, (arrays, torch.zeros(11, dtype=torch.int32), None), rule)

@@ -16,6 +16,7 @@ import torch
 
 from fp8dist import doctor
 from fp8dist.doctor import Examination, Observation, examine
+from fp8dist.kernels.backends import why_not_triton
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +37,8 @@ def test_this_machine_is_healthy() -> None:
     found = _by_name(examination)
     assert found["torch"].detail.startswith(torch.__version__)
     for name in ("cast to e4m3", "cast to e5m2", "gloo"):
+        assert found[name].outcome == "ok"
+    for name in ("cast to e5m2, Triton", "matmul e4m3 x e4m3, Triton", "matmul e5m2 x e4m3, Triton"):
         assert found[name].outcome == "ok"
     for name in ("matmul e4m3 x e4m3", "matmul e5m2 x e4m3"):
         assert found[name].outcome == "ok" or torch.cuda.is_available()
@@ -63,12 +66,27 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     _quiet(monkeypatch)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    why_not_triton.cache_clear()
     examination = examine({})
-    assert _by_name(examination)["triton"] == Observation("triton", "absent", "not installed")
+    why_not_triton.cache_clear()
+    found = _by_name(examination)
+    assert found["triton"] == Observation("triton", "absent", "not installed")
+    assert found["Triton kernels"] == Observation("Triton kernels", "absent", "Triton is not installed")
     assert examination.healthy
 
 
-@pytest.mark.parametrize("name", ["_versions", "_devices", "_casts", "_products", "_backends", "_settings"])
+def test_triton_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _quiet(monkeypatch)
+    monkeypatch.setattr(doctor, "_device", lambda: torch.device("cpu"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    why_not_triton.cache_clear()
+    found = _by_name(examine({}))["Triton kernels"]
+    why_not_triton.cache_clear()
+    assert found.outcome == "absent"
+    assert found.detail.startswith("it needs a GPU")
+
+
+@pytest.mark.parametrize("name", ["_versions", "_devices", "_casts", "_products", "_fused", "_backends", "_settings"])
 def test_it_never_raises(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _quiet(monkeypatch)
 
@@ -159,7 +177,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         f"--master-port={port}",
         str(script),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in range(2):

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8dist.kernels.arrays import StateArrays
 from fp8dist.kernels.casts import CPU_BLOCK, dequantize, saturating_cast
 from fp8dist.kernels.digest import digest_words, position_keys
+from fp8dist.kernels.header import HEADER, WORDS, header_agreement
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS, amax_bits, record_amax
 from fp8dist.kernels.rings import RingShape, ordered_window, write, write_window
-from fp8dist.kernels.update import HEADER, WORDS, header_agreement, snapshot, withhold
+from fp8dist.kernels.update import launch
 from tests.support.oracle import amax_of, bits_of, float32, of_bits
 from tests.support.states import bits
 
@@ -394,29 +396,40 @@ def test_header_agreement(ranks: int) -> None:
         assert header_agreement(reduced).tolist() == expected
 
 
-def test_snapshot_sends_header_and_amaxes() -> None:
-    words = torch.tensor([7, 3, 0, 0], dtype=torch.int32)
-    scales = torch.tensor([2.0, 3.0, 0.5, 1 / 3])
-    keys = position_keys(4, torch.device("cpu"))
-    pending = torch.tensor([-1.0, 5.0])
-    send = torch.full((HEADER + 2,), 99, dtype=torch.int32)
+def _arrays(amaxes: list[float]) -> StateArrays:
+    n = len(amaxes)
+    arrays = StateArrays.allocate([448.0] * n, [464.0] * n, RingShape(4), torch.device("cpu"))
+    arrays.pending.copy_(torch.tensor(amaxes))
+    return arrays
+
+
+def test_launch_sends_header_and_amaxes() -> None:
+    arrays = _arrays([-1.0, 5.0])
+    arrays.words.copy_(torch.tensor([7, 3, 0, 0]))
+    arrays.scales.copy_(torch.tensor([[2.0, 3.0], [0.5, 1 / 3]]))
+    words, send = arrays.words, arrays.send
+    scale_bits = arrays.scales.view(-1).view(torch.int32)
 
     def digest() -> int:
-        snapshot(words, scales.view(torch.int32), keys, pending.view(torch.int32), send)
+        arrays.pending.copy_(torch.tensor([-1.0, 5.0]))
+        send.fill_(99)
+        launch(arrays, None, False)
         assert send[:2].tolist() == [7, 3]
         assert send[:WORDS].equal(words)
         assert send[WORDS:HEADER].equal(words.bitwise_not())
         assert send[HEADER:].tolist() == [DID_NOT_RUN_BITS, bits_of(5.0)]
+        assert arrays.pending.tolist() == [-1.0, -1.0]
+        assert arrays.sent.equal(arrays.scales)
         whole = torch.zeros(1, dtype=torch.int64)
-        digest_words(scales.view(torch.int32), keys, whole)
+        digest_words(scale_bits, position_keys(4, torch.device("cpu")), whole)
         assert words[2:].equal(whole.view(torch.int32))
         return int(whole)
 
     before = digest()
     for place in range(4):
-        scales.view(torch.int32)[place] ^= 1
+        scale_bits[place] ^= 1
         assert digest() != before
-        scales.view(torch.int32)[place] ^= 1
+        scale_bits[place] ^= 1
     assert digest() == before
 
 
@@ -425,12 +438,10 @@ def test_snapshot_sends_header_and_amaxes() -> None:
 def test_withhold(held: bool, drop: bool) -> None:
     """A skipped optimizer step sends nothing and keeps what it had, non-finite ones unless dropped."""
     amaxes = [-1.0, 0.0, 5.0, math.inf, math.nan]
-    send = torch.cat([torch.full((HEADER,), 9, dtype=torch.int32), torch.tensor(amaxes).view(torch.int32)])
-    pending = torch.full((5,), DID_NOT_RUN)
-    withhold(send, pending.view(torch.int32), torch.tensor([float(held)]), drop)
-    assert send[:HEADER].tolist() == [9] * HEADER
+    arrays = _arrays(amaxes)
+    launch(arrays, torch.tensor([float(held)]), drop)
     nothing = [DID_NOT_RUN_BITS] * 5
     all_bits = [bits_of(a) for a in amaxes]
     kept = [b if b < INFINITY_BITS or not drop else DID_NOT_RUN_BITS for b in all_bits]
-    assert send[HEADER:].tolist() == (nothing if held else all_bits)
-    assert bits(pending) == (kept if held else nothing)
+    assert arrays.send[HEADER:].tolist() == (nothing if held else all_bits)
+    assert bits(arrays.pending) == (kept if held else nothing)

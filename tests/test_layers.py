@@ -14,7 +14,7 @@ LAYERS = [
     ["errors", "formats"],
     ["scaling"],
     ["kernels"],
-    ["recipe", "settings", "ops", "gathered"],
+    ["recipe", "settings", "ops", "gathered", "graphs"],
     ["state"],
     ["groups"],
     ["sync", "tensor_parallel"],
@@ -36,7 +36,7 @@ LINE = {name: line for line, names in enumerate(LAYERS) for name in names}
 
 
 def _sources() -> list[tuple[str, Path]]:
-    found = [("kernels", path) for path in (ROOT / "kernels" / "ops").glob("*.py")]
+    found = [("kernels", path) for path in (ROOT / "kernels" / "ops").rglob("*.py")]
     for path in (ROOT / "fp8dist").rglob("*.py"):
         relative = path.relative_to(ROOT / "fp8dist")
         found.append((relative.parts[0] if len(relative.parts) > 1 else relative.stem, path))

@@ -23,8 +23,10 @@ MODULES = sorted(
         for path in (ROOT / "fp8dist").rglob("*.py")
     ]
     + [
-        ".".join(("fp8dist.kernels", path.stem)).removesuffix(".__init__")
-        for path in (ROOT / "kernels" / "ops").glob("*.py")
+        ".".join(("fp8dist.kernels", *path.relative_to(ROOT / "kernels" / "ops").with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
+        for path in (ROOT / "kernels" / "ops").rglob("*.py")
     ]
 )
 
@@ -78,10 +80,13 @@ def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, P
 
 
 @pytest.mark.slow
-def test_sdist_and_wheel_carry_licence_and_type_marker(distributions: tuple[Path, Path]) -> None:
+def test_sdist_and_wheel_carry_licence_type_marker_and_tables(distributions: tuple[Path, Path]) -> None:
     wheel, sdist = distributions
     names = zipfile.ZipFile(wheel).namelist()
     assert "fp8dist/py.typed" in names
+    tables = {f"fp8dist/kernels/fused/tables/{path.name}" for path in ROOT.glob("kernels/ops/fused/tables/*.json")}
+    assert tables
+    assert tables <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     with tarfile.open(sdist) as archive:
         assert any(name.endswith("kernels/ops/casts.py") for name in archive.getnames())

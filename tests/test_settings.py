@@ -88,8 +88,8 @@ def test_a_bad_boolean_variable_is_named(name: str, text: str) -> None:
     [
         ("FP8DIST_CHECK_POLICY", "shout", "raise, warn"),
         ("FP8DIST_CHECK_POLICY", "Repair", "raise, warn, repair"),
-        ("FP8DIST_BACKEND", "cuda", "auto, torch, reference"),
-        ("FP8DIST_BACKEND", "Torch", "auto, torch, reference"),
+        ("FP8DIST_BACKEND", "cuda", "auto, triton, torch, reference"),
+        ("FP8DIST_BACKEND", "Torch", "auto, triton, torch, reference"),
     ],
 )
 def test_a_bad_choice_variable_is_named(name: str, text: str, choices: str) -> None:

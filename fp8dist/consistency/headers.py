@@ -14,7 +14,7 @@ from fp8dist.consistency.differences import ulp_distance
 from fp8dist.consistency.findings import MORE, findings_of_values
 from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of, split
 from fp8dist.groups import SyncGroup
-from fp8dist.kernels.update import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
+from fp8dist.kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 from fp8dist.state.arena import SATURATED
 from fp8dist.sync import ArenaSync, Evidence
 
@@ -58,7 +58,7 @@ def localise(sync: ArenaSync, evidence: Evidence | None, differs: Sequence[str])
     """
     group = sync.group
     assert group is not None
-    words, sent = evidence or Evidence(sync.arena.words, sync.arena.sent)
+    words, sent, _ = evidence or Evidence(sync.arena.words, sync.arena.sent, sync.arena.flags)
     everyone: list[_Witness] = group.gather(_Witness.of(sync, group, words))
     findings, reference = [], None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8dist import ops
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Format, Role
-from fp8dist.kernels.digest import position_keys
-from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
-from fp8dist.kernels.rings import RingShape, ordered_window, write, write_window
-from fp8dist.kernels.update import HEADER, WORD_MANIFEST, WORD_STEP, WORDS, give_back, snapshot, withhold
+from fp8dist.kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays
+from fp8dist.kernels.header import WORD_MANIFEST, WORD_STEP
+from fp8dist.kernels.magnitude import DID_NOT_RUN
+from fp8dist.kernels.rings import RingShape, ordered_window, write_window
+from fp8dist.kernels.update import give_back
 from fp8dist.recipe import DelayedScaling
 from fp8dist.scaling import scale_from_amax
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
 
-__all__ = ["Arena", "SlotState"]
+__all__ = ["NONFINITE", "SATURATED", "TAKEN", "Arena", "SlotState"]
 
-TAKEN, NONFINITE, SATURATED = range(3)
 _CPU = torch.device("cpu")
 
 
@@ -41,28 +42,16 @@ class SlotState:
 
 
 class Arena:
-    """FP8 state of n slots.
+    """FP8 state of n slots: ``arrays`` (see ``StateArrays``), with the slots' names, under a recipe.
 
-    ========== ================ ==========================================================
-    pending    float32[n]       amax since the last launch; -1: did not run on this rank
-    send       int32[8 + n]     header | bits of pending; reduced in place
-    scales     float32[2, n]    ``scale`` and ``inv_scale``; start at 1
-    sent       float32[2, n]    scales as they were at the last launch
-    history    float32[n, P]    rings of ``recipe.history_len`` entries (see kernels.rings)
-    amax       float32[n]       the newest amax that the history took
-    cold       bool[n]          no positive finite amax committed yet
-    counters   int64[3, n]      amaxes taken, non-finite amaxes, amaxes beyond the scale in use
-    words      int32[4]         header words; ``step``, boundaries committed so far, is one of them
-    flags      bool[3, n]       which of the counters went up at the last commit
-    shards     float32[m]       amax of this rank's part of m sharded weights (``hold_shards``)
-    ========== ================ ==========================================================
-
-    Addresses never change after ``place``: modules hold views, CUDA graphs hold pointers.
+    Addresses never change after ``place``: modules hold views, CUDA graphs hold pointers. ``step``: boundaries
+    committed so far, 0-d int32.
     """
 
-    def __init__(self, specs: Sequence[SlotSpec], recipe: DelayedScaling) -> None:
+    def __init__(self, specs: Sequence[SlotSpec], recipe: DelayedScaling, backend: str = "auto") -> None:
         self.specs = sorted_specs(specs)
         self.recipe = recipe
+        self.backend = backend
         self.index: dict[Slot, int] = {spec.slot: i for i, spec in enumerate(self.specs)}
         self.ring = RingShape(recipe.history_len)
         self.placed = False
@@ -73,37 +62,24 @@ class Arena:
 
     @torch.inference_mode(False)  # The first forward may be in inference mode; these are written in training too.
     def _allocate(self, device: torch.device) -> None:
-        n = len(self.specs)
+        formats = [spec.format for spec in self.specs]
         self.device = device
-        self.pending = torch.full((n,), DID_NOT_RUN, dtype=torch.float32, device=device)
-        self.send = torch.zeros(HEADER + n, dtype=torch.int32, device=device)
-        self.scales = torch.ones(2, n, dtype=torch.float32, device=device)
-        self.sent = torch.ones(2, n, dtype=torch.float32, device=device)
-        self.history = torch.zeros(n, self.ring.padded, dtype=torch.float32, device=device)
-        self.block_max = torch.zeros(n, self.ring.blocks, dtype=torch.float32, device=device)
-        self.amax = torch.zeros(n, dtype=torch.float32, device=device)
-        self.cold = torch.ones(n, dtype=torch.bool, device=device)
-        self.counters = torch.zeros(3, n, dtype=torch.int64, device=device)
-        self.words = torch.zeros(WORDS, dtype=torch.int32, device=device)
-        self.flags = torch.zeros(3, n, dtype=torch.bool, device=device)
-        self.shards = torch.empty(0, dtype=torch.float32, device=device)
-        self.shard_slots = torch.empty(0, dtype=torch.int64, device=device)
-        # Views, taken once.
-        self.scale, self.inv_scale = self.scales
-        self.step = self.words[WORD_STEP]
-        self.taken = self.counters[TAKEN]
-        self._flags = tuple(self.flags)
-        self._pending_bits = self.pending.view(torch.int32)
-        self._scale_bits = self.scales.view(-1).view(torch.int32)
-        # Constants.
-        self.fp8_max = torch.tensor([spec.format.max for spec in self.specs], dtype=torch.float32, device=device)
-        self._rounds_to_max = torch.tensor(
-            [spec.format.rounds_to_max for spec in self.specs], dtype=torch.float32, device=device
-        )
+        self._use(StateArrays.allocate([f.max for f in formats], [f.rounds_to_max for f in formats], self.ring, device))
         factor = 2.0 ** -(self.recipe.margin + self.recipe.power_of_two)
         self._target = self.fp8_max * factor  # What an amax times the scale that follows from it is at least.
-        self._keys = position_keys(2 * n, device)
-        self._row_start = torch.arange(n, device=device) * self.ring.padded
+
+    def _use(self, arrays: StateArrays) -> None:
+        """Views, taken once."""
+        self.arrays = arrays
+        self.pending, self.send, self.scales, self.sent = arrays.pending, arrays.send, arrays.scales, arrays.sent
+        self.history, self.block_max, self.amax = arrays.history, arrays.block_max, arrays.amax
+        self.cold, self.counters, self.flags = arrays.cold, arrays.counters, arrays.flags
+        self.words, self.fp8_max = arrays.words, arrays.fp8_max
+        self.shards, self.shard_slots = arrays.shards, arrays.shard_slots
+        self.scale, self.inv_scale = arrays.scales
+        self.step = arrays.words[WORD_STEP]
+        self.taken = arrays.counters[TAKEN]
+        self._pending_bits = arrays.pending.view(torch.int32)
 
     _STATE = ("pending", "scales", "sent", "history", "block_max", "amax", "cold", "counters", "words")
 
@@ -138,7 +114,7 @@ class Arena:
         """
         if self.placed:
             raise ConfigurationError("register() must come before attach() and before the first forward")
-        larger = Arena([*self.specs, *specs], self.recipe)
+        larger = Arena([*self.specs, *specs], self.recipe, self.backend)
         places = torch.tensor([larger.index[spec.slot] for spec in self.specs], dtype=torch.int64)
         for name in self._STATE:
             mine, theirs = getattr(self, name), getattr(larger, name)
@@ -170,9 +146,7 @@ class Arena:
         places = sorted(users)
         widest = max((len(users[place]) for place in places), default=0)
         padded = [[*users[place], *[users[place][0]] * (widest - len(users[place]))] for place in places]
-        self.shards = torch.full((len(places),), DID_NOT_RUN, dtype=torch.float32, device=self.device)
-        self.shard_slots = torch.tensor(places, dtype=torch.int64, device=self.device)
-        self._shard_users = torch.tensor(padded, dtype=torch.int64, device=self.device)
+        self._use(self.arrays.with_shards(places, padded))
         return {place: self.shards[i] for i, place in enumerate(places)}
 
     # The step ------------------------------------------------------------------------------------
@@ -181,16 +155,9 @@ class Arena:
         """What the header says of the manifest: an int32."""
         self.words[WORD_MANIFEST] = word
 
-    def snapshot(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
-        """What a launch sends: ``pending``, and a header from the live state. See ``kernels.update``."""
-        if len(self.shards):
-            self._pending_bits.index_copy_(0, self.shard_slots, self.shards.view(torch.int32))
-        snapshot(self.words, self._scale_bits, self._keys, self._pending_bits, self.send)
-        self.sent.copy_(self.scales)
-        if hold is None:
-            self.pending.fill_(DID_NOT_RUN)
-        else:
-            withhold(self.send, self._pending_bits, hold, drop_nonfinite)
+    def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
+        """Fill ``send`` with what this rank says: ``pending``, and a header from the live state. See ``ops.launch``."""
+        ops.launch(list(self.arrays), hold, drop_nonfinite=drop_nonfinite, backend=self.backend)
 
     def give_back(self, reduced: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
         """Where ``hold`` is non-zero, amaxes of a result that must not be committed wait for the next launch."""
@@ -201,44 +168,31 @@ class Arena:
         are at least half as large as when they were seen last."""
         used = amax * self.scale
         expected = torch.where(self.amax > 0, self.amax, self._target / self.scale)
-        return (used <= self._rounds_to_max) & (2 * amax >= expected)
+        return (used <= self.arrays.rounds_to_max) & (2 * amax >= expected)
 
-    def commit(self, reduced: Tensor, trusted: Tensor | bool, hold: Tensor | None = None) -> Tensor:
-        """History rolls, scales are recomputed, the step counter goes up.
+    def commit(self, reduced: Tensor, hold: Tensor | None = None) -> Tensor:
+        """History rolls, scales are recomputed, the step counter goes up: bool[6], what the sync proved. See
+        ``ops.commit``.
 
         Args:
             reduced: int32[8 + n], ``send`` after the collective.
-            trusted: bool, on the host or 0-d on the device: if False nothing is mixed in.
             hold: 0-d or None: where it is non-zero this is no step.
-
-        Returns:
-            bool: whether a slot saw a non-finite amax; 0-d, or where weights are sharded [2]: and whether one of
-            those was cast beyond its scale.
         """
-        bits = reduced[HEADER:]
-        if len(self.shards):
-            ran = bits[self._shard_users].amax(1) >= 0
-            amaxes = torch.where(ran, bits[self.shard_slots], DID_NOT_RUN_BITS)
-            bits = bits.index_copy(0, self.shard_slots, amaxes)
-        if trusted is not True:
-            bits = torch.where(torch.as_tensor(trusted, device=bits.device), bits, DID_NOT_RUN_BITS)
-        amax = bits.view(torch.float32)
-        taken, nonfinite, saturated = self._flags
-        torch.ge(bits, INFINITY_BITS, out=nonfinite)
-        torch.ge(bits, 0, out=taken).bitwise_xor_(nonfinite)
-        torch.gt(amax * self.scale, self._rounds_to_max, out=saturated).bitwise_and_(taken)
-        if self.recipe.warmup == "current":
-            # What was cast just in time cannot exceed its own scale: saturated and not cold.
-            torch.gt(saturated, self.cold, out=saturated)
-        window_max = write(self.history, self.block_max, self.taken, self._row_start, self.ring, amax, taken)
-        self.counters.add_(self.flags)
-        torch.where(taken, amax, self.amax, out=self.amax)
-        self.cold.bitwise_and_(self.amax <= 0)
-        self._rescale(self._reduce_windows(window_max), taken)
-        self.step.add_(1 if hold is None else hold.reshape(()) == 0)
-        if len(self.shards):
-            return torch.stack([nonfinite.any(), saturated[self.shard_slots].any()])
-        return nonfinite.any()
+        recipe = self.recipe
+        outcome = ops.commit(
+            list(self.arrays),
+            reduced,
+            hold,
+            length=recipe.history_len,
+            margin=recipe.margin,
+            power_of_two=recipe.power_of_two,
+            just_in_time=recipe.warmup == "current",
+            algorithm="none" if callable(recipe.amax_algo) else recipe.amax_algo,
+            backend=self.backend,
+        )
+        if callable(recipe.amax_algo):
+            self._rescale(self.window_amax(), self.flags[TAKEN])
+        return outcome
 
     def _reduce_windows(self, window_max: Tensor) -> Tensor:
         algorithm = self.recipe.amax_algo
@@ -342,13 +296,14 @@ class Arena:
         return {
             "specs": self.specs,
             "recipe": self.recipe,
+            "backend": self.backend,
             "device": self.device,
             "placed": self.placed,
             "state": state,
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        Arena.__init__(self, saved["specs"], saved["recipe"])
+        Arena.__init__(self, saved["specs"], saved["recipe"], saved["backend"])
         self._allocate(saved["device"])
         self.put_back(saved["state"])
         self.placed = saved["placed"]

@@ -12,7 +12,7 @@ from fp8dist import DelayedScaling, StateManager
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-BACKENDS = ["torch", "reference"]
+BACKENDS = ["torch", "reference", "triton"]
 NONE = -1.0  # What ``pending`` holds for a slot that saw nothing.
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
-from fp8dist.kernels.update import WORD_MANIFEST
+from fp8dist.kernels.header import WORD_MANIFEST
 from fp8dist.nn import FP8Linear
 from tests.support.collectives import counted_collectives
 from tests.support.training import Net, batch, bits, fp8_count

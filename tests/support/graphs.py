@@ -1,0 +1,65 @@
+"""A CUDA graph without CUDA: what was done on tensors is recorded, and can be done again on the same memory.
+
+As with the real thing, Python runs once, at the capture; a replay repeats each operation on the tensors that it had,
+and writes what it gives into the tensors that it gave. So whatever a step decides on the host shows as a difference.
+(Unlike the real thing, operations do run while they are captured: state is to be put back after it.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class EmulatedGraph(TorchDispatchMode):
+    """Records inside ``capture()``; ``replay()`` as often as wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, list[Any]]] = []
+        self._inside = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default, "a tensor was read on the host"
+        self._inside = True
+        try:
+            result = function(*args, **(kwargs or {}))
+        finally:
+            self._inside = False
+        self._calls.append((function, args, kwargs or {}, tree_leaves(result)))
+        return result
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """The library sees a capture inside."""
+        with ExitStack() as stack:
+            for module in ("sync", "cycle", "nn"):
+                stack.enter_context(mock.patch(f"fp8dist.{module}.capturing", return_value=True))
+            stack.enter_context(mock.patch.object(Tensor, "tolist", self._tolist(Tensor.tolist)))
+            stack.enter_context(self)
+            yield
+
+    def replay(self) -> None:
+        """All of it again."""
+        with torch.no_grad():
+            for function, args, kwargs, results in self._calls:
+                given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+                for old, new in zip(results, tree_leaves(function(*args, **kwargs))):
+                    if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in given:
+                        old.copy_(new)
+
+    def _tolist(self, original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """An operation may look at memory of the CPU, which on a GPU it does in a kernel. Who calls it may not."""
+
+        def tolist(tensor: Tensor) -> Any:
+            assert self._inside, "a tensor was read on the host"
+            return original(tensor)
+
+        return tolist

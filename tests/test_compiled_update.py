@@ -1,0 +1,25 @@
+"""Launch and commit compiled for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.ahead_of_time import compiled, table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+def test_state_kernels(capability: int, record_property: Callable[[str, object], None]) -> None:
+    """Divisions that must equal the CPU's bits, atomics that need no order, nothing spilled."""
+    kernels = compiled("tests.compiled.update", capability)
+    record_property("compiled", table(kernels))
+    assert len(kernels) == 8
+    for kernel in kernels:
+        assert kernel.stack == 0, kernel.case
+        assert kernel.count(r"\b(STL|LDL)") == 0, kernel.case
+        assert kernel.count(r"div\.full|div\.approx|rcp\.approx", "ptx") == 0, kernel.case
+        assert kernel.count(r"\bATOMG\.E\.ADD\.64") == 1, "a ticket"
+    commits = [kernel for kernel in kernels if kernel.kernel == "commit_kernel"]
+    assert all(kernel.count(r"div\.rn\.f32", "ptx") > 0 for kernel in commits)
