@@ -1,0 +1,63 @@
+"""What figures were measured on and with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+import fp8dist
+
+__all__ = ["facts"]
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """ "device" and "versions" of a results file."""
+    return {"device": _device(device), "versions": _versions()}
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        cpu = platform.processor() or platform.machine()
+        return {"name": cpu, "capability": None, "driver": None, "memory_gib": None, "processors": None}
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": [found.major, found.minor],
+        "driver": _driver(),
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "processors": found.multi_processor_count,
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "torchao": _version("torchao"),
+        "fp8dist": fp8dist.__version__,
+    }
+
+
+def _version(name: str) -> str | None:
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

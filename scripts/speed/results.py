@@ -1,0 +1,173 @@
+"""The file of results of one device: what it holds, whether it is right, and how it is written.
+
+::
+
+    {"schema": 1, "smoke": false, "date": "2026-01-31T12:00:00Z", "run": "…", "commit": "…" or null, "dirty": false,
+     "device":   {"name", "capability", "driver", "memory_gib", "processors"},
+     "versions": {"python", "torch", "cuda", "triton", "torchao", "fp8dist"},
+     "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "cut_off"},
+     "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
+
+Parts and tests carry "commit", "dirty" and "date" of their own: not all need be of one run. A figure that was refused,
+because a result was wrong, is not there; why is in its part's ``problem``, or its case's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "PARTS",
+    "SCHEMA",
+    "earlier",
+    "empty",
+    "file_of",
+    "load_all",
+    "merged",
+    "problems_of",
+    "read",
+    "stamped",
+    "write",
+]
+
+SCHEMA = 1
+STAMP = ("commit", "dirty", "date")
+PARTS = ("matmul_tensorwise", "memory", "update", "linears", "matmul_rowwise", "matmul_blockwise", "torchao")
+STATUSES = ("done", "failed", "cut off")
+_TIMING = ("median_us", "low_us", "high_us", "count")
+_TOP = {"schema": int, "smoke": bool, "date": str, "run": str, "device": dict, "versions": dict, "parts": dict}
+_PART = {"status": str, "seconds": (int, float), "cases": list, "figures": dict, "date": str}
+
+
+def file_of(folder: Path, device: str) -> Path:
+    """Where the results of a device of this name are kept: nvidia-h200.json."""
+    return folder / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The results in a file.
+
+    Raises:
+        ValueError: it is not such a file; says why.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    problems = problems_of(data)
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    return data
+
+
+def load_all(folder: Path) -> list[dict[str, Any]]:
+    """All devices' results, by name of the file. Not those of smoke runs, which are no figures."""
+    found = [read(path) for path in sorted(folder.glob("*.json"))]
+    return [data for data in found if not data["smoke"]]
+
+
+def write(path: Path, data: Mapping[str, Any]) -> None:
+    """Write all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".partial")
+    beside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    os.replace(beside, path)
+
+
+def earlier(path: Path) -> dict[str, Any] | None:
+    """The results in a file that may not be there, or be broken: then that is told, and there are none."""
+    try:
+        return read(path) if path.exists() else None
+    except ValueError as error:
+        print(f"no results: {error}", file=sys.stderr)
+        return None
+
+
+def empty(commit: str | None, dirty: bool, run: str, smoke: bool = False) -> dict[str, Any]:
+    """Results without device, versions and parts.
+
+    Args:
+        commit: what is measured; None: not known.
+        dirty: with changes that are not in that commit.
+        run: what a run of ``scripts/gpu`` calls itself.
+    """
+    date = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+    about = {"schema": SCHEMA, "smoke": smoke, "date": date, "run": run, "commit": commit, "dirty": dirty}
+    return {**about, "tests": None, "parts": {}}
+
+
+def stamped(content: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
+    """A part, or tests, with the commit and the date that it is of: a file may hold several."""
+    return {**content, **{key: results[key] for key in STAMP}}
+
+
+def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
+    """``new``, with those parts and tests of ``old`` that it lacks, if both are of one device and the same versions,
+    and of one run or of commits that are known."""
+    if old is None or any(old.get(key) != new.get(key) for key in ("smoke", "versions", "device")):
+        return dict(new)
+    if old["run"] != new["run"] and (old["commit"] is None or old["dirty"]):
+        return dict(new)
+    parts = {**old["parts"], **new["parts"]}
+    return {
+        **new,
+        "tests": new["tests"] or old["tests"],
+        "parts": {name: parts[name] for name in PARTS if name in parts},
+    }
+
+
+def problems_of(data: Any) -> list[str]:
+    """What is wrong with the content of a results file; nothing, if it is right."""
+    if not isinstance(data, dict):
+        return ["not an object"]
+    found = _types(data, _TOP, "")
+    if found:
+        return found
+    if data["schema"] != SCHEMA:
+        return [f"schema {data['schema']}, expected {SCHEMA}"]
+    found += [f"device has no {key}" for key in ("name", "capability", "driver") if key not in data["device"]]
+    found += [f"no {key}" for key in ("commit", "dirty", "tests") if key not in data]
+    found += [f"versions has no {key}" for key in ("python", "torch", "triton") if key not in data["versions"]]
+    for name, part in data["parts"].items():
+        if name not in PARTS:
+            found.append(f"unknown part {name!r}")
+        elif not isinstance(part, dict):
+            found.append(f"{name}: not an object")
+        else:
+            found += _problems_of_part(name, part)
+    return found
+
+
+def _problems_of_part(name: str, part: Mapping[str, Any]) -> list[str]:
+    found = _types(part, _PART, f"{name}: ")
+    if found:
+        return found
+    found += [f"{name}: no {key}" for key in (*STAMP, "problem") if key not in part]
+    if part["status"] not in STATUSES:
+        found.append(f"{name}: unknown status {part['status']!r}")
+    for case in part["cases"]:
+        if not isinstance(case, dict) or not isinstance(case.get("name"), str):
+            return [*found, f"{name}: a case has no name"]
+        timings = case.get("timings", {})
+        if not timings and not case.get("problem"):
+            found.append(f"{name}: {case['name']}: neither timings nor a problem")
+        for side, timing in timings.items():
+            if not all(isinstance(timing.get(key), (int, float)) and timing[key] >= 0 for key in _TIMING):
+                found.append(f"{name}: {case['name']}: {side} has no {', '.join(_TIMING)}")
+    return found
+
+
+def _types(data: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> list[str]:
+    return [f"{where}{key} is missing or of another type" for key, type_ in wanted.items() if not _is(data, key, type_)]
+
+
+def _is(data: Mapping[str, Any], key: str, type_: Any) -> bool:
+    value = data.get(key)
+    return isinstance(value, type_) and not (type_ is int and isinstance(value, bool))

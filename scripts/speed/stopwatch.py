@@ -1,0 +1,203 @@
+"""Times of what a device does: interleaved, from a cold cache, as medians with their spread."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = [
+    "Action",
+    "Comparison",
+    "CudaStopwatch",
+    "HostStopwatch",
+    "Stopwatch",
+    "Timing",
+    "back_to_back",
+    "compare",
+    "issue_time",
+    "stopwatch_of",
+]
+
+Action = Callable[[], object]
+
+FLUSHED_BYTES = 512 << 20
+"""Several times the last-level cache of any GPU; writing it also gives the host time to get ahead of the device."""
+
+LONGEST_HEAD_START = 2e3
+"""µs."""
+
+FEWEST, MOST = 5, 60
+"""Rounds of a comparison."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """µs: the median, and the 10th and the 90th percentile, of ``count`` runs."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Timing:
+        """Of at least one sample."""
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+        return Timing(statistics.median(ordered), low, high, len(ordered))
+
+    def as_dict(self) -> dict[str, float]:
+        """As a results file has it."""
+        return {"median_us": self.median, "low_us": self.low, "high_us": self.high, "count": self.count}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Interleaved runs of several actions. ``samples``: µs of each, round by round."""
+
+    samples: Mapping[str, Sequence[float]]
+
+    def timings(self) -> dict[str, dict[str, float]]:
+        """The ``Timing`` of each, as a results file has it."""
+        return {name: Timing.of(samples).as_dict() for name, samples in self.samples.items()}
+
+    def ratio(self, of: str, to: str) -> float:
+        """How many times as long ``of`` takes as ``to``: the median over rounds, in which clocks drift alike."""
+        return statistics.median(a / b for a, b in zip(self.samples[of], self.samples[to]))
+
+
+class Stopwatch(Protocol):
+    """Takes times on one device. All times are µs."""
+
+    device: torch.device
+
+    def now(self) -> float:
+        """The host's clock, once the device has done all it was given."""
+        ...
+
+    def rounds(self, actions: Sequence[Action], count: int, head_start: float = 0.0) -> list[list[float]]:
+        """Times of each action in each of ``count`` rounds, each from a cold cache; who is first changes.
+
+        Args:
+            head_start: how far the host gets ahead before each action, so that gaps between its launches do not count.
+        """
+        ...
+
+    def replay(self, action: Action, repeats: int) -> Action:
+        """What does ``action`` so many times with one launch: a CUDA graph where there are such."""
+        ...
+
+
+class CudaStopwatch:
+    """Events on the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
+        clock_khz = getattr(torch.cuda.get_device_properties(device), "clock_rate", 0) or 1_980_000
+        self._cycles_per_us = clock_khz / 1e3
+
+    def now(self) -> float:
+        torch.cuda.synchronize(self.device)
+        return 1e6 * time.perf_counter()
+
+    def rounds(self, actions: Sequence[Action], count: int, head_start: float = 0.0) -> list[list[float]]:
+        marks: list[list[tuple[Any, Any]]] = [[] for _ in actions]
+        torch.cuda.synchronize(self.device)
+        for first in range(count):
+            for place in range(len(actions)):
+                which = (first + place) % len(actions)
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if head_start > 0:
+                    torch.cuda._sleep(int(min(head_start, LONGEST_HEAD_START) * self._cycles_per_us))
+                self._flushed.zero_()
+                start.record()
+                actions[which]()
+                end.record()
+                marks[which].append((start, end))
+        torch.cuda.synchronize(self.device)
+        return [[1e3 * start.elapsed_time(end) for start, end in pairs] for pairs in marks]
+
+    def replay(self, action: Action, repeats: int) -> Action:
+        here, apart = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        apart.wait_stream(here)
+        with torch.cuda.stream(apart):
+            for _ in range(3):
+                action()
+        here.wait_stream(apart)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                action()
+        return graph.replay
+
+
+class HostStopwatch:
+    """The host's clock, for a device that does what it is told at once. ``clock``: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.device = torch.device("cpu")
+        self._clock = clock
+
+    def now(self) -> float:
+        return 1e6 * self._clock()
+
+    def rounds(self, actions: Sequence[Action], count: int, head_start: float = 0.0) -> list[list[float]]:
+        times: list[list[float]] = [[] for _ in actions]
+        for first in range(count):
+            for place in range(len(actions)):
+                which = (first + place) % len(actions)
+                start = self.now()
+                actions[which]()
+                times[which].append(self.now() - start)
+        return times
+
+    def replay(self, action: Action, repeats: int) -> Action:
+        def repeated() -> None:
+            for _ in range(repeats):
+                action()
+
+        return repeated
+
+
+def stopwatch_of(device: torch.device) -> Stopwatch:
+    """The right one."""
+    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
+
+
+def compare(stopwatch: Stopwatch, actions: Mapping[str, Action], seconds: float, head_start: float = 0.0) -> Comparison:
+    """As many rounds as fit into ``seconds``, at least ``FEWEST``, after two that do not count."""
+    todo = list(actions.values())
+    stopwatch.rounds(todo, 1, head_start)  # Compiles.
+    start = stopwatch.now()
+    stopwatch.rounds(todo, 1, head_start)
+    one_round = max(1.0, stopwatch.now() - start)
+    count = min(MOST, max(FEWEST, int(1e6 * seconds / one_round)))
+    return Comparison(dict(zip(actions, stopwatch.rounds(todo, count, head_start))))
+
+
+def issue_time(stopwatch: Stopwatch, action: Action) -> float:
+    """µs that the host takes to give ``action`` to the device, without waiting for it."""
+    stopwatch.now()
+    start = time.perf_counter()
+    action()
+    taken = 1e6 * (time.perf_counter() - start)
+    stopwatch.now()
+    return taken
+
+
+def back_to_back(stopwatch: Stopwatch, action: Action, repeats: int, samples: int) -> Timing:
+    """One of ``repeats`` in a row, by the host's clock."""
+    times = []
+    for _ in range(samples):
+        start = stopwatch.now()
+        for _ in range(repeats):
+            action()
+        times.append((stopwatch.now() - start) / repeats)
+    return Timing.of(times)

@@ -1,0 +1,98 @@
+"""Ranks that share one GPU over gloo, and NCCL with one rank: training of a prepared model under DDP."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import DelayedScaling
+from tests.support.devices import DEVICE, needs_gpu
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net, parameter_bits, state_bits
+
+pytestmark = [needs_gpu, pytest.mark.slow]
+
+STEPS = 6
+
+
+def _train(device: str, update: Any) -> tuple[list[float], dict[str, bytes], dict[str, bytes], bool, int]:
+    """(losses, FP8 state, parameters, whether a check found all ranks alike, collectives' steps) of this rank."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    model = make_net().to(device)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=optimizer)
+    losses = []
+    for index in range(STEPS):
+        x, y = (part.to(device) for part in batch(dist.get_rank(), index))
+        loss = nn.functional.mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    consistent = manager.check().consistent
+    return losses, state_bits(manager), parameter_bits(model), consistent, manager.steps
+
+
+def _assert_trained(results: list[Any], on_cpu: list[Any]) -> None:
+    for (losses, state, parameters, consistent, steps), (expected, *_) in zip(results, on_cpu):
+        assert steps == STEPS
+        assert consistent
+        assert state == results[0][1]
+        assert parameters == results[0][2]
+        assert all(map(math.isfinite, losses))
+        assert losses[0] == pytest.approx(expected[0], rel=5e-3)  # Sums are taken in another order.
+        assert losses == pytest.approx(expected, rel=0.05)  # And then FP8 values round to another neighbour.
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_two_ranks_on_one_gpu(two_ranks: RankPool, update: str) -> None:
+    _assert_trained(two_ranks.run(_train, DEVICE, update), two_ranks.run(_train, "cpu", update))
+
+
+def test_four_ranks_on_one_gpu(four_ranks: RankPool) -> None:
+    _assert_trained(four_ranks.run(_train, DEVICE, "same_step"), four_ranks.run(_train, "cpu", "same_step"))
+
+
+def _damaged() -> tuple[bool, list[tuple[str, tuple[int, ...]]]]:
+    """(consistent, findings) of a check after rank 1's weight was changed on the GPU."""
+    model = make_net().to(DEVICE)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(model)
+    manager.attach(ddp)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.first.weight[3, 5] += 1
+    report = manager.check(policy="warn")
+    return report.consistent, [(finding.name, tuple(finding.ranks)) for finding in report.findings]
+
+
+def test_a_check_finds_the_rank_that_differs(four_ranks: RankPool) -> None:
+    for consistent, findings in four_ranks.run(_damaged):
+        assert not consistent
+        assert findings == [("first.weight", (1,))]
+
+
+def test_nccl_alone(tmp_path: Path) -> None:
+    if DEVICE == "cpu":
+        pytest.skip("NCCL needs a GPU")
+    device = torch.device("cuda", 0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        results = [_train("cuda", update) for update in ("same_step", "next_step")]
+    finally:
+        dist.destroy_process_group()
+    assert results[0] == results[1]
+    assert results[0][3]
+    assert all(map(math.isfinite, results[0][0]))
