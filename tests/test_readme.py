@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-FIRST, LOOP, FSDP = re.findall(r"```python\n(.*?)```", README, re.S)
+FIRST, LOOP, FSDP, GRAPH = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def _output_of_ranks(code: str, tmp_path: Path) -> list[str]:
@@ -58,6 +58,16 @@ def test_fsdp_runs_under_torchrun(tmp_path: Path) -> None:
     lines = _output_of_ranks(FSDP, tmp_path)
     assert len(lines) == 2
     assert len(set(lines)) == 1, f"ranks ended with different scales: {lines}"
+
+
+@pytest.mark.slow
+def test_captured_step_runs(tmp_path: Path) -> None:
+    """Without a GPU it takes its steps one by one."""
+    script = tmp_path / "graph.py"
+    script.write_text(GRAPH)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "steps: 13\n"
 
 
 def test_table_of_methods_is_complete() -> None:
