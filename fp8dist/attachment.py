@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8dist.boundary import BoundaryHooks, watch_every_step
+from fp8dist import ops
+from fp8dist.boundary import BoundaryHooks, CompilationWatch, watch_every_step
 from fp8dist.consistency.replication import ddp_parameters
 from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, find_ddp
@@ -51,7 +52,7 @@ class Attachment:
         self._cycle = cycle
         self._hooks: BoundaryHooks | None = None
         self._join_link: JoinLink | None = None
-        self._guards: list[RemovableHandle] = []
+        self._guards: list[RemovableHandle | CompilationWatch] = []
         self._before: ShardedWeights | None = None  # What is known of weights, until a new tie has succeeded.
 
     def tie(
@@ -99,9 +100,11 @@ class Attachment:
             cycle.sharded.follow(self._before)
         self._before = None
         if optimizers or cycle.sharded is not None:
-            self._guards = watch_every_step(cycle)
+            self._guards += watch_every_step(cycle)
         if optimizers:
             self._hooks = BoundaryHooks(cycle, optimizers, scaler, by_optimizer)
+        if cycle.recipe.update == "next_step":
+            self._guards.append(CompilationWatch(cycle))
         ddp = find_ddp(whole)
         if ddp is not None:
             self._join_link = JoinLink(ddp, cycle)
@@ -180,7 +183,9 @@ def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     default = next((p.device for p in model.parameters()), torch.device("cpu"))
     for linear in fp8_linears(model):
         # Takes the views now: made in a compiled forward, they would be part of its graph.
-        linear.fp8_slots.states(compute_device(linear.weight, whole))
+        device = compute_device(linear.weight, whole)
+        ops.require_backend(cycle.settings.backend, device)
+        linear.fp8_slots.states(device)
     for sync in cycle.syncs:
         if not sync.arena.placed:
             sync.arena.place(default)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
 
-__all__ = ["BoundaryHooks", "BoundaryOwner", "unwrap_optimizers", "watch_every_step"]
+__all__ = ["BoundaryHooks", "BoundaryOwner", "CompilationWatch", "unwrap_optimizers", "watch_every_step"]
 
 
 class BoundaryOwner(Protocol):
@@ -41,6 +41,9 @@ class BoundaryOwner(Protocol):
 
     def step_skipped(self) -> None:
         """The loss scaler did not run the optimizer."""
+
+    def compilation_begins(self) -> None:
+        """torch.compile is about to trace something."""
 
 
 def watch_every_step(owner: BoundaryOwner) -> list[RemovableHandle]:
@@ -65,6 +68,33 @@ def watch_every_step(owner: BoundaryOwner) -> list[RemovableHandle]:
     for handle in handles:
         weakref.finalize(owner, handle.remove)
     return handles
+
+
+class CompilationWatch:
+    """Tells the owner when torch.compile begins: a compiled forward has no place for a commit, nor has its first run.
+
+    The watch goes with the owner.
+    """
+
+    def __init__(self, owner: BoundaryOwner) -> None:
+        # Here, because it takes a second: torch.optim has imported it, but not everybody has an optimizer.
+        from torch._dynamo.callback import callback_handler
+
+        self._handler = callback_handler
+        alive = weakref.ref(owner)
+
+        def begins(compilation: Any) -> None:
+            living = alive()
+            if living is not None:
+                living.compilation_begins()
+
+        self._callback = callback_handler.register_start_callback(begins)
+        weakref.finalize(owner, self.remove)
+
+    def remove(self) -> None:
+        """End it."""
+        if self._callback in self._handler.start_callbacks:
+            self._handler.remove_start_callback(self._callback)
 
 
 def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:

@@ -24,10 +24,10 @@ from fp8dist.consistency.repair import mended_texts, repair
 from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.ddp import find_ddp
 from fp8dist.groups import SyncGroup, world_size
-from fp8dist.kernels.header import WORD_MANIFEST
+from fp8dist.kernels.header import WORD_MANIFEST, WORD_STEP
 from fp8dist.nn import Mode
 from fp8dist.settings import Settings
-from fp8dist.state.arena import NONFINITE, SATURATED, Arena
+from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync, Evidence
 
@@ -107,31 +107,32 @@ class Checker:
         for sync in self._syncs:
             if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
                 continue
-            differs, nonfinite, saturated = sync.verdict.read()
-            evidence, sync.verdict = sync.verdict.evidence, None
-            step = int(sync.arena.step) if differs or nonfinite or saturated else 0
-            flags = sync.arena.flags if evidence is None else evidence.flags
-            if saturated:
-                self._tell_saturated(sync, step, flags[SATURATED])
-            if nonfinite:
-                self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, flags[NONFINITE])))
-            if differs and joins:
+            proof, kept = sync.read_verdict()
+            if not (proof.differs or proof.nonfinite or proof.saturated):
+                continue
+            evidence = kept or sync.evidence()
+            step = int(evidence.words[WORD_STEP])
+            if proof.saturated:
+                self._tell_saturated(sync, step, evidence)
+            if proof.nonfinite:
+                self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, evidence.flags[NONFINITE])))
+            if proof.differs and joins:
                 detail = "not localised inside a Join context"
                 ranks = sync.group.ranks if sync.group is not None else ()
-                findings = [Finding(step, kind, kind, ranks, None, detail=detail) for kind in differs]
+                findings = [Finding(step, kind, kind, ranks, None, detail=detail) for kind in proof.differs]
                 differing.append((sync, DivergenceReport(tuple(findings))))
-            elif differs:
-                differing.append((sync, self._localise(sync, evidence, differs)))
+            elif proof.differs:
+                differing.append((sync, self._localise(sync, evidence, proof.differs)))
         return differing
 
-    def _tell_saturated(self, sync: ArenaSync, step: int, saturated: torch.Tensor) -> None:
+    def _tell_saturated(self, sync: ArenaSync, step: int, evidence: Evidence) -> None:
         """Sharded weights outgrew their scale: by little in training, if ever; by much if somebody wrote to them. Then
         one rank says so."""
         arena = sync.arena
-        places = arena.shard_slots[saturated[arena.shard_slots]]
+        places = arena.shard_slots[evidence.flags[SATURATED][arena.shard_slots]]
         slots = tuple(arena.specs[place].slot for place in places.tolist())
         self._untold.append(Event("saturated", step, slots))
-        used = arena.amax * arena.sent[0] / arena.fp8_max  # By a step of training it grows by little.
+        used = arena.amax * evidence.scales[0] / arena.fp8_max  # By a step of training it grows by little.
         if not self._said_saturated and bool((used[places] > MUCH).any()):
             self._said_saturated = True
             if sync.group is None or sync.group.rank == min(sync.group.ranks):
@@ -144,17 +145,16 @@ class Checker:
                     slots[0].fqn,
                 )
 
-    def _localise(self, sync: ArenaSync, evidence: Evidence | None, differs: tuple[str, ...]) -> DivergenceReport:
+    def _localise(self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...]) -> DivergenceReport:
         with on_device(sync.arena.device):
             found = localise(sync, evidence, differs)
-        arena = sync.arena
-        sent = arena.sent if evidence is None else evidence.scales
+        arena, sent = sync.arena, evidence.scales
         save_evidence(found.report, self._settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding))
         # All ranks go on from one state. Else every later sync would be refused for its step, and a scale that
         # the commit did not touch, because its slot did not run, would be reported for ever.
         arena.step.fill_(found.step)
         if found.reference is not None:
-            arena.adopt_untaken_scales(found.reference.scales)
+            arena.adopt_untaken_scales(found.reference.scales, evidence.flags[TAKEN])
             arena.counters[SATURATED] = found.reference.saturated
             self._mode.invalidate_casts()
         return found.report

@@ -60,11 +60,12 @@ class StepCycle:
         self.mode.unsynced = self.shared
         self.hooked = False
         self.early = False
+        self._compiles = False
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
         self.sharded: ShardedWeights | None = None
         self.checker = Checker(self.syncs, self.groups, self.settings, self.mode)
-        self._boundaries = 0
+        self._boundaries = self._checked = self._replays = 0
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "settings", "mode", "syncs", "groups")
@@ -98,7 +99,7 @@ class StepCycle:
         agree_on_manifests(publications, len(self.groups) - 1, timeout)
         self.attached = True
         self.mode.unsynced = False
-        self._boundaries = 0
+        self._boundaries = self._checked = 0
 
     @property
     def shared(self) -> bool:
@@ -178,6 +179,7 @@ class StepCycle:
             hold: non-zero: the loss scaler skips this step, which is then none. Read on the device.
         """
         in_graph = self._captures()
+        same_step = self.recipe.update == "same_step"
         self.mode.invalidate_casts()
         if self.settings.enabled:
             self.require_attached()
@@ -186,8 +188,9 @@ class StepCycle:
             self.mode.boundaries += 1
             if self.settings.enabled:
                 self.checker.act_on_verdicts(self.joins)
-            self._check_if_due(in_step=True)
-            self._boundaries += 1
+            # Counted before the check: who catches what it raises goes on with the next step.
+            passed, self._boundaries = self._boundaries, self._boundaries + 1
+            self._check_if_due(passed, in_step=True)
         if not self.settings.enabled:
             return
         if not self.joins:
@@ -196,10 +199,10 @@ class StepCycle:
                     sync.launch(hold, self.drop_nonfinite)
         for sync in self.syncs:
             sync.pass_boundary(hold, self.drop_nonfinite)
-        if self.recipe.update == "same_step" or ((in_graph or compiled_any()) and not self.hooked):
+        if same_step or in_graph or (self._unseen_forwards() and not self.hooked):
             self.settle()
-            if not in_graph:
-                self.checker.act_on_verdicts(self.joins, only_immediate=True)
+        if same_step and not in_graph:
+            self.checker.act_on_verdicts(self.joins, only_immediate=True)
 
     def _captures(self) -> bool:
         """Whether this step goes into a CUDA graph, which has no place for an FP8 all-gather and a Join context."""
@@ -208,32 +211,48 @@ class StepCycle:
             raise ConfigurationError("a step with fp8_all_gather, or inside Join, cannot be captured into a CUDA graph")
         return captures
 
+    def _unseen_forwards(self) -> bool:
+        """Whether the next forward may be one that cannot commit what is due: compiled, or in a graph of its own."""
+        return self.mode.graphed or self._compiles or compiled_any()
+
+    def compilation_begins(self) -> None:
+        """torch.compile is about to trace something, maybe a forward. Local."""
+        self._compiles = True
+        self.settle()
+
     def poll(self) -> None:
-        """The host's part of a step that was replayed, and what is due. COLLECTIVE where ``boundary`` is."""
+        """The host's part of steps that were replayed, and what is due. COLLECTIVE where ``boundary`` is."""
         self.settle()
         self.mode.invalidate_casts()
-        if self.settings.enabled:
-            self.checker.act_on_verdicts(self.joins)
-        replayed = [sync for sync in self.syncs if sync.captured is not None]
-        if replayed:
-            self.mode.boundaries += 1
-            self._boundaries += 1
-            self._check_if_due(in_step=False)
-        for sync in replayed:
-            sync.take_replay()
+        # Before anything may raise: the replays since the last poll are told of at the next one.
+        polled = [sync.poll() for sync in self.syncs]
+        try:
+            if self.settings.enabled:
+                self.checker.act_on_verdicts(self.joins)
+        finally:
+            for sync, verdict in zip(self.syncs, polled):
+                sync.verdict = verdict or sync.verdict
         self.checker.act_on_verdicts(self.joins, only_immediate=True)
+        replays = max((sync.replays for sync in self.syncs), default=0)
+        new, self._replays = replays - self._replays, replays
+        self._boundaries += new
+        self.mode.boundaries += new
+        self._check_if_due(self._boundaries, in_step=False)
 
-    def _check_if_due(self, in_step: bool) -> None:
+    def _check_if_due(self, finished: int, in_step: bool) -> None:
         """Every ``check_every`` steps, before the next one ends: by then each rank has committed the last. COLLECTIVE
         then.
 
-        ``in_step``: the next one is under way.
-
         Counted on the host since ``attach``, so that all ranks come here together. Not inside a Join context, where
         ranks without data would not come.
+
+        Args:
+            finished: steps since ``attach``.
+            in_step: the next one is under way.
         """
-        every, passed = self.settings.check_every, self._boundaries
-        if every and passed and passed % every == 0 and self.attached and not self.joins:
+        every = self.settings.check_every
+        if every and finished // every > self._checked // every and self.attached and not self.joins:
+            self._checked = finished
             self.check(Scope(), self.settings.check_policy, in_step)
 
     def check(self, scope: Scope, policy: Policy | None, in_step: bool = False) -> DivergenceReport:
@@ -271,7 +290,7 @@ class StepCycle:
     def weights_changed(self) -> None:
         """An attached optimizer has stepped. Local."""
         self.mode.invalidate_casts()
-        if compiled_any() or self._captures():  # Neither a compiled nor a captured forward can commit what is due.
+        if self._unseen_forwards():
             self.settle()
 
     def reuse_casts(self, allowed: bool) -> None:

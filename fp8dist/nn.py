@@ -62,7 +62,7 @@ class Mode:
 
     ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
     come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
-    ranks are to share state, and ``attach`` was not called yet.
+    ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
     """
 
     allowed: bool
@@ -70,6 +70,7 @@ class Mode:
     eval_precision: str
     awaits_attach: bool = False
     unsynced: bool = False
+    graphed: bool = False
     enabled: bool = True
     calibrating: bool = False
     reuse_casts: bool = False
@@ -77,7 +78,8 @@ class Mode:
     boundaries: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "reuse_casts": False}  # Nothing tells a copy when its weights change.
+        # Nothing tells a copy when its weights change; nor is it in a graph.
+        return {**self.__dict__, "reuse_casts": False, "graphed": False}
 
     def invalidate_casts(self) -> None:
         """Weights may have changed: forget their casts."""
@@ -123,10 +125,12 @@ class LinearSlots:
         return {**self.__dict__, "_states": None, "_cast": None, "resharded": False}
 
     def settle(self) -> None:
-        """Commit what is due, before a scale is read. A compiled graph cannot: then the optimizer's
-        post-hook does (see ``StepCycle.weights_changed``)."""
+        """Commit what is due, before a scale is read. Graphs cannot: then the optimizer's post-hook does (see
+        ``StepCycle.weights_changed``)."""
         if torch.compiler.is_compiling():
             return
+        if capturing(self.sync.arena.device):
+            self.mode.graphed = True
         self.sync.settle()
         self.weight_sync.settle()
 
@@ -294,6 +298,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         ctx.slots, ctx.record = slots, record
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        bias = None if bias is None else bias.to(x.dtype)  # As autocast has it; and what cuBLASLt can add.
         return slots.matmul(x_rows, weight_rows, x_inv_scale, weight_inv_scale, x.dtype, bias, fast=True)
 
     @staticmethod
@@ -303,10 +308,11 @@ class _FP8LinearFunction(torch.autograd.Function):
         slots: LinearSlots = ctx.slots
         slots.settle()  # A boundary may lie between this forward and this backward.
         wants_input_grad, wants_weight_grad = ctx.needs_input_grad[:2]
-        rows, columns, inv_scale = slots.quantize(
-            grad_output, ctx.grad_state, ctx.record, wants_input_grad, wants_weight_grad
-        )
         grad_input = grad_weight = grad_bias = None
+        if wants_input_grad or wants_weight_grad:  # Else only the bias trains.
+            rows, columns, inv_scale = slots.quantize(
+                grad_output, ctx.grad_state, ctx.record, wants_input_grad, wants_weight_grad
+            )
         if wants_input_grad:
             if again is not None:
                 weight_columns, weight_inv_scale = slots.backward_cast(again, ctx.weight_state)

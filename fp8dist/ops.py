@@ -129,7 +129,11 @@ def _product(
 
         scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b)
         problem = tiles.Problem(a.shape[0], b.shape[0], a.shape[1], scaling, fast_accumulation)
-        if backend == "triton" or tiles.faster_than_torch(problem, a.device):
+        if (
+            backend == "triton"
+            or not matmuls.torch_can(scaling, a.device)
+            or tiles.faster_than_torch(problem, a.device)
+        ):
             return fused_matmuls.matmul(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
     if backend == "torch" or (backend == "auto" and a.is_cuda):
         return matmuls.matmul_torch(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
@@ -261,5 +265,5 @@ launch = torch.ops.fp8dist.launch.default
 """``(arrays, hold, …)``: see ``kernels.update.launch``. ``arrays``: the fields of a ``StateArrays``."""
 
 commit = torch.ops.fp8dist.commit.default
-"""``(arrays, reduced, hold, …) -> bool[6]``: see ``kernels.update.commit``. The keywords are those of an
+"""``(arrays, reduced, hold, …) -> bool[7]``: see ``kernels.update.commit``. The keywords are those of an
 ``UpdateRule``."""

@@ -18,7 +18,7 @@ import contextlib
 import enum
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,10 @@ from fp8dist.graphs import capturing
 from fp8dist.groups import SyncGroup
 from fp8dist.kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_SCALE_LOW, WORD_STEP, WORDS
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
+from fp8dist.kernels.update import OUTCOME
 from fp8dist.state.arena import Arena
 
-__all__ = ["ArenaSync", "Evidence", "Phase", "SyncCounters", "Verdict"]
+__all__ = ["ArenaSync", "Evidence", "Phase", "Proof", "SyncCounters", "Verdict"]
 
 _NEUTRAL_WORD = torch.iinfo(torch.int32).min
 
@@ -62,16 +63,23 @@ class Evidence(NamedTuple):
     flags: Tensor
 
 
-class Captured(NamedTuple):
-    """What each replay of a captured step leaves, bool[6], and what it communicates."""
+class Proof(NamedTuple):
+    """What one sync proved, or several that were replayed since a poll.
 
-    outcome: Tensor
+    ``differs``: of "manifest", "step", "scale" those about which ranks disagreed. ``nonfinite``: an amax was not
+    finite. ``saturated``: a sharded weight was cast beyond its scale. ``replays``: commits in CUDA graphs that this is
+    about, and the ``collectives`` in them; 0 if it is about a step that the host took.
+    """
+
+    differs: tuple[str, ...]
+    nonfinite: bool
+    saturated: bool
+    replays: int
     collectives: int
-    bytes: int
 
 
 class Verdict:
-    """What one sync proved, on its way to the host.
+    """A Proof on its way to the host.
 
     On CUDA the numbers are copied without blocking and read at the next boundary. ``evidence`` is kept
     only when a launch before that boundary would overwrite it in the arena.
@@ -88,19 +96,20 @@ class Verdict:
                 self._event = torch.cuda.Event()
                 self._event.record()
 
-    def read(self) -> tuple[tuple[str, ...], bool, bool]:
-        """(kinds that differ between ranks: "manifest", "step", "scale"; whether an amax was not finite; whether a
-        sharded weight was cast beyond its scale)."""
+    def read(self) -> Proof:
+        """What it says; waits until it is there."""
         if not self.immediate:
             self._event.synchronize()
-        outcome = self._outcome.tolist()
-        agree, (nonfinite, saturated) = outcome[:WORDS], outcome[WORDS:]
+        counts = list(map(int, self._outcome.tolist()))
         differs = {
-            "manifest": not agree[WORD_MANIFEST],
-            "step": not agree[WORD_STEP],
-            "scale": not (agree[WORD_SCALE_LOW] and agree[WORD_SCALE_HIGH]),
+            "manifest": counts[WORD_MANIFEST],
+            "step": counts[WORD_STEP],
+            "scale": counts[WORD_SCALE_LOW] + counts[WORD_SCALE_HIGH],
         }
-        return tuple(kind for kind, differ in differs.items() if differ), nonfinite, saturated
+        nonfinite, saturated, *replayed = counts[WORDS:]
+        kinds = tuple(kind for kind, count in differs.items() if count)
+        replays, collectives = replayed if len(replayed) > 1 else (0, 0)
+        return Proof(kinds, nonfinite > 0, saturated > 0, replays, collectives)
 
 
 @dataclass
@@ -109,6 +118,7 @@ class ArenaSync:
 
     ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``). ``patterns``: which
     modules it is of, as ``prepare(groups=…)`` named them; none for all others. ``owner``: what errors call the manager.
+    ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such graphs that the host knows of.
     """
 
     arena: Arena
@@ -118,10 +128,11 @@ class ArenaSync:
     phase: Phase = Phase.IDLE
     counters: SyncCounters = field(default_factory=SyncCounters)
     verdict: Verdict | None = None
-    captured: Captured | None = None
+    graphed: bool = False
+    replays: int = 0
     _work: dist.Work | None = None
     _merged: Tensor | None = None
-    _counted: SyncCounters | None = None  # Before the launches that are being captured.
+    _in_graph: bool = False  # What is under way is being captured, or was, and the capture failed.
     _hold: Tensor | None = None
     _drop_nonfinite: bool = False
 
@@ -138,16 +149,16 @@ class ArenaSync:
         self.settle()
         self._collect()
         if capturing(self.arena.device):
-            if self.verdict is not None:
+            if self.verdict is not None and self.verdict.evidence is None:
                 self._refuse_capture()
-            if self._counted is None:
-                self._counted = replace(self.counters)
+            self._in_graph = True
         elif self.verdict is not None and self.verdict.evidence is None:
-            self.verdict.evidence = self._evidence()
+            self.verdict.evidence = self.evidence()
         self.arena.launch(hold, drop_nonfinite)
         self._reduce()
 
-    def _evidence(self) -> Evidence:
+    def evidence(self) -> Evidence:
+        """What was sent at the last launch, and seen by the last commit, as copies."""
         return Evidence(self.arena.words.clone(), self.arena.sent.clone(), self.arena.flags.clone())
 
     def launch_idle(self) -> None:
@@ -165,8 +176,12 @@ class ArenaSync:
     def _reduce(self) -> None:
         if self.communicates:
             assert self.group is not None
+            in_graph = capturing(self.arena.device)
             with self.failing_by_name():
-                self._work = all_reduce_max(self.arena.send, self.group, self.counters)
+                counters = SyncCounters() if in_graph else self.counters
+                self._work = all_reduce_max(self.arena.send, self.group, counters)
+            if in_graph:
+                self.arena.unpolled[OUTCOME].add_(1)
         self.phase = Phase.IN_FLIGHT
 
     def _collect(self) -> None:
@@ -203,7 +218,9 @@ class ArenaSync:
             raise
         except RuntimeError as error:
             self.abandon()
-            what = what or f"the FP8 sync of step {int(self.arena.step) + 1}"
+            if not what:  # The step counter cannot be read while a graph is captured.
+                captured = capturing(self.arena.device)
+                what = "the captured FP8 sync" if captured else f"the FP8 sync of step {int(self.arena.step) + 1}"
             raise self._failure(what, error, time.perf_counter() - start) from error
 
     def _failure(self, what: str, error: Exception, seconds: float) -> SyncError:
@@ -223,28 +240,27 @@ class ArenaSync:
 
     def settle(self) -> None:
         """Commit what is due. Local; does nothing when nothing is due."""
+        if self._in_graph and not capturing(self.arena.device):
+            self._forget_capture()
         if self.phase is not Phase.DUE:
             return
         in_graph = capturing(self.arena.device)
-        if in_graph and self._counted is None:
+        if in_graph and not self._in_graph:
             self._refuse_capture()
         self._wait()
-        reduced = self.arena.send
+        reduced, hold = self.arena.send, self._hold
         if self._merged is not None:
             reduced = torch.maximum(self._merged, reduced)
-        outcome = self.arena.commit(reduced, self._hold)
-        if self._hold is not None:
-            self.arena.give_back(reduced, self._hold, self._drop_nonfinite)
+        self._merged = self._hold = None
+        self.phase, self._in_graph = Phase.IDLE, False
+        outcome = self.arena.commit(reduced, hold)
+        if hold is not None:
+            self.arena.give_back(reduced, hold, self._drop_nonfinite)
         if in_graph:
-            assert self._counted is not None
-            before, self._counted = self._counted, None
-            sent = self.counters
-            self.captured = Captured(outcome, sent.collectives - before.collectives, sent.bytes - before.bytes)
-            self.counters = before  # Nothing was sent yet.
+            self.graphed = True
+            self.arena.unpolled[:OUTCOME].add_(outcome)
         else:
             self.verdict = Verdict(outcome)
-        self._merged = self._hold = None
-        self.phase = Phase.IDLE
 
     def _refuse_capture(self) -> None:
         raise ConfigurationError(
@@ -252,14 +268,31 @@ class ArenaSync:
             "manager.poll() before the capture, and after each replay"
         )
 
-    def take_replay(self) -> None:
-        """A captured step was replayed: its verdict is on its way. Local; call after the last verdict was read."""
-        if self.captured is not None:
-            self.counters.collectives += self.captured.collectives
-            self.counters.bytes += self.captured.bytes
-            evidence = self._evidence()  # The next replay may be under way before this verdict is read.
-            self.verdict = Verdict(self.captured.outcome)
-            self.verdict.evidence = evidence
+    def _forget_capture(self) -> None:
+        """A capture ended in the middle of a step: what it launched never ran."""
+        self._work = self._merged = self._hold = None
+        self.phase, self._in_graph = Phase.IDLE, False
+
+    def poll(self) -> Verdict | None:
+        """Have the device say what replays proved since the last poll, and count anew. Local; None if no step was
+        captured. The state that they left goes along: the next replay may be under way before this is read."""
+        if not self.graphed:
+            return None
+        verdict = Verdict(self.arena.unpolled.clone())
+        verdict.evidence = self.evidence()
+        self.arena.unpolled.zero_()
+        return verdict
+
+    def read_verdict(self) -> tuple[Proof, Evidence | None]:
+        """What the last sync proved, or the replays before the last poll, with the evidence if it is kept. It is there
+        once only."""
+        assert self.verdict is not None
+        proof, evidence = self.verdict.read(), self.verdict.evidence
+        self.verdict = None
+        self.replays += proof.replays
+        self.counters.collectives += proof.collectives
+        self.counters.bytes += proof.collectives * self.arena.send.nbytes
+        return proof, evidence
 
     def drop_nonfinite(self) -> None:
         """Forget non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
@@ -286,8 +319,8 @@ class ArenaSync:
         """Wait for what is in flight and throw it and all pending amaxes away."""
         self._wait()
         self.arena.pending.fill_(DID_NOT_RUN)
-        self._merged = self._hold = self._counted = self.verdict = None
-        self.phase = Phase.IDLE
+        self._merged = self._hold = self.verdict = None
+        self.phase, self._in_graph = Phase.IDLE, False
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()

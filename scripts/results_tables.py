@@ -111,14 +111,18 @@ def memory(measured: Sequence[Results]) -> str:
 
 
 def updates(measured: Sequence[Results]) -> str:
-    """Launch and commit."""
+    """Launch and commit; what they read is in the cache (warm: many in a row) or not (cold)."""
     head = ["device", "update", "slots", "history", "µs in a CUDA graph", "µs launched one by one"]
     rows = []
     for data, case, _ in _cases(measured, "update"):
-        times = [case["timings"].get(way) for way in ("graph", "eager")]
-        texts = ["-" if timing is None else f"{timing['median_us']:.1f}" for timing in times]
+        ways = ({"graph": "warm", "graph_cold": "cold"}, {"eager": "warm"})
+        texts = [_warm_and_cold(case["timings"], states) for states in ways]
         rows.append([data["device"]["name"], case["update"], f"{case['slots']:,}", str(case["history"]), *texts])
     return _table(head, rows or [["-", NOT_YET, *["-"] * 4]])
+
+
+def _warm_and_cold(timings: Results, states: Mapping[str, str]) -> str:
+    return ", ".join(f"{timings[way]['median_us']:.1f} {state}" for way, state in states.items() if way in timings) or "-"
 
 
 def linears(measured: Sequence[Results]) -> str:
@@ -174,8 +178,9 @@ def _reached(goal: Goal, data: Results) -> str:
 
 def _figure(goal: Goal, figures: Results) -> str | None:
     if goal.part == "update":
-        ways = {f"{goal.figure}_graph_us": "in a CUDA graph", f"{goal.figure}_eager_us": "launched one by one"}
-        return ", ".join(f"{figures[key]:.1f} µs {way}" for key, way in ways.items() if key in figures) or None
+        ways = {"graph": "in a CUDA graph, warm", "graph_cold": "cold", "eager": "launched one by one, warm"}
+        keys = {f"{goal.figure}_{way}_us": text for way, text in ways.items()}
+        return "; ".join(f"{figures[key]:.1f} µs {text}" for key, text in keys.items() if key in figures) or None
     if goal.figure:
         figures = figures.get(goal.figure, {})
     if "geomean" not in figures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,6 +53,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         header, *_ = tables[0].splitlines()
         lines = sorted({line for text in tables for line in text.splitlines()[1:]})
         terminalreporter.write_line("\n".join([header, *lines]))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """That an earlier test used torch.compile is nothing to this one."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        dynamo.counters["stats"]["unique_graphs"] = 0
 
 
 @pytest.fixture(autouse=True)

@@ -120,3 +120,54 @@ def test_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool) -> None:
     """DESIGN.md: a verdict is acted on "at boundaries and in check()"."""
     for events, _ in three_ranks.run(_checked_before_the_verdict_is_read):
         assert events == ["diverged"]
+
+
+def _check_fails(ranks: int) -> tuple[int, int]:
+    """(errors, steps) of nine boundaries with a check after every third that always raises."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, check_every=3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    errors = 0
+    with mock.patch.object(manager._cycle.checker, "check", side_effect=fp8dist.DivergenceError(DivergenceReport())):
+        for step in range(9):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(net(x), y).backward()
+            try:
+                optimizer.step()
+            except fp8dist.DivergenceError:
+                errors += 1
+    return errors, manager.steps
+
+
+def test_who_catches_what_a_check_raised_goes_on(three_ranks: RankPool) -> None:
+    """The step after it is checked no more than any other."""
+    assert three_ranks.run(_check_fails, 3) == [(2, 7)] * 3
+
+
+def _one_rank_compiles(damaged: bool) -> list[int]:
+    """Next-step timing without hooks; rank 0 alone has compiled something. Steps at which a divergence was told."""
+    net = make_net()
+    manager = fp8dist.prepare(
+        net, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD, check_policy="warn"
+    )
+    manager.attach(boundary="manual")
+    told: list[int] = []
+    manager.on_event(lambda event: told.append(event.step) if event.kind == "diverged" else None)
+    compiled = mock.patch("fp8dist.cycle.compiled_any", return_value=dist.get_rank() == 0)
+    with compiled, captured_log():
+        for step in range(5):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(net(x), y).backward()
+            if step == 2 and dist.get_rank() == 1:
+                manager.steps  # noqa: B018 (commits what is due)
+                flip(manager.scale("branch", "weight"), 20)
+            manager.step()
+    return told
+
+
+def test_ranks_act_on_a_verdict_together_though_one_has_compiled(three_ranks: RankPool) -> None:
+    """It commits earlier, and reads what the sync proved no earlier than the others: they would wait for each other."""
+    told = three_ranks.run(_one_rank_compiles, True, timeout=60)
+    assert told == [told[0]] * 3
+    assert len(told[0]) == 1

@@ -143,6 +143,30 @@ def test_compiled_with_checkpointing_it_is_not_compiled_again(backend: str, run:
     assert _train_long("aot_eager", run=run, backend=backend) == _train_long(None, run=_plain, backend=backend)
 
 
+def _train_mixed(update: str, compiled_from: int) -> Any:
+    block = Block()
+    manager = fp8dist.prepare(block, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
+    manager.attach(block, optimizer=optimizer)
+    forward = torch.compile(block, fullgraph=True, backend="aot_eager")
+    losses = []
+    for step in range(6):
+        loss = (forward if step >= compiled_from else block)(inputs(6, 32, seed=20 + step) * (1 + step)).square().mean()
+        loss.backward()
+        losses.append(bits(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    return losses, state_bits(manager)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.slow
+def test_compiled_after_eager_steps() -> None:
+    """What is due when a model is first compiled is committed before its forward runs."""
+    assert _train_mixed("next_step", 2) == _train_mixed("same_step", 6)
+
+
 @pytest.mark.parametrize("run", [_plain, _checkpointed])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")

@@ -11,6 +11,7 @@ from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled,
 pytestmark = pytest.mark.slow
 
 MODULE = "tests.compiled.matmuls"
+ALL_FOR_HOPPER = 57
 
 CONSUMER_SHARED_MEMORY_LIMIT = 101_376
 """Bytes that a block of an Ada or consumer Blackwell GPU may have."""
@@ -29,6 +30,7 @@ def hopper() -> list[Compiled]:
 
 def test_hopper(hopper: list[Compiled], record_property: Callable[[str, object], None]) -> None:
     record_property("compiled", table(hopper))
+    assert len(hopper) == ALL_FOR_HOPPER
     for one in hopper:
         _assert_fits(one, SHARED_MEMORY_LIMIT)
         products = one.count(r"QGMMA")
@@ -57,6 +59,7 @@ def test_operand_formats_on_hopper_are_in_the_instructions(hopper: list[Compiled
 def test_blackwell(record_property: Callable[[str, object], None]) -> None:
     kernels = compiled(MODULE, 100)
     record_property("compiled", table(kernels))
+    assert len(kernels) == 19
     for one in kernels:
         _assert_fits(one, SHARED_MEMORY_LIMIT)
         assert one.count(r"UTC\w*MMA") > 0, one.case  # tcgen05
@@ -69,6 +72,7 @@ def test_blackwell(record_property: Callable[[str, object], None]) -> None:
 def test_consumer_gpus(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled(MODULE, capability)
     record_property("compiled", table(kernels))
+    assert len(kernels) == 5
     for one in kernels:
         _assert_fits(one, CONSUMER_SHARED_MEMORY_LIMIT)
         assert one.count("QMMA") > 0, one.case

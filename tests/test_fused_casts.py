@@ -132,3 +132,15 @@ def test_offsets_beyond_32_bits(tokens: int, stride: int, on_its_side: bool) -> 
     near = x.clone().t() if on_its_side else x.clone()
     options = {"cold": True, "just_in_time": True}
     assert_same(run(fused, far, torch.float8_e4m3fn, **options), run(plain, near, torch.float8_e4m3fn, **options))
+
+
+def test_float64_beyond_float32_is_infinite() -> None:
+    """In either version: it is read as float32."""
+    x = torch.full((16, 16), 1e300, dtype=torch.float64, device=DEVICE)
+    one, cold = torch.ones((), device=DEVICE), torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for version in (plain, fused):
+        rows, _, _ = version.quantize(
+            x, one, cold, one.clone(), torch.float8_e4m3fn, record=False, just_in_time=False, margin=0,
+            power_of_two=False, rows=True, columns=False,
+        )  # fmt: skip
+        assert rows.float().isnan().all()

@@ -310,3 +310,12 @@ def test_digests_of_slots_are_those_of_plain_torch(history_len: int) -> None:
         part.normal_()
     content = ArenaContent(arena)
     assert torch.equal(content.digests(Using("triton")), content.digests(Using("torch")))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_one_element_with_any_stride(backend: str) -> None:
+    """torch calls it contiguous."""
+    digest = ContentDigest(torch.device(DEVICE), backend)
+    column = torch.full((1, 4), 3.0, device=DEVICE)[:, 0]
+    assert digest.leaves(column).tolist() == digest.leaves(torch.full((1,), 3.0, device=DEVICE)).tolist()
+    assert len(digest.leaves(torch.ones(0, 4, device=DEVICE)[:, 0])) == 0

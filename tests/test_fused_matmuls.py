@@ -201,3 +201,21 @@ def test_scales_and_layouts_that_fit_nothing_are_refused() -> None:
         matmul(given.a, given.b, torch.ones(16, device=DEVICE), given.inv_scale_b, torch.bfloat16, True)
     with pytest.raises(ValueError, match="contiguous"):
         matmul(given.a.T, given.b, given.inv_scale_a, given.inv_scale_b, torch.bfloat16, True)
+
+
+def test_inverse_scales_whose_product_is_no_float32() -> None:
+    """They are applied one after the other: zeros stay zeros, small numbers keep their bits."""
+    a, b = (torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    large = torch.tensor(2.0**100, device=DEVICE)
+    zeros = torch.zeros_like(a)
+    assert not matmul(zeros, b, large, large, torch.float32, True).any()
+    small, tiny = torch.tensor(2.0**-70, device=DEVICE), torch.tensor(1.0 + 2.0**-20, device=DEVICE)
+    assert (matmul(a, b, small, small, torch.float32, True) == 32 * 2.0**-140).all()
+    assert (matmul(a, b, small, tiny, torch.float32, True) == 32 * 2.0**-70 * tiny.item()).all()
+
+
+def test_a_single_row_with_strides_that_mean_nothing() -> None:
+    a = torch.ones(32, 1, device=DEVICE).to(torch.float8_e4m3fn).t()
+    assert a.is_contiguous()
+    b, one = torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn), torch.ones((), device=DEVICE)
+    assert (matmul(a, b, one, one, torch.float32, True) == 32).all()

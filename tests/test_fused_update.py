@@ -157,7 +157,7 @@ def test_what_is_not_trusted_is_not_taken(wrong: int | None, hold: float | None)
     expected = update.commit(plain, RULE, reduced, held)
     outcome = fused.commit(there, RULE, reduced.to(DEVICE), None if held is None else held.to(DEVICE))
     assert outcome.tolist() == expected.tolist()
-    assert outcome[:WORDS].tolist() == [wrong is None or wrong % WORDS != word for word in range(WORDS)]
+    assert outcome[:WORDS].tolist() == [wrong is not None and wrong % WORDS == word for word in range(WORDS)]
     refused = hold == 1.0 or (wrong is not None and wrong % WORDS < 2)
     assert plain.history.equal(before) == refused
     assert int(there.words[1]) == 40 + (hold != 1.0)
@@ -179,7 +179,7 @@ def test_sharded_weights_count_where_a_user_ran(n: int) -> None:
         expected = update.commit(plain, RULE, reduced, None)
         outcome = fused.commit(there, RULE, reduced.to(DEVICE), None)
         assert outcome.tolist() == expected.tolist()
-        alarms.add(bool(outcome[-1]))
+        alarms.add(bool(outcome[-2]))
         _assert_equal(there, plain)
     assert alarms == {False, True}
 
@@ -210,3 +210,14 @@ def test_an_arena_without_slots() -> None:
     expected = update.commit(plain, RULE, plain.send.clone(), None)
     assert fused.commit(there, RULE, there.send.clone(), None).tolist() == expected.tolist()
     _assert_equal(there, plain)
+
+
+@pytest.mark.parametrize("hold", [torch.zeros(2), torch.zeros(0)])
+def test_what_a_kernel_would_read_beyond_is_refused(hold: Tensor) -> None:
+    arrays = _there(_arrays(5, 4))
+    with pytest.raises(ValueError, match="one element"):
+        fused.launch(arrays, hold.to(DEVICE), False)
+    with pytest.raises(ValueError, match="contiguous message of shape"):
+        fused.commit(arrays, RULE, arrays.send[:-1], None)
+    with pytest.raises(ValueError, match="contiguous message of shape"):
+        fused.commit(arrays, RULE, torch.zeros(2 * len(arrays.send), dtype=torch.int32, device=DEVICE)[::2], None)

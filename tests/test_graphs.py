@@ -4,6 +4,7 @@ the real one is in tests/test_gpu_*.py."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,23 +117,160 @@ def test_captured_while_cold() -> None:
     assert state_of(graphed.manager) == state_of(eager.manager)
 
 
-@pytest.mark.parametrize("update", ["same_step", "next_step"])
-def test_poll_tells_what_a_replay_saw(update: str) -> None:
-    job = _Job(update=update)
+@pytest.fixture(params=[False, True], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether verdicts are read as on CUDA: at the next poll."""
+    if request.param:
+        original = fp8dist.sync.Verdict.__init__
+
+        def made(self: Any, outcome: Tensor) -> None:
+            original(self, outcome)
+            self.immediate, self._event = False, mock.Mock()
+            self._outcome = outcome.clone()
+
+        monkeypatch.setattr("fp8dist.sync.Verdict.__init__", made)
+    return bool(request.param)
+
+
+def _events(job: _Job) -> list[tuple[str, int]]:
     events: list[tuple[str, int]] = []
     job.manager.on_event(lambda event: events.append((event.kind, event.step)))
+    return events
+
+
+def _warm(job: _Job) -> None:
     for step in range(WARM_UP):
         job.load(step)
         job.step()
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_poll_tells_what_a_replay_saw(update: str, late: bool) -> None:
+    """Once, with its step and its slots, also when the next replay has run already."""
+    job = _Job(update=update)
+    events = _events(job)
+    named: list[Any] = []
+    job.manager.on_event(lambda event: named.append({slot.fqn for slot in event.slots}))
+    _warm(job)
     graph = _captured(job)
-    for step in range(WARM_UP, WARM_UP + 3):
+    for step in range(WARM_UP, WARM_UP + 4):
         job.load(step)
         if step == WARM_UP + 1:
             job.x[0, 0] = torch.inf
+            before = [t.detach().clone() for t in job.tensors()]
+        graph.replay()
+        if step == WARM_UP + 1:  # Its parameters are ruined: go on from those before it.
+            with torch.no_grad():
+                for tensor, old in zip(job.net.parameters(), before):
+                    tensor.copy_(old)
+            for state in job.optimizer.state.values():
+                state["momentum_buffer"].zero_()
+        job.manager.poll()
+        job.manager.poll()  # Once more does no harm.
+    assert events == [("nonfinite", WARM_UP + 2)]
+    assert named[0]
+    assert job.manager.metrics()["fp8/nonfinite_amaxes"] > 0
+
+
+def test_two_graphs_of_one_job(late: bool) -> None:
+    """Whichever is replayed: what it saw is told, what it did is counted."""
+    job = _Job()
+    events = _events(job)
+    _warm(job)
+    first, second = _captured(job), _captured(job)
+    for graph in (first, second, first):
         graph.replay()
         job.manager.poll()
-    assert ("nonfinite", WARM_UP + 2) in events
-    assert min(step for _, step in events) == WARM_UP + 2
+    job.x[0, 0] = torch.inf
+    first.replay()
+    job.manager.poll()
+    job.manager.poll()
+    assert job.manager.steps == WARM_UP + 4
+    assert job.manager._mode.boundaries == WARM_UP + 4
+    assert events == [("nonfinite", WARM_UP + 4)]
+
+
+def test_two_steps_in_a_graph(late: bool) -> None:
+    """What the first of them saw is told as well."""
+    job = _Job(momentum=0.0)
+    events = _events(job)
+    _warm(job)
+    job.manager.poll()
+    graph = EmulatedGraph()
+    before = [t.detach().clone() for t in job.tensors()]
+    with graph.capture():
+        job.step()
+        job.x.nan_to_num_(posinf=0.0)
+        with torch.no_grad():
+            for parameter in job.net.parameters():
+                parameter.nan_to_num_()
+        job.step()
+    with torch.no_grad():
+        for tensor, old in zip(job.tensors(), before):
+            tensor.copy_(old)
+    job.x[0, 0] = torch.inf
+    graph.replay()
+    job.manager.poll()
+    job.manager.poll()
+    assert [kind for kind, _ in events] == ["nonfinite"]
+    assert job.manager.steps == job.manager._mode.boundaries == WARM_UP + 2
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_a_capture_that_failed_leaves_nothing_behind(update: str, late: bool) -> None:
+    """Adam that is not capturable, say, raises after the boundary. Steps go on one by one, or another is captured."""
+    eager, failed = _Job(update=update), _Job(update=update)
+    for job in (eager, failed):
+        _warm(job)
+    failed.manager.poll()
+    before = [t.detach().clone() for t in failed.tensors()]
+    refuses = mock.patch.object(torch.optim.SGD, "_init_group", side_effect=RuntimeError("not capturable"))
+    with refuses, EmulatedGraph().capture(), pytest.raises(RuntimeError, match="not capturable"):
+        failed.step()
+    with torch.no_grad():  # On a GPU nothing has run.
+        for tensor, old in zip(failed.tensors(), before):
+            tensor.copy_(old)
+    for step in range(WARM_UP, WARM_UP + 2):
+        for job in (eager, failed):
+            job.load(step)
+            job.step()
+    graph = _captured(failed)
+    for step in range(WARM_UP + 2, WARM_UP + 4):
+        for job in (eager, failed):
+            job.load(step)
+        eager.step()
+        graph.replay()
+        failed.manager.poll()
+    assert state_of(failed.manager) == state_of(eager.manager)
+    assert failed.manager.steps == WARM_UP + 4
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_only_forward_and_backward_in_the_graph(update: str) -> None:
+    """As ``make_graphed_callables`` has it: the optimizer's step commits, for no replay does."""
+    eager, graphed = (_Job(update=update, momentum=0.0) for _ in range(2))
+    for job in (eager, graphed):
+        _warm(job)
+    graphed.manager.poll()
+    before = [t.detach().clone() for t in graphed.tensors()]
+    graph = EmulatedGraph()
+    graphed.optimizer.zero_grad(set_to_none=True)
+    with graph.capture():
+        loss = nn.functional.mse_loss(graphed.net(graphed.x), graphed.y)
+        loss.backward()
+    with torch.no_grad():
+        for tensor, old in zip(graphed.tensors(), before):
+            tensor.copy_(old)
+    losses = []
+    for step in range(WARM_UP, WARM_UP + 4):
+        for job in (eager, graphed):
+            job.load(step)
+        eager.step()
+        graph.replay()
+        graphed.optimizer.step()
+        losses.append((loss.item(), eager.loss.item()))
+    assert [a for a, _ in losses] == [b for _, b in losses]
+    assert state_of(graphed.manager) == state_of(eager.manager)
 
 
 def test_eager_steps_go_on_after_replays() -> None:
@@ -148,21 +286,36 @@ def test_eager_steps_go_on_after_replays() -> None:
     assert graphed.loss.item() == eager.loss.item()
 
 
-def test_checks_become_due_by_polls() -> None:
+def test_checks_become_due_by_polls(late: bool) -> None:
+    """After every second step, replayed or not, and once each; where verdicts come late, a poll later."""
     job = _Job(check_every=2)
     checked: list[tuple[int, bool]] = []
     job.manager._cycle.check = lambda scope, policy, in_step: checked.append((job.manager.steps, in_step))  # type: ignore
     _replayed(job)
-    assert checked == [(4, False), (6, False), (8, False)]
+    assert checked == [(step, False) for step in ((2, 5, 7) if late else (2, 4, 6, 8))]
+    job.manager.poll()
+    for step in range(2):
+        job.load(step)
+        job.step()
+        job.manager.poll()
+    assert len(checked) == 5
 
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
-def test_a_capture_before_poll_is_refused(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_before_poll_is_refused(update: str) -> None:
     """What the last eager step left, a commit or a verdict, must not get into a graph."""
     job = _Job(update=update)
     job.step()
     if update == "same_step":  # As on CUDA, where a verdict is read later.
         (sync,) = job.manager._syncs
-        sync.verdict = fp8dist.sync.Verdict(torch.ones(6, dtype=torch.bool))
+        sync.verdict = fp8dist.sync.Verdict(torch.zeros(7, dtype=torch.bool))
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match=r"call manager.poll\(\) before"):
+        job.step()
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    job = _Job()
+    job.manager.poll()
+    job.manager._cycle.sharded = mock.Mock()
+    with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="cannot be captured"):
         job.step()

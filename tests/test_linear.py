@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import ops
 from fp8dist.errors import ConfigurationError
+from fp8dist.kernels.backends import why_not_triton
 from fp8dist.kernels.matmuls import matmul_torch
 from tests.support.linear import (
     BACKENDS,
@@ -483,3 +484,20 @@ def test_input_of_another_width_is_refused_by_name() -> None:
     for shape in ((4, 96), (2, 24), ()):
         with pytest.raises(ConfigurationError, match=r"0: expected \[\.\.\., 48\]"):
             model(torch.zeros(shape))
+
+
+def test_a_layer_whose_bias_alone_trains_casts_no_gradient() -> None:
+    module, manager = linear(bias=True)
+    module.weight.requires_grad_(False)
+    module(inputs(5, 48)).sum().backward()
+    assert module.bias.grad is not None
+    assert roles(manager)["grad_output"] == NONE
+
+
+def test_a_backend_that_cannot_be_is_refused_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, manager = linear("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    why_not_triton.cache_clear()
+    with pytest.raises(ConfigurationError, match="it needs a GPU"):
+        manager.attach()
+    why_not_triton.cache_clear()

@@ -46,20 +46,20 @@ class Localisation:
     reference: Reference | None
 
 
-def localise(sync: ArenaSync, evidence: Evidence | None, differs: Sequence[str]) -> Localisation:
+def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Localisation:
     """Name the ranks and slots behind a failed header. COLLECTIVE over the sync's group.
 
     Compares what the ranks sent: the commit has made the live scales equal again, the evidence is
     in the scales as they were at launch.
 
     Args:
-        evidence: what was sent, if it is no longer in the arena.
+        evidence: what was sent.
         differs: the kinds that the header says differ; each gets a finding.
     """
     group = sync.group
     assert group is not None
-    words, sent, _ = evidence or Evidence(sync.arena.words, sync.arena.sent, sync.arena.flags)
-    everyone: list[_Witness] = group.gather(_Witness.of(sync, group, words))
+    sent = evidence.scales
+    everyone: list[_Witness] = group.gather(_Witness.of(sync, group, evidence.words))
     findings, reference = [], None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
         values = {e.rank: e.words[place] for e in everyone}
@@ -75,13 +75,14 @@ def localise(sync: ArenaSync, evidence: Evidence | None, differs: Sequence[str])
     participants = [e.participant for e in everyone]
     # Every sync proves this, so the one before was good.
     located = [_at(f, step).located(participants) for f in findings]
-    return Localisation(DivergenceReport(tuple(located)), step, reference)
+    return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
 
 
 @dataclass(frozen=True)
 class _Witness:
     participant: Participant
     words: tuple[int, ...]
+    now: int  # The step counter, which replays may have taken on since.
 
     @property
     def rank(self) -> int:
@@ -93,10 +94,9 @@ class _Witness:
 
     @classmethod
     def of(cls, sync: ArenaSync, group: SyncGroup, words: Tensor) -> _Witness:
-        # Manifest and scale digest as at the launch that failed; the step counter as it is now.
-        numbers = words.tolist()
-        numbers[WORD_STEP] = int(sync.arena.step)
-        return cls(Participant.this_rank(sync.arena.device, group.mesh_coordinates()), tuple(numbers))
+        # Manifest and scale digest as at the launch that failed; the step counter as after its commit.
+        participant = Participant.this_rank(sync.arena.device, group.mesh_coordinates())
+        return cls(participant, tuple(words.tolist()), int(sync.arena.step))
 
 
 def _finding(kind: str, name: str, ranks: tuple[int, ...], reference: int | None, detail: str, **more: Any) -> Finding:

@@ -76,6 +76,7 @@ class Arena:
         self.cold, self.counters, self.flags = arrays.cold, arrays.counters, arrays.flags
         self.words, self.fp8_max = arrays.words, arrays.fp8_max
         self.shards, self.shard_slots = arrays.shards, arrays.shard_slots
+        self.unpolled = arrays.unpolled
         self.scale, self.inv_scale = arrays.scales
         self.step = arrays.words[WORD_STEP]
         self.taken = arrays.counters[TAKEN]
@@ -171,7 +172,7 @@ class Arena:
         return (used <= self.arrays.rounds_to_max) & (2 * amax >= expected)
 
     def commit(self, reduced: Tensor, hold: Tensor | None = None) -> Tensor:
-        """History rolls, scales are recomputed, the step counter goes up: bool[6], what the sync proved. See
+        """History rolls, scales are recomputed, the step counter goes up: bool[7], what the sync proved. See
         ``ops.commit``.
 
         Args:
@@ -226,9 +227,10 @@ class Arena:
         self.block_max.masked_fill_(where[:, None], 0)
         self.amax.masked_fill_(where, 0)
 
-    def adopt_untaken_scales(self, scales: Tensor) -> None:
-        """Take scale and inv_scale (float32[2, n]) for the slots that the last commit left as they were."""
-        torch.where(self.flags[TAKEN], self.scales, scales, out=self.scales)
+    def adopt_untaken_scales(self, scales: Tensor, taken: Tensor) -> None:
+        """Take scale and inv_scale (float32[2, n]) for the slots that neither the last commit has changed, nor the one
+        that ``taken`` (bool[n]) is of."""
+        torch.where(taken | self.flags[TAKEN], self.scales, scales, out=self.scales)
 
     def set_scale(self, index: int, scale: float) -> None:
         """Set one slot's scale; it is no longer cold."""
@@ -276,7 +278,7 @@ class Arena:
         self.pending.fill_(DID_NOT_RUN)
         for tensor in (self.scales, self.sent, self.cold):
             tensor.fill_(1)
-        for tensor in (self.history, self.block_max, self.amax, self.counters, self.words):
+        for tensor in (self.history, self.block_max, self.amax, self.counters, self.words, self.unpolled):
             tensor.zero_()
         self.words[WORD_MANIFEST] = manifest
 

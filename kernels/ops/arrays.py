@@ -46,6 +46,7 @@ class StateArrays(NamedTuple):
     flags         bool[3, n]       which of the counters went up at the last commit
     shards        float32[m]       amax of this rank's part of m sharded weights
     scratch       int64[4]         sums of a kernel's programs; 0 between launches
+    unpolled      int32[8]         of commits in CUDA graphs since the last poll: sums of outcomes, and collectives
     fp8_max       float32[n]       the format's largest finite value
     rounds_to_max float32[n]       the largest value that is rounded to it, not cut off
     keys          int64[2n]        of the scales' digest
@@ -69,6 +70,7 @@ class StateArrays(NamedTuple):
     flags: Tensor
     shards: Tensor
     scratch: Tensor
+    unpolled: Tensor
     fp8_max: Tensor
     rounds_to_max: Tensor
     keys: Tensor
@@ -101,6 +103,7 @@ class StateArrays(NamedTuple):
             flags=full(3, n, value=False, dtype=torch.bool),
             shards=full(0, value=0, dtype=torch.float32),
             scratch=full(4, value=0, dtype=torch.int64),
+            unpolled=full(8, value=0, dtype=torch.int32),
             fp8_max=torch.tensor(fp8_max, dtype=torch.float32, device=device),
             rounds_to_max=torch.tensor(rounds_to_max, dtype=torch.float32, device=device),
             keys=position_keys(2 * n, device),
@@ -119,6 +122,6 @@ class StateArrays(NamedTuple):
         return self._replace(
             shards=torch.full((len(slots),), DID_NOT_RUN, dtype=torch.float32, device=device),
             shard_slots=places,
-            shard_users=torch.tensor(users, dtype=torch.int64, device=device).view(len(slots), -1),
+            shard_users=torch.tensor(users, dtype=torch.int64, device=device) if slots else self.shard_users,
             shard_of=shard_of,
         )

@@ -34,6 +34,8 @@ def why_not_triton(device: torch.device) -> str | None:
         return None if interpreted else "it needs a GPU (or TRITON_INTERPRET=1, for tests)"
     if device.type != "cuda":
         return f"it does not run on {device.type}"
+    if torch.version.hip is not None:
+        return "these kernels are for NVIDIA GPUs"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         return f"the GPU's compute capability is {capability[0]}.{capability[1]}; FP8 needs 8.9"

@@ -110,7 +110,8 @@ def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, co
 def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * scale`` in float32, within what ``dtype`` holds, and NaN where ``x`` is Inf. ``scale``: broadcastable."""
     limit = torch.finfo(dtype).max
-    return torch.where(x.isinf(), torch.nan, torch.mul(x.float(), scale).clamp_(-limit, limit))
+    x = x.float()
+    return torch.where(x.isinf(), torch.nan, torch.mul(x, scale).clamp_(-limit, limit))
 
 
 def dequantize(fp8: Tensor, inv_scale: Tensor) -> Tensor:

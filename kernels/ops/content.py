@@ -46,7 +46,8 @@ _BLOCKS_AT_ONCE_ON_GPU = 128
 def as_bytes(tensor: Tensor) -> Tensor:
     """The logical content as uint8[numel * itemsize]: a view where the tensor is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    # torch calls a tensor of one element contiguous whatever its strides; viewed as bytes they must be 1.
+    return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def block_count(nbytes: int) -> int:

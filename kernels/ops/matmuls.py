@@ -20,6 +20,7 @@ __all__ = [
     "product_of_nothing",
     "require_layout",
     "scaling_of",
+    "torch_can",
 ]
 
 ALIGNMENT = 16
@@ -28,6 +29,8 @@ anything; it is held to the same rule, so that a test that passes on a CPU means
 
 SCALE_BLOCK = 128
 """Elements of the contracted dim, and rows of ``b``, that share a scale under block scaling."""
+
+_HOPPER = 9
 
 
 class Scaling(Enum):
@@ -62,6 +65,13 @@ def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor) -
         f"each (tensorwise), {(m, 1)} and {(n, 1)} (row-wise), or {(m, blocks)} and {(_blocks(n), blocks)} "
         "(1x128 by 128x128)"
     )
+
+
+def torch_can(scaling: Scaling, device: torch.device) -> bool:
+    """Whether torch has a product with such scales on ``device``: with scales of blocks on Hopper only."""
+    if scaling is not Scaling.BLOCKWISE:
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def matmul_torch(
@@ -105,7 +115,7 @@ def matmul_torch(
         b.t(),
         scale_a=inv_scale_a,
         scale_b=inv_scale_b,
-        bias=bias,
+        bias=None if bias is None else bias.contiguous(),
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )

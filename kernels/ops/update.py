@@ -14,8 +14,9 @@ from fp8dist.scaling import scale_from_amax
 
 __all__ = ["OUTCOME", "commit", "give_back", "launch"]
 
-OUTCOME = WORDS + 2
-"""What ``commit`` returns: bool[4] agreement of the header words, then two alarms."""
+OUTCOME = WORDS + 3
+"""Elements of what ``commit`` returns: for each header word whether ranks disagree, two alarms, and True: so that
+outcomes can be added up, and the last sum counts them."""
 
 
 def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> None:
@@ -67,8 +68,8 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
         hold: where it is non-zero this is no step, and no amax is taken.
 
     Returns:
-        bool[6]: whether the ranks agree about each of the four header words; whether a slot saw a non-finite amax;
-        whether a sharded weight was cast beyond its scale.
+        bool[7]: whether the ranks disagree about each of the four header words; whether a slot saw a non-finite amax;
+        whether a sharded weight was cast beyond its scale; True.
     """
     agreement, trusted = _judge(reduced, hold)
     bits = reduced[HEADER:]
@@ -115,7 +116,7 @@ def _judge(reduced: Tensor, hold: Tensor | None) -> tuple[Tensor | list[bool], T
 
 def _outcome(agreement: Tensor | list[bool], nonfinite: Tensor, saturated: Tensor | None) -> Tensor:
     if isinstance(agreement, list):
-        return torch.tensor([*agreement, bool(nonfinite), saturated is not None and bool(saturated)], device="cpu")
-    return torch.cat(
-        [agreement, nonfinite[None], torch.zeros_like(nonfinite)[None] if saturated is None else saturated[None]]
-    )
+        alarms = [bool(nonfinite), saturated is not None and bool(saturated)]
+        return torch.tensor([*(not agree for agree in agreement), *alarms, True], device="cpu")
+    none, always = torch.zeros_like(nonfinite), torch.ones_like(nonfinite)
+    return torch.cat([~agreement, torch.stack([nonfinite, none if saturated is None else saturated, always])])

@@ -8,13 +8,14 @@
      "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "cut_off"},
      "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
 
-Parts and tests carry "commit", "dirty" and "date" of their own: not all need be of one run. A figure that was refused,
+Numbers that are none are texts: "nan", "inf", "-inf". Parts and tests carry "commit", "dirty" and "date" of their own: not all need be of one run. A figure that was refused,
 because a result was wrong, is not there; why is in its part's ``problem``, or its case's.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -74,11 +75,19 @@ def load_all(folder: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write all of it or nothing."""
+    """Write all of it or nothing. Numbers that JSON lacks are written as texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    beside.write_text(json.dumps(_as_json(data), indent=1, allow_nan=False) + "\n")
     os.replace(beside, path)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _as_json(one) for key, one in value.items()}
+    return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def earlier(path: Path) -> dict[str, Any] | None:

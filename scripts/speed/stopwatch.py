@@ -26,7 +26,7 @@ __all__ = [
 Action = Callable[[], object]
 
 FLUSHED_BYTES = 512 << 20
-"""Several times the last-level cache of any GPU; writing it also gives the host time to get ahead of the device."""
+"""Several times the last-level cache of any GPU; going through it also gives the host time to get ahead of the device."""
 
 LONGEST_HEAD_START = 2e3
 """µs."""
@@ -81,11 +81,14 @@ class Stopwatch(Protocol):
         """The host's clock, once the device has done all it was given."""
         ...
 
-    def rounds(self, actions: Sequence[Action], count: int, head_start: float = 0.0) -> list[list[float]]:
+    def rounds(
+        self, actions: Sequence[Action], count: int, head_start: float = 0.0, before: Action | None = None
+    ) -> list[list[float]]:
         """Times of each action in each of ``count`` rounds, each from a cold cache; who is first changes.
 
         Args:
             head_start: how far the host gets ahead before each action, so that gaps between its launches do not count.
+            before: done before each action, before the cache is made cold, and not timed.
         """
         ...
 
@@ -100,6 +103,7 @@ class CudaStopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
+        self._clean = torch.zeros(FLUSHED_BYTES // 4, dtype=torch.int32, device=device)  # Never written again.
         clock_khz = getattr(torch.cuda.get_device_properties(device), "clock_rate", 0) or 1_980_000
         self._cycles_per_us = clock_khz / 1e3
 
@@ -107,7 +111,9 @@ class CudaStopwatch:
         torch.cuda.synchronize(self.device)
         return 1e6 * time.perf_counter()
 
-    def rounds(self, actions: Sequence[Action], count: int, head_start: float = 0.0) -> list[list[float]]:
+    def rounds(
+        self, actions: Sequence[Action], count: int, head_start: float = 0.0, before: Action | None = None
+    ) -> list[list[float]]:
         marks: list[list[tuple[Any, Any]]] = [[] for _ in actions]
         torch.cuda.synchronize(self.device)
         for first in range(count):
@@ -116,13 +122,20 @@ class CudaStopwatch:
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 if head_start > 0:
                     torch.cuda._sleep(int(min(head_start, LONGEST_HEAD_START) * self._cycles_per_us))
-                self._flushed.zero_()
+                if before is not None:
+                    before()
+                self._flush()
                 start.record()
                 actions[which]()
                 end.record()
                 marks[which].append((start, end))
         torch.cuda.synchronize(self.device)
         return [[1e3 * start.elapsed_time(end) for start, end in pairs] for pairs in marks]
+
+    def _flush(self) -> None:
+        self._flushed.zero_()
+        # Leaves no line that is yet to be written back: the next action would be timed with that.
+        self._clean.amax()
 
     def replay(self, action: Action, repeats: int) -> Action:
         here, apart = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
@@ -148,11 +161,15 @@ class HostStopwatch:
     def now(self) -> float:
         return 1e6 * self._clock()
 
-    def rounds(self, actions: Sequence[Action], count: int, head_start: float = 0.0) -> list[list[float]]:
+    def rounds(
+        self, actions: Sequence[Action], count: int, head_start: float = 0.0, before: Action | None = None
+    ) -> list[list[float]]:
         times: list[list[float]] = [[] for _ in actions]
         for first in range(count):
             for place in range(len(actions)):
                 which = (first + place) % len(actions)
+                if before is not None:
+                    before()
                 start = self.now()
                 actions[which]()
                 times[which].append(self.now() - start)
@@ -171,15 +188,22 @@ def stopwatch_of(device: torch.device) -> Stopwatch:
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
 
-def compare(stopwatch: Stopwatch, actions: Mapping[str, Action], seconds: float, head_start: float = 0.0) -> Comparison:
-    """As many rounds as fit into ``seconds``, at least ``FEWEST``, after two that do not count."""
+def compare(
+    stopwatch: Stopwatch,
+    actions: Mapping[str, Action],
+    seconds: float,
+    head_start: float = 0.0,
+    before: Action | None = None,
+) -> Comparison:
+    """As many rounds as fit into ``seconds``, at least ``FEWEST``, after two that do not count. ``before``: see
+    ``Stopwatch.rounds``."""
     todo = list(actions.values())
-    stopwatch.rounds(todo, 1, head_start)  # Compiles.
+    stopwatch.rounds(todo, 1, head_start, before)  # Compiles.
     start = stopwatch.now()
-    stopwatch.rounds(todo, 1, head_start)
+    stopwatch.rounds(todo, 1, head_start, before)
     one_round = max(1.0, stopwatch.now() - start)
     count = min(MOST, max(FEWEST, int(1e6 * seconds / one_round)))
-    return Comparison(dict(zip(actions, stopwatch.rounds(todo, count, head_start))))
+    return Comparison(dict(zip(actions, stopwatch.rounds(todo, count, head_start, before))))
 
 
 def issue_time(stopwatch: Stopwatch, action: Action) -> float:
@@ -193,7 +217,7 @@ def issue_time(stopwatch: Stopwatch, action: Action) -> float:
 
 
 def back_to_back(stopwatch: Stopwatch, action: Action, repeats: int, samples: int) -> Timing:
-    """One of ``repeats`` in a row, by the host's clock."""
+    """One of ``repeats`` in a row, by the host's clock: what it reads may be in the cache (warm)."""
     times = []
     for _ in range(samples):
         start = stopwatch.now()

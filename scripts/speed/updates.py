@@ -48,7 +48,8 @@ class Updates:
         return [Planned(update, *size) for size in sizes for update in ("commit", "launch")]
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
-        """See ``Part``. Timings: "graph", one of many in a CUDA graph; "eager", one of many launched one by one."""
+        """See ``Part``. Timings: "graph", one of many in a CUDA graph, and "eager", one of many launched one by one,
+        both with a warm cache; "graph_cold", a graph of one, with a cold cache."""
         case: Case = {
             "name": planned.name,
             "update": planned.update,
@@ -69,6 +70,7 @@ class Updates:
         timings = {"eager": back_to_back(lab.stopwatch, action, repeats, samples).as_dict()}
         try:
             timings["graph"] = _replayed(lab, action, repeats, samples).as_dict()
+            timings["graph_cold"] = _replayed(lab, action, 1, samples).as_dict()
         except RuntimeError as error:
             case["not_captured"] = str(error).strip().splitlines()[0][:160]
         return {**case, "timings": timings}

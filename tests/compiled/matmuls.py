@@ -30,6 +30,8 @@ def launch(compiler: Compiler) -> None:
     if compiler.capability == HOPPER:
         best = candidates(Problem(M, N, K, Scaling.TENSORWISE, True), capability)[0]
         _compile(compiler, best, Scaling.TENSORWISE, True, torch.float16, False)
+        for tile in candidates(Problem(M, N, K, Scaling.BLOCKWISE, False), capability):
+            _compile(compiler, tile, Scaling.BLOCKWISE, False, torch.bfloat16, False, m=M - 1)
         scalings = (Scaling.TENSORWISE, Scaling.ROWWISE)
         for (a_dtype, b_dtype), scaling, fast in product(((E5M2, E4M3), (E4M3, E5M2)), scalings, (True, False)):
             best = candidates(Problem(M, N, K, scaling, fast), capability)[0]
@@ -45,22 +47,24 @@ def _compile(
     biased: bool,
     a_dtype: torch.dtype = E4M3,
     b_dtype: torch.dtype = E4M3,
+    m: int = M,
 ) -> None:
-    a, b = torch.empty(M, K, dtype=a_dtype), torch.empty(N, K, dtype=b_dtype)
+    a, b = torch.empty(m, K, dtype=a_dtype), torch.empty(N, K, dtype=b_dtype)
     bias = torch.empty(N, dtype=torch.bfloat16) if biased else None
     speed = "" if scaling is Scaling.BLOCKWISE else "fast " if fast else "slow "
     pair = "" if a_dtype == b_dtype else f" {_short(a_dtype)} x {_short(b_dtype)}"
     size = f"{tile.rows}x{tile.columns}x{tile.depth}"
-    with compiler.naming(f"{speed}{scaling.value} {size} {_short(out_dtype)}{' bias' if biased else ''}{pair}"):
-        matmul_with(tile, a, b, *_scales(scaling), out_dtype, fast, bias)
+    ragged = "" if m == M else " ragged"
+    with compiler.naming(f"{speed}{scaling.value} {size} {_short(out_dtype)}{' bias' if biased else ''}{pair}{ragged}"):
+        matmul_with(tile, a, b, *_scales(scaling, m), out_dtype, fast, bias)
 
 
-def _scales(scaling: Scaling) -> tuple[Tensor, Tensor]:
+def _scales(scaling: Scaling, m: int) -> tuple[Tensor, Tensor]:
     if scaling is Scaling.TENSORWISE:
         return torch.empty(()), torch.empty(())
     if scaling is Scaling.ROWWISE:
-        return torch.empty(M, 1), torch.empty(N, 1)
-    return torch.empty(K // 128, M).t(), torch.empty(N // 128, K // 128)
+        return torch.empty(m, 1), torch.empty(N, 1)
+    return torch.empty(K // 128, m).t(), torch.empty(N // 128, K // 128)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8dist.kernels.casts import padded
 from fp8dist.kernels.fused.launching import on_device_of
-from fp8dist.kernels.fused.magnitude import MOST_PARTS, grow, magnitude_bits, partial_amaxes
+from fp8dist.kernels.fused.magnitude import MOST_PARTS, grow, magnitude_bits, newest, partial_amaxes
 from fp8dist.kernels.fused.scaling import inverse, scale_from_amax
 from fp8dist.kernels.fused.strips import Page, load_strips, scaled, store_flipped, store_straight
 
@@ -20,7 +20,8 @@ _FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 
 _WARPS = 8  # With 32 elements a thread: 64 registers, so four tiles at a time on a multiprocessor.
 
 
-@triton.jit
+# Slots lie anywhere in their arena: no variants for those that happen to lie at multiples of 16 bytes.
+@triton.jit(do_not_specialize_on_alignment=["scale", "cold", "pending", "parts", "inv_scale"])
 def _cast_kernel(
     x,  # [height, width], strides as given
     straight,  # fp8 [height, straight_width]
@@ -54,7 +55,7 @@ def _cast_kernel(
     left = (tl.program_id(0) % across).to(INDEX) * WIDE
     a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
     if RECORD:
-        seen = tl.load(pending)
+        seen = newest(pending)
     used = tl.load(scale)
     if JUST_IN_TIME:  # noqa: SIM102 - known when compiling; the other is not.
         if tl.load(cold):

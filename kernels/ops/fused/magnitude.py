@@ -27,6 +27,13 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def newest(place):
+    """What ``place`` holds in L2, where atomics are done: a multiprocessor's own cache may hold what it was long
+    ago."""
+    return tl.load(place, cache_modifier=".cg")
+
+
+@triton.jit
 def grow(place, seen, bits):
     """Let int32 ``place`` grow to ``bits``. ``seen`` was read from it when the program began: it only grows while a
     kernel runs, so that is a lower bound, and most programs need no atomic."""
@@ -51,7 +58,7 @@ def _tile_bits(
     return bits
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out", "cold"])
 def _amax_kernel(
     x,  # [rows, columns], strides as given
     out,  # GROW: int32[1], grows; else int32[programs], each writes its own
@@ -70,7 +77,7 @@ def _amax_kernel(
     if not GROW:
         tiles = tl.where(tl.load(cold), tiles, 0)
     if GROW:
-        seen = tl.load(out)
+        seen = newest(out)
     largest = 0
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         top = (tile // across).to(INDEX) * ROWS

@@ -128,5 +128,8 @@ def _arguments(tile: Tile, a: Tensor, b: Tensor, out: Tensor, parts: int) -> dic
 
 
 def _aligned(operand: Tensor) -> Tensor:
-    """TMA reads from multiples of 16 bytes. Rows are such multiples; a view may begin elsewhere."""
-    return operand if operand.data_ptr() % _DESCRIPTOR_ALIGNMENT == 0 else operand.clone()
+    """TMA reads from multiples of 16 bytes. Rows are such multiples, but a view may begin elsewhere; and the strides of
+    a single row mean nothing, whatever they are."""
+    if operand.data_ptr() % _DESCRIPTOR_ALIGNMENT:
+        operand = operand.clone()
+    return operand.as_strided(operand.shape, (operand.shape[1], 1))

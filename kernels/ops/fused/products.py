@@ -116,7 +116,8 @@ def scaled_kernel(
     tl.static_assert(not (FAST and HALVED))
     HALF: tl.constexpr = TILE_N // 2
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
-    scale = tl.load(inv_scale_a) * tl.load(inv_scale_b)
+    # One after the other: their product may leave the range of float32 where neither does.
+    scale_a, scale_b = tl.load(inv_scale_a), tl.load(inv_scale_b)
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
         row, column = i * TILE_M, j * TILE_N
@@ -136,9 +137,9 @@ def scaled_kernel(
             row_scale = tl.load(inv_scale_a + place, mask=place < m, other=0.0)
         else:
             row_scale = 0.0
-            product = product * scale
+            product = product * scale_a * scale_b
             if HALVED:
-                right = right * scale
+                right = right * scale_a * scale_b
         if HALVED:
             _write(out, product, row_scale, inv_scale_b, bias, row, column, n, HALF, PIECE, ROWWISE, BIASED)
             _write(out, right, row_scale, inv_scale_b, bias, row, column + HALF, n, HALF, PIECE, ROWWISE, BIASED)

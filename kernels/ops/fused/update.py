@@ -164,7 +164,7 @@ def _commit_kernel(
     fp8_max,  # float32[n]
     rounds_to_max,  # float32[n]
     scratch,  # int64[4]
-    outcome,  # uint8[6]
+    outcome,  # uint8[7]
     slots,
     length,
     users,
@@ -237,15 +237,17 @@ def _commit_kernel(
         tl.atomic_add(scratch + 2, tl.sum((saturated & (shard >= 0)).to(tl.int64), 0), sem="relaxed")
     if _came_last(scratch + 1):
         for word in tl.static_range(_WORDS):
-            tl.store(outcome + word, _agrees(reduced, word))
+            tl.store(outcome + word, ~_agrees(reduced, word))
         tl.store(outcome + _WORDS, tl.atomic_xchg(scratch, 0, sem="relaxed") != 0)
         tl.store(outcome + _WORDS + 1, tl.atomic_xchg(scratch + 2, 0, sem="relaxed") != 0)
+        tl.store(outcome + _WORDS + 2, 1)
         tl.store(words + _WORD_STEP, tl.load(words + _WORD_STEP) + step)
 
 
 def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> None:
     """See ``fp8dist.kernels.update.launch``."""
     slots = len(arrays.pending)
+    hold = _one_on(arrays.pending.device, hold)
     with on_device_of(arrays.pending):
         _launch_kernel[(max(1, triton.cdiv(slots, _SLOTS)),)](
             arrays.words,
@@ -270,6 +272,11 @@ def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> No
 def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor | None) -> Tensor:
     """See ``fp8dist.kernels.update.commit``."""
     slots = len(arrays.pending)
+    hold = _one_on(arrays.pending.device, hold)
+    if reduced.shape != arrays.send.shape or not reduced.is_contiguous():
+        raise ValueError(
+            f"expected a contiguous message of shape {tuple(arrays.send.shape)}, got {tuple(reduced.shape)}"
+        )
     ring = RingShape(rule.length)
     longest = max(triton.next_power_of_2(ring.block), triton.next_power_of_2(ring.blocks))
     block = max(1, min(_SLOTS, _TILE // longest))
@@ -309,3 +316,10 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
             num_warps=4,
         )
     return outcome
+
+
+def _one_on(device: torch.device, hold: Tensor | None) -> Tensor | None:
+    """``hold``, if it is one element on ``device``: a kernel would read whatever is at its address."""
+    if hold is not None and (hold.numel() != 1 or hold.device != device):
+        raise ValueError(f"hold must be one element on {device}, got {hold.numel()} on {hold.device}")
+    return hold
