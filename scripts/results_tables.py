@@ -122,7 +122,8 @@ def updates(measured: Sequence[Results]) -> str:
 
 
 def _warm_and_cold(timings: Results, states: Mapping[str, str]) -> str:
-    return ", ".join(f"{timings[way]['median_us']:.1f} {state}" for way, state in states.items() if way in timings) or "-"
+    texts = [f"{timings[way]['median_us']:.1f} {state}" for way, state in states.items() if way in timings]
+    return ", ".join(texts) or "-"
 
 
 def linears(measured: Sequence[Results]) -> str:

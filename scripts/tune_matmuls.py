@@ -1,15 +1,18 @@
 """Measure tiles of FP8 products on this GPU, and write the table that is shipped for it.
 
-    python scripts/tune_matmuls.py [--tokens 4096 8192] [--scalings tensorwise …] [--out FILE]
+    python -m scripts.tune_matmuls [--tokens 4096 8192] [--scalings tensorwise …] [--out FILE] [--commit ID]
 
 Times every tile that may be chosen, and torch's own product, taking turns, with a cold L2, and keeps the fastest. By
-default of all products in the layers of Llama 3 8B and 70B at 4k to 32k tokens; shapes that are not measured stay as
-they are in the file. Without a GPU it says so, and exits with status 2.
+default of all products in the layers of Llama 3 8B and 70B at 4k to 32k tokens, one recipe after the other. The table
+is written after each product, so that a run may be ended at any time. What it held of the same commit and versions
+stays, where it is not measured again; a table is of one commit, and other entries are dropped.
+Exit status: 0 all well; 1 nothing could be measured; 2 no GPU, or nobody knows which commit this is; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
@@ -17,47 +20,32 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from llama_shapes import TOKENS, Shape, shapes_of
 from torch import Tensor
 
 from fp8dist.kernels.matmuls import Scaling, matmul_torch
+from scripts.llama_shapes import TOKENS, Shape, shapes_of
+from scripts.speed import results
+from scripts.speed.stopwatch import Stopwatch, Timing, stopwatch_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLES = REPOSITORY / "kernels" / "ops" / "fused" / "tables"
 OUT_DTYPE = torch.bfloat16
-FLUSH_BYTES = 1 << 30
-"""More than any L2, and enough to keep the device busy until the launch that is timed has been enqueued."""
 BACKWARD = ("dgrad", "wgrad")
-
-Timed = dict[str, float]
-
-
-def flushed(action: Callable[[], object], flush: Tensor) -> float:
-    """ms of one call on the device, with an L2 that holds nothing of use."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
-    start.record()
-    action()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
+DIRTY = "-dirty"
 
 
-def medians(sides: dict[str, Callable[[], object]], repeats: int, flush: Tensor) -> Timed:
-    """Median ms of each. They take turns, so that clocks and temperature are the same for all."""
+def medians(sides: dict[str, Callable[[], object]], repeats: int, stopwatch: Stopwatch) -> dict[str, float]:
+    """Median µs of each. They take turns, so that clocks and temperature are the same for all."""
     for action in sides.values():  # Compiles, and fills caches of algorithms.
         action()
         action()
-    runs: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats):
-        for name, action in sides.items():
-            runs[name].append(flushed(action, flush))
-    return {name: statistics.median(times) for name, times in runs.items()}
+    times = stopwatch.rounds(list(sides.values()), repeats)
+    return {name: Timing.of(samples).median for name, samples in zip(sides, times)}
 
 
 def scales(shape: Shape, scaling: Scaling) -> tuple[Tensor, Tensor]:
@@ -70,7 +58,7 @@ def scales(shape: Shape, scaling: Scaling) -> tuple[Tensor, Tensor]:
     return torch.ones(blocks, shape.m, device="cuda").t(), torch.ones(math.ceil(shape.n / 128), blocks, device="cuda")
 
 
-def measured(shape: Shape, scaling: Scaling, fast: bool, repeats: int, flush: Tensor) -> dict[str, Any]:
+def measured(shape: Shape, scaling: Scaling, fast: bool, repeats: int, stopwatch: Stopwatch) -> dict[str, Any]:
     """The table's entry of one product: the fastest tile, and torch's time by its time."""
     from fp8dist.kernels.fused.matmuls import matmul_with
     from fp8dist.kernels.fused.tables import Entry, bucket
@@ -87,10 +75,10 @@ def measured(shape: Shape, scaling: Scaling, fast: bool, repeats: int, flush: Te
     sides: dict[str, Callable[[], object]] = {"torch": functools.partial(matmul_torch, *arguments)}
     for name, tile in tiles.items():
         sides[name] = functools.partial(matmul_with, tile, *arguments)
-    times = medians(sides, repeats, flush)
+    times = medians(sides, repeats, stopwatch)
     best = min(tiles, key=times.__getitem__)
     ratio = times["torch"] / times[best]
-    speed = f"{ratio:6.3f} {2 * shape.m * shape.n * shape.k / times[best] / 1e9:6.0f} TFLOP/s"
+    speed = f"{ratio:6.3f} {2 * shape.m * shape.n * shape.k / times[best] / 1e6:6.0f} TFLOP/s"
     print(f"{shape.name:32} {scaling.value:10} {'fast' if fast else 'slow'} {speed} {tiles[best]}", flush=True)
     fast = fast and scaling is not Scaling.BLOCKWISE
     return Entry(scaling.value, fast, bucket(shape.m), shape.n, shape.k, tiles[best], ratio).described()
@@ -104,19 +92,19 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of this tree, marked if it was changed since; None outside a repository."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    return done.stdout.strip() or None
+    """Of this tree, marked if it was changed since; None outside a repository, and without git."""
+    ask = ["git", "describe", "--always", f"--dirty={DIRTY}", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(ask, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None
 
 
 def problems(options: argparse.Namespace) -> Iterator[tuple[Shape, Scaling, bool]]:
     """What is to be measured. Backward products are often accumulated slowly, so those are measured both ways."""
-    for tokens in options.tokens:
-        for shape in shapes_of(tokens):
-            for name in options.scalings:
-                scaling = Scaling(name)
+    for scaling in map(Scaling, options.scalings):
+        for tokens in options.tokens:
+            for shape in shapes_of(tokens):
                 yield shape, scaling, True
                 if scaling is not Scaling.BLOCKWISE and shape.name.endswith(BACKWARD):
                     yield shape, scaling, False
@@ -127,43 +115,78 @@ def key_of(entry: dict[str, Any]) -> tuple[object, ...]:
     return tuple(entry[name] for name in ("scaling", "fast_accumulation", "m", "n", "k"))
 
 
-def main() -> int:
+def kept(path: Path, table: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of an earlier table that may stand in this one: those of the same device, commit and versions.
+
+    A changed tree is no commit: of which code its entries are, nobody knows.
+    """
+    if not path.is_file():
+        return []
+    before: dict[str, Any] = json.loads(path.read_text())
+    alike = all(before.get(key) == table[key] for key in ("device", "commit", "versions"))
+    if alike and not table["commit"].endswith(DIRTY):
+        return list(before["entries"])
+    if before["entries"]:
+        of = f"commit {before.get('commit')}, {before.get('versions')}"
+        print(f"tune_matmuls: drops {len(before['entries'])} entries of {of}", file=sys.stderr)
+    return []
+
+
+def write(path: Path, table: dict[str, Any], entries: dict[tuple[object, ...], dict[str, Any]]) -> None:
+    """All of the table or nothing. Raises ValueError if it could not be read."""
+    from fp8dist.kernels.fused.tables import TileTable
+
+    whole = {**table, "entries": [entries[key] for key in sorted(entries, key=str)]}
+    TileTable.from_json(json.dumps(whole))
+    results.write(path, whole)
+
+
+def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
+    """Measure, and write what there is after each product: torch's time by the best tile's, of each."""
+    entries = {key_of(entry): entry for entry in kept(out, table)}
+    ratios = []
+    for shape, scaling, fast in problems(options):
+        try:
+            entry = measured(shape, scaling, fast, options.repeats, stopwatch)
+        except Exception as error:  # Not every torch has every product, nor Triton every tile.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"{shape.name:32} {scaling.value:10} skipped: {reason}", flush=True)
+            continue
+        entries[key_of(entry)] = entry
+        ratios.append(float(entry["vs_torch"]))
+        write(out, table, entries)
+    return ratios
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--scalings", nargs="+", default=[s.value for s in Scaling], choices=[s.value for s in Scaling])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
-    options = parser.parse_args()
+    parser.add_argument("--commit", help="what is measured, where there is no repository")
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("tune_matmuls: no GPU here, and nothing is written without measuring", file=sys.stderr)
         return 2
-    from fp8dist.kernels.fused.tables import FORMAT, TileTable, file_name
+    of = options.commit or commit()
+    if not of:
+        print("tune_matmuls: nobody knows which commit this is: say it with --commit", file=sys.stderr)
+        return 2
+    from fp8dist.kernels.fused.tables import FORMAT, file_name
 
-    device = torch.cuda.get_device_name()
+    device, today = torch.cuda.get_device_name(), datetime.date.today().isoformat()
     out = options.out or TABLES / file_name(device)
-    before = json.loads(out.read_text())["entries"] if out.is_file() else []
-    entries = {key_of(entry): entry for entry in before}
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    ratios = []
-    for shape, scaling, fast in problems(options):
-        try:
-            entry = measured(shape, scaling, fast, options.repeats, flush)
-        except (RuntimeError, ValueError) as error:  # Not every torch has every product.
-            print(f"{shape.name:32} {scaling.value:10} skipped: {str(error).splitlines()[0]}", flush=True)
-            continue
-        entries[key_of(entry)] = entry
-        ratios.append(float(entry["vs_torch"]))
-    table = {
-        "format": FORMAT,
-        "device": device,
-        "measured": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "versions": versions(),
-        "entries": [entries[key] for key in sorted(entries, key=str)],
-    }
-    text = json.dumps(table, indent=1) + "\n"
-    TileTable.from_json(text)
-    out.write_text(text)
+    table = {"format": FORMAT, "device": device, "measured": today, "commit": of, "versions": versions()}
+    try:
+        ratios = tuned(options, out, table, stopwatch_of(torch.device("cuda", torch.cuda.current_device())))
+    except KeyboardInterrupt:
+        print(f"tune_matmuls: interrupted; what was measured is in {out}", file=sys.stderr)
+        return 130
+    if not ratios:
+        print("tune_matmuls: every product was skipped; nothing was written", file=sys.stderr)
+        return 1
     print(f"geometric mean {statistics.geometric_mean(ratios):.3f} of {len(ratios)}, worst {min(ratios):.3f}: {out}")
     return 0
 

@@ -49,8 +49,8 @@ def measured(**parts: Any) -> dict[str, Any]:
         "matmul_tensorwise": _part([product], ratios),
         "memory": _part([cast], casts),
         "update": _part(
-            [{**commit, "timings": {"graph": _timing(3.2), "eager": _timing(14.0)}}],
-            {"commit_1000_graph_us": 3.2, "commit_1000_eager_us": 14.0},
+            [{**commit, "timings": {"graph": _timing(3.2), "graph_cold": _timing(5.1), "eager": _timing(14.0)}}],
+            {"commit_1000_graph_us": 3.2, "commit_1000_graph_cold_us": 5.1, "commit_1000_eager_us": 14.0},
         ),
         "linears": _part(
             [{**linear, "timings": {"fp8dist": _timing(1000.0), "bf16": _timing(1630.0)}}],
@@ -89,10 +89,12 @@ def test_figures_are_those_of_the_file(tmp_path: Path) -> None:
     assert _line(table, "GEMM, row-wise").endswith(f"| {NOT_YET} |")
     assert _line(table, "cast only").endswith("| 0.93 (lowest 0.93: c) |")
     assert _line(table, "digest").endswith(f"| {NOT_YET} |")
-    assert _line(table, "commit,").endswith("| 3.2 µs in a CUDA graph, 14.0 µs launched one by one |")
+    assert _line(table, "commit,").endswith(
+        "| 3.2 µs in a CUDA graph, warm; 5.1 µs cold; 14.0 µs launched one by one, warm |"
+    )
     assert "| 0.97 | - | - | 0.91 (70b down wgrad) | 1234 |" in TABLES["matmuls"](loaded)
     assert "| cast | 1 of 8 x 16 | 31.5 | 3900 | 0.93 | 0.93 |" in TABLES["memory"](loaded)
-    assert "| commit | 1,000 | 1024 | 3.2 | 14.0 |" in TABLES["updates"](loaded)
+    assert "| commit | 1,000 | 1024 | 3.2 warm, 5.1 cold | 14.0 warm |" in TABLES["updates"](loaded)
     assert "| 8b qkv, 8192 tokens | 1.00 | 1.63 | 1.63 | 1.61 |" in TABLES["linears"](loaded)
     machines = TABLES["machines"](loaded)
     for text in ("0123456789", "torch 2.11.0, Triton 3.6.0", "2026-01-31", "100 passed, 0 failed, 2 skipped"):
@@ -125,7 +127,7 @@ def test_tables_go_between_their_markers() -> None:
     once = filled(page, [measured()])
     assert once.startswith("before\n<!-- results:goals -->\n| what |")
     assert once.endswith("|\n<!-- end of results:goals -->\nafter\n")
-    assert "old" not in once
+    assert "\nold\n" not in once
     assert filled(once, [measured()]) == once
     assert unknown_tables(page) == []
     assert unknown_tables("<!-- results:goals -->") == ["goals"]

@@ -67,6 +67,15 @@ def test_actions_take_turns_in_being_first() -> None:
     assert [len(one) for one in times] == [3, 3, 3]
 
 
+def test_what_is_done_before_each_action_is_not_timed() -> None:
+    clock = FakeClock()
+    stopwatch = HostStopwatch(clock)
+    actions = {"slow": clock.taking(0.02), "fast": clock.taking(0.01)}
+    assert stopwatch.rounds(list(actions.values()), 2, before=clock.taking(1.0))[0] == pytest.approx([2e4] * 2)
+    assert clock.seconds == pytest.approx(4.06)
+    assert compare(stopwatch, actions, 0.0, before=clock.taking(1.0)).ratio("slow", "fast") == pytest.approx(2.0)
+
+
 def test_compare_fits_into_the_time_it_has() -> None:
     clock = FakeClock()
     stopwatch = HostStopwatch(clock)
@@ -120,8 +129,10 @@ class FakeCuda:
             "get_device_properties": lambda device: properties,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        flushed = torch.empty(16, dtype=torch.uint8)
-        monkeypatch.setattr(torch, "empty", lambda *_, **__: flushed)
+        written = SimpleNamespace(zero_=lambda: self.done.append("write"))
+        clean = SimpleNamespace(amax=lambda: self.done.append("read"))
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: written)
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: clean)
 
 
 def test_the_gpu_stopwatch_times_what_is_between_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +143,14 @@ def test_the_gpu_stopwatch_times_what_is_between_its_events(monkeypatch: pytest.
     times = stopwatch.rounds([slow, fast], 3, head_start=5.0)
     assert times[0] == pytest.approx([2e4] * 3)
     assert times[1] == pytest.approx([1e4] * 3)
-    assert cuda.done == ["sleep 10000"] * 6
+    assert cuda.done == ["sleep 10000", "write", "read"] * 6
+    cuda.done.clear()
     stopwatch.rounds([slow], 1, head_start=1e9)
-    assert cuda.done[-1] == "sleep 4000000"
+    assert cuda.done[0] == "sleep 4000000"
+    cuda.done.clear()
+    log = cuda.done.append
+    stopwatch.rounds([lambda: log("action")], 2, before=lambda: log("before"))
+    assert cuda.done == ["before", "write", "read", "action"] * 2, "no written line is left to be timed"
     cuda.done.clear()
     stopwatch.replay(lambda: cuda.done.append("run"), 4)()
     assert cuda.done == ["wait", *["run"] * 3, "wait", *["run"] * 4, "replay"]

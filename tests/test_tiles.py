@@ -18,6 +18,8 @@ from fp8dist.kernels.fused import tables
 from fp8dist.kernels.fused.tables import Entry, Tile, TileTable, bucket, file_name
 from fp8dist.kernels.fused.tiles import Problem, best_of, candidates, faster_than_torch, tile_for
 from fp8dist.kernels.matmuls import Scaling
+from scripts import tune_matmuls
+from scripts.llama_shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted(Path(tables.__file__).with_name("tables").glob("*.json"))
@@ -212,9 +214,96 @@ def test_the_h200_has_a_file() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure for minutes")
 def test_the_tuner_needs_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "table.json"
-    command = [sys.executable, str(ROOT / "scripts" / "tune_matmuls.py"), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "scripts.tune_matmuls", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "no GPU here" in done.stderr
     assert not out.exists()
+
+
+class Tuner:
+    """The tuner on a GPU that does not exist. ``outcomes``: ratios, or what is raised instead, in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+        self.out = out
+        self.outcomes: Iterator[float | BaseException] = iter(())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        monkeypatch.setattr(tune_matmuls, "stopwatch_of", lambda device: None)
+        monkeypatch.setattr(tune_matmuls, "measured", self._measured)
+
+    def _measured(self, shape: Shape, scaling: Scaling, fast: bool, repeats: int, stopwatch: Any) -> dict[str, Any]:
+        outcome = next(self.outcomes, RuntimeError("no such product"))
+        if isinstance(outcome, BaseException):
+            raise outcome
+        tile = candidates(Problem(shape.m, shape.n, shape.k, scaling, fast), HOPPER)[0]
+        return Entry(scaling.value, fast, bucket(shape.m), shape.n, shape.k, tile, outcome).described()
+
+    def run(self, *outcomes: float | BaseException, commit: str | None = "abc", scaling: str = "tensorwise") -> int:
+        self.outcomes = iter(outcomes)
+        options = ["--tokens", "4096", "--scalings", scaling, "--out", str(self.out)]
+        return tune_matmuls.main([*options, *(["--commit", commit] if commit else [])])
+
+    @property
+    def ratios(self) -> list[float]:
+        """In the table, smallest first."""
+        test_shipped_tables_hold_what_was_measured(self.out)
+        return sorted(entry["vs_torch"] for entry in json.loads(self.out.read_text())["entries"])
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tuner:
+    return Tuner(monkeypatch, tmp_path / "nvidia-h200.json")
+
+
+def test_the_tuner_writes_a_table_that_can_be_shipped(tuner: Tuner) -> None:
+    assert tuner.run(1.01, RuntimeError("refused"), 0.97) == 0
+    assert tuner.ratios == [0.97, 1.01]
+    assert json.loads(tuner.out.read_text())["commit"] == "abc"
+
+
+def test_the_tuner_does_not_measure_what_nobody_can_name(
+    tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_git(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    assert tune_matmuls.commit() is None
+    assert tuner.run(1.0, commit=None) == 2
+    assert capsys.readouterr().err == "tune_matmuls: nobody knows which commit this is: say it with --commit\n"
+    assert not tuner.out.exists()
+
+
+def test_what_the_tuner_measured_before_it_was_ended_is_there(tuner: Tuner) -> None:
+    assert tuner.run(1.01, 1.02, KeyboardInterrupt()) == 130
+    assert tuner.ratios == [1.01, 1.02]
+    with pytest.raises(SystemExit):
+        tuner.run(1.03, SystemExit())
+    assert tuner.ratios == [1.02, 1.03], "the first was measured again"
+
+
+def test_a_tuner_without_a_product_leaves_the_table_alone(tuner: Tuner, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuner.run(1.01) == 0
+    before = tuner.out.read_text()
+    assert tuner.run() == 1
+    assert "every product was skipped" in capsys.readouterr().err
+    assert tuner.out.read_text() == before
+
+
+def test_a_table_is_of_one_commit_and_its_versions(
+    tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tuner.run(1.01) == 0
+    assert tuner.run(1.02, scaling="rowwise") == 0
+    assert tuner.ratios == [1.01, 1.02]
+    assert tuner.run(1.03, scaling="rowwise", commit="def-dirty") == 0
+    assert tuner.ratios == [1.03]
+    assert "drops 2 entries of commit abc" in capsys.readouterr().err
+    assert tuner.run(1.04, commit="def-dirty") == 0
+    assert tuner.ratios == [1.04], "of which code the other was, nobody knows"
+    monkeypatch.setattr(tune_matmuls, "versions", lambda: {"torch": "99", "triton": "99", "cuda": "99"})
+    assert tuner.run(1.05, scaling="rowwise", commit="def-dirty") == 0
+    assert tuner.ratios == [1.05]

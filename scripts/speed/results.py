@@ -8,8 +8,9 @@
      "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "cut_off"},
      "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
 
-Numbers that are none are texts: "nan", "inf", "-inf". Parts and tests carry "commit", "dirty" and "date" of their own: not all need be of one run. A figure that was refused,
-because a result was wrong, is not there; why is in its part's ``problem``, or its case's.
+Numbers that are none are texts: "nan", "inf", "-inf". Parts and tests carry "commit", "dirty" and "date" of their own:
+not all need be of one run. A figure that was refused, because a result was wrong, is not there; why is in its part's
+``problem``, or its case's.
 """
 
 from __future__ import annotations

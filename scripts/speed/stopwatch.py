@@ -26,7 +26,7 @@ __all__ = [
 Action = Callable[[], object]
 
 FLUSHED_BYTES = 512 << 20
-"""Several times the last-level cache of any GPU; going through it also gives the host time to get ahead of the device."""
+"""Several times the last-level cache of any GPU; it also gives the host time to get ahead of the device."""
 
 LONGEST_HEAD_START = 2e3
 """µs."""
