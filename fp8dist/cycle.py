@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fp8dist.checker import Checker
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
-from fp8dist.errors import ConfigurationError
+from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.graphs import capturing, compiled_any
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
@@ -61,6 +61,7 @@ class StepCycle:
         self.hooked = False
         self.early = False
         self._compiles = False
+        self._failure: SyncError | None = None
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
         self.sharded: ShardedWeights | None = None
@@ -178,6 +179,9 @@ class StepCycle:
         Args:
             hold: non-zero: the loss scaler skips this step, which is then none. Read on the device.
         """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         in_graph = self._captures()
         same_step = self.recipe.update == "same_step"
         self.mode.invalidate_casts()
@@ -218,25 +222,26 @@ class StepCycle:
     def compilation_begins(self) -> None:
         """torch.compile is about to trace something, maybe a forward. Local."""
         self._compiles = True
-        self.settle()
+        try:
+            self.settle()
+        except SyncError as error:  # Dynamo would make an error of its own of it.
+            self._failure = error
 
     def poll(self) -> None:
         """The host's part of steps that were replayed, and what is due. COLLECTIVE where ``boundary`` is."""
         self.settle()
         self.mode.invalidate_casts()
-        # Before anything may raise: the replays since the last poll are told of at the next one.
-        polled = [sync.poll() for sync in self.syncs]
+        if self.settings.enabled:
+            self.checker.act_on_verdicts(self.joins)
+        for sync in self.syncs:
+            sync.poll()
         try:
-            if self.settings.enabled:
-                self.checker.act_on_verdicts(self.joins)
+            self.checker.act_on_verdicts(self.joins)
         finally:
-            for sync, verdict in zip(self.syncs, polled):
-                sync.verdict = verdict or sync.verdict
-        self.checker.act_on_verdicts(self.joins, only_immediate=True)
-        replays = max((sync.replays for sync in self.syncs), default=0)
-        new, self._replays = replays - self._replays, replays
-        self._boundaries += new
-        self.mode.boundaries += new
+            replays = max((sync.replays for sync in self.syncs), default=0)
+            new, self._replays = replays - self._replays, replays
+            self._boundaries += new
+            self.mode.boundaries += new
         self._check_if_due(self._boundaries, in_step=False)
 
     def _check_if_due(self, finished: int, in_step: bool) -> None:
@@ -311,6 +316,11 @@ class StepCycle:
         """
         if self.settings.enabled and not self.mode.calibrating:
             self.require_attached()
+            if self._captures():
+                raise ConfigurationError(
+                    "fp8dist's comm_hook cannot be captured into a CUDA graph, which may end before the step does: "
+                    "leave the hook out; the sync is then in the graph with the optimizer's step"
+                )
             for sync in self.syncs:
                 sync.launch()
 

@@ -182,12 +182,13 @@ class StateManager(Joinable):
         self._cycle.boundary()
 
     def poll(self) -> None:
-        """After each replay of a CUDA graph that holds a step, and once before it is captured: what the host does at a
-        boundary. COLLECTIVE like one: all ranks, the same number of times.
+        """After replays of a CUDA graph that holds steps, and once before it is captured: what the host does at a
+        boundary. COLLECTIVE like one: on all ranks, after the same steps.
 
-        The graph has the step counter, the sync and the commit. This reads what the step before proved, acts on it,
-        does the check that is due (``check_every``), and ends the reuse of weight casts. It waits for the step before,
-        not for this one.
+        The graph has the step counter, the sync and the commit. This waits for the last replay, reads what the replays
+        since the last poll proved, acts on it, does the check that is due (``check_every``), and ends the reuse of
+        weight casts. After each replay it names the rank and slot behind a difference; after every few replays it costs
+        less, and tells that there was one.
 
         Raises:
             DivergenceError: with policy "raise", when a sync proved that ranks differ.

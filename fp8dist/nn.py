@@ -281,11 +281,12 @@ class _FP8LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,  # [tokens, in_features]
+        bias: Tensor
+        | None,  # [out_features]. Before the weight: gradients come in this order, as those of nn.Linear do.
         weight: Tensor,  # [out_features, in_features], for its gradient, and where backward casts it anew
         weight_rows: Tensor,  # FP8 [out_features, in_features]
         weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off or if cast in backward
         weight_inv_scale: Tensor,
-        bias: Tensor | None,  # [out_features]
         slots: LinearSlots,
         states: States,
         record: bool,
@@ -307,7 +308,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, again = ctx.saved_tensors
         slots: LinearSlots = ctx.slots
         slots.settle()  # A boundary may lie between this forward and this backward.
-        wants_input_grad, wants_weight_grad = ctx.needs_input_grad[:2]
+        wants_input_grad, wants_bias_grad, wants_weight_grad = ctx.needs_input_grad[:3]
         grad_input = grad_weight = grad_bias = None
         if wants_input_grad or wants_weight_grad:  # Else only the bias trains.
             rows, columns, inv_scale = slots.quantize(
@@ -320,10 +321,10 @@ class _FP8LinearFunction(torch.autograd.Function):
             del weight_columns  # Maybe a copy, of the size of the gradient that is next.
         if wants_weight_grad:
             grad_weight = slots.matmul(columns, x_columns, inv_scale, x_inv_scale, ctx.weight_dtype)
-        if ctx.needs_input_grad[5]:
+        if wants_bias_grad:
             grad_bias = grad_output.sum(0).to(ctx.bias_dtype)
         slots.count_backward()
-        return grad_input, grad_weight, None, None, None, grad_bias, None, None, None, None
+        return grad_input, grad_bias, grad_weight, None, None, None, None, None, None, None
 
 
 class _ObserveGradient(torch.autograd.Function):
@@ -381,7 +382,7 @@ class FP8Linear(nn.Linear):
         tokens = input.reshape(-1, in_features)
         cast = slots.weight_cast(weight, parameter, states[1], record)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
-        output = _FP8LinearFunction.apply(tokens, weight, *cast, bias, slots, states, record, wants_weight_grad)
+        output = _FP8LinearFunction.apply(tokens, bias, weight, *cast, slots, states, record, wants_weight_grad)
         # A new tensor for autograd, as F.linear's: FSDP2 warns of modules that return views.
         return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
 

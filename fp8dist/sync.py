@@ -56,7 +56,8 @@ class SyncCounters:
 
 
 class Evidence(NamedTuple):
-    """What this rank sent: header words, int32[4], and scales, float32[2, n]; and what the commit saw: bool[3, n]."""
+    """What this rank sent: header words, int32[4], and scales, float32[2, n]; and which counters the commit, or those
+    since the last poll, have raised: bool[3, n]."""
 
     words: Tensor
     scales: Tensor
@@ -133,6 +134,7 @@ class ArenaSync:
     _work: dist.Work | None = None
     _merged: Tensor | None = None
     _in_graph: bool = False  # What is under way is being captured, or was, and the capture failed.
+    _polled: Tensor | None = None  # The arena's counters at the last poll.
     _hold: Tensor | None = None
     _drop_nonfinite: bool = False
 
@@ -273,15 +275,15 @@ class ArenaSync:
         self._work = self._merged = self._hold = None
         self.phase, self._in_graph = Phase.IDLE, False
 
-    def poll(self) -> Verdict | None:
-        """Have the device say what replays proved since the last poll, and count anew. Local; None if no step was
-        captured. The state that they left goes along: the next replay may be under way before this is read."""
-        if not self.graphed:
-            return None
-        verdict = Verdict(self.arena.unpolled.clone())
-        verdict.evidence = self.evidence()
-        self.arena.unpolled.zero_()
-        return verdict
+    def poll(self) -> None:
+        """What replays proved since the last poll is the verdict now. Local; the last one must have been read."""
+        arena, before = self.arena, self._polled
+        self._polled = arena.counters.clone()
+        if self.graphed:
+            seen = self._polled > (0 if before is None else before)
+            self.verdict = Verdict(arena.unpolled.clone())
+            self.verdict.evidence = Evidence(arena.words.clone(), arena.sent.clone(), seen)
+            arena.unpolled.zero_()
 
     def read_verdict(self) -> tuple[Proof, Evidence | None]:
         """What the last sync proved, or the replays before the last poll, with the evidence if it is kept. It is there
@@ -326,16 +328,8 @@ class ArenaSync:
         self.settle()
         self._collect()
         state = dict(self.__dict__)
-        state.update(
-            phase=Phase.IDLE,
-            verdict=None,
-            captured=None,
-            _counted=None,
-            _work=None,
-            _merged=None,
-            _hold=None,
-            counters=SyncCounters(),
-        )
+        state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
+        state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None)
         return state
 
 

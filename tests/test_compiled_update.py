@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.ahead_of_time import compiled, table
+from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, compiled, table
 
 
 @pytest.mark.slow
@@ -18,6 +18,7 @@ def test_state_kernels(capability: int, record_property: Callable[[str, object],
     assert len(kernels) == 8
     for kernel in kernels:
         assert kernel.stack == 0, kernel.case
+        assert kernel.shared <= SHARED_MEMORY_LIMIT, kernel.case
         assert kernel.count(r"\b(STL|LDL)") == 0, kernel.case
         assert kernel.count(r"div\.full|div\.approx|rcp\.approx", "ptx") == 0, kernel.case
         assert kernel.count(r"\bATOMG\.E\.ADD\.64") == 1, "a ticket"

@@ -3,16 +3,21 @@ the real one is in tests/test_gpu_*.py."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, StateManager
+from tests.support.elements import flip
 from tests.support.graphs import EmulatedGraph
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
 from tests.support.states import state_of
 from tests.support.training import batch, make_net
 
@@ -22,11 +27,18 @@ WARM_UP, REPLAYS = 2, 6
 class _Job:
     """A net with a static batch, as capture needs it."""
 
-    def __init__(self, momentum: float = 0.9, check_every: int = 0, **recipe: Any) -> None:
+    def __init__(
+        self, momentum: float = 0.9, check_every: int = 0, group: Any = None, check_policy: Any = None, **recipe: Any
+    ) -> None:
         self.net: nn.Module = make_net()
         backend = recipe.pop("backend", "auto")
         self.manager: StateManager = fp8dist.prepare(
-            self.net, DelayedScaling(history_len=3, **recipe), backend=backend, check_every=check_every
+            self.net,
+            DelayedScaling(history_len=3, **recipe),
+            group=group,
+            backend=backend,
+            check_every=check_every,
+            check_policy=check_policy,
         )
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=momentum)
         self.manager.attach(optimizer=self.optimizer)
@@ -119,7 +131,7 @@ def test_captured_while_cold() -> None:
 
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether verdicts are read as on CUDA: at the next poll."""
+    """Whether verdicts are read as on CUDA: not before the next boundary or poll."""
     if request.param:
         original = fp8dist.sync.Verdict.__init__
 
@@ -194,6 +206,8 @@ def test_two_steps_in_a_graph(late: bool) -> None:
     """What the first of them saw is told as well."""
     job = _Job(momentum=0.0)
     events = _events(job)
+    named: list[Any] = []
+    job.manager.on_event(lambda event: named.append(event.slots))
     _warm(job)
     job.manager.poll()
     graph = EmulatedGraph()
@@ -213,6 +227,7 @@ def test_two_steps_in_a_graph(late: bool) -> None:
     job.manager.poll()
     job.manager.poll()
     assert [kind for kind, _ in events] == ["nonfinite"]
+    assert named[0], "by name, although the last step saw none"
     assert job.manager.steps == job.manager._mode.boundaries == WARM_UP + 2
 
 
@@ -287,13 +302,12 @@ def test_eager_steps_go_on_after_replays() -> None:
 
 
 def test_checks_become_due_by_polls(late: bool) -> None:
-    """After every second step, replayed or not, and once each; where verdicts come late, a poll later."""
+    """After every second step, replayed or not, and once each."""
     job = _Job(check_every=2)
     checked: list[tuple[int, bool]] = []
     job.manager._cycle.check = lambda scope, policy, in_step: checked.append((job.manager.steps, in_step))  # type: ignore
     _replayed(job)
-    assert checked == [(step, False) for step in ((2, 5, 7) if late else (2, 4, 6, 8))]
-    job.manager.poll()
+    assert checked == [(step, False) for step in (2, 4, 6, 8)]
     for step in range(2):
         job.load(step)
         job.step()
@@ -316,6 +330,60 @@ def test_a_capture_before_poll_is_refused(update: str) -> None:
 def test_what_cannot_be_captured_is_refused() -> None:
     job = _Job()
     job.manager.poll()
+    with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="comm_hook cannot be captured"):
+        job.manager.early_launcher().launch_early()
     job.manager._cycle.sharded = mock.Mock()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="cannot be captured"):
         job.step()
+
+
+def test_a_copy_has_seen_no_replays() -> None:
+    job = _Job()
+    _replayed(job)
+    twin = fp8dist.get_manager(copy.deepcopy(job.net))
+    twin.poll()
+    assert twin._mode.boundaries == job.manager._mode.boundaries
+    assert twin.metrics()["fp8/checks"] == 0
+
+
+def _graphed_ranks(update: str, fault: bool, replays_per_poll: int) -> Any:
+    """Two steps, then replays whose collective is in the graph; before the fourth, rank 1's scale of a slot is
+    damaged."""
+    job = _Job(update=update, group=dist.group.WORLD, check_policy="warn")
+    found: list[Any] = []
+    job.manager.on_event(
+        lambda event: found.extend((f.step, f.kind, f.name, f.ranks) for f in event.report.findings)  # type: ignore
+    )
+    with captured_log():
+        _warm(job)
+        graph = _captured(job)
+        for step in range(WARM_UP, WARM_UP + REPLAYS):
+            job.load(step)
+            if fault and step == WARM_UP + 3 and dist.get_rank() == 1:
+                flip(job.manager.scale("branch", "weight"), 20)
+            graph.replay()
+            if (step + 1) % replays_per_poll == 0:
+                job.manager.poll()
+    metrics = job.manager.metrics()
+    return found, state_of(job.manager), metrics["fp8/collectives"], job.manager.steps
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.parametrize("replays_per_poll", [1, 2])
+def test_ranks_that_replay(three_ranks: RankPool, update: str, replays_per_poll: int) -> None:
+    """The sync is in the graph: state equal on all ranks, each collective counted."""
+    results = three_ranks.run(_graphed_ranks, update, False, replays_per_poll)
+    attach = 1
+    for found, state, collectives, steps in results:
+        assert not found
+        assert state == results[0][1]
+        assert collectives == attach + WARM_UP + REPLAYS
+        assert steps == WARM_UP + REPLAYS
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_a_scale_that_differs_in_a_replay_is_named_once(three_ranks: RankPool, update: str) -> None:
+    results = three_ranks.run(_graphed_ranks, update, True, 1)
+    for found, state, _, _ in results:
+        assert found == [(WARM_UP + 4, "scale", "branch:weight", (1,))]
+        assert state == results[0][1]

@@ -501,3 +501,13 @@ def test_a_backend_that_cannot_be_is_refused_at_attach(monkeypatch: pytest.Monke
     with pytest.raises(ConfigurationError, match="it needs a GPU"):
         manager.attach()
     why_not_triton.cache_clear()
+
+
+def test_gradients_come_in_the_order_of_nn_linear() -> None:
+    """DDP lays its buckets by it: another order changes sums of three ranks between the first step and the next."""
+    module, _ = linear(bias=True)
+    order: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    module(inputs(5, 48).requires_grad_()).sum().backward()
+    assert order == ["bias", "weight"]

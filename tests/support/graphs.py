@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,11 +41,23 @@ class EmulatedGraph(TorchDispatchMode):
     def capture(self) -> Iterator[None]:
         """The library sees a capture inside."""
         with ExitStack() as stack:
+            stack.enter_context(mock.patch("fp8dist.sync.all_reduce_max", self._all_reduce_max))
             for module in ("sync", "cycle", "nn"):
                 stack.enter_context(mock.patch(f"fp8dist.{module}.capturing", return_value=True))
             stack.enter_context(mock.patch.object(Tensor, "tolist", self._tolist(Tensor.tolist)))
             stack.enter_context(self)
             yield
+
+    def _all_reduce_max(self, tensor: Tensor, group: Any, counters: Any) -> Any:
+        """A collective is recorded only: other ranks may capture at another time."""
+
+        def reduce(given: Tensor) -> Tensor:
+            dist.all_reduce(given, dist.ReduceOp.MAX, group=group.process_group)
+            return given
+
+        self._calls.append((reduce, (tensor,), {}, [tensor]))
+        counters.collectives += 1
+        return mock.Mock()
 
     def replay(self) -> None:
         """All of it again."""
