@@ -366,7 +366,7 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
     wrong = weights()
     flip(wrong["bf16"], 4, 2)

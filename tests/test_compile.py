@@ -136,7 +136,7 @@ def test_compiled_in_one_graph_it_is_not_compiled_again(update: str, boundary: s
 
 
 @pytest.mark.parametrize("run", [_checkpointed, _selective])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.slow
 def test_compiled_with_checkpointing_it_is_not_compiled_again(backend: str, run: Any) -> None:

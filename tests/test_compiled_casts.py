@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled, table
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 REGISTERS = 64
 """More, and fewer than 1024 threads fit on a multiprocessor: too few loads under way to keep memory busy."""
@@ -29,7 +29,7 @@ def check_all(kernels: list[Compiled], names: dict[str, int], record_property: C
         assert not kernel.count(r"(min|max)[a-z.]*\.NaN|\.ftz", of="ptx"), name
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("capability", [90, 100])
 def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.compiled.casts", capability)
     check_all(kernels, {"cast_kernel": 20, "amax_kernel": 11}, record_property)
@@ -54,7 +54,7 @@ def test_casts(capability: int, record_property: Callable[[str, object], None]) 
         assert not kernel.count(r"STG\.E\.(U8|U16)"), kernel.case
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("capability", [90, 100])
 def test_amaxes(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.compiled.magnitude", capability)
     check_all(kernels, {"amax_kernel": 12}, record_property)
@@ -66,7 +66,7 @@ def test_amaxes(capability: int, record_property: Callable[[str, object], None])
             assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("capability", [90, 100])
 def test_casts_with_many_scales(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.compiled.blocks", capability)
     check_all(kernels, {"lines_kernel": 6, "amax_kernel": 2, "squares_kernel": 2}, record_property)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled, table
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 MODULE = "tests.compiled.matmuls"
 ALL_FOR_HOPPER = 57
@@ -55,7 +55,6 @@ def test_operand_formats_on_hopper_are_in_the_instructions(hopper: list[Compiled
             assert one.count(rf"QGMMA\.64x\d+x32\.F32\.{formats}") == one.count("QGMMA")
 
 
-@pytest.mark.long
 def test_blackwell(record_property: Callable[[str, object], None]) -> None:
     kernels = compiled(MODULE, 100)
     record_property("compiled", table(kernels))
@@ -67,7 +66,6 @@ def test_blackwell(record_property: Callable[[str, object], None]) -> None:
         assert one.count(r"\b(HMMA|QMMA|IMMA)\b") == 0, one.case
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("capability", [89, 120])
 def test_consumer_gpus(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled(MODULE, capability)

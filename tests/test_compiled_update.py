@@ -9,8 +9,8 @@ import pytest
 from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, compiled, table
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [90, 100])
 def test_state_kernels(capability: int, record_property: Callable[[str, object], None]) -> None:
     """Divisions that must equal the CPU's bits, atomics that need no order, nothing spilled."""
     kernels = compiled("tests.compiled.update", capability)

@@ -157,7 +157,7 @@ def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["all-reduce"].outcome == "failed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_torchrun(tmp_path: Path) -> None:
     """Over the job's ranks, twice in one job."""
     script = tmp_path / "job.py"

@@ -38,7 +38,7 @@ def test_a_cast_is_the_twins(block: Any, layout: str, monkeypatch: pytest.Monkey
     compare(LAYOUTS[layout](hard_values(20, 144).bfloat16()), torch.float8_e4m3fn, block)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_all_shapes_and_strides(block: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

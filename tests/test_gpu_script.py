@@ -77,7 +77,7 @@ def test_without_pytest_timeout_the_tests_run(tmp_path: Path, monkeypatch: pytes
     assert " passed" in (out / "check.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_benchmark_runs_at_tiny_sizes(tmp_path: Path) -> None:
     parts = [argument for name in results.PARTS for argument in ("--part", name)]

@@ -101,7 +101,7 @@ def _replayed(job: _Job) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.long)])
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 @pytest.mark.parametrize("warmup", ["current", "unit"])
 def test_replays_are_steps(update: str, warmup: str, backend: str) -> None:

@@ -129,7 +129,7 @@ def test_a_nan_is_counted_by_all_and_stops_nobody(tmp_path: Path) -> None:
     assert run.losses[-1] < run.losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_repair_goes_on_with_equal_ranks(tmp_path: Path) -> None:
     faults = [flag for fault in ("skip:1:6", "scale:2:8", "weight:0:12") for flag in ("--inject", fault)]
     (tmp_path / "divergence.txt").write_text("of an earlier run\n")

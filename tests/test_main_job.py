@@ -180,7 +180,7 @@ def test_gathering_fp8_changes_bytes_and_no_bits(two_rank_run: Runner) -> None:
     assert gathered == 2 * (weights // 2) * (4 - 1)  # Forward and backward; half from the other rank; 3 bytes each.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [["fsdp1", "--sharding", "grad_op"], ["fsdp2"]], ids=lambda flags: flags[0])
 def test_sharded_accumulation_and_bfloat16(tmp_path: Path, flags: list[str]) -> None:
     accumulates = ["--accumulate", "2", "--eval-every", "6", "--batch-size", "3"]  # Uneven validation.
@@ -190,7 +190,7 @@ def test_sharded_accumulation_and_bfloat16(tmp_path: Path, flags: list[str]) -> 
     assert bf16.summary["validation_loss"] == pytest.approx(ddp.summary["validation_loss"], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replicas_of_shards_on_four_ranks(tmp_path: Path) -> None:
     flags = ["--parallel", "hsdp", "--check-every", "4", "--calibrate-steps", "2"]
     run = finish(tmp_path, TORCHRUN, *TINY, *flags, NPROC="4")

@@ -217,8 +217,11 @@ def assert_same_end(run: Run, straight: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "update", "ranks"),
-    [("ddp", "same_step", "3"), ("fsdp1", "same_step", "2"), ("fsdp2", "next_step", "2")],
-    ids=["ddp", "fsdp1", "fsdp2"],
+    [
+        pytest.param("ddp", "same_step", "3", id="ddp"),
+        pytest.param("fsdp1", "same_step", "2", id="fsdp1", marks=pytest.mark.long),
+        pytest.param("fsdp2", "next_step", "2", id="fsdp2"),
+    ],
 )
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, update: str, ranks: str) -> None:
     """Three ranks: only then does the order of a sum show."""
