@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "measured", "run_part"]
 
-SHARES = (0.3, 0.2, 0.06, 0.15, 0.12, 0.12, 0.25)
+SHARES = (0.3, 0.2, 0.06, 0.15, 0.12, 0.12, 0.04, 0.25)
 """How the time is shared, in the order of ``results.PARTS``. torchao's models are compiled."""
 
 START_UP = 25.0

@@ -44,6 +44,7 @@ GOALS = (
     Goal("GEMM, tensorwise, fast accumulation", _SCALED_MM, "0.95", "1.00, none below 0.93", "matmul_tensorwise", ""),
     Goal("GEMM, row-wise", _SCALED_MM, "0.92", "1.00", "matmul_rowwise", ""),
     Goal("GEMM, block-scaled", _SCALED_MM, "0.85", "1.00", "matmul_blockwise", ""),
+    Goal("the same, 1 x 128 by 1 x 128, wgrad", _SCALED_MM, "-", "1.00", "matmul_blockwise_1d", ""),
     Goal("cast + transpose + amax", _COPY, "0.80", "0.92", "memory", "cast_transpose_amax"),
     Goal("amax only", _COPY, "0.90", "0.97", "memory", "amax"),
     Goal("cast only", _COPY, "0.90", "0.97", "memory", "cast"),
@@ -77,7 +78,7 @@ def matmuls(measured: Sequence[Results]) -> str:
     head = ["device", "scaling", "shapes", "geometric mean", "fprop", "dgrad", "wgrad", "lowest", "TFLOP/s, highest"]
     rows = []
     for data in measured:
-        for kind in ("tensorwise", "rowwise", "blockwise"):
+        for kind in ("tensorwise", "rowwise", "blockwise", "blockwise_1d"):
             part = data["parts"].get(f"matmul_{kind}")
             if part is None:
                 continue

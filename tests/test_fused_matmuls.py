@@ -140,6 +140,16 @@ def test_block_scales_may_have_any_strides() -> None:
         _assert_exact(matmul(a, b, lying_a, lying_b, torch.float32, False), given, torch.float32)
 
 
+def test_scales_of_lines_may_have_any_strides() -> None:
+    given = small_integers(130, 272, 272, Scaling.BLOCKWISE_1D)
+    a, b, inv_scale_a, inv_scale_b = given.operands
+    for lying_a, lying_b in (
+        (inv_scale_a.T.contiguous().T, inv_scale_b.T.contiguous().T),
+        (inv_scale_a.repeat(2, 3)[:130, :3], inv_scale_b.repeat_interleave(2, 1)[:, ::2]),
+    ):
+        _assert_exact(matmul(a, b, lying_a, lying_b, torch.float32, False), given, torch.float32)
+
+
 def test_row_scales_and_biases_may_have_any_strides() -> None:
     given = small_integers(33, 48, 80, Scaling.ROWWISE, biased=True)
     a, b, inv_scale_a, inv_scale_b = given.operands
@@ -212,6 +222,25 @@ def test_inverse_scales_whose_product_is_no_float32() -> None:
     small, tiny = torch.tensor(2.0**-70, device=DEVICE), torch.tensor(1.0 + 2.0**-20, device=DEVICE)
     assert (matmul(a, b, small, small, torch.float32, True) == 32 * 2.0**-140).all()
     assert (matmul(a, b, small, tiny, torch.float32, True) == 32 * 2.0**-70 * tiny.item()).all()
+
+
+def test_inverse_scales_of_lines_whose_product_is_no_float32() -> None:
+    """In each block that of ``a`` is applied first, then that of ``b``."""
+    a, b = (torch.ones(16, 144, device=DEVICE).to(E4M3) for _ in range(2))
+    zeros = torch.zeros_like(a)
+
+    def got(left: Tensor, of_a: float, of_b: float) -> Tensor:
+        of_lines = [torch.full((16, 2), scale, device=DEVICE) for scale in (of_a, of_b)]
+        expected = matmul_reference(left, b, *of_lines, torch.float32)
+        found = matmul(left, b, *of_lines, torch.float32, False)
+        assert ((found - expected).abs() <= 2.0**-20 * expected).all()
+        return found
+
+    assert not got(zeros, 2.0**100, 2.0**100).any()
+    assert (got(a, 2.0**-70, 2.0**-70) == 144 * 2.0**-140).all()
+    assert (got(a, 2.0**-70, 1.0 + 2.0**-20) == 144 * 2.0**-70 * (1.0 + 2.0**-20)).all()
+    for of_a, of_b in ((2.0**100, 2.0**-100), (2.0**-100, 2.0**100), (2.0**-140, 2.0**120), (2.0**119, 2.0**-119)):
+        assert (got(a, of_a, of_b) == 144 * of_a * of_b).all()
 
 
 def test_a_single_row_with_strides_that_mean_nothing() -> None:

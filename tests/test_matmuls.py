@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8dist.kernels.matmuls import Scaling, block_scales_for_torch, matmul_reference, matmul_torch, scaling_of
+from fp8dist.kernels.matmuls import (
+    Scaling,
+    block_scales_for_torch,
+    matmul_reference,
+    matmul_torch,
+    scaling_of,
+    torch_can,
+)
 from tests.support.devices import DEVICE
 from tests.support.products import E4M3, PAIRS, random_numbers, shapes_of_scales, small_integers
 
@@ -84,7 +91,8 @@ def test_products_of_nothing(scaling: Scaling, m: int, k: int) -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(2, 16, 16), (200, 256, 272), (128, 128, 128), (3, 16, 1024)])
 def test_shapes_tell_what_scales_belong_to(scaling: Scaling, m: int, n: int, k: int) -> None:
     given = small_integers(m, n, k, scaling)
-    assert scaling_of(*given.operands) is scaling
+    one_block = scaling is Scaling.BLOCKWISE_1D and k <= 128  # A scale for each row, then.
+    assert scaling_of(*given.operands) is (Scaling.ROWWISE if one_block else scaling)
 
 
 def test_one_row_and_one_block_are_all_the_same() -> None:
@@ -93,15 +101,23 @@ def test_one_row_and_one_block_are_all_the_same() -> None:
     assert torch.equal(matmul_reference(*given.operands, torch.float32).cpu().double(), given.exact())
 
 
+def test_scales_that_change_along_the_contracted_dim() -> None:
+    assert [scaling for scaling in Scaling if scaling.in_blocks] == [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D]
+    assert [scaling for scaling in Scaling if not torch_can(scaling, torch.device("cpu"))] == [
+        Scaling.BLOCKWISE,
+        Scaling.BLOCKWISE_1D,
+    ]
+
+
 @pytest.mark.parametrize(
     ("shape_a", "shape_b"),
-    [((), (64, 1)), ((48, 1), ()), ((48,), (64,)), ((48, 1), (1, 64)), ((48, 3), (64, 3)), ((48, 2), (1, 3)),
-     ((48, 3, 1), (1, 3)), ((1, 3), (1, 3))],
+    [((), (64, 1)), ((48, 1), ()), ((48,), (64,)), ((48, 1), (1, 64)), ((48, 3), (48, 3)), ((48, 2), (1, 3)),
+     ((48, 3, 1), (1, 3)), ((1, 3), (1, 3)), ((1, 3), (64, 3)), ((48, 3), (64, 2))],
     ids=str,
 )  # fmt: skip
 def test_scales_that_fit_nothing_are_refused(shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
     a, b = torch.zeros(48, 272).to(E4M3), torch.zeros(64, 272).to(E4M3)
-    with pytest.raises(ValueError, match=r"expected one element each .* \(48, 3\) and \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"one element each .* \(48, 3\) and \(1, 3\) .* \(48, 3\) and \(64, 3\)"):
         scaling_of(a, b, torch.ones(shape_a), torch.ones(shape_b))
     with pytest.raises(ValueError, match="expected one element each"):
         matmul_torch(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16, False)
@@ -128,15 +144,17 @@ def test_operands_and_biases_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="torch has it there")
-def test_torch_refuses_block_scales_on_a_cpu() -> None:
-    given = small_integers(48, 144, 272, Scaling.BLOCKWISE)
+@pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])
+def test_torch_refuses_block_scales_on_a_cpu(scaling: Scaling) -> None:
+    given = small_integers(48, 144, 272, scaling)
     with pytest.raises(ValueError, match="no block-scaled product on a CPU"):
         matmul_torch(*given.operands, torch.bfloat16, False)
 
 
 def _laid_out(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = small_integers(m, n, k, Scaling.BLOCKWISE)
-    return given.inv_scale_a, given.inv_scale_b, *block_scales_for_torch(given.inv_scale_a, given.inv_scale_b)
+    scales = given.inv_scale_a, given.inv_scale_b
+    return *scales, *block_scales_for_torch(*scales, Scaling.BLOCKWISE)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 272), (48, 144, 128), (48, 144, 1024), (128, 256, 272)])
@@ -150,14 +168,28 @@ def test_block_scales_are_laid_out_for_torch(m: int, n: int, k: int) -> None:
     assert scale_b.stride() == (1, padded)
     assert torch.equal(scale_b[:blocks], inv_scale_b.T)
     assert not scale_b[blocks:].any()
-    assert block_scales_for_torch(scale_a, inv_scale_b)[0] is scale_a
+    assert block_scales_for_torch(scale_a, inv_scale_b, Scaling.BLOCKWISE)[0] is scale_a
 
 
-def test_torch_takes_block_scales_that_are_so_laid_out() -> None:
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 272), (48, 144, 128), (48, 144, 1024)])
+def test_scales_of_lines_are_laid_out_for_torch(m: int, n: int, k: int) -> None:
+    given = small_integers(m, n, k, Scaling.BLOCKWISE_1D)
+    laid_out = block_scales_for_torch(given.inv_scale_a, given.inv_scale_b, Scaling.BLOCKWISE_1D)
+    for inv_scale, scale, lines in zip((given.inv_scale_a, given.inv_scale_b), laid_out, (m, n)):
+        assert torch.equal(scale, inv_scale)
+        assert scale.stride() == (1, lines)
+    again = block_scales_for_torch(*laid_out, Scaling.BLOCKWISE_1D)
+    assert all(scale is same for scale, same in zip(laid_out, again))
+
+
+@pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])
+def test_torch_takes_block_scales_that_are_so_laid_out(scaling: Scaling) -> None:
     """Its own checks, without the product."""
     m, n, k = 64, 256, 1280
-    scale_a, scale_b = (scale.to("meta") for scale in _laid_out(m, n, k)[2:])
+    given = small_integers(m, n, k, scaling)
+    scale_a, scale_b = block_scales_for_torch(given.inv_scale_a, given.inv_scale_b, scaling)
     a, b = torch.empty(m, k, dtype=E4M3, device="meta"), torch.empty(n, k, dtype=E4M3, device="meta")
-    kinds = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
-    out = functional.scaled_mm(a, b.T, scale_a, kinds[0], scale_b, kinds[1], output_dtype=torch.float32)
+    lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+    of_b = lines if scaling is Scaling.BLOCKWISE_1D else squares
+    out = functional.scaled_mm(a, b.T, scale_a.to("meta"), lines, scale_b.to("meta"), of_b, output_dtype=torch.float32)
     assert out.shape == (m, n)

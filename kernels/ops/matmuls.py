@@ -15,6 +15,7 @@ __all__ = [
     "SCALE_BLOCK",
     "Scaling",
     "block_scales_for_torch",
+    "column_major",
     "matmul_reference",
     "matmul_torch",
     "product_of_nothing",
@@ -39,6 +40,12 @@ class Scaling(Enum):
     TENSORWISE = "tensorwise"  # one each: any shape with one element
     ROWWISE = "rowwise"  # a [m, 1], b [n, 1]
     BLOCKWISE = "blockwise"  # a [m, ceil(k / 128)] (1 x 128), b [ceil(n / 128), ceil(k / 128)] (128 x 128)
+    BLOCKWISE_1D = "blockwise_1d"  # a [m, ceil(k / 128)], b [n, ceil(k / 128)] (1 x 128 both)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether scales change along the contracted dim. Then products add up in float32 after each block."""
+        return self in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D)
 
 
 def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor) -> Scaling:
@@ -60,16 +67,18 @@ def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor) -
         return Scaling.ROWWISE
     if shapes == ((m, blocks), (_blocks(n), blocks)):
         return Scaling.BLOCKWISE
+    if shapes == ((m, blocks), (n, blocks)):
+        return Scaling.BLOCKWISE_1D
     raise ValueError(
         f"inverse scales of shapes {shapes[0]} and {shapes[1]} for a {(m, k)} and b {(n, k)}: expected one element "
-        f"each (tensorwise), {(m, 1)} and {(n, 1)} (row-wise), or {(m, blocks)} and {(_blocks(n), blocks)} "
-        "(1x128 by 128x128)"
+        f"each (tensorwise), {(m, 1)} and {(n, 1)} (row-wise), {(m, blocks)} and {(_blocks(n), blocks)} (1x128 by "
+        f"128x128), or {(m, blocks)} and {(n, blocks)} (1x128 by 1x128)"
     )
 
 
 def torch_can(scaling: Scaling, device: torch.device) -> bool:
     """Whether torch has a product with such scales on ``device``: with scales of blocks on Hopper only."""
-    if scaling is not Scaling.BLOCKWISE:
+    if not scaling.in_blocks:
         return True
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
@@ -88,8 +97,8 @@ def matmul_torch(
     Args:
         a: FP8 [m, k] contiguous. m is free.
         b: FP8 [n, k] contiguous. n and k are multiples of 16.
-        inv_scale_a: float32, ``inv_scale_b`` likewise; shapes as ``Scaling`` says. Block scales are cheapest where
-            that of ``a`` is the transpose of a contiguous [ceil(k / 128), m].
+        inv_scale_a: float32, ``inv_scale_b`` likewise; shapes as ``Scaling`` says. Scales of
+            1 x 128 blocks are cheapest as the transpose of contiguous memory: [ceil(k / 128), m] for ``a``.
         out_dtype: bfloat16, float16 or float32: dtype of the [m, n] result.
         fast_accumulation: let Hopper accumulate in its reduced-precision registers. Without effect on block-scaled
             products, which add up in float32 after each block.
@@ -106,8 +115,8 @@ def matmul_torch(
         # cuBLASLt takes a bias of the result's dtype only, and none with float32.
         product = matmul_torch(a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation)
         return product.add_(bias).to(out_dtype)
-    if scaling is Scaling.BLOCKWISE:
-        return _block_scaled(a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+    if scaling.in_blocks:
+        return _block_scaled(a, b, inv_scale_a, inv_scale_b, scaling, out_dtype, bias)
     if scaling is Scaling.ROWWISE:
         inv_scale_a, inv_scale_b = inv_scale_a.contiguous(), inv_scale_b.t().contiguous()
     return torch._scaled_mm(
@@ -132,9 +141,11 @@ def matmul_reference(
     """The same product, dequantised and multiplied in float32. Shapes, bias and errors as ``matmul_torch``, but
     block-scaled on any device."""
     require_layout(a, b, bias)
-    if scaling_of(a, b, inv_scale_a, inv_scale_b) is Scaling.BLOCKWISE:
+    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+    if scaling.in_blocks:
         inv_scale_a = inv_scale_a.repeat_interleave(SCALE_BLOCK, 1)[:, : a.shape[1]]
         inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 1)[:, : b.shape[1]]
+    if scaling is Scaling.BLOCKWISE:
         inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 0)[: b.shape[0]]
     product = dequantize(a, inv_scale_a) @ dequantize(b, inv_scale_b).t()
     return (product if bias is None else product.add_(bias)).to(out_dtype)
@@ -160,20 +171,29 @@ def product_of_nothing(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tenso
     return product if bias is None else product.add_(bias)
 
 
-def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Block scales [m, blocks] and [ceil(n / 128), blocks] as ``torch.nn.functional.scaled_mm`` wants them.
+def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """Scales of blocks as ``torch.nn.functional.scaled_mm`` wants them (ATen's ScaledBlas.cpp checks shapes and
+    strides).
 
     Returns:
-        ([m, blocks] with strides (1, m), not copied if it has them; [blocks rounded up to 4, ceil(n / 128)], columns
-        contiguous, padded with zeros).
+        [m, blocks] with strides (1, m), not copied if it has them. Then under BLOCKWISE_1D [n, blocks] likewise; else
+        [blocks rounded up to 4, ceil(n / 128)], columns contiguous, padded with zeros.
     """
-    m, blocks = inv_scale_a.shape
-    scale_a = inv_scale_a
-    if scale_a.stride() != (1, m):
-        scale_a = torch.empty_strided((m, blocks), (1, m), dtype=scale_a.dtype, device=scale_a.device).copy_(scale_a)
+    scale_a = column_major(inv_scale_a)
+    if scaling is Scaling.BLOCKWISE_1D:
+        return scale_a, column_major(inv_scale_b)
+    blocks = inv_scale_b.shape[1]
     scale_b = inv_scale_b.new_zeros(inv_scale_b.shape[0], -(-blocks // 4) * 4)
     scale_b[:, :blocks] = inv_scale_b
     return scale_a, scale_b.t()
+
+
+def column_major(scale: Tensor) -> Tensor:
+    """[lines, blocks] with strides (1, lines): itself, or a copy."""
+    lines = scale.shape[0]
+    if scale.stride() == (1, lines):
+        return scale
+    return torch.empty_strided(scale.shape, (1, lines), dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
 def _blocks(size: int) -> int:
@@ -181,18 +201,25 @@ def _blocks(size: int) -> int:
 
 
 def _block_scaled(
-    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    scaling: Scaling,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
 ) -> Tensor:
     if not a.is_cuda:
         raise ValueError('torch has no block-scaled product on a CPU: use the backend "reference"')
-    scale_a, scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b)
+    lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+    scale_a, scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b, scaling)
     return functional.scaled_mm(
         a,
         b.t(),
         scale_a,
-        functional.ScalingType.BlockWise1x128,
+        lines,
         scale_b,
-        functional.ScalingType.BlockWise128x128,
+        lines if scaling is Scaling.BLOCKWISE_1D else squares,
         bias=bias,
         output_dtype=out_dtype,
         use_fast_accum=False,

@@ -1,4 +1,4 @@
-"""FP8 products of Llama 3's layers: ``fp8dist.kernels.fused`` against ``torch._scaled_mm``, in one of three recipes.
+"""FP8 products of Llama 3's layers: ``fp8dist.kernels.fused`` against ``torch._scaled_mm``, with one kind of scales.
 
 Before anything is timed, sampled rows of both results are compared with float64, and all of one with all of the other.
 """
@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8dist.kernels.matmuls import SCALE_BLOCK, block_scales_for_torch
+from fp8dist.kernels.matmuls import SCALE_BLOCK, Scaling, block_scales_for_torch, column_major
 from scripts.llama_shapes import PASSES, shapes_of
 from scripts.speed.lab import Case, Lab, geomean, joined_problems, poison, ratios_of
 from scripts.speed.stopwatch import compare, issue_time
 
 __all__ = ["KINDS", "Matmuls", "Operands", "Planned"]
 
-KINDS = ("tensorwise", "rowwise", "blockwise")
+KINDS = tuple(scaling.value for scaling in Scaling)
+ONLY_WGRAD = Scaling.BLOCKWISE_1D.value
+"""Scales of 1 x 128 for both operands: of two activations."""
 OURS, THEIRS = "fp8dist", "torch._scaled_mm"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIDDLE_FIRST = (8192, 16384, 4096, 32768)
@@ -51,7 +53,8 @@ class Planned:
 
 @dataclass(frozen=True)
 class Operands:
-    """FP8 [m, k] and [n, k] with inverse scales: 0-d, or [m, 1] and [n, 1], or one per 1 x 128 and 128 x 128 block."""
+    """FP8 [m, k] and [n, k] with inverse scales: 0-d, or [m, 1] and [n, 1], or one per 1 x 128 block and
+    one per 128 x 128 block, or one per 1 x 128 block of either."""
 
     a: Tensor
     b: Tensor
@@ -63,20 +66,24 @@ class Operands:
         """Random ones, formats as a training step has them: gradients are E5M2 under tensorwise scaling only."""
         m, n, k = planned.m, planned.n, planned.k
         gradients = kind == "tensorwise" and planned.use != "fprop"
+        blocks = -(-k // SCALE_BLOCK)
         shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
             "tensorwise": ((), ()),
             "rowwise": ((m, 1), (n, 1)),
-            "blockwise": ((m, -(-k // SCALE_BLOCK)), (-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))),
+            "blockwise": ((m, blocks), (-(-n // SCALE_BLOCK), blocks)),
+            "blockwise_1d": ((m, blocks), (n, blocks)),
         }
         of_a, of_b = shapes[kind]
-        inv_scale_a = torch.rand(of_a, device=device).add_(0.5)
-        if kind == "blockwise":  # As casts write them.
-            inv_scale_a = inv_scale_a.t().contiguous().t()
+        inv_scale_a, inv_scale_b = (torch.rand(shape, device=device).add_(0.5) for shape in (of_a, of_b))
+        if Scaling(kind).in_blocks:  # As casts write them.
+            inv_scale_a = column_major(inv_scale_a)
+        if kind == "blockwise_1d":
+            inv_scale_b = column_major(inv_scale_b)
         return Operands(
             torch.randn(m, k, dtype=torch.bfloat16, device=device).to(E5M2 if gradients else E4M3),
             torch.randn(n, k, dtype=torch.bfloat16, device=device).to(E4M3),
             inv_scale_a,
-            torch.rand(of_b, device=device).add_(0.5),
+            inv_scale_b,
         )
 
     def exactly(self, rows: Tensor) -> Tensor:
@@ -110,8 +117,10 @@ class Matmuls:
     def plan(self, lab: Lab) -> list[Planned]:
         """All layers, numbers of tokens and uses; the middle number of tokens first."""
         if lab.smoke:
-            return [Planned("smoke fprop", "fprop", 48, 256, 128), Planned("smoke wgrad", "wgrad", 32, 128, 256)]
-        return llama_products()
+            products = [Planned("smoke fprop", "fprop", 48, 256, 128), Planned("smoke wgrad", "wgrad", 32, 128, 256)]
+        else:
+            products = llama_products()
+        return [one for one in products if self.kind != ONLY_WGRAD or one.use == "wgrad"]
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
         """See ``Part``. "ratio" is torch's time over ours."""
@@ -173,9 +182,9 @@ def _theirs(operands: Operands, kind: str) -> tuple[Callable[[], Tensor] | None,
     a, b, inv_scale_a, inv_scale_b = operands.a, operands.b.t(), operands.inv_scale_a, operands.inv_scale_b
     if kind == "rowwise":
         inv_scale_b = inv_scale_b.t()
-    elif kind == "blockwise":
-        inv_scale_a, padded = block_scales_for_torch(inv_scale_a, inv_scale_b)
-        inv_scale_b = padded[: inv_scale_b.shape[1]]
+    elif Scaling(kind).in_blocks:
+        inv_scale_a, laid_out = block_scales_for_torch(inv_scale_a, inv_scale_b, Scaling(kind))
+        inv_scale_b = laid_out[: inv_scale_b.shape[1]] if kind == "blockwise" else laid_out.t()
 
     def product(fast: bool) -> Tensor:
         return torch._scaled_mm(
@@ -183,11 +192,12 @@ def _theirs(operands: Operands, kind: str) -> tuple[Callable[[], Tensor] | None,
         )
 
     def public_product() -> Tensor:
-        types = (functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128)
-        return functional.scaled_mm(a, b, inv_scale_a, types[0], padded, types[1], output_dtype=torch.bfloat16)
+        lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+        of_b = squares if kind == "blockwise" else lines
+        return functional.scaled_mm(a, b, inv_scale_a, lines, laid_out, of_b, output_dtype=torch.bfloat16)
 
     attempts: list[Callable[[], Tensor]] = [functools.partial(product, True), functools.partial(product, False)]
-    if kind == "blockwise":
+    if Scaling(kind).in_blocks:
         attempts.append(public_product)
     refusals = []
     for attempt in attempts:

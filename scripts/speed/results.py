@@ -41,7 +41,16 @@ __all__ = [
 
 SCHEMA = 1
 STAMP = ("commit", "dirty", "date")
-PARTS = ("matmul_tensorwise", "memory", "update", "linears", "matmul_rowwise", "matmul_blockwise", "torchao")
+PARTS = (
+    "matmul_tensorwise",
+    "memory",
+    "update",
+    "linears",
+    "matmul_rowwise",
+    "matmul_blockwise",
+    "matmul_blockwise_1d",
+    "torchao",
+)
 STATUSES = ("done", "failed", "cut off")
 _TIMING = ("median_us", "low_us", "high_us", "count")
 _TOP = {"schema": int, "smoke": bool, "date": str, "run": str, "device": dict, "versions": dict, "parts": dict}

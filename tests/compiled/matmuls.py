@@ -23,17 +23,20 @@ def launch(compiler: Compiler) -> None:
     capability = divmod(compiler.capability, 10)
     out_dtypes = (torch.bfloat16, torch.float32) if compiler.capability == HOPPER else (torch.bfloat16,)
     for scaling, fast, out_dtype in product(Scaling, (True, False), out_dtypes):
-        if scaling is Scaling.BLOCKWISE and fast:
+        if scaling.in_blocks and fast:
             continue  # the same kernel
         for tile in candidates(Problem(M, N, K, scaling, fast), capability):
             _compile(compiler, tile, scaling, fast, out_dtype, out_dtype is torch.bfloat16)
     if compiler.capability == HOPPER:
         best = candidates(Problem(M, N, K, Scaling.TENSORWISE, True), capability)[0]
         _compile(compiler, best, Scaling.TENSORWISE, True, torch.float16, False)
-        for tile in candidates(Problem(M, N, K, Scaling.BLOCKWISE, False), capability):
-            _compile(compiler, tile, Scaling.BLOCKWISE, False, torch.bfloat16, False, m=M - 1)
-        scalings = (Scaling.TENSORWISE, Scaling.ROWWISE)
+        for scaling in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D):
+            for tile in candidates(Problem(M, N, K, scaling, False), capability):
+                _compile(compiler, tile, scaling, False, torch.bfloat16, False, m=M - 1)
+        scalings = (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D)
         for (a_dtype, b_dtype), scaling, fast in product(((E5M2, E4M3), (E4M3, E5M2)), scalings, (True, False)):
+            if scaling.in_blocks and fast:
+                continue
             best = candidates(Problem(M, N, K, scaling, fast), capability)[0]
             _compile(compiler, best, scaling, fast, torch.bfloat16, False, a_dtype, b_dtype)
 
@@ -51,7 +54,7 @@ def _compile(
 ) -> None:
     a, b = torch.empty(m, K, dtype=a_dtype), torch.empty(N, K, dtype=b_dtype)
     bias = torch.empty(N, dtype=torch.bfloat16) if biased else None
-    speed = "" if scaling is Scaling.BLOCKWISE else "fast " if fast else "slow "
+    speed = "" if scaling.in_blocks else "fast " if fast else "slow "
     pair = "" if a_dtype == b_dtype else f" {_short(a_dtype)} x {_short(b_dtype)}"
     size = f"{tile.rows}x{tile.columns}x{tile.depth}"
     ragged = "" if m == M else " ragged"
@@ -64,7 +67,8 @@ def _scales(scaling: Scaling, m: int) -> tuple[Tensor, Tensor]:
         return torch.empty(()), torch.empty(())
     if scaling is Scaling.ROWWISE:
         return torch.empty(m, 1), torch.empty(N, 1)
-    return torch.empty(K // 128, m).t(), torch.empty(N // 128, K // 128)
+    of_b = torch.empty(N // 128, K // 128) if scaling is Scaling.BLOCKWISE else torch.empty(K // 128, N).t()
+    return torch.empty(K // 128, m).t(), of_b
 
 
 def _short(dtype: torch.dtype) -> str:

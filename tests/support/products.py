@@ -45,6 +45,7 @@ def shapes_of_scales(m: int, n: int, k: int, scaling: Scaling) -> tuple[tuple[in
         Scaling.TENSORWISE: ((), ()),
         Scaling.ROWWISE: ((m, 1), (n, 1)),
         Scaling.BLOCKWISE: ((m, blocks), ((n + 127) // 128, blocks)),
+        Scaling.BLOCKWISE_1D: ((m, blocks), (n, blocks)),
     }[scaling]
 
 

@@ -13,7 +13,7 @@ from fp8dist.kernels.fused.launching import on_device_of, processors
 from fp8dist.kernels.fused.products import block_scaled_kernel, scaled_kernel, wide_block_scaled_kernel
 from fp8dist.kernels.fused.tables import Tile
 from fp8dist.kernels.fused.tiles import Problem, tile_for
-from fp8dist.kernels.matmuls import Scaling, product_of_nothing, require_layout, scaling_of
+from fp8dist.kernels.matmuls import Scaling, column_major, product_of_nothing, require_layout, scaling_of
 
 __all__ = ["matmul", "matmul_with"]
 
@@ -27,7 +27,7 @@ _STAGING_BYTES = 1 << 15
 """Of shared memory, through which the result is written piece by piece. More would cost a stage of operands."""
 
 _MOST_PROMOTED_COLUMNS = 128
-"""Of a tile whose products are added up in registers: a wider one is worked on in parts."""
+"""Of a tile whose products are added up in registers: a wider one is worked on in parts, or never chosen."""
 
 _PART_ROW_BYTES = 128
 """Of a row of a tile that is worked on in parts, what is written at once: more would not fit beside accumulators."""
@@ -74,16 +74,20 @@ def matmul_with(
 ) -> Tensor:
     """``matmul`` with a tile of the caller's choice, of operands that it would take and that are not empty."""
     scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
-    blockwise = scaling is Scaling.BLOCKWISE
-    parted = (blockwise or not fast_accumulation) and tile.columns > _MOST_PROMOTED_COLUMNS
+    parts = _parts(tile, scaling, fast_accumulation)
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    common = _arguments(tile, a, b, out, (4 if blockwise else 2) if parted else 1)
+    common = _arguments(tile, a, b, out, parts)
     common.update(BIASED=bias is not None, bias=inv_scale_b if bias is None else bias.contiguous())
     tiles = triton.cdiv(a.shape[0], tile.rows) * triton.cdiv(b.shape[0], tile.columns)
     programs = (min(tiles, processors(a.device)),)
     with on_device_of(a):
-        if blockwise:
-            kernel = wide_block_scaled_kernel if parted else block_scaled_kernel
+        if scaling.in_blocks:
+            lines = scaling is Scaling.BLOCKWISE_1D
+            if lines:
+                inv_scale_b = column_major(inv_scale_b)
+            if parts == 1:
+                common.update(LINES=lines)
+            kernel = block_scaled_kernel if parts == 1 else wide_block_scaled_kernel
             kernel[programs](
                 inv_scale_a=inv_scale_a,
                 inv_scale_b=inv_scale_b,
@@ -99,10 +103,19 @@ def matmul_with(
                 inv_scale_b=inv_scale_b.contiguous(),
                 ROWWISE=scaling is Scaling.ROWWISE,
                 FAST=fast_accumulation,
-                HALVED=parted,
+                HALVED=parts == 2,
                 **common,
             )
     return out
+
+
+def _parts(tile: Tile, scaling: Scaling, fast_accumulation: bool) -> int:
+    """In how many parts a tile is worked on."""
+    if tile.columns <= _MOST_PROMOTED_COLUMNS or scaling is Scaling.BLOCKWISE_1D:
+        return 1
+    if scaling is Scaling.BLOCKWISE:
+        return 4
+    return 1 if fast_accumulation else 2
 
 
 def _arguments(tile: Tile, a: Tensor, b: Tensor, out: Tensor, parts: int) -> dict[str, Any]:

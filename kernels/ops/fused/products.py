@@ -153,7 +153,7 @@ def block_scaled_kernel(
     b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K]
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
     inv_scale_a,  # float32[m, blocks], any strides; read in one go where rows are next to each other
-    inv_scale_b,  # float32[ceil(n / TILE_K), blocks], any strides
+    inv_scale_b,  # float32[ceil(n / TILE_K), blocks], any strides; LINES float32[n, blocks], columns contiguous
     bias,  # [n], or if not BIASED anything
     m,
     n,
@@ -163,28 +163,38 @@ def block_scaled_kernel(
     b_row_stride,
     b_block_stride,
     TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,  # Divides TILE_K: one scale of ``b`` per tile and step.
+    TILE_N: tl.constexpr,  # Divides TILE_K: one scale of ``b`` per tile and step, if not LINES.
     TILE_K: tl.constexpr,  # The block of the scales.
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
     BIASED: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    """1 x 128 by 128 x 128 scales: each step's product is scaled, and added in float32."""
-    tl.static_assert(TILE_K % TILE_N == 0)
+    """1 x 128 by 128 x 128 scales, or LINES 1 x 128 by 1 x 128: each step's product is scaled, and added in float32.
+
+    LINES: by the scale of ``a`` first, then by that of ``b``, because their product may leave the range of float32
+    where neither does. 128 products times the scale of ``a`` leave it for no amax of ``a`` below 2**105.
+    """
+    tl.static_assert(LINES or TILE_K % TILE_N == 0)
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
         row, column = i * TILE_M, j * TILE_N
         place = row + tl.arange(0, TILE_M)
         scales_a = inv_scale_a + place.to(tl.int64) * a_row_stride
-        scales_b = inv_scale_b + (column // TILE_K).to(tl.int64) * b_row_stride
+        scales_b = inv_scale_b + (column if LINES else (column // TILE_K).to(tl.int64) * b_row_stride)
         product = tl.zeros((TILE_M, TILE_N), tl.float32)
         for start in range(0, k, TILE_K):
             x = a.load([row, start])
             y = b.load([column, start])
             scale_a = tl.load(scales_a, mask=place < m, other=0.0)
-            scale_b = tl.load(scales_b)
-            product += tl.dot(x, y.T) * (scale_a * scale_b)[:, None]
+            if LINES:
+                line = tl.arange(0, TILE_N)  # The tile's place is in the pointer: one address for all, not one each.
+                scale_b = tl.load(scales_b + line, mask=line < n - column, other=0.0)
+                product += tl.dot(x, y.T) * scale_a[:, None] * scale_b[None, :]
+            else:
+                scale_b = tl.load(scales_b)
+                product += tl.dot(x, y.T) * (scale_a * scale_b)[:, None]
             scales_a += a_block_stride
             scales_b += b_block_stride
         _write(out, product, 0.0, inv_scale_b, bias, row, column, n, TILE_N, PIECE, False, BIASED)

@@ -75,13 +75,19 @@ def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[Tile, ...
 
     Each is compiled for all it may be chosen for by ``tests/test_compiled_matmuls.py``, without a spilled register.
     """
-    blockwise = problem.scaling is Scaling.BLOCKWISE
     if capability[0] == _HOPPER:
-        large = (_WIDE_BLOCKS,) if blockwise else (_WIDE, _TALL) if problem.fast_accumulation else (_WIDE,)
-        return (*large, _SQUARE, _LOW, _SMALL)
+        return (*_large_for_hopper(problem), _SQUARE, _LOW, _SMALL)
     if capability[0] == _BLACKWELL:
-        return (*(() if blockwise else (_WIDE_BLACKWELL,)), _SQUARE, _LOW_BLACKWELL, _SMALL)
+        return (*(() if problem.scaling.in_blocks else (_WIDE_BLACKWELL,)), _SQUARE, _LOW_BLACKWELL, _SMALL)
     return (_SMALL,)  # Ada and consumer Blackwell have 99 KB of shared memory.
+
+
+def _large_for_hopper(problem: Problem) -> tuple[Tile, ...]:
+    if problem.scaling is Scaling.BLOCKWISE_1D:
+        return ()  # A scale for each column would not fit the registers beside the accumulator of a wide tile.
+    if problem.scaling is Scaling.BLOCKWISE:
+        return (_WIDE_BLOCKS,)
+    return (_WIDE, _TALL) if problem.fast_accumulation else (_WIDE,)
 
 
 def best_of(tiles: tuple[Tile, ...], problem: Problem, processors: int) -> Tile:
@@ -97,7 +103,7 @@ def best_of(tiles: tuple[Tile, ...], problem: Problem, processors: int) -> Tile:
 
 def _kind(problem: Problem) -> tuple[str, bool]:
     # Block-scaled products add up in float32 whatever was asked for.
-    return problem.scaling.value, problem.fast_accumulation and problem.scaling is not Scaling.BLOCKWISE
+    return problem.scaling.value, problem.fast_accumulation and not problem.scaling.in_blocks
 
 
 def _ceil(size: int, by: int) -> int:
