@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -53,6 +54,7 @@ class Attachment:
         self._hooks: BoundaryHooks | None = None
         self._join_link: JoinLink | None = None
         self._guards: list[RemovableHandle | CompilationWatch] = []
+        self._module: weakref.ref[nn.Module] | None = None
         self._before: ShardedWeights | None = None  # What is known of weights, until a new tie has succeeded.
 
     def tie(
@@ -83,7 +85,7 @@ class Attachment:
         self._before = cycle.sharded or self._before
         self.release()
         _place(model, whole, cycle)
-        self.by_optimizer = by_optimizer
+        self.by_optimizer, self._module = by_optimizer, weakref.ref(whole)
         cycle.agree("optimizer" if by_optimizer else "manual", timeout)
         for linear in fp8_linears(model):
             linear.fp8_slots.resharded = linear in resharded
@@ -93,6 +95,7 @@ class Attachment:
             cycle.derive_weight_scales(local_weights(model), "cold")
         cycle.drop_nonfinite = scaler is not None
         cycle.hooked = by_optimizer
+        cycle.resumed = any(optimizer.state for optimizer in optimizers)
         mode.awaits_attach = False
         mode.invalidate_casts()
         mode.reuse_casts = bool(optimizers)
@@ -103,11 +106,16 @@ class Attachment:
             self._guards += watch_every_step(cycle)
         if optimizers:
             self._hooks = BoundaryHooks(cycle, optimizers, scaler, by_optimizer)
-        if cycle.recipe.update == "next_step":
+        if any(sync.arena.recipe.update == "next_step" for sync in cycle.syncs):
             self._guards.append(CompilationWatch(cycle))
         ddp = find_ddp(whole)
         if ddp is not None:
             self._join_link = JoinLink(ddp, cycle)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model as the loop calls it, if it is tied."""
+        return None if self._module is None else self._module()
 
     @property
     def ddp(self) -> DistributedDataParallel | None:

@@ -25,7 +25,7 @@ from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.ddp import find_ddp
 from fp8dist.groups import SyncGroup, world_size
 from fp8dist.kernels.header import WORD_MANIFEST, WORD_STEP
-from fp8dist.nn import Mode
+from fp8dist.linear_slots import Mode
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.slots import Slot
@@ -41,11 +41,12 @@ class Event:
     """Something that a monitor or a policy may want to hear of.
 
     ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed), "saturated" (weights that are
-    gathered in FP8 were cast beyond the scales of ``slots``) or "diverged" (``report`` says what). Events are told
-    at boundaries and in ``check()``, the same ones on every rank.
+    gathered in FP8 were cast beyond the scales of ``slots``), "fallback" (the modules that cast ``slots`` are in high
+    precision for a while) or "diverged" (``report`` says what). Events are told at boundaries and in ``check()``, the
+    same ones on every rank.
     """
 
-    kind: Literal["nonfinite", "saturated", "diverged"]
+    kind: Literal["nonfinite", "saturated", "fallback", "diverged"]
     step: int
     slots: tuple[Slot, ...] = ()
     report: DivergenceReport | None = None
@@ -64,12 +65,16 @@ class Checker:
         groups: Sequence[SyncGroup | None],
         settings: Settings,
         mode: Mode,
+        fall_back: Callable[[], Callable[[Sequence[Slot]], list[str]] | None],
     ) -> None:
+        """``fall_back``: gives, while it lives, what sends the modules that cast some slots to high precision, and names
+        them."""
         self.callbacks: list[Callable[[Event], None]] = []
         self.checks = 0
         self.seconds = 0.0
         self._syncs, self._groups = syncs, groups
         self._settings, self._mode = settings, mode
+        self._fall_back = fall_back
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
         self._module: weakref.ref[nn.Module] | None = None
         self._last_good: int | None = None
@@ -105,10 +110,12 @@ class Checker:
     ) -> list[tuple[ArenaSync, DivergenceReport]]:
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
         for sync in self._syncs:
-            if sync.verdict is None or (only_immediate and not sync.verdict.immediate):
+            if sync.verdict is None:
+                continue
+            if only_immediate and not (sync.verdict.immediate and sync.arena.recipe.update == "same_step"):
                 continue
             proof, kept = sync.read_verdict()
-            if not (proof.differs or proof.nonfinite or proof.saturated):
+            if not (proof.differs or proof.nonfinite or proof.saturated or proof.tripped):
                 continue
             evidence = kept or sync.evidence()
             step = int(evidence.words[WORD_STEP])
@@ -116,6 +123,8 @@ class Checker:
                 self._tell_saturated(sync, step, evidence)
             if proof.nonfinite:
                 self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, evidence.flags[NONFINITE])))
+            if proof.tripped:
+                self._tell_fallback(sync, step)
             if proof.differs and joins:
                 detail = "not localised inside a Join context"
                 ranks = sync.group.ranks if sync.group is not None else ()
@@ -144,6 +153,25 @@ class Checker:
                     len(slots),
                     slots[0].fqn,
                 )
+
+    def _tell_fallback(self, sync: ArenaSync, step: int) -> None:
+        """The same on all ranks: what tripped is what their sync says."""
+        slots = _slots_where(sync.arena, sync.take_tripped())
+        fall_back = self._fall_back()
+        modules = [] if fall_back is None else fall_back(slots)
+        if not modules:
+            return
+        self._untold.append(Event("fallback", step, slots))
+        assert self._settings.fallback is not None
+        if sync.group is None or sync.group.rank == min(sync.group.ranks):
+            logger.warning(
+                "fp8dist: step %d: %d module(s) go to high precision for %d steps, %s first (%s)",
+                step,
+                len(modules),
+                self._settings.fallback.steps,
+                modules[0],
+                ", ".join(map(str, slots[:4])),
+            )
 
     def _localise(self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...]) -> DivergenceReport:
         with on_device(sync.arena.device):

@@ -15,10 +15,11 @@ from fp8dist.cycle import StepCycle
 from fp8dist.errors import CheckpointError
 from fp8dist.formats import FORMATS
 from fp8dist.groups import SyncGroup, world_size
+from fp8dist.precision import Precisions
 from fp8dist.scaling import FLOAT32_MAX
 from fp8dist.state import storage
 from fp8dist.state.arena import Arena
-from fp8dist.state.slots import Slot
+from fp8dist.state.slots import Slot, SlotSpec
 
 __all__ = ["Checkpoint"]
 
@@ -94,17 +95,24 @@ class Checkpoint:
         return arenas
 
     def _to_bytes(self, arenas: Sequence[Arena]) -> bytes:
-        return storage.to_bytes(_collected(arenas), {"settings": self._cycle.settings.describe()})
+        state = _collected(arenas, self._cycle.precisions)
+        return storage.to_bytes(state, {"settings": self._cycle.settings.describe()})
 
     def _take_over(self, matches: Sequence[_Match]) -> None:
+        precisions = self._cycle.precisions
         before = [(arena, arena.copied_state()) for arena in self._arenas()]
+        precision = precisions.describe()
         try:
             for match in matches:
                 match.apply()
+            # Modules, like slots, belong to one arena, and so to one match.
+            precisions.restore({fqn: of for match in matches for fqn, of in match.precision.items()})
         except BaseException:  # A callable amax_algo, say.
             for arena, state in before:
                 arena.put_back(state)
+            precisions.restore(precision)
             raise
+        self._cycle.announce_precisions()
         for sync in self._cycle.syncs:
             sync.abandon()
         self._cycle.state_loaded({slot for match in matches for slot in match.loaded})
@@ -130,9 +138,13 @@ def _parsed(key: str, value: Any) -> dict[str, Any]:
     return storage.from_bytes(value, f"FP8 state {key!r}")[0]
 
 
-def _collected(arenas: Sequence[Arena]) -> dict[str, Any]:
-    """The state of all slots as CPU tensors in slot order, with names, formats and recipe."""
+def _collected(arenas: Sequence[Arena], precisions: Precisions) -> dict[str, Any]:
+    """The state of all slots as CPU tensors in slot order, with names, formats and recipes."""
     specs = [spec for arena in arenas for spec in arena.specs]
+    recipes = list(dict.fromkeys(arena.recipe for arena in arenas if len(arena)) or [arenas[0].recipe])
+    recipe_of = [recipes.index(arena.recipe) for arena in arenas for _ in arena.specs]
+    length = max(arena.ring.length for arena in arenas)
+    fqns = {spec.slot.fqn for spec in specs}
     order = sorted(range(len(specs)), key=lambda i: specs[i].slot)
 
     def merged(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -143,13 +155,15 @@ def _collected(arenas: Sequence[Arena]) -> dict[str, Any]:
         "version": storage.FORMAT_VERSION,
         "slots": [list(specs[i].slot) for i in order],
         "formats": [specs[i].format.name for i in order],
-        "recipe": arenas[0].recipe.describe(),
+        "recipes": [recipe.describe() for recipe in recipes],
+        "recipe_of": [recipe_of[i] for i in order],
+        "precision": {fqn: of for fqn, of in precisions.describe().items() if fqn in fqns},
         "step": arenas[0].step.detach().cpu().to(torch.int64).clone(),
         "scale": merged([a.scale for a in arenas]),
         "amax": merged([a.amax for a in arenas]),
         "cold": merged([a.cold for a in arenas]),
         "counters": merged([a.counters for a in arenas], 1),
-        "history": merged([a.ordered_history() for a in arenas]),
+        "history": merged([_fitted(a.ordered_history(), length) for a in arenas]),
     }
 
 
@@ -192,25 +206,43 @@ class _Match:
                 raise CheckpointError(f"the saved FP8 state is of another model. {text}")
             logger.warning("fp8dist: loading FP8 state non-strictly. %s", text)
 
+    @property
+    def precision(self) -> dict[str, Any]:
+        """Of modules that were not as their recipe said, by fqn."""
+        precision: dict[str, Any] = self._saved["precision"]
+        return precision
+
     def _compare_recipes(self) -> tuple[set[Slot], list[str]]:
         """(slots whose scales follow from amaxes in another way than when they were saved, what has changed)."""
-        theirs, mine = self._saved["recipe"], self._arenas[0].recipe.describe()
-        changes = [
-            f"{name} is {theirs.get(name)!r} there and {mine[name]!r} here"
-            for name in _CONVERTIBLE
-            if theirs.get(name) != mine[name]
-        ]
-        specs = [spec for arena in self._arenas for spec in arena.specs if spec.slot in self._places]
-        if changes:
-            changed = {spec.slot for spec in specs}
-        else:
-            changed = {spec.slot for spec in specs if self._format_of(spec.slot) != spec.format.name}
-        odd = sorted(spec for spec in specs if self._format_of(spec.slot) != spec.format.name)
+        changed: set[Slot] = set()
+        changes: dict[str, None] = {}
+        odd: list[SlotSpec] = []
+        for arena in self._arenas:
+            mine = arena.recipe.describe()
+            for spec in arena.specs:
+                if spec.slot not in self._places:
+                    continue
+                theirs = self._recipe_of(spec.slot)
+                found = _differences(theirs, mine)
+                changes.update(dict.fromkeys(found))
+                if self._format_of(spec.slot) != spec.format.name:
+                    odd.append(spec)
+                elif not found:
+                    continue
+                changed.add(spec.slot)
         if odd:
             more = f" (and {len(odd) - 1} more slots have another format)" if len(odd) > 1 else ""
-            slot, format = odd[0]
-            changes.append(f"format of {slot} is {self._format_of(slot)!r} there and {format.name!r} here{more}")
-        return changed, changes
+            slot, format = min(odd)
+            changes[f"format of {slot} is {self._format_of(slot)!r} there and {format.name!r} here{more}"] = None
+        return changed, list(changes)
+
+    def _changes_kind(self, arena: Arena) -> bool:
+        kind = type(arena.recipe).__name__
+        return any(self._recipe_of(slot).get("recipe") != kind for slot in arena.index if slot in self._places)
+
+    def _recipe_of(self, slot: Slot) -> dict[str, Any]:
+        recipe: dict[str, Any] = self._saved["recipes"][self._saved["recipe_of"][self._places[slot]]]
+        return recipe
 
     def _format_of(self, slot: Slot) -> str:
         name: str = self._saved["formats"][self._places[slot]]
@@ -219,14 +251,17 @@ class _Match:
     def _amaxes_behind_scales(self) -> Tensor:
         """float32[n], in the order of the saved slots: the amaxes that the scales were made from, as far as scales tell
         (a power of two was rounded down, a margin was added)."""
-        margin, names = self._saved["recipe"].get("margin"), self._saved["formats"]
-        if not isinstance(margin, int) or isinstance(margin, bool) or not -64 <= margin <= 64:
-            raise CheckpointError(f"its margin is {margin!r}: it cannot be converted")
+        names = self._saved["formats"]
+        margins = [recipe.get("margin", 0) for recipe in self._saved["recipes"]]
+        for margin in margins:
+            if not isinstance(margin, int) or isinstance(margin, bool) or not -64 <= margin <= 64:
+                raise CheckpointError(f"its margin is {margin!r}: it cannot be converted")
         unknown = sorted({name for name in names if name not in FORMATS})
         if unknown:
             raise CheckpointError(f"it has slots of format {unknown[0]!r}, of which nothing is known here")
         largest = torch.tensor([FORMATS[name].max for name in names], dtype=torch.float32, device="cpu")
-        return (largest / 2.0**margin / self._saved["scale"].cpu()).clamp(max=FLOAT32_MAX)
+        factors = torch.tensor([2.0 ** margins[i] for i in self._saved["recipe_of"]], device="cpu")
+        return (largest / factors / self._saved["scale"].cpu()).clamp(max=FLOAT32_MAX)
 
     def apply(self) -> None:
         """Change the arenas."""
@@ -243,13 +278,15 @@ class _Match:
             values: Tensor = self._saved[name].cpu()
             return values.index_select(dim, theirs).to(arena.device)
 
+        arena.step.copy_(self._saved["step"])
+        if not arena.recipe.delayed and self._changes_kind(arena):
+            return  # Nothing that was saved tells of the tensors to come.
         arena.scale[mine] = rows("scale")
         torch.reciprocal(arena.scale, out=arena.inv_scale)
         arena.amax[mine] = rows("amax")
         arena.cold[mine] = rows("cold")
         arena.counters[:, mine] = rows("counters", 1)  # These say where in its ring a window starts.
         arena.write_history(_fitted(rows("history"), arena.ring.length), mine)
-        arena.step.copy_(self._saved["step"])
 
     def _convert(self, arena: Arena, mine: Tensor, theirs: Tensor) -> None:
         """Scales by this recipe: from what its ``amax_algo`` makes of the window; where that gives none (a weight whose
@@ -263,6 +300,20 @@ class _Match:
         changed = torch.tensor([slot in self._changed for slot in arena.index], dtype=torch.bool, device=arena.device)
         tells = (amax > 0) & (amax < torch.inf)
         arena.derive_scales(torch.where(tells, amax, stood_for), changed & ~arena.cold)
+
+
+def _differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """In what the scales of two recipes differ. Scales that are made just in time need no state, and fit whatever was
+    saved."""
+    if mine["recipe"] != "DelayedScaling":
+        return []
+    if theirs.get("recipe") != mine["recipe"]:
+        return [f"recipe is {theirs.get('recipe')!r} there and {mine['recipe']!r} here"]
+    return [
+        f"{name} is {theirs.get(name)!r} there and {mine[name]!r} here"
+        for name in _CONVERTIBLE
+        if theirs.get(name) != mine[name]
+    ]
 
 
 def _fitted(history: Tensor, length: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,8 +21,9 @@ from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.graphs import capturing, compiled_any
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
-from fp8dist.nn import Mode
-from fp8dist.recipe import DelayedScaling
+from fp8dist.linear_slots import Mode
+from fp8dist.precision import Precisions
+from fp8dist.recipe import Gemm
 from fp8dist.settings import Settings
 from fp8dist.shards import ShardedWeight, ShardedWeights
 from fp8dist.state.arena import Arena
@@ -29,6 +32,8 @@ from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync, Phase, all_reduce_max
 
 __all__ = ["StepCycle"]
+
+logger = logging.getLogger("fp8dist")
 
 
 class StepCycle:
@@ -40,13 +45,13 @@ class StepCycle:
 
     def __init__(
         self,
-        recipe: DelayedScaling,
         settings: Settings,
         mode: Mode,
+        precisions: Precisions,
         syncs: Sequence[ArenaSync],
         groups: Sequence[SyncGroup | None],
     ) -> None:
-        self.recipe = recipe
+        self.precisions = precisions
         self.settings = settings
         self.mode = mode
         pairs = sorted(zip(syncs, groups), key=lambda pair: tuple(sorted(pair[1].ranks)) if pair[1] else ())
@@ -61,15 +66,18 @@ class StepCycle:
         self.hooked = False
         self.early = False
         self._compiles = False
+        self.resumed = False
+        self.calibrates = False
+        self._manifests: dict[int, str] = {}
         self._failure: SyncError | None = None
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
         self.sharded: ShardedWeights | None = None
-        self.checker = Checker(self.syncs, self.groups, self.settings, self.mode)
+        self.checker = Checker(self.syncs, self.groups, self.settings, self.mode, weakref.WeakMethod(self.fall_back))
         self._boundaries = self._checked = self._replays = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("recipe", "settings", "mode", "syncs", "groups")
+        kept = ("precisions", "settings", "mode", "syncs", "groups")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,12 +100,13 @@ class StepCycle:
         publications = []
         for sync, group in zip(self.syncs, self.groups):
             settings = {**self.settings.describe(), "boundary": boundary, "arenas": len(self.syncs)}
-            manifest = build_manifest(sync.arena.specs, self.recipe.describe(), settings)
-            sync.arena.set_manifest_word(digest_word(manifest_digest(manifest)))
+            manifest = build_manifest(sync.arena.specs, sync.arena.recipe.describe(), settings)
+            self._manifests[id(sync)] = manifest_digest(manifest)
             if group is not None and group.size > 1:
                 publications.append(publish_manifest(group, manifest))
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
         agree_on_manifests(publications, len(self.groups) - 1, timeout)
+        self.announce_precisions()
         self.attached = True
         self.mode.unsynced = False
         self._boundaries = self._checked = 0
@@ -136,9 +145,11 @@ class StepCycle:
                 cold slots: they told of other weights.
             of: the arenas that ``weights`` are in, where only their ranks call. None: all.
         """
-        syncs = self.syncs if of is None else of
+        syncs = [sync for sync in (self.syncs if of is None else of) if self._scales_weights(sync)]
         amaxes = {id(sync): torch.full_like(sync.arena.pending, DID_NOT_RUN) for sync in syncs}
         for sync, slot, weight in weights:
+            if id(sync) not in amaxes:
+                continue
             bits = amax_bits(weight.detach()).to(sync.arena.device)
             record_amax(bits, amaxes[id(sync)][sync.arena.index[slot]])
         launched = []
@@ -155,7 +166,7 @@ class StepCycle:
                 with sync.failing_by_name("deriving FP8 scales of weights"):
                     work.wait()
             amax, where = bits.view(torch.float32), (bits >= 0) & (bits < INFINITY_BITS)
-            if which == "unfit":
+            if which == "unfit" and sync.arena.recipe.delayed:
                 where &= sync.arena.cold | ~sync.arena.fits(amax)
             elif which == "cold":
                 where &= sync.arena.cold
@@ -163,6 +174,12 @@ class StepCycle:
             sync.arena.derive_scales(amax, where)
             if which != "cold":
                 sync.forget(forget)
+
+    def _scales_weights(self, sync: ArenaSync) -> bool:
+        """Whether weights are cast with the scales of their slots: delayed ones, or those that all parts of a gathered
+        weight must share."""
+        recipe = sync.arena.recipe
+        return recipe.delayed or (self.sharded is not None and recipe.by == "tensor")
 
     def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
         """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE over their arenas: the ranks
@@ -173,17 +190,19 @@ class StepCycle:
 
     # The step ------------------------------------------------------------------------------------
 
-    def boundary(self, hold: Tensor | None = None) -> None:
+    def boundary(self, hold: Tensor | None = None, calibrated: bool = False) -> None:
         """A step ends here. COLLECTIVE: one all-reduce per arena, less those that were launched early.
 
         Args:
             hold: non-zero: the loss scaler skips this step, which is then none. Read on the device.
+            calibrated: a calibration ends, which is no step of training.
         """
+        if self.calibrates and not calibrated:
+            raise ConfigurationError("a step ended inside calibrate(), which changes no parameter: step after it")
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         in_graph = self._captures()
-        same_step = self.recipe.update == "same_step"
         self.mode.invalidate_casts()
         if self.settings.enabled:
             self.require_attached()
@@ -191,22 +210,107 @@ class StepCycle:
         if not in_graph:
             self.mode.boundaries += 1
             if self.settings.enabled:
+                if not calibrated:
+                    self._warn_of_cold_start()
+                    self._end_step_of_precisions()
                 self.checker.act_on_verdicts(self.joins)
             # Counted before the check: who catches what it raises goes on with the next step.
             passed, self._boundaries = self._boundaries, self._boundaries + 1
             self._check_if_due(passed, in_step=True)
         if not self.settings.enabled:
             return
-        if not self.joins:
-            for sync in self.syncs:
-                if sync.phase is Phase.IDLE:
-                    sync.launch(hold, self.drop_nonfinite)
+        for sync in self.syncs:
+            if not sync.every_step:
+                sync.step_alone(hold)
+            elif not self.joins and sync.phase is Phase.IDLE:
+                sync.launch(hold, self.drop_nonfinite)
         for sync in self.syncs:
             sync.pass_boundary(hold, self.drop_nonfinite)
-        if same_step or in_graph or (self._unseen_forwards() and not self.hooked):
-            self.settle()
-        if same_step and not in_graph:
+        at_once = in_graph or (self._unseen_forwards() and not self.hooked)
+        for sync in self.syncs:
+            if at_once or sync.arena.recipe.update == "same_step":
+                sync.settle()
+        if not in_graph:
             self.checker.act_on_verdicts(self.joins, only_immediate=True)
+
+    # Precision -------------------------------------------------------------------------------------
+
+    def set_precision(self, pattern: str, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> list[str]:
+        """See ``StateManager.set_precision``. Local: on all ranks alike."""
+        self.settle()
+        fqns = self.precisions.matching(pattern)
+        self.mode.invalidate_casts()
+        cold = self._wake(self.precisions.change(fqns, gemms, to_high, steps))
+        if cold and self.speaks:
+            logger.warning(
+                "fp8dist: %d slots have no scale yet, and are cast with their own amaxes in the next step: "
+                "manager.calibrate() over a few batches gives them scales",
+                cold,
+            )
+        return fqns
+
+    def announce_precisions(self) -> None:
+        """Every sync proves that all ranks have the same modules in high precision: it is in the manifest's word."""
+        high = {fqn: precision.high for fqn, precision in self.precisions.by_fqn.items() if precision.high}
+        for sync in self.syncs:
+            if id(sync) in self._manifests:
+                digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": high})
+                sync.arena.set_manifest_word(digest_word(digest))
+
+    def _wake(self, slots: Collection[Slot]) -> int:
+        """Modules compute in another precision from now on. ``slots`` are cast again, and nobody has looked at them
+        lately: they are cold; how many are. Local, the same on all ranks.
+
+        Not so weights that are gathered in FP8, which are looked at whenever they are gathered.
+        """
+        self.announce_precisions()
+        cold = 0
+        for sync in self.syncs:
+            arena = sync.arena
+            gathered = set(arena.arrays.shard_slots.tolist()) if len(arena.shards) else set()
+            places = [arena.index[slot] for slot in slots if slot in arena.index]
+            places = [place for place in places if place not in gathered]
+            if places and arena.recipe.delayed:
+                arena.make_cold(places)
+                cold += len(places)
+        self.mode.invalidate_casts()
+        return cold
+
+    def fall_back(self, slots: Collection[Slot]) -> list[str]:
+        """The modules that cast these go to high precision for a while; which ones do. Local, the same on all ranks."""
+        fallback = self.settings.fallback
+        assert fallback is not None
+        fallen = self.precisions.fall_back(slots, fallback.steps)
+        self._wake(())
+        return fallen
+
+    def _end_step_of_precisions(self) -> None:
+        before = self.precisions.version
+        woken = self.precisions.end_step()
+        if woken or self.precisions.version != before:
+            self._wake(woken)
+
+    def _warn_of_cold_start(self) -> None:
+        """Once after ``attach``, where the optimizer has been at work before: training in FP8 goes on from high
+        precision, and nothing is known of its tensors."""
+        if not self.resumed or self.precisions.idle:
+            return
+        self.resumed = False
+        cold = sum(int(sync.arena.cold.sum()) for sync in self.syncs if sync.arena.recipe.delayed)
+        slots = sum(len(sync.arena) for sync in self.syncs)
+        if cold and self.speaks:
+            logger.warning(
+                "fp8dist: FP8 goes on from a state that knew no FP8: %d of %d slots had no amax yet in its first step. "
+                "manager.calibrate() over a few batches before it, or set_precision('*', 'high', steps=…), gives them",
+                cold,
+                slots,
+            )
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank says what all of them see."""
+        group = next((group for group in self.groups if group is not None), None)
+        return group is None or group.rank == min(group.ranks)
 
     def _captures(self) -> bool:
         """Whether this step goes into a CUDA graph, which has no place for an FP8 all-gather and a Join context."""
@@ -297,6 +401,8 @@ class StepCycle:
         self.mode.invalidate_casts()
         if self._unseen_forwards():
             self.settle()
+        if self.sharded is not None and self.settings.enabled:
+            self.sharded.renew()
 
     def reuse_casts(self, allowed: bool) -> None:
         """Whether weights stand still until the next call. Local."""
@@ -322,12 +428,13 @@ class StepCycle:
                     "leave the hook out; the sync is then in the graph with the optimizer's step"
                 )
             for sync in self.syncs:
-                sync.launch()
+                if sync.every_step:
+                    sync.launch()
 
     def launch_idle(self) -> None:
         """Shadow the others' launch, for a rank without data. COLLECTIVE."""
         for sync in self.syncs:
-            if sync.communicates:
+            if sync.communicates and sync.every_step:
                 sync.launch_idle()
 
     def resync_after_join(self) -> None:

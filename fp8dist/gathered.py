@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.kernels.blocks import BLOCK
 from fp8dist.kernels.casts import dequantize
 
 __all__ = ["FP8Weight", "Gathered"]
@@ -61,11 +62,11 @@ class FP8Weight(Tensor):
 
     @property
     def inv_scale(self) -> Tensor:
-        """0-d float32: what these bytes were cast with."""
+        """What these bytes were cast with: 0-d float32, or one per block of 128 x 128."""
         return self._gathered.inv_scale
 
     def refilled(self, inv_scale: Tensor) -> None:
-        """The buffer has other bytes now."""
+        """The buffers have other bytes now."""
         self._gathered.inv_scale = inv_scale
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -103,7 +104,14 @@ class FP8Weight(Tensor):
     def high_precision(self) -> Tensor:
         """What the bytes stand for, as a new tensor in ``dtype``. Not differentiable."""
         with torch.no_grad():
-            return dequantize(self.rows, self.inv_scale).to(self.dtype)
+            return dequantize(self.rows, _spread(self.inv_scale, self.rows.shape)).to(self.dtype)
+
+
+def _spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
+    """One inverse scale for all, or for each element."""
+    if inv_scale.numel() == 1:
+        return inv_scale
+    return inv_scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from fp8dist import ops
 from fp8dist.attachment import Attachment, fp8_linears, local_weights
 from fp8dist.boundary import unwrap_optimizers
+from fp8dist.calibration import Untouched
 from fp8dist.checker import Event
 from fp8dist.checkpoint import Checkpoint
 from fp8dist.consistency.check import Policy, Scope
@@ -25,8 +26,10 @@ from fp8dist.ddp import ManagerJoinHook
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import FORMATS, Role
 from fp8dist.groups import SyncGroup
-from fp8dist.nn import Mode, require_revertible, revert
-from fp8dist.recipe import DelayedScaling
+from fp8dist.linear_slots import Mode
+from fp8dist.nn import require_revertible, revert
+from fp8dist.precision import Precisions
+from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
@@ -50,9 +53,10 @@ class StateManager(Joinable):
     def __init__(
         self,
         model: nn.Module,
-        recipe: DelayedScaling,
+        recipe: Recipe,
         settings: Settings,
         mode: Mode,
+        precisions: Precisions,
         syncs: Sequence[ArenaSync],
         groups: Sequence[SyncGroup | None],
         aliases: Mapping[Slot, Slot],
@@ -64,7 +68,7 @@ class StateManager(Joinable):
         for sync in syncs:
             sync.owner = f"StateManager of {type(model).__name__}"
         self._aliases = dict(aliases)
-        self._cycle = StepCycle(recipe, settings, mode, syncs, groups)
+        self._cycle = StepCycle(settings, mode, precisions, syncs, groups)
         self._init_transient()
         super().__init__()
         self._cycle.require_groups()
@@ -311,17 +315,78 @@ class StateManager(Joinable):
     def calibrate(self) -> Iterator[None]:
         """High precision inside, amaxes recorded, committed on exit. COLLECTIVE on a clean exit.
 
-        An exception commits nothing and forgets what was recorded inside.
+        Run any number of batches inside, forward and backward: from then on every slot that ran has a scale, and the
+        next forward may be in FP8. Nothing else changes: gradients, buffers and the states of torch's random number
+        generators (the CPU's, and that of the model's GPU) are those of before. An exception commits nothing and
+        forgets what was recorded inside. For scales of gradients, run backwards too.
+
+        Raises:
+            ConfigurationError: an attached optimizer steps inside.
         """
-        before = [sync.arena.pending.clone() for sync in self._syncs]
+        self._cycle.settle()
+        pending = [sync.arena.pending.clone() for sync in self._syncs]
+        module = self._attachment.module or self._require_model()
+        untouched = Untouched(module, {sync.arena.device for sync in self._syncs})
+        self._cycle.calibrates = True
         try:
             with self.autocast(enabled=False, calibrating=True):
                 yield
         except BaseException:
-            for sync, pending in zip(self._syncs, before):
-                sync.arena.pending.copy_(pending)
+            for sync, before in zip(self._syncs, pending):
+                sync.arena.pending.copy_(before)
             raise
-        self._cycle.boundary()
+        finally:
+            self._cycle.calibrates = False
+            untouched.put_back()
+        self._cycle.boundary(calibrated=True)
+
+    def set_precision(
+        self,
+        pattern: str,
+        precision: Literal["high", "fp8"],
+        gemms: Sequence[Gemm] = GEMMS,
+        steps: int | None = None,
+    ) -> tuple[str, ...]:
+        """Put modules, or single GEMMs of theirs, into high precision or back into FP8. Local: on all ranks alike (each
+        sync proves that it was).
+
+        Modules that come back into FP8 after ``steps`` have their amaxes recorded in the last 16 steps before, and so
+        have scales; those that come back otherwise are cold. Under torch.compile they are compiled anew; graphs that
+        were captured stay as they are. What is gathered in FP8 (``fp8_all_gather``) is dequantised.
+
+        Args:
+            pattern: of fqns (fnmatch): "*" is all.
+            precision: "high" or "fp8".
+            gemms: of "fprop", "dgrad", "wgrad" those that are concerned.
+            steps: for so many optimizer steps, beginning with the next; then everything is as before. None: until
+                further notice.
+
+        Returns:
+            The fqns that matched.
+
+        Raises:
+            ConfigurationError: no FP8Linear matches, or a value cannot be.
+        """
+        if precision not in ("high", "fp8"):
+            raise ConfigurationError(f'precision must be "high" or "fp8", got {precision!r}')
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ConfigurationError(f"steps must be a number of optimizer steps, or None, got {steps!r}")
+        chosen = gemms_in_order("gemms", gemms)
+        return tuple(self._cycle.set_precision(pattern, chosen, precision == "high", steps))
+
+    def high_precision(self, fqn: str) -> tuple[Gemm, ...]:
+        """The GEMMs of an FP8Linear that are in high precision now. Local."""
+        precision = self._cycle.precisions.by_fqn.get(fqn)
+        if precision is None:
+            raise ConfigurationError(f"there is no FP8Linear {fqn!r}")
+        return precision.high
+
+    def recipe_of(self, fqn: str) -> Recipe:
+        """The recipe of an FP8Linear, or of the module that a slot was registered for. Local."""
+        for sync in self._syncs:
+            if any(slot.fqn == fqn for slot in sync.arena.index):
+                return sync.arena.recipe
+        raise ConfigurationError(f"there is no slot of {fqn!r}; manager.slots lists them")
 
     # Foreign modules -----------------------------------------------------------------------------
 
@@ -409,17 +474,19 @@ class StateManager(Joinable):
         return sync.arena.window(index)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for any logger: slots, cold ones, non-finite and saturated amaxes, and what the syncs
-        and checks of this rank cost. Local; reads the device."""
+        """Numbers for any logger: slots, cold ones, non-finite and saturated amaxes, modules in high precision, how
+        often one fell back, and what the syncs and checks of this rank cost. Local; reads the device."""
         self._cycle.settle()
         arenas = [sync.arena for sync in self._syncs]
         counters = [sync.counters for sync in self._syncs]
         return {
             "fp8/step": float(self.steps),
             "fp8/slots": float(sum(len(arena) for arena in arenas)),
-            "fp8/cold_slots": float(sum(int(arena.cold.sum()) for arena in arenas)),
+            "fp8/cold_slots": float(sum(int(arena.cold.sum()) for arena in arenas if arena.recipe.delayed)),
             "fp8/nonfinite_amaxes": float(sum(int(arena.counters[NONFINITE].sum()) for arena in arenas)),
             "fp8/saturated_amaxes": float(sum(int(arena.counters[SATURATED].sum()) for arena in arenas)),
+            "fp8/high_precision_modules": float(self._cycle.precisions.high),
+            "fp8/fallbacks": float(self._cycle.precisions.fallbacks),
             "fp8/collectives": float(sum(c.collectives for c in counters)),
             "fp8/sync_bytes": float(sum(c.bytes for c in counters)),
             "fp8/sync_wait_ms": 1e3 * sum(c.wait_s for c in counters),

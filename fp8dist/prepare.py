@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.fallback import Fallback
 from fp8dist.formats import Role
 from fp8dist.groups import GroupLike, SyncGroup
 from fp8dist.manager import ATTRIBUTE, StateManager
-from fp8dist.nn import SHARDED_ALREADY, LinearSlots, Mode, convert, eligible_linears
-from fp8dist.recipe import DelayedScaling
+from fp8dist.linear_slots import LinearSlots, Mode
+from fp8dist.nn import SHARDED_ALREADY, convert, eligible_linears
+from fp8dist.overrides import Overrides
+from fp8dist.precision import Precisions
+from fp8dist.recipe import DelayedScaling, Recipe
 from fp8dist.settings import Settings
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot, SlotSpec
@@ -29,7 +33,7 @@ DEFAULT_SKIP = ("*lm_head", "*lora_*")
 
 def prepare(
     model: nn.Module,
-    recipe: DelayedScaling | None = None,
+    recipe: Recipe | None = None,
     group: GroupLike | None = None,
     groups: Mapping[str, GroupLike] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -41,6 +45,8 @@ def prepare(
     backend: str | None = None,
     eval_precision: str = "fp8",
     fp8_all_gather: bool = False,
+    overrides: Mapping[str, Recipe | None] | None = None,
+    fallback: Fallback | None = None,
 ) -> StateManager:
     """Turn the eligible nn.Linears of ``model`` into FP8Linears, in place, and make their manager. Local.
 
@@ -50,7 +56,8 @@ def prepare(
     ``manager.attach(…)``.
 
     Args:
-        recipe: None: ``DelayedScaling()``.
+        recipe: ``DelayedScaling()`` (None means that), ``CurrentScaling()``, ``RowwiseScaling()`` or
+            ``BlockScaling()``.
         group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened).
         groups: an arena of its own, and so a group of its own, for modules whose fqn matches a pattern,
             such as ``{"*.experts.*": expert_group}``. The first match counts.
@@ -67,7 +74,11 @@ def prepare(
         eval_precision: "fp8" or "high": what ``eval()`` computes in.
         fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes: half of bf16's. Needs
             ``amax_sync``. Inside ``autocast(enabled=False)`` and ``calibrate()`` activations are in high precision, and
-            weights are what was gathered, dequantised.
+            weights are what was gathered, dequantised. Not with ``RowwiseScaling``.
+        overrides: recipes of single modules by fqn pattern: ``{"lm_head": None, "blocks.0.*": CurrentScaling()}``; None
+            is high precision. The first match counts; one with a recipe beats ``skip``. Slots with other delayed
+            scaling have an arena, and so a collective, of their own. See also ``first_and_last``.
+        fallback: when modules go to high precision by themselves; None: never.
 
     For ``enabled``, ``amax_sync``, ``check_every``, ``check_policy`` and ``backend`` None means the environment
     variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND), else the
@@ -86,15 +97,23 @@ def prepare(
         backend=backend,
         eval_precision=eval_precision,
         fp8_all_gather=fp8_all_gather,
+        fallback=fallback,
     )
+    if not isinstance(recipe, Recipe):
+        raise ConfigurationError(f"recipe must be a recipe such as DelayedScaling(), got {recipe!r}")
     if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigurationError("the model, or a part of it, is prepared already: detach() its manager first")
-    linears = _choose(model, skip, filter_fn)
-    plan = _Plan(linears, group, groups or {}, recipe, settings.backend)
+    each = Overrides(overrides or {})
+    linears = _choose(model, each, skip, filter_fn)
+    recipes = {fqn: each.recipe(fqn, recipe) or recipe for fqn in linears}
+    _require_gatherable(settings, recipes)
+    plan = _Plan(linears, group, groups or {}, recipe, recipes, settings)
     mode = Mode(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather)
-    manager = StateManager(model, recipe, settings, mode, plan.syncs, plan.sync_groups, plan.aliases)
+    slots = {fqn: plan.slots_of(fqn, linear, mode) for fqn, linear in linears.items()}
+    precisions = Precisions({fqn: of.precision for fqn, of in slots.items()})
+    manager = StateManager(model, recipe, settings, mode, precisions, plan.syncs, plan.sync_groups, plan.aliases)
     for fqn, linear in linears.items():
-        convert(linear, plan.slots_of(fqn, linear, mode))
+        convert(linear, slots[fqn])
     model.__dict__[ATTRIBUTE] = manager
     logger.info("fp8dist: %d Linears are FP8Linears now", len(linears))
     if not settings.enabled:
@@ -102,18 +121,37 @@ def prepare(
     return manager
 
 
+def _require_gatherable(settings: Settings, recipes: Mapping[str, Recipe]) -> None:
+    rowwise = next((fqn for fqn, recipe in recipes.items() if recipe.by == "row"), None)
+    if settings.fp8_all_gather and rowwise is not None:
+        raise ConfigurationError(
+            f"{rowwise}: fp8_all_gather=True does not go with RowwiseScaling: dgrad wants scales by columns, which no rank "
+            "can make of FP8 rows. Use another recipe for it, or leave fp8_all_gather out"
+        )
+
+
 def _choose(
-    model: nn.Module, skip: Sequence[str], filter_fn: Callable[[nn.Module, str], bool] | None
+    model: nn.Module,
+    overrides: Overrides,
+    skip: Sequence[str],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> dict[str, nn.Linear]:
+    def unwanted(fqn: str) -> str | None:
+        if overrides.pattern_of(fqn) is not None:
+            return None if overrides.recipe(fqn, DelayedScaling()) is not None else "overrides say so"
+        return "it matches skip" if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in skip) else None
+
     chosen: dict[str, nn.Linear] = {}
     skipped: Counter[str] = Counter()
-    for fqn, linear, reason in eligible_linears(model, skip, filter_fn):
+    for fqn, linear, reason in eligible_linears(model, unwanted, filter_fn):
         if reason is None:
             chosen[fqn] = linear
         else:
             skipped[reason] += 1
             level = logging.WARNING if reason == SHARDED_ALREADY else logging.INFO
             logger.log(level, "fp8dist: %s stays in high precision: %s", fqn or "the model", reason)
+    if overrides.unused:
+        logger.warning("fp8dist: overrides %s match no Linear", ", ".join(map(repr, overrides.unused)))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             logger.warning(
@@ -134,10 +172,11 @@ class _Plan:
         linears: Mapping[str, nn.Linear],
         group: GroupLike | None,
         groups: Mapping[str, GroupLike],
-        recipe: DelayedScaling,
-        backend: str,
+        recipe: Recipe,
+        recipes: Mapping[str, Recipe],
+        settings: Settings,
     ) -> None:
-        self.recipe = recipe
+        self.recipes = recipes
         self.aliases: dict[Slot, Slot] = {}
         self._patterns = list(groups)
         distinct: list[GroupLike | None] = [group]
@@ -148,29 +187,41 @@ class _Plan:
                 known = len(distinct)
                 distinct.append(given)
             self._place.append(known)
-        specs: list[list[SlotSpec]] = [[] for _ in distinct]
         patterns = [tuple(p for p, at in zip(self._patterns, self._place) if at == i) for i in range(len(distinct))]
+        specs: dict[tuple[int, Recipe], list[SlotSpec]] = {(i, recipe): [] for i in range(len(distinct))}
         self._weight_owner: dict[int, str] = {}
         for fqn in sorted(linears):
             weight = linears[fqn].weight
             owner = self._weight_owner.setdefault(id(weight), fqn)
+            if recipes[owner] != recipes[fqn]:
+                raise ConfigurationError(f"{owner} and {fqn} share a weight: overrides must give both the same recipe")
             for role in Role:
                 slot = Slot(fqn, role.value)
                 if role is Role.WEIGHT and owner != fqn:
                     self.aliases[slot] = Slot(owner, role.value)
                     continue
-                specs[self._arena_of(fqn)].append(SlotSpec(slot, recipe.format_of(role)))
-        self.syncs = [ArenaSync(Arena(part, recipe, backend), patterns=names) for part, names in zip(specs, patterns)]
-        self.sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
+                specs.setdefault(self._arena_of(fqn), []).append(SlotSpec(slot, recipes[fqn].format_of(role)))
+        self._syncs = {
+            (place, each): ArenaSync(
+                Arena(part, each, settings.backend, settings.fallback if settings.enabled else None),
+                patterns=patterns[place],
+            )
+            for (place, each), part in specs.items()
+        }
+        sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
+        self.syncs = list(self._syncs.values())
+        self.sync_groups = [sync_groups[place] for place, _ in self._syncs]
 
-    def _arena_of(self, fqn: str) -> int:
+    def _arena_of(self, fqn: str) -> tuple[int, Recipe]:
+        """Slots of other groups, or under other recipes, live in other arenas."""
         for pattern, place in zip(self._patterns, self._place):
             if fnmatch.fnmatchcase(fqn, pattern):
-                return place
-        return 0
+                return place, self.recipes[fqn]
+        return 0, self.recipes[fqn]
 
     def slots_of(self, fqn: str, linear: nn.Linear, mode: Mode) -> LinearSlots:
         """What the converted module will know of its slots."""
         owner = self._weight_owner[id(linear.weight)]
         slots = {role: Slot(owner if role is Role.WEIGHT else fqn, role.value) for role in Role}
-        return LinearSlots(self.syncs[self._arena_of(fqn)], self.syncs[self._arena_of(owner)], mode, self.recipe, slots)
+        syncs = self._syncs[self._arena_of(fqn)], self._syncs[self._arena_of(owner)]
+        return LinearSlots(*syncs, mode, self.recipes[fqn], slots)

@@ -1,24 +1,102 @@
-"""Recipes: how scales follow from amaxes. Frozen; defaults are resolved when one is made."""
+"""Recipes: how tensors are cast to FP8, and how scales follow from amaxes. Frozen; checked when one is made.
+
+A recipe compares, hashes and prints by its values, and comes back from ``describe`` by ``Recipe.from_description``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Format, Role, formats_by_role
 
-__all__ = ["AmaxAlgorithm", "DelayedScaling"]
+__all__ = [
+    "GEMMS",
+    "AmaxAlgorithm",
+    "BlockScaling",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Gemm",
+    "Recipe",
+    "RowwiseScaling",
+    "gemms_in_order",
+]
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+"""The products of a Linear: ``y = x Wᵀ``, ``dx = dy W``, ``dW = dyᵀ x``."""
+
+
+class Recipe:
+    """What all recipes have. Not used itself: take one of its subclasses.
+
+    ``delayed``: scales come from earlier steps, and so are state that ranks synchronise at every step. Else each tensor
+    is cast with scales of its own amaxes, just in time: nothing is kept, and nothing is synchronised but what ranks
+    share as FP8 bytes. ``by``: what has a scale of its own.
+    """
+
+    delayed: ClassVar[bool] = False
+    by: ClassVar[Literal["tensor", "row", "block"]] = "tensor"
+    # What an arena keeps of slots whose scales are not delayed: the newest amax, if anybody asks for it.
+    history_len: int = 1
+    amax_algo: AmaxAlgorithm = "most_recent"
+    margin: int = 0
+    format: Literal["hybrid", "e4m3"]
+    update: Literal["same_step", "next_step"] = "same_step"
+    warmup: Literal["current", "unit"] = "current"
+    power_of_two: bool
+    high_precision: tuple[Gemm, ...]
+
+    def __post_init__(self) -> None:
+        if type(self) is Recipe:
+            raise ConfigurationError("Recipe is what recipes have in common: take DelayedScaling(), say")
+        _require_choice("format", self.format, ("hybrid", "e4m3"))
+        if not isinstance(self.power_of_two, bool):
+            raise ConfigurationError(f"power_of_two must be True or False, got {self.power_of_two!r}")
+        object.__setattr__(self, "high_precision", gemms_in_order("high_precision", self.high_precision))
+
+    def format_of(self, role: Role) -> Format:
+        """The FP8 format that tensors of ``role`` are cast to."""
+        return formats_by_role(self.format)[role]
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same on all ranks, as plain JSON values. A callable goes by its name."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        if callable(self.amax_algo):
+            function = self.amax_algo
+            fields["amax_algo"] = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+        return {"recipe": type(self).__name__, **fields, "high_precision": list(self.high_precision)}
+
+    @staticmethod
+    def from_description(description: Mapping[str, Any]) -> Recipe:
+        """The recipe that describes itself so: one from a checkpoint, say.
+
+        Raises:
+            ConfigurationError: it is none of this library's, or has a callable ``amax_algo``, of which there is only
+                the name.
+        """
+        values = dict(description)
+        name = values.pop("recipe", None)
+        known = {recipe.__name__: recipe for recipe in (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling)}
+        if not isinstance(name, str) or name not in known:
+            raise ConfigurationError(f"there is no recipe {name!r}; there are {', '.join(known)}")
+        recipe = known[name]
+        strange = sorted(map(str, values.keys() - {f.name for f in dataclasses.fields(recipe)}))
+        if strange:
+            raise ConfigurationError(f"{name} has no {strange[0]}")
+        made: Recipe = recipe(**values)
+        return made
+
 
 @dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of earlier steps.
 
     Args:
@@ -34,7 +112,10 @@ class DelayedScaling:
         warmup: what a cold slot is cast with: ``"current"``, its own just-in-time amax, or ``"unit"``,
             scale 1.
         power_of_two: round scales down to powers of two.
+        high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
     """
+
+    delayed: ClassVar[bool] = True
 
     history_len: int = 1024
     amax_algo: AmaxAlgorithm = "max"
@@ -43,29 +124,89 @@ class DelayedScaling:
     update: Literal["same_step", "next_step"] = "same_step"
     warmup: Literal["current", "unit"] = "current"
     power_of_two: bool = False
+    high_precision: tuple[Gemm, ...] = ()
 
     def __post_init__(self) -> None:
         _require_int("history_len", self.history_len, 1, 1_000_000)
         _require_int("margin", self.margin, -64, 64)
-        _require_choice("format", self.format, ("hybrid", "e4m3"))
         _require_choice("update", self.update, ("same_step", "next_step"))
         _require_choice("warmup", self.warmup, ("current", "unit"))
         if not callable(self.amax_algo):
             _require_choice("amax_algo", self.amax_algo, ("max", "most_recent"))
-        if not isinstance(self.power_of_two, bool):
-            raise ConfigurationError(f"power_of_two must be True or False, got {self.power_of_two!r}")
+        super().__post_init__()
 
-    def format_of(self, role: Role) -> Format:
-        """The FP8 format that tensors of ``role`` are cast to."""
-        return formats_by_role(self.format)[role]
 
-    def describe(self) -> dict[str, Any]:
-        """What must be the same on all ranks, as plain JSON values. A callable goes by its name."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if callable(self.amax_algo):
-            function = self.amax_algo
-            fields["amax_algo"] = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
-        return {"recipe": type(self).__name__, **fields}
+@dataclass(frozen=True)
+class CurrentScaling(Recipe):
+    """One scale per tensor, from its own amax: ``fp8_max / amax``.
+
+    Each rank casts its own activations and gradients with scales of its own; they are dequantised before anything is
+    summed, so nothing need be shared. Weights are equal on all ranks, and so are their scales. Where FSDP2 gathers
+    weights as FP8 (``fp8_all_gather``), all ranks' parts must have one scale: the amaxes of all weights are reduced in
+    one collective after each optimizer step.
+
+    Args:
+        format: ``"hybrid"`` (E4M3 forward, E5M2 gradients) or ``"e4m3"``.
+        power_of_two: round scales down to powers of two.
+        high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
+    """
+
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    power_of_two: bool = False
+    high_precision: tuple[Gemm, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowwiseScaling(Recipe):
+    """A scale for each row of an operand: each token of an input or gradient, each output channel of a weight.
+
+    A GEMM contracts over the rows' elements, so dgrad casts the weight once more with a scale for each input channel,
+    and wgrad casts input and gradient with a scale for each feature. Scales are of a row's own amax. Under tensor
+    parallelism a row is what this rank has of it.
+
+    Args:
+        format: ``"e4m3"`` (rows have little range) or ``"hybrid"`` (E5M2 gradients).
+        power_of_two: round scales down to powers of two.
+        high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
+    """
+
+    by: ClassVar[Literal["tensor", "row", "block"]] = "row"
+
+    format: Literal["hybrid", "e4m3"] = "e4m3"
+    power_of_two: bool = False
+    high_precision: tuple[Gemm, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockScaling(Recipe):
+    """A scale for each block: 1 x 128 elements of inputs and gradients, 128 x 128 of weights.
+
+    Blocks of inputs and gradients lie along the dim that the GEMM contracts: features for fprop and dgrad, tokens for
+    wgrad. (The layout is that of DeepSeek-V3, arXiv 2412.19437, section 3.3.2.) Products of blocks are scaled, and added
+    in float32. A weight that is sharded must be cut between blocks.
+
+    Args:
+        format: ``"e4m3"`` (blocks have little range) or ``"hybrid"`` (E5M2 gradients).
+        power_of_two: round scales down to powers of two.
+        high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
+    """
+
+    by: ClassVar[Literal["tensor", "row", "block"]] = "block"
+
+    format: Literal["hybrid", "e4m3"] = "e4m3"
+    power_of_two: bool = False
+    high_precision: tuple[Gemm, ...] = ()
+
+
+def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:
+    """Those of GEMMS that a list or tuple names.
+
+    Raises:
+        ConfigurationError: it names something else, or is none; says that it is about ``name``.
+    """
+    if not isinstance(value, (tuple, list, set, frozenset)) or not all(gemm in GEMMS for gemm in value):
+        raise ConfigurationError(f"{name} must be a tuple of {', '.join(GEMMS)}, got {value!r}")
+    return tuple(gemm for gemm in GEMMS if gemm in value)
 
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.fallback import Fallback
 from fp8dist.kernels.backends import BACKENDS
 
 __all__ = ["Settings", "report_dir"]
@@ -29,6 +30,7 @@ class Settings:
     backend: str
     eval_precision: str
     fp8_all_gather: bool = False
+    fallback: Fallback | None = None
     report_dir: str | None = None
 
     @classmethod
@@ -42,6 +44,7 @@ class Settings:
         backend: str | None,
         eval_precision: str,
         fp8_all_gather: bool = False,
+        fallback: Fallback | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Settings:
         """Resolve each argument that is None from the environment.
@@ -64,6 +67,8 @@ class Settings:
 
         _parsed("eval_precision", eval_precision, _one_of("fp8", "high"))
         _parsed("fp8_all_gather", fp8_all_gather, _bool)
+        if fallback is not None and not isinstance(fallback, Fallback):
+            raise ConfigurationError(f"fallback must be a Fallback or None, got {fallback!r}")
         allowed = setting("enabled", None, _bool, True)
         synced = setting("amax_sync", amax_sync, _bool, True)
         if fp8_all_gather and not synced:
@@ -80,6 +85,7 @@ class Settings:
             backend=setting("backend", backend, _one_of(*BACKENDS), "auto"),
             eval_precision=eval_precision,
             fp8_all_gather=fp8_all_gather,
+            fallback=fallback,
             report_dir=report_dir(environ),
         )
 

@@ -23,8 +23,10 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.gathered import FP8Weight, Gathered
 from fp8dist.groups import is_dtensor, local_part
+from fp8dist.kernels.blocks import BLOCK, blocks_along
 from fp8dist.kernels.magnitude import DID_NOT_RUN
-from fp8dist.nn import FP8Linear, LinearSlots
+from fp8dist.linear_slots import LinearSlots
+from fp8dist.nn import FP8Linear
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedWeight", "ShardedWeights", "shard_weights"]
 
-Metadata = tuple[Tensor, torch.Size, torch.dtype]
-"""inv_scale of the bytes, the weight's shape (local under tensor parallelism), their FP8 dtype."""
+Metadata = tuple[Tensor | None, torch.Size, torch.dtype]
+"""inv_scale of all bytes (None: each block has its own, and they are gathered as well), the weight's shape (local under
+tensor parallelism), their FP8 dtype."""
 
 
 class FP8Shard(Tensor):
@@ -52,8 +55,8 @@ class FP8Shard(Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor], Metadata]:
-        """What this rank sends: its FP8 bytes, padded as FSDP pads uneven parts."""
+    ) -> tuple[tuple[Tensor, ...], Metadata]:
+        """What this rank sends: its FP8 bytes, padded as FSDP pads uneven parts, and inverse scales of blocks."""
         weight = self.fp8()
         if weight is None:
             raise ConfigurationError("the StateManager of this model no longer exists")
@@ -63,7 +66,7 @@ class FP8Shard(Tensor):
         self, gathered: tuple[Tensor, ...], metadata: Metadata, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight, over the gathered bytes themselves."""
-        return unpack(gathered[0], metadata, param_dtype, out)
+        return unpack(gathered, metadata, param_dtype, out)
 
     # FSDP moves a part to the compute device, and pads one that was materialised late, by these.
 
@@ -141,6 +144,9 @@ class ShardedWeight:
         self.maybe_cold = True
         self._written = False  # By others than an optimizer, before one stepped.
         self._step = -1  # The last one whose training forwards have gathered it.
+        recipe = self.slots.recipe
+        self._has_scale = recipe.by == "tensor"
+        self._renewed = self._has_scale and not recipe.delayed
 
     def install(self) -> None:
         """Give FSDP the extension, if it does not have it (a parameter may have been replaced)."""
@@ -172,18 +178,24 @@ class ShardedWeight:
         return self._parameter
 
     @property
+    def renewed(self) -> bool:
+        """Whether its scale is derived anew from each new weight."""
+        return self._renewed
+
+    @property
     def changed(self) -> bool:
         """Whether it was written to by others than an optimizer, as far as torch can tell, since ``accept``. DTensor
         operations run on all ranks, so all ranks see the same."""
-        return self._written or self.parameter._version != self._version
+        return self._has_scale and (self._written or self.parameter._version != self._version)
 
     def before_step(self) -> None:
         """An optimizer is about to write to it: what others wrote will not show in its version any more."""
         self._written = self.changed
 
     def after_step(self) -> None:
-        """That optimizer has stepped."""
+        """That optimizer has stepped. A scale that is not delayed must be derived from what it has written."""
         self._version = self.parameter._version
+        self._written = self._written or self._renewed
 
     def follow(self, before: ShardedWeight | None) -> None:
         """Take over what an earlier attachment knew of it. None: nothing, and the scale is right."""
@@ -199,11 +211,18 @@ class ShardedWeight:
         return self.slots.weight_sync, self.slot, local_part(self.parameter)
 
     def seen_hot(self) -> bool:
-        """Whether it has a scale. Reads the device until it has one."""
-        if self.maybe_cold:
+        """Whether it has a scale, or needs none. Reads the device until it has one."""
+        if self.maybe_cold and self._has_scale:
             arena = self.slots.weight_sync.arena
             self.maybe_cold = bool(arena.cold[arena.index[self.slot]])
-        return not self.maybe_cold
+        return not (self.maybe_cold and self._has_scale)
+
+    def state_loaded(self) -> None:
+        """Its state was loaded, or reset: it may be cold. A delayed scale is right for the weight that comes next; one
+        that is not follows from that weight."""
+        self.maybe_cold = True
+        self.trusted = not self._renewed
+        self._written = self._written or self._renewed
 
     def accept(self) -> None:
         """The scale is right for the weight as it is now."""
@@ -219,9 +238,10 @@ class ShardedWeight:
         if self.trusted:
             self.accept()
 
-    def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor], Metadata]:
-        """FP8 bytes (uint8 [rows, columns], padded) of this rank's part. Records its amax: the maximum over the step's
-        training forwards, or that of the last gather, where it stayed gathered since."""
+    def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor, ...], Metadata]:
+        """FP8 bytes (uint8 [rows, columns], padded) of this rank's part, and inverse scales where blocks have their own.
+        Records its amax: the maximum over the step's training forwards, or that of the last gather, where it stayed
+        gathered since."""
         slots = self.slots
         slots.settle()
         self._moment.wait()
@@ -239,20 +259,20 @@ class ShardedWeight:
             )
         records = self._records()
         state = slots.states(slots.weight_sync.arena.device)[1]
-        fp8, _, inv_scale = slots.quantize(
-            shard, state, records, rows=True, columns=False, pending=self._amax, just_in_time=False
+        cast = slots.quantize(
+            shard, state, records, rows=True, columns=False, pending=self._amax, just_in_time=False, square=True
         )
-        missing = 0
+        rows = shard.shape[0]
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where parts may be uneven.
-            missing = -(-size[0] // mesh.size()) - shard.shape[0]
-        raw = fp8.view(torch.uint8)
-        if missing:
-            raw = F.pad(raw, (0, 0, 0, missing))
-        return (raw,), (inv_scale, size, fp8.dtype)
+            rows = -(-size[0] // mesh.size())
+        raw = _with_rows(cast.rows.view(torch.uint8), rows)
+        if self._has_scale:
+            return (raw,), (cast.rows_inv_scale, size, cast.rows.dtype)
+        return (raw, _with_rows(cast.rows_inv_scale, blocks_along(rows, BLOCK))), (None, size, cast.rows.dtype)
 
     def _records(self) -> bool:
         """Whether to record now; makes room for it."""
-        if _in_backward():
+        if _in_backward() or not self.slots.wanted:
             return False  # The backward gathers the same weight again.
         mode, linear = self.slots.mode, self._linear()
         recorded = self._step == mode.boundaries
@@ -269,18 +289,27 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _with_rows(part: Tensor, rows: int) -> Tensor:
+    """[rows, …], filled up with zeros."""
+    missing = rows - part.shape[0]
+    return F.pad(part, (0, 0, 0, missing)) if missing else part
+
+
 def unpack(
-    gathered: Tensor, metadata: Metadata, dtype: torch.dtype, out: Any
+    gathered: tuple[Tensor, ...], metadata: Metadata, dtype: torch.dtype, out: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """An FP8Weight over the gathered bytes, or new meaning for the one that lies over them already."""
     inv_scale, size, fp8_dtype = metadata
-    if inv_scale.is_cuda:  # Made on FSDP's copy-in stream, read on this one.
+    if inv_scale is None:
+        grid = torch.Size(blocks_along(length, BLOCK) for length in size)
+        inv_scale = gathered[1].view(-1)[: grid.numel()].view(grid)
+    elif inv_scale.is_cuda:  # Made on FSDP's copy-in stream, read on this one.
         inv_scale.record_stream(torch.cuda.current_stream())
     if inv_scale.is_inference():  # The weight may stay gathered until a forward in training.
         with torch.inference_mode(False):
             inv_scale = inv_scale.clone()
     if out is None:
-        rows = gathered.view(-1)[: size.numel()].view(size).view(fp8_dtype)
+        rows = gathered[0].view(-1)[: size.numel()].view(size).view(fp8_dtype)
         return FP8Weight(Gathered(rows, inv_scale), dtype), ()
     weight = local_part(out)
     if not isinstance(weight, FP8Weight):
@@ -370,7 +399,17 @@ class ShardedWeights:
         whichever were loaded first; some may be cold. Local."""
         for weight in self.weights:
             if weight.slot in slots:
-                weight.trusted = weight.maybe_cold = True
+                weight.state_loaded()
+
+    def renew(self) -> None:
+        """An attached optimizer has stepped: scales of weights that are not delayed follow at once. COLLECTIVE, where
+        there are any: one all-reduce per arena."""
+        owner = self._owner()
+        stale = [weight for weight in self.weights if weight.renewed and weight.changed]
+        if owner is not None and stale:
+            owner.fit_weight_scales(stale)
+            for weight in stale:
+                weight.accept()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         owner = self._owner()
@@ -438,9 +477,11 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
         arena = slots.weight_sync.arena
         _, of_arena = places.setdefault(id(arena), (arena, {}))
         place = arena.index[slots.slots[Role.WEIGHT]]
-        # A user in another arena cannot be asked: the weight then counts as used.
+        # A user in another arena, or one whose input is cast just in time, cannot be asked: the weight counts as used.
         of_arena[place] = [
-            arena.index[user.fp8_slots.slots[Role.INPUT]] if user.fp8_slots.sync.arena is arena else place
+            arena.index[user.fp8_slots.slots[Role.INPUT]]
+            if user.fp8_slots.sync.arena is arena and arena.recipe.delayed
+            else place
             for user in linears
         ]
     amaxes = {key: arena.hold_shards(of_arena) for key, (arena, of_arena) in places.items()}

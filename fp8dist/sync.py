@@ -68,13 +68,15 @@ class Proof(NamedTuple):
     """What one sync proved, or several that were replayed since a poll.
 
     ``differs``: of "manifest", "step", "scale" those about which ranks disagreed. ``nonfinite``: an amax was not
-    finite. ``saturated``: a sharded weight was cast beyond its scale. ``replays``: commits in CUDA graphs that this is
-    about, and the ``collectives`` in them; 0 if it is about a step that the host took.
+    finite. ``saturated``: a sharded weight was cast beyond its scale. ``tripped``: slots gave reason to fall back.
+    ``replays``: commits in CUDA graphs that this is about, and the ``collectives`` in them; 0 if it is about a step that
+    the host took.
     """
 
     differs: tuple[str, ...]
     nonfinite: bool
     saturated: bool
+    tripped: bool
     replays: int
     collectives: int
 
@@ -86,8 +88,12 @@ class Verdict:
     only when a launch before that boundary would overwrite it in the arena.
     """
 
-    def __init__(self, outcome: Tensor) -> None:
+    def __init__(self, outcome: Tensor, tripped: Tensor | None = None) -> None:
+        """``tripped``: bool[n], None: nobody falls back."""
         self.immediate = not outcome.is_cuda
+        self._trips = tripped is not None
+        if tripped is not None:
+            outcome = torch.cat([outcome, tripped.any().view(1)])
         self.evidence: Evidence | None = None
         self._outcome = outcome
         if outcome.is_cuda:
@@ -102,6 +108,7 @@ class Verdict:
         if not self.immediate:
             self._event.synchronize()
         counts = list(map(int, self._outcome.tolist()))
+        tripped = self._trips and counts.pop() > 0
         differs = {
             "manifest": counts[WORD_MANIFEST],
             "step": counts[WORD_STEP],
@@ -110,7 +117,7 @@ class Verdict:
         nonfinite, saturated, *replayed = counts[WORDS:]
         kinds = tuple(kind for kind, count in differs.items() if count)
         replays, collectives = replayed if len(replayed) > 1 else (0, 0)
-        return Proof(kinds, nonfinite > 0, saturated > 0, replays, collectives)
+        return Proof(kinds, nonfinite > 0, saturated > 0, tripped, replays, collectives)
 
 
 @dataclass
@@ -120,6 +127,7 @@ class ArenaSync:
     ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``). ``patterns``: which
     modules it is of, as ``prepare(groups=…)`` named them; none for all others. ``owner``: what errors call the manager.
     ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such graphs that the host knows of.
+    ``watched``: what this rank saw in a step is kept for ``take_seen``.
     """
 
     arena: Arena
@@ -131,6 +139,8 @@ class ArenaSync:
     verdict: Verdict | None = None
     graphed: bool = False
     replays: int = 0
+    watched: bool = False
+    _seen: Tensor | None = None
     _work: dist.Work | None = None
     _merged: Tensor | None = None
     _in_graph: bool = False  # What is under way is being captured, or was, and the capture failed.
@@ -142,6 +152,31 @@ class ArenaSync:
     def communicates(self) -> bool:
         """Whether a launch is a collective."""
         return self.group is not None and self.group.size > 1
+
+    @property
+    def every_step(self) -> bool:
+        """Whether each step ends with a launch and a commit. Else scales are made just in time, and nobody asks for
+        more than what a watch collects."""
+        return self.arena.recipe.delayed or self.arena.fallback is not None
+
+    def step_alone(self, hold: Tensor | None = None) -> None:
+        """A step of an arena that has nothing to launch. Local."""
+        self._keep_seen()
+        self.arena.pending.fill_(DID_NOT_RUN)
+        self.arena.shares.fill_(DID_NOT_RUN)
+        self.arena.step.add_(1 if hold is None else hold.reshape(()) == 0)
+
+    def _keep_seen(self) -> None:
+        if self.watched:
+            seen = torch.cat([self.arena.pending[None], self.arena.shares])
+            self._seen = seen if self._seen is None else larger(self._seen, seen)
+
+    def take_seen(self) -> Tensor:
+        """float32[3, n]: what this rank saw in the step that ends: amaxes, shares of saturated elements, of underflows;
+        -1: nothing. Once."""
+        seen, self._seen = self._seen, None
+        assert seen is not None
+        return seen
 
     def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """Snapshot the arena and start its all-reduce. COLLECTIVE where ``communicates``.
@@ -156,6 +191,7 @@ class ArenaSync:
             self._in_graph = True
         elif self.verdict is not None and self.verdict.evidence is None:
             self.verdict.evidence = self.evidence()
+        self._keep_seen()
         self.arena.launch(hold, drop_nonfinite)
         self._reduce()
 
@@ -171,8 +207,8 @@ class ArenaSync:
         """
         self.settle()
         self._collect()
-        self.arena.send[:HEADER] = _NEUTRAL_WORD
-        self.arena.send[HEADER:] = DID_NOT_RUN_BITS
+        self.arena.message[:HEADER] = _NEUTRAL_WORD
+        self.arena.message[HEADER:] = DID_NOT_RUN_BITS
         self._reduce()
 
     def _reduce(self) -> None:
@@ -181,7 +217,7 @@ class ArenaSync:
             in_graph = capturing(self.arena.device)
             with self.failing_by_name():
                 counters = SyncCounters() if in_graph else self.counters
-                self._work = all_reduce_max(self.arena.send, self.group, counters)
+                self._work = all_reduce_max(self.arena.message, self.group, counters)
             if in_graph:
                 self.arena.unpolled[OUTCOME].add_(1)
         self.phase = Phase.IN_FLIGHT
@@ -192,9 +228,9 @@ class ArenaSync:
             return
         self._wait()
         if self._merged is None:
-            self._merged = self.arena.send.clone()
+            self._merged = self.arena.message.clone()
         else:
-            torch.maximum(self._merged, self.arena.send, out=self._merged)
+            torch.maximum(self._merged, self.arena.message, out=self._merged)
 
     def _wait(self) -> None:
         if self._work is not None:
@@ -250,7 +286,7 @@ class ArenaSync:
         if in_graph and not self._in_graph:
             self._refuse_capture()
         self._wait()
-        reduced, hold = self.arena.send, self._hold
+        reduced, hold = self.arena.message, self._hold
         if self._merged is not None:
             reduced = torch.maximum(self._merged, reduced)
         self._merged = self._hold = None
@@ -262,7 +298,17 @@ class ArenaSync:
             self.graphed = True
             self.arena.unpolled[:OUTCOME].add_(outcome)
         else:
-            self.verdict = Verdict(outcome)
+            self.verdict = Verdict(outcome, self._tripped)
+
+    @property
+    def _tripped(self) -> Tensor | None:
+        return None if self.arena.fallback is None else self.arena.tripped
+
+    def take_tripped(self) -> Tensor:
+        """bool[n]: the slots that gave reason to fall back. Once."""
+        tripped = self.arena.tripped.clone()
+        self.arena.tripped.zero_()
+        return tripped
 
     def _refuse_capture(self) -> None:
         raise ConfigurationError(
@@ -281,7 +327,7 @@ class ArenaSync:
         self._polled = arena.counters.clone()
         if self.graphed:
             seen = self._polled > (0 if before is None else before)
-            self.verdict = Verdict(arena.unpolled.clone())
+            self.verdict = Verdict(arena.unpolled.clone(), self._tripped)
             self.verdict.evidence = Evidence(arena.words.clone(), arena.sent.clone(), seen)
             arena.unpolled.zero_()
 
@@ -293,7 +339,7 @@ class ArenaSync:
         self.verdict = None
         self.replays += proof.replays
         self.counters.collectives += proof.collectives
-        self.counters.bytes += proof.collectives * self.arena.send.nbytes
+        self.counters.bytes += proof.collectives * self.arena.message.nbytes
         return proof, evidence
 
     def drop_nonfinite(self) -> None:
@@ -313,15 +359,17 @@ class ArenaSync:
         self._collect()
         waiting = [self.arena.pending.view(torch.int32)]
         if self._merged is not None:
-            self.arena.send.copy_(self._merged)
-            waiting += [self._merged[HEADER:], self.arena.send[HEADER:]]
+            self.arena.message.copy_(self._merged)
+            amaxes = slice(HEADER, self.arena.send.numel())
+            waiting += [self._merged[amaxes], self.arena.message[amaxes]]
         return waiting
 
     def abandon(self) -> None:
         """Wait for what is in flight and throw it and all pending amaxes away."""
         self._wait()
         self.arena.pending.fill_(DID_NOT_RUN)
-        self._merged = self._hold = self.verdict = None
+        self.arena.shares.fill_(DID_NOT_RUN)
+        self._merged = self._hold = self._seen = self.verdict = None
         self.phase, self._in_graph = Phase.IDLE, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -329,8 +377,13 @@ class ArenaSync:
         self._collect()
         state = dict(self.__dict__)
         state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
-        state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None)
+        state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None, watched=False, _seen=None)
         return state
+
+
+def larger(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise, of float32 that are amaxes or shares; NaN is the largest."""
+    return torch.maximum(a.view(torch.int32), b.view(torch.int32)).view(torch.float32)
 
 
 def all_reduce_max(tensor: Tensor, group: SyncGroup, counters: SyncCounters) -> dist.Work:

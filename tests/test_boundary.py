@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
-from fp8dist.nn import UNBOUNDED_BACKWARDS
+from fp8dist.linear_slots import UNBOUNDED_BACKWARDS
 from tests.support.collectives import counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.training import (

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
-from fp8dist.nn import FP8Linear, LinearSlots
+from fp8dist.linear_slots import LinearSlots
+from fp8dist.nn import FP8Linear
 from tests.support.training import Net, batch, bits, gradient_bits, make_net, parameter_bits, state_bits
 
 MICROBATCHES = 3

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fp8dist
 from fp8dist import DelayedScaling, ops
-from fp8dist.nn import LinearSlots
+from fp8dist.linear_slots import LinearSlots
 from tests.support.training import batch, bits, gradient_bits, histories, parameter_bits, state_bits
 
 

@@ -15,7 +15,7 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.gathered import FP8Weight, Gathered
 from fp8dist.groups import local_part
-from fp8dist.nn import LinearSlots
+from fp8dist.linear_slots import LinearSlots
 from tests.support.collectives import counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.sharded import HISTORY, Job, Mlp, build, fp8_linears, full, shard, train

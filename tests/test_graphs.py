@@ -135,10 +135,10 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     if request.param:
         original = fp8dist.sync.Verdict.__init__
 
-        def made(self: Any, outcome: Tensor) -> None:
-            original(self, outcome)
+        def made(self: Any, outcome: Tensor, tripped: Tensor | None = None) -> None:
+            original(self, outcome, tripped)
             self.immediate, self._event = False, mock.Mock()
-            self._outcome = outcome.clone()
+            self._outcome = self._outcome.clone()
 
         monkeypatch.setattr("fp8dist.sync.Verdict.__init__", made)
     return bool(request.param)

@@ -631,10 +631,10 @@ def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
     return _names(report) if report.findings else [_names(r) for r in seen], manager.check().consistent
 
 
-def _late_verdict(self: Any, outcome: Any) -> None:
+def _late_verdict(self: Any, outcome: Any, tripped: Any = None) -> None:
     """A verdict as CUDA's, which is not there yet when the step ends."""
     self.immediate, self.evidence = False, None
-    self._outcome = outcome
+    self._outcome, self._trips = outcome, False
     self._event = mock.Mock()
 
 

@@ -28,6 +28,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "update": "same_step",
         "warmup": "current",
         "power_of_two": False,
+        "high_precision": (),
     }
 
 

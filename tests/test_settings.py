@@ -138,6 +138,7 @@ def test_all_settings_are_described() -> None:
         "backend": "torch",
         "eval_precision": "high",
         "fp8_all_gather": False,
+        "fallback": None,
     }
 
 

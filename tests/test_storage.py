@@ -308,16 +308,16 @@ def test_bytes_are_those_of_a_file_and_the_same_for_the_same_state(
     assert model is not None
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None])
 def test_another_version_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path, version: object) -> None:
     text = _refused(_rewritten(trained[1], tmp_path / "other", version=version), named=False)
     assert f"version {version!r}" in text
-    assert "reads version 2" in text
+    assert "reads version 3" in text
 
 
 def test_a_state_dict_of_version_1_is_refused(trained: tuple[nn.Module, StateManager]) -> None:
-    old = {name: value for name, value in saved_of(trained[1]).items() if name not in ("formats", "recipe")}
-    with pytest.raises(CheckpointError, match="has version 1, this library reads version 2"):
+    old = {name: value for name, value in saved_of(trained[1]).items() if name not in ("formats", "recipes")}
+    with pytest.raises(CheckpointError, match="has version 1, this library reads version 3"):
         trained[1].load_state_dict({**old, "version": 1})
 
 
@@ -347,7 +347,11 @@ def test_a_state_dict_of_version_1_is_refused(trained: tuple[nn.Module, StateMan
         ("formats", "e4m3e5"),
         ("formats", [1] * 6),
         ("formats", None),
-        ("recipe", ["margin"]),
+        ("recipes", ["margin"]),
+        ("recipes", {}),
+        ("recipe_of", [0]),
+        ("recipe_of", "0"),
+        ("precision", ["fprop"]),
     ],
 )  # fmt: skip
 def test_content_that_does_not_fit_is_refused(
@@ -384,7 +388,7 @@ def test_a_history_that_no_run_could_have_is_refused(trained: tuple[nn.Module, S
     assert model is not None
 
 
-_CONTENT = ["version", "slots", "formats", "recipe", "step", "scale", "amax", "cold", "counters", "history"]
+_CONTENT = ["version", "slots", "formats", "recipes", "recipe_of", "precision", "step", "scale", "amax", "cold", "counters", "history"]
 
 
 @pytest.mark.parametrize("name", _CONTENT)

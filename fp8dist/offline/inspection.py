@@ -90,7 +90,8 @@ def _state_file(path: str) -> Inspection:
         "slots": len(rows),
         "cold": int(state["cold"].sum()),
         "history length": state["history"].shape[1],
-        "recipe": state["recipe"],
+        "recipes": state["recipes"],
+        "precision": state["precision"],
         "settings": info.get("settings"),
     }
     return Inspection(facts, _SLOT_COLUMNS, tuple(rows))

@@ -14,17 +14,21 @@ from torch import Tensor
 
 from fp8dist import ops
 from fp8dist.errors import ConfigurationError
+from fp8dist.fallback import Fallback
 from fp8dist.formats import Format, Role
 from fp8dist.kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays
-from fp8dist.kernels.header import WORD_MANIFEST, WORD_STEP
+from fp8dist.kernels.header import HEADER, WORD_MANIFEST, WORD_STEP
 from fp8dist.kernels.magnitude import DID_NOT_RUN
 from fp8dist.kernels.rings import RingShape, ordered_window, write_window
 from fp8dist.kernels.update import give_back
-from fp8dist.recipe import DelayedScaling
+from fp8dist.recipe import Recipe
 from fp8dist.scaling import scale_from_amax
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
 
-__all__ = ["NONFINITE", "SATURATED", "TAKEN", "Arena", "SlotState"]
+__all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotState"]
+
+SHARES = 2
+"""Of a cast: the share of elements that it cuts off, and of those that become 0."""
 
 _CPU = torch.device("cpu")
 
@@ -32,13 +36,16 @@ _CPU = torch.device("cpu")
 class SlotState:
     """The place of one slot in its arena: 0-d views that stay valid while the arena lives."""
 
-    __slots__ = ("cold", "format", "pending", "scale")
+    __slots__ = ("always", "cold", "format", "pending", "saturated", "scale", "underflow")
 
     def __init__(self, arena: Arena, index: int) -> None:
         self.format: Format = arena.specs[index].format
         self.scale: Tensor = arena.scale[index]
         self.cold: Tensor = arena.cold[index]
         self.pending: Tensor = arena.pending[index]
+        self.saturated: Tensor = arena.shares[0, index]
+        self.underflow: Tensor = arena.shares[1, index]
+        self.always: Tensor = arena.always
 
 
 class Arena:
@@ -46,12 +53,21 @@ class Arena:
 
     Addresses never change after ``place``: modules hold views, CUDA graphs hold pointers. ``step``: boundaries
     committed so far, 0-d int32.
+
+    Besides: ``shares`` float32[2, n], of elements that this rank's casts cut off, and of those that became 0 (-1: not
+    measured); with a ``fallback`` that limits them they ride in the sync, as two more words per slot. ``message``
+    int32[8 + n] or int32[8 + 3n]: ``send``, and these lanes. ``tripped`` bool[n]: slots that gave reason to fall back
+    since somebody looked. ``always`` 0-d bool: True.
     """
 
-    def __init__(self, specs: Sequence[SlotSpec], recipe: DelayedScaling, backend: str = "auto") -> None:
+    def __init__(
+        self, specs: Sequence[SlotSpec], recipe: Recipe, backend: str = "auto", fallback: Fallback | None = None
+    ) -> None:
         self.specs = sorted_specs(specs)
         self.recipe = recipe
         self.backend = backend
+        self.fallback = fallback
+        self.lanes = SHARES if fallback is not None and fallback.measures else 0
         self.index: dict[Slot, int] = {spec.slot: i for i, spec in enumerate(self.specs)}
         self.ring = RingShape(recipe.history_len)
         self.placed = False
@@ -64,7 +80,13 @@ class Arena:
     def _allocate(self, device: torch.device) -> None:
         formats = [spec.format for spec in self.specs]
         self.device = device
-        self._use(StateArrays.allocate([f.max for f in formats], [f.rounds_to_max for f in formats], self.ring, device))
+        arrays = StateArrays.allocate([f.max for f in formats], [f.rounds_to_max for f in formats], self.ring, device)
+        n = len(formats)
+        self.message = torch.zeros(HEADER + (1 + self.lanes) * n, dtype=torch.int32, device=device)
+        self.shares = torch.full((SHARES, n), DID_NOT_RUN, dtype=torch.float32, device=device)
+        self.tripped = torch.zeros(n, dtype=torch.bool, device=device)
+        self.always = torch.ones((), dtype=torch.bool, device=device)
+        self._use(arrays._replace(send=self.message[: HEADER + n]))
         factor = 2.0 ** -(self.recipe.margin + self.recipe.power_of_two)
         self._target = self.fp8_max * factor  # What an amax times the scale that follows from it is at least.
 
@@ -115,7 +137,7 @@ class Arena:
         """
         if self.placed:
             raise ConfigurationError("register() must come before attach() and before the first forward")
-        larger = Arena([*self.specs, *specs], self.recipe, self.backend)
+        larger = Arena([*self.specs, *specs], self.recipe, self.backend, self.fallback)
         places = torch.tensor([larger.index[spec.slot] for spec in self.specs], dtype=torch.int64)
         for name in self._STATE:
             mine, theirs = getattr(self, name), getattr(larger, name)
@@ -157,12 +179,16 @@ class Arena:
         self.words[WORD_MANIFEST] = word
 
     def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
-        """Fill ``send`` with what this rank says: ``pending``, and a header from the live state. See ``ops.launch``."""
+        """Fill ``message`` with what this rank says: ``pending``, and a header from the live state, and the shares. See
+        ``ops.launch``."""
         ops.launch(list(self.arrays), hold, drop_nonfinite=drop_nonfinite, backend=self.backend)
+        if self.lanes:
+            self.message[self.send.numel() :].copy_(self.shares.view(-1).view(torch.int32))
+            self.shares.fill_(DID_NOT_RUN)
 
     def give_back(self, reduced: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
         """Where ``hold`` is non-zero, amaxes of a result that must not be committed wait for the next launch."""
-        give_back(reduced, self._pending_bits, hold, drop_nonfinite)
+        give_back(reduced[: self.send.numel()], self._pending_bits, hold, drop_nonfinite)
 
     def fits(self, amax: Tensor) -> Tensor:
         """bool[n]: whether the scales still fit tensors that have ``amax`` (float32[n]) now: they do not saturate, and
@@ -176,13 +202,13 @@ class Arena:
         ``ops.commit``.
 
         Args:
-            reduced: int32[8 + n], ``send`` after the collective.
+            reduced: ``message`` after the collective.
             hold: 0-d or None: where it is non-zero this is no step.
         """
         recipe = self.recipe
         outcome = ops.commit(
             list(self.arrays),
-            reduced,
+            reduced[: self.send.numel()],
             hold,
             length=recipe.history_len,
             margin=recipe.margin,
@@ -193,7 +219,20 @@ class Arena:
         )
         if callable(recipe.amax_algo):
             self._rescale(self.window_amax(), self.flags[TAKEN])
+        if self.fallback is not None:
+            self._trip(self.fallback, reduced, hold)
         return outcome
+
+    def _trip(self, fallback: Fallback, reduced: Tensor, hold: Tensor | None) -> None:
+        """Note which slots the ranks together had trouble with."""
+        if fallback.nonfinite:
+            self.tripped.logical_or_(self.flags[NONFINITE])
+        if self.lanes:
+            shares = reduced[self.send.numel() :].view(torch.float32).view(SHARES, -1)
+            for share, limit in zip(shares, (fallback.saturated, fallback.underflow)):
+                if limit is not None:
+                    over = share > limit
+                    self.tripped.logical_or_(over if hold is None else over & (hold.reshape(()) == 0))
 
     def _reduce_windows(self, window_max: Tensor) -> Tensor:
         algorithm = self.recipe.amax_algo
@@ -231,6 +270,14 @@ class Arena:
         """Take scale and inv_scale (float32[2, n]) for the slots that neither the last commit has changed, nor the one
         that ``taken`` (bool[n]) is of."""
         torch.where(taken | self.flags[TAKEN], self.scales, scales, out=self.scales)
+
+    def make_cold(self, places: Sequence[int]) -> None:
+        """These slots have seen nothing, as far as scales go. Counters stay: they say where a ring goes on."""
+        where = torch.zeros(len(self), dtype=torch.bool, device=self.device)
+        where[torch.tensor(places, dtype=torch.int64, device=self.device)] = True
+        self.forget_history(where)
+        self.scales.masked_fill_(where, 1)
+        self.cold.logical_or_(where)
 
     def set_scale(self, index: int, scale: float) -> None:
         """Set one slot's scale; it is no longer cold."""
@@ -278,7 +325,8 @@ class Arena:
         self.pending.fill_(DID_NOT_RUN)
         for tensor in (self.scales, self.sent, self.cold):
             tensor.fill_(1)
-        for tensor in (self.history, self.block_max, self.amax, self.counters, self.words, self.unpolled):
+        self.shares.fill_(DID_NOT_RUN)
+        for tensor in (self.history, self.block_max, self.amax, self.counters, self.words, self.unpolled, self.tripped):
             tensor.zero_()
         self.words[WORD_MANIFEST] = manifest
 
@@ -299,13 +347,14 @@ class Arena:
             "specs": self.specs,
             "recipe": self.recipe,
             "backend": self.backend,
+            "fallback": self.fallback,
             "device": self.device,
             "placed": self.placed,
             "state": state,
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        Arena.__init__(self, saved["specs"], saved["recipe"], saved["backend"])
+        Arena.__init__(self, saved["specs"], saved["recipe"], saved["backend"], saved["fallback"])
         self._allocate(saved["device"])
         self.put_back(saved["state"])
         self.placed = saved["placed"]

@@ -21,11 +21,11 @@ from fp8dist.state.slots import Slot
 
 __all__ = ["FORMAT_VERSION", "from_bytes", "looks_like_state", "read_file", "to_bytes", "validated_slots", "write_file"]
 
-FORMAT_VERSION = 2
-"""2: with the recipe and every slot's format. 1 was never released."""
+FORMAT_VERSION = 3
+"""3: with the recipe of every slot, and which modules are in high precision. 1 and 2 were never released."""
 
 _FILE_FORMAT = "fp8dist-state"
-_NAMES = ("slots", "formats", "recipe")
+_NAMES = ("slots", "formats", "recipes", "recipe_of", "precision")
 _TENSORS: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "step": torch.int64,  # []
@@ -42,7 +42,9 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
     """The slots of a saved state, in order.
 
     A saved state is a dict: ``version``, ``slots`` ([fqn, role] each), ``formats`` (their names, in the same order),
-    ``recipe`` (as it describes itself), and the tensors above.
+    ``recipes`` (as they describe themselves), ``recipe_of`` (for each slot, which of them), ``precision`` (of modules
+    that are not as their recipe says, by fqn), and the tensors above. A history that is shorter than the longest has
+    zeros in front.
 
     Args:
         values: False: a state with impossible values, which one may want to look at, will do.
@@ -66,8 +68,14 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
     formats = saved["formats"]
     if not isinstance(formats, list) or len(formats) != n or not all(isinstance(name, str) for name in formats):
         raise CheckpointError(f"FP8 state has malformed formats, expected the names of {n}")
-    if not isinstance(saved["recipe"], dict):
-        raise CheckpointError("FP8 state has a malformed recipe")
+    recipes, recipe_of = saved["recipes"], saved["recipe_of"]
+    if not (isinstance(recipes, list) and all(isinstance(recipe, dict) for recipe in recipes)):
+        raise CheckpointError("FP8 state has malformed recipes")
+    numbers = isinstance(recipe_of, list) and all(type(i) is int and 0 <= i < len(recipes) for i in recipe_of)
+    if not numbers or len(recipe_of) != n:
+        raise CheckpointError(f"FP8 state does not say which recipe is that of each of its {n} slots")
+    if not isinstance(saved["precision"], dict):
+        raise CheckpointError("FP8 state has a malformed precision")
     history = saved["history"]
     length = history.shape[1] if isinstance(history, Tensor) and history.ndim == 2 else 0
     shapes = {"step": (), "scale": (n,), "amax": (n,), "cold": (n,), "counters": (3, n), "history": (n, length)}

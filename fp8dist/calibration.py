@@ -1,0 +1,51 @@
+"""What a calibration leaves as it was: gradients, buffers and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Untouched"]
+
+
+class Untouched:
+    """Takes gradients off, and remembers buffers and generators, until ``put_back``.
+
+    Gradients come back as the same tensors with the same values: under DDP with ``gradient_as_bucket_view`` they are
+    views of buckets, which backwards inside a calibration fill.
+
+    Args:
+        module: the model as the loop calls it.
+        devices: whose generators count, besides the CPU's.
+    """
+
+    def __init__(self, module: nn.Module, devices: Collection[torch.device]) -> None:
+        self._gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        for parameter in module.parameters():
+            gradient = parameter.grad
+            self._gradients.append((parameter, gradient, None if gradient is None else gradient.detach().clone()))
+            parameter.grad = None
+        self._buffers = [
+            (owner, name, buffer, buffer.detach().clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self._random = torch.get_rng_state()
+        self._on_gpus = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Everything is as it was."""
+        for parameter, gradient, values in self._gradients:
+            parameter.grad = gradient
+            if gradient is not None and values is not None:
+                gradient.copy_(values)
+        for owner, name, buffer, values in self._buffers:
+            owner._buffers[name] = buffer
+            buffer.copy_(values)
+        torch.set_rng_state(self._random)
+        for device, state in self._on_gpus.items():
+            torch.cuda.set_rng_state(state, device)

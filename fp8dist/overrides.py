@@ -1,0 +1,76 @@
+"""Overrides: recipes of single modules, by patterns of their fqns."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.recipe import Recipe
+from fp8dist.state.slots import clean_fqn
+
+__all__ = ["Overrides", "first_and_last"]
+
+
+class Overrides:
+    """``{pattern: recipe, or None for high precision}``; the first pattern (fnmatch) that matches counts."""
+
+    def __init__(self, given: Mapping[str, Recipe | None]) -> None:
+        for pattern, recipe in given.items():
+            if recipe is not None and not isinstance(recipe, Recipe):
+                raise ConfigurationError(f"overrides[{pattern!r}] must be a recipe, or None, got {recipe!r}")
+        self._given = dict(given)
+        self._unused = dict.fromkeys(given)
+
+    def pattern_of(self, fqn: str) -> str | None:
+        """The pattern that counts for a module; None: it has no override."""
+        found = next((pattern for pattern in self._given if fnmatch.fnmatchcase(fqn, pattern)), None)
+        if found is not None:
+            self._unused.pop(found, None)
+        return found
+
+    def recipe(self, fqn: str, default: Recipe) -> Recipe | None:
+        """The recipe of a module; None: high precision."""
+        pattern = self.pattern_of(fqn)
+        return default if pattern is None else self._given[pattern]
+
+    @property
+    def unused(self) -> list[str]:
+        """Patterns that nobody's fqn has matched so far."""
+        return list(self._unused)
+
+
+def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str, Recipe | None]:
+    """Overrides that keep the first and last layers of ``model`` in high precision: ``{"blocks.0.*": None, …}``.
+
+    Layers are the entries of its outermost ``nn.ModuleList``s that hold Linears; where there is none, of its outermost
+    ``nn.Sequential``s.
+
+    Raises:
+        ConfigurationError: there are no such layers, or fewer than that.
+    """
+    overrides: dict[str, Recipe | None] = {}
+    stacks = list(_stacks(model, "", nn.ModuleList)) or list(_stacks(model, "", nn.Sequential))
+    if not stacks:
+        raise ConfigurationError("first_and_last: the model has no nn.ModuleList or nn.Sequential of layers with Linears")
+    for layers in stacks:
+        if first < 0 or last < 0 or first + last > len(layers):
+            raise ConfigurationError(f"first_and_last: cannot take {first} and {last} of {len(layers)} layers")
+        chosen = [*layers[:first], *layers[len(layers) - last :]]
+        for fqn, layer in chosen:
+            overrides[fqn if isinstance(layer, nn.Linear) else f"{fqn}.*"] = None
+    return overrides
+
+
+def _stacks(module: nn.Module, fqn: str, kind: type[nn.Module]) -> Iterator[list[tuple[str, nn.Module]]]:
+    """The layers with Linears of each outermost module of that kind."""
+    children = [(clean_fqn(f"{fqn}.{name}" if fqn else name), child) for name, child in module.named_children()]
+    if isinstance(module, kind):
+        layers = [(name, child) for name, child in children if any(isinstance(m, nn.Linear) for m in child.modules())]
+        if layers:
+            yield layers
+        return
+    for name, child in children:
+        yield from _stacks(child, name, kind)

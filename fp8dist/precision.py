@@ -1,0 +1,216 @@
+"""Which GEMMs of which module are in high precision now, and for how long.
+
+On the host, and the same on all ranks: changed by calls that all of them make, and by what a sync has proved.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.formats import Role
+from fp8dist.recipe import GEMMS, Gemm
+from fp8dist.state.slots import Slot
+
+__all__ = ["OBSERVED_STEPS", "Precision", "Precisions"]
+
+OBSERVED_STEPS = 16
+"""A module that is in high precision for a while has its amaxes recorded in the last steps before it comes back, so
+that it comes back with scales."""
+
+_USERS: Mapping[Role, frozenset[Gemm]] = MappingProxyType(
+    {
+        Role.INPUT: frozenset[Gemm](("fprop", "wgrad")),
+        Role.WEIGHT: frozenset[Gemm](("fprop", "dgrad")),
+        Role.GRAD_OUTPUT: frozenset[Gemm](("dgrad", "wgrad")),
+    }
+)
+"""The GEMMs that a tensor goes into."""
+
+
+class Precision:
+    """Of one module. ``high``: its GEMMs that are in high precision now. ``observing``: tensors that are not cast have
+    their amaxes recorded nevertheless.
+
+    Compiled forwards read these two, which change seldom, and not how many steps are left.
+    """
+
+    def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...]) -> None:
+        self.slots = dict(slots)
+        self.high = self._initial = self._lasting = lasting
+        self.observing = False
+        self._passing: tuple[Gemm, ...] | None = None
+        self._left = 0
+        self._unseen: set[Role] = set()  # Roles that were neither cast nor observed lately.
+
+    @property
+    def passing(self) -> bool:
+        """Whether it is as it is for a number of steps only."""
+        return self._passing is not None
+
+    def change(self, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Role]:
+        """Put GEMMs into high precision or into FP8, for so many boundaries, or until further notice.
+
+        Returns:
+            The roles that are cast from now on, and were neither cast nor observed lately: their scales are old.
+        """
+        now = set(self.high)
+        now = now | set(gemms) if to_high else now - set(gemms)
+        high = tuple(gemm for gemm in GEMMS if gemm in now)
+        if steps is None:
+            self._lasting, self._passing, self._left = high, None, 0
+        else:
+            self._passing, self._left = high, steps
+        return self._follow()
+
+    @property
+    def moving(self) -> bool:
+        """Whether ``end_step`` has anything to do."""
+        idle = {role for role, users in _USERS.items() if users <= set(self.high)}
+        return self.passing or self._unseen != idle
+
+    def end_step(self) -> set[Role]:
+        """A boundary was passed; returns what ``change`` does."""
+        for role, users in _USERS.items():
+            if users <= set(self.high) and not self.observing:
+                self._unseen.add(role)
+            else:
+                self._unseen.discard(role)
+        if self._passing is not None:
+            self._left -= 1
+            if self._left == 0:
+                self._passing = None
+        return self._follow()
+
+    def _follow(self) -> set[Role]:
+        self.high = self._lasting if self._passing is None else self._passing
+        self.observing = self._passing is not None and self._left <= OBSERVED_STEPS
+        woken = {role for role in self._unseen if not _USERS[role] <= set(self.high)}
+        self._unseen -= woken
+        return woken
+
+    def describe(self) -> dict[str, Any] | None:
+        """Plain JSON values for ``restore``; None: as it was made."""
+        if self._lasting == self._initial and self._passing is None and not self._unseen:
+            return None
+        return {
+            "lasting": list(self._lasting),
+            "passing": None if self._passing is None else list(self._passing),
+            "left": self._left,
+            "unseen": sorted(role.value for role in self._unseen),
+        }
+
+    def restore(self, described: Mapping[str, Any] | None) -> None:
+        """Be as another one described itself. None: as it was made.
+
+        Raises:
+            CheckpointError: that is no such description; nothing was changed.
+        """
+        if described is None:
+            lasting, passing, left, unseen = self._initial, None, 0, set[Role]()
+        else:
+            try:
+                lasting = _gemms(described["lasting"])
+                passing = None if described["passing"] is None else _gemms(described["passing"])
+                left = int(described["left"])
+                unseen = {Role(role) for role in described["unseen"]}
+            except (KeyError, TypeError, ValueError):
+                raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}") from None
+            if (passing is not None) != (left > 0):
+                raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}")
+        self._lasting, self._passing, self._left, self._unseen = lasting, passing, left, unseen
+        self._follow()
+
+
+def _gemms(names: Iterable[str]) -> tuple[Gemm, ...]:
+    named = set(names)
+    if not named <= set(GEMMS):
+        raise ValueError
+    return tuple(gemm for gemm in GEMMS if gemm in named)
+
+
+class Precisions:
+    """Those of all modules of one manager, by fqn. ``fallbacks``: how often one fell back. ``version`` goes up whenever
+    one changes."""
+
+    def __init__(self, by_fqn: Mapping[str, Precision]) -> None:
+        self.by_fqn = dict(by_fqn)
+        self.fallbacks = self.version = 0
+        self._moving = {fqn for fqn, precision in by_fqn.items() if precision.moving}
+        users = Counter(slot for precision in by_fqn.values() for slot in precision.slots.values())
+        self._shared = frozenset(slot for slot, count in users.items() if count > 1)
+
+    @property
+    def high(self) -> int:
+        """How many modules have a GEMM in high precision now."""
+        return sum(bool(precision.high) for precision in self.by_fqn.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no module computes in FP8 now."""
+        return bool(self.by_fqn) and all(precision.high == GEMMS for precision in self.by_fqn.values())
+
+    def matching(self, pattern: str) -> list[str]:
+        """The modules whose fqn matches (fnmatch).
+
+        Raises:
+            ConfigurationError: none does.
+        """
+        found = [fqn for fqn in self.by_fqn if fnmatch.fnmatchcase(fqn, pattern)]
+        if not found:
+            some = ", ".join(list(self.by_fqn)[:4]) or "none"
+            raise ConfigurationError(f"no FP8Linear matches {pattern!r}; there are {len(self.by_fqn)}: {some}, …")
+        return found
+
+    def change(self, fqns: Iterable[str], gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Slot]:
+        """``Precision.change`` of these modules; the slots whose scales are old."""
+        return self._woken({fqn: self.by_fqn[fqn].change(gemms, to_high, steps) for fqn in fqns})
+
+    def end_step(self) -> set[Slot]:
+        """A boundary was passed; the slots whose scales are old."""
+        if not self._moving:
+            return set()
+        high = {fqn: self.by_fqn[fqn].high for fqn in self._moving}
+        woken = {fqn: self.by_fqn[fqn].end_step() for fqn in high}
+        self.version += any(self.by_fqn[fqn].high != before for fqn, before in high.items())
+        return self._woken(woken)
+
+    def _woken(self, woken: Mapping[str, set[Role]]) -> set[Slot]:
+        for fqn in woken:
+            (self._moving.add if self.by_fqn[fqn].moving else self._moving.discard)(fqn)
+        slots = {self.by_fqn[fqn].slots[role] for fqn, roles in woken.items() for role in roles}
+        return slots - self._shared  # Another user of a tied weight has seen it.
+
+    def users_of(self, slots: Iterable[Slot]) -> list[str]:
+        """The modules that cast one of these."""
+        wanted = set(slots)
+        return [fqn for fqn, precision in self.by_fqn.items() if wanted & set(precision.slots.values())]
+
+    def fall_back(self, slots: Iterable[Slot], steps: int) -> list[str]:
+        """Put the modules that cast these tensors into high precision, as a whole; which ones.
+
+        Those that are there until further notice stay so.
+        """
+        fallen = [fqn for fqn in self.users_of(slots) if self._may_fall(self.by_fqn[fqn])]
+        self.change(fallen, GEMMS, True, steps)
+        self.fallbacks += len(fallen)
+        return fallen
+
+    @staticmethod
+    def _may_fall(precision: Precision) -> bool:
+        return precision.passing or precision.high != GEMMS
+
+    def describe(self) -> dict[str, Any]:
+        """Plain JSON values: what is not as it was made."""
+        described = {fqn: precision.describe() for fqn, precision in self.by_fqn.items()}
+        return {fqn: value for fqn, value in described.items() if value is not None}
+
+    def restore(self, described: Mapping[str, Any]) -> None:
+        """Take over what ``describe`` said. Modules that it does not name are as they were made."""
+        for fqn, precision in self.by_fqn.items():
+            precision.restore(described.get(fqn))
+        self._moving = {fqn for fqn, precision in self.by_fqn.items() if precision.moving}
