@@ -16,10 +16,10 @@ from fp8dist.errors import CheckpointError
 from fp8dist.formats import FORMATS
 from fp8dist.groups import SyncGroup, world_size
 from fp8dist.precision import Precisions
-from fp8dist.scaling import FLOAT32_MAX
+from fp8dist.scaling import amax_behind_scale
 from fp8dist.state import storage
-from fp8dist.state.arena import Arena
-from fp8dist.state.slots import Slot, SlotSpec
+from fp8dist.state.arena import Arena, fitted, unchanged_on_failure
+from fp8dist.state.slots import Slot, SlotSpec, first_few
 
 __all__ = ["Checkpoint"]
 
@@ -100,16 +100,14 @@ class Checkpoint:
 
     def _take_over(self, matches: Sequence[_Match]) -> None:
         precisions = self._cycle.precisions
-        before = [(arena, arena.copied_state()) for arena in self._arenas()]
         precision = precisions.describe()
         try:
-            for match in matches:
-                match.apply()
-            # Modules, like slots, belong to one arena, and so to one match.
-            precisions.restore({fqn: of for match in matches for fqn, of in match.precision.items()})
-        except BaseException:  # A callable amax_algo, say.
-            for arena, state in before:
-                arena.put_back(state)
+            with unchanged_on_failure(self._arenas()):  # A callable amax_algo may raise.
+                for match in matches:
+                    match.apply()
+                # Modules, like slots, belong to one arena, and so to one match.
+                precisions.restore({fqn: of for match in matches for fqn, of in match.precision.items()})
+        except BaseException:
             precisions.restore(precision)
             raise
         self._cycle.announce_precisions()
@@ -163,7 +161,7 @@ def _collected(arenas: Sequence[Arena], precisions: Precisions) -> dict[str, Any
         "amax": merged([a.amax for a in arenas]),
         "cold": merged([a.cold for a in arenas]),
         "counters": merged([a.counters for a in arenas], 1),
-        "history": merged([_fitted(a.ordered_history(), length) for a in arenas]),
+        "history": merged([fitted(a.ordered_history(), length) for a in arenas]),
     }
 
 
@@ -201,7 +199,7 @@ class _Match:
         ours = {slot for arena in self._arenas for slot in arena.index}
         missing, unexpected = sorted(ours - self._places.keys()), sorted(self._places.keys() - ours)
         if missing or unexpected:
-            text = f"missing slots: {_some(missing)}; unexpected slots: {_some(unexpected)}"
+            text = f"missing slots: {first_few(missing)}; unexpected slots: {first_few(unexpected)}"
             if strict:
                 raise CheckpointError(f"the saved FP8 state is of another model. {text}")
             logger.warning("fp8dist: loading FP8 state non-strictly. %s", text)
@@ -261,7 +259,7 @@ class _Match:
             raise CheckpointError(f"it has slots of format {unknown[0]!r}, of which nothing is known here")
         largest = torch.tensor([FORMATS[name].max for name in names], dtype=torch.float32, device="cpu")
         factors = torch.tensor([2.0 ** margins[i] for i in self._saved["recipe_of"]], device="cpu")
-        return (largest / factors / self._saved["scale"].cpu()).clamp(max=FLOAT32_MAX)
+        return amax_behind_scale(self._saved["scale"].cpu(), largest / factors, margin=0)
 
     def apply(self) -> None:
         """Change the arenas."""
@@ -281,25 +279,14 @@ class _Match:
         arena.step.copy_(self._saved["step"])
         if not arena.recipe.delayed and self._changes_kind(arena):
             return  # Nothing that was saved tells of the tensors to come.
-        arena.scale[mine] = rows("scale")
-        torch.reciprocal(arena.scale, out=arena.inv_scale)
-        arena.amax[mine] = rows("amax")
-        arena.cold[mine] = rows("cold")
-        arena.counters[:, mine] = rows("counters", 1)  # These say where in its ring a window starts.
-        arena.write_history(_fitted(rows("history"), arena.ring.length), mine)
+        arena.load_slots(mine, rows("scale"), rows("amax"), rows("cold"), rows("counters", 1), rows("history"))
 
     def _convert(self, arena: Arena, mine: Tensor, theirs: Tensor) -> None:
-        """Scales by this recipe: from what its ``amax_algo`` makes of the window; where that gives none (a weight whose
-        scale came from ``attach``, or a window of zeros), from the amax that the old scale stands for.
-
-        Cold slots have no scale of their own, and slots that were saved by an equal recipe keep theirs.
-        """
-        amax = arena.window_amax()
-        stood_for = torch.zeros_like(amax)
+        """Scales by this recipe; slots that were saved by an equal one keep theirs."""
+        stood_for = torch.zeros_like(arena.amax)
         stood_for[mine] = self._stood_for.index_select(0, theirs).to(arena.device)
         changed = torch.tensor([slot in self._changed for slot in arena.index], dtype=torch.bool, device=arena.device)
-        tells = (amax > 0) & (amax < torch.inf)
-        arena.derive_scales(torch.where(tells, amax, stood_for), changed & ~arena.cold)
+        arena.convert_scales(changed, stood_for)
 
 
 def _differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
@@ -314,18 +301,3 @@ def _differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str
         for name in _CONVERTIBLE
         if theirs.get(name) != mine[name]
     ]
-
-
-def _fitted(history: Tensor, length: int) -> Tensor:
-    """The newest ``length`` entries; a shorter history is older than nothing (zeros in front)."""
-    missing = length - history.shape[1]
-    if missing <= 0:
-        return history[:, -length:]
-    return torch.nn.functional.pad(history, (missing, 0))
-
-
-def _some(names: Sequence[Slot]) -> str:
-    if not names:
-        return "none"
-    shown = ", ".join(map(str, names[:4]))
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

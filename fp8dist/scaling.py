@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["FLOAT32_MAX", "round_down_to_power_of_two", "scale_from_amax"]
+__all__ = ["FLOAT32_MAX", "amax_behind_scale", "round_down_to_power_of_two", "scale_from_amax"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -48,6 +48,15 @@ def scale_from_amax(
     if where is not None:
         usable.bitwise_and_(where)
     return torch.where(usable, scale, previous, out=out)
+
+
+def amax_behind_scale(scale: Tensor, fp8_max: Tensor, margin: int) -> Tensor:
+    """The amax that ``scale`` was made from, as far as it tells: a power of two was rounded down. float32, elementwise.
+
+    Args:
+        margin: that of the recipe that made it.
+    """
+    return (fp8_max / 2.0**margin / scale).clamp(max=FLOAT32_MAX)
 
 
 def round_down_to_power_of_two(x: Tensor) -> Tensor:

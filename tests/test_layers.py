@@ -27,7 +27,7 @@ LAYERS = [
     ["ddp", "boundary", "calibration", "wrappers"],
     ["checker", "fsdp", "shards"],
     ["cycle"],
-    ["checkpoint", "attachment"],
+    ["checkpoint", "transformer_engine", "attachment"],
     ["manager"],
     ["prepare", "model_check"],
     ["__init__"],

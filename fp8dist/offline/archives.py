@@ -20,7 +20,16 @@ from fp8dist.offline.states import state_items
 from fp8dist.offline.values import TORCH_SAVE, Storage, StoredTensor, flatten, plain_tensor, storage_of
 from fp8dist.state.storage import looks_like_state
 
-__all__ = ["LEGACY_MAGIC", "Archive", "items_of", "legacy_source", "zip_source"]
+__all__ = [
+    "LEGACY_MAGIC",
+    "Archive",
+    "Locate",
+    "items_of",
+    "legacy_content",
+    "legacy_source",
+    "zip_content",
+    "zip_source",
+]
 
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # Follows the pickle's protocol, two bytes.
 _LEGACY_VERSION = 1001
@@ -137,16 +146,23 @@ def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str
     return items
 
 
-def zip_source(file: FileSlice) -> Source:
-    """A zip file of torch.save. Every record's checksum is verified first."""
+def zip_content(file: FileSlice) -> tuple[Any, int, Locate]:
+    """(what was saved, with its tensors as references; bytes of the pickle; where storages are) of a zip file of
+    torch.save. Every record's checksum is verified first."""
     archive = Archive(file)
     archive.verify()
     value, size = archive.content()
-    return Source(file.path, PARAMETERS, items_of(value, size, file, archive.storage))
+    return value, size, archive.storage
 
 
-def legacy_source(file: FileSlice) -> Source:
-    """A file of ``torch.save(…, _use_new_zipfile_serialization=False)``. It has no checksums."""
+def zip_source(file: FileSlice) -> Source:
+    """A zip file of torch.save."""
+    value, size, locate = zip_content(file)
+    return Source(file.path, PARAMETERS, items_of(value, size, file, locate))
+
+
+def legacy_content(file: FileSlice) -> tuple[Any, int, Locate]:
+    """The same of a file of ``torch.save(…, _use_new_zipfile_serialization=False)``. It has no checksums."""
     stream = io.BufferedReader(file)
 
     def pickled(with_storages: bool = False) -> Any:
@@ -165,7 +181,13 @@ def legacy_source(file: FileSlice) -> Source:
     (value, stored), keys = pickled(with_storages=True), pickled()
     size = stream.tell()
     places = _legacy_places(keys, {storage.key: storage for storage in stored}, file, size)
-    return Source(file.path, PARAMETERS, items_of(value, size, file, lambda storage: places[storage.key]))
+    return value, size, lambda storage: places[storage.key]
+
+
+def legacy_source(file: FileSlice) -> Source:
+    """A file of torch.save as it was before zip files."""
+    value, size, locate = legacy_content(file)
+    return Source(file.path, PARAMETERS, items_of(value, size, file, locate))
 
 
 def _legacy_places(keys: Any, storages: dict[str, Storage], file: FileSlice, start: int) -> dict[str, tuple[int, int]]:

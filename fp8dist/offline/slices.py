@@ -1,4 +1,4 @@
-"""Parts of regular files, read by position."""
+"""Parts of regular files, and bytes in memory, read by position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8dist.offline.failures import Named
 
-__all__ = ["FileSlice"]
+__all__ = ["FileSlice", "MemorySlice"]
 
 _Stamp = tuple[int, int, int, int]
 
@@ -51,11 +51,14 @@ class FileSlice(io.RawIOBase):
         Raises:
             CheckpointError: it is not all there.
         """
+        self._require(offset, length)
+        return FileSlice(self.path, self.start + offset, length, self._stamp)
+
+    def _require(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.length:
             raise Named(
                 f"{self.path}: is truncated or damaged: {offset + length} bytes are wanted, there are {self.length}"
             )
-        return FileSlice(self.path, self.start + offset, length, self._stamp)
 
     def bytes_at(self, offset: int, count: int) -> Tensor:
         """uint8[count] from ``offset`` on.
@@ -109,6 +112,30 @@ class FileSlice(io.RawIOBase):
             count = os.preadv(descriptor, [memoryview(buffer)[:wanted]], self.start + self._place)
         self._place += count
         return count
+
+
+class MemorySlice(FileSlice):
+    """Bytes in memory, read as a file is. ``path``: what messages call them."""
+
+    def __init__(self, path: str, data: bytes) -> None:
+        super().__init__(path, 0, len(data), (0, 0, 0, 0))
+        self._data = data
+
+    def part(self, offset: int, length: int) -> MemorySlice:
+        self._require(offset, length)
+        return MemorySlice(self.path, self._data[offset : offset + length])
+
+    def bytes_at(self, offset: int, count: int) -> Tensor:
+        self._require(offset, count)
+        found = torch.empty(count, dtype=torch.uint8, device="cpu")
+        found.numpy()[:] = memoryview(self._data)[offset : offset + count]
+        return found
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._data[self._place : self._place + len(buffer)]
+        buffer[: len(found)] = found
+        self._place += len(found)
+        return len(found)
 
 
 def _stamp(status: os.stat_result) -> _Stamp:

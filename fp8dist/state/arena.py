@@ -7,6 +7,7 @@ divergence) and ``.bfloat16()`` would cast them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,12 +26,30 @@ from fp8dist.recipe import Recipe
 from fp8dist.scaling import scale_from_amax
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
 
-__all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotState"]
+__all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotState", "fitted", "unchanged_on_failure"]
 
 SHARES = 2
 """Of a cast: the share of elements that it cuts off, and of those that become 0."""
 
 _CPU = torch.device("cpu")
+
+
+@contextmanager
+def unchanged_on_failure(arenas: Sequence[Arena]) -> Iterator[None]:
+    """Arenas are as they were before, should the block raise."""
+    before = [(arena, arena.copied_state()) for arena in arenas]
+    try:
+        yield
+    except BaseException:
+        for arena, state in before:
+            arena.put_back(state)
+        raise
+
+
+def fitted(history: Tensor, length: int) -> Tensor:
+    """float32[n, length] of windows float32[n, any length], oldest first: the newest entries, or zeros in front."""
+    missing = length - history.shape[1]
+    return history[:, -length:] if missing <= 0 else torch.nn.functional.pad(history, (missing, 0))
 
 
 class SlotState:
@@ -318,6 +337,36 @@ class Arena:
         windows = self.ordered_history()
         windows[index] = rows
         write_window(self.history, self.block_max, self.taken, self.ring, windows)
+
+    def load_slots(
+        self, index: Tensor, scale: Tensor, amax: Tensor, cold: Tensor, counters: Tensor, history: Tensor
+    ) -> None:
+        """Replace the state of the slots ``index`` (int64[m]).
+
+        Args:
+            scale: float32[m].
+            amax: float32[m], the newest.
+            cold: bool[m].
+            counters: int64[3, m]. They say where in its ring a window starts.
+            history: float32[m, any length], oldest first. The newest ``history_len`` entries are kept; a shorter one
+                gets zeros in front.
+        """
+        self.scale[index] = scale
+        torch.reciprocal(self.scale, out=self.inv_scale)
+        self.amax[index] = amax
+        self.cold[index] = cold
+        self.counters[:, index] = counters
+        self.write_history(fitted(history, self.ring.length), index)
+
+    def convert_scales(self, where: Tensor, stood_for: Tensor) -> None:
+        """Scales by this recipe, where bool[n] says so: from what its ``amax_algo`` makes of the window.
+
+        Where that gives none (a weight whose scale came from ``attach``, or a window of zeros), from ``stood_for``
+        (float32[n]), the amax that the old scale stands for. Cold slots have no scale of their own.
+        """
+        amax = self.window_amax()
+        tells = (amax > 0) & (amax < torch.inf)
+        self.derive_scales(torch.where(tells, amax, stood_for), where & ~self.cold)
 
     def reset(self) -> None:
         """Back to the state of a new arena. The manifest stays."""
