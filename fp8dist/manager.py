@@ -34,6 +34,7 @@ from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
 from fp8dist.sync import ArenaSync
+from fp8dist.transformer_engine import ImportReport, NameMap, import_state
 
 __all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
 
@@ -558,6 +559,32 @@ class StateManager(Joinable):
             CheckpointError: missing, damaged or foreign file, or it does not fit; nothing was changed.
         """
         Checkpoint(self._cycle).load(path, strict, convert)
+
+    def load_transformer_engine(
+        self, state_dict: Mapping[str, object], name_map: NameMap | None = None
+    ) -> ImportReport:
+        """Take over the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
+
+        Local: do it on all ranks alike. Nothing of a pickle is imported or called. Amaxes that wait for a boundary are
+        thrown away. See ``fp8dist.transformer_engine.import_state`` for what becomes of scales and histories.
+
+        Args:
+            name_map: what modules are called there: a mapping from the fqn here, or a function of it. A name, or (name,
+                GEMM) for a module with two, as LayerNormMLP: ``{"mlp.fc2": ("layernorm_mlp", 1)}``. None: as here.
+
+        Returns:
+            What matched, and what did not.
+
+        Raises:
+            ConfigurationError: ``name_map`` names what there is not; nothing was changed.
+            CheckpointError: an entry is damaged, or more than data; nothing was changed.
+        """
+        self._cycle.settle()
+        report = import_state([sync.arena for sync in self._syncs], state_dict, name_map)
+        for sync in self._syncs:
+            sync.abandon()
+        self._cycle.state_loaded([slot for slot, _ in report.matched])
+        return report
 
     def reset(self) -> None:
         """Forget all FP8 state. Local: do it on all ranks alike. Never needed between models."""
