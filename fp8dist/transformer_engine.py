@@ -43,15 +43,16 @@ class ImportReport:
 
     def __str__(self) -> str:
         modules = list(dict.fromkeys(f"{slot.fqn} from {theirs}" for slot, theirs in self.matched))
-        converted = [f"{slot} ({why})" for slot, why in self.converted]
         lines = [
             f"FP8 state of TransformerEngine: {len(self.matched)} slots",
             f"  matched: {len(modules)} modules: {first_few(modules)}",
             f"  missing there: {len(self.missing)} modules: {first_few(self.missing)}",
             f"  unused from there: {len(self.unused)} entries: {first_few(self.unused)}",
             f"  without FP8 state: {len(self.stateless)} entries: {first_few(self.stateless)}",
-            f"  scales derived anew: {len(converted)}: {first_few(converted)}",
         ]
+        for reason in sorted({why for _, why in self.converted}):
+            slots = [slot for slot, why in self.converted if why == reason]
+            lines.append(f"  scales derived anew, because {reason}: {len(slots)}: {first_few(slots)}")
         return "\n".join(lines)
 
 
