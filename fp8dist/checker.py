@@ -42,11 +42,11 @@ class Event:
 
     ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed), "saturated" (weights that are
     gathered in FP8 were cast beyond the scales of ``slots``), "fallback" (the modules that cast ``slots`` are in high
-    precision for a while) or "diverged" (``report`` says what). Events are told at boundaries and in ``check()``, the
+    precision for a while), "jump" (the scales of ``slots`` jumped since they were last watched) or "diverged" (``report`` says what). Events are told at boundaries and in ``check()``, the
     same ones on every rank.
     """
 
-    kind: Literal["nonfinite", "saturated", "fallback", "diverged"]
+    kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged"]
     step: int
     slots: tuple[Slot, ...] = ()
     report: DivergenceReport | None = None
@@ -280,6 +280,10 @@ class Checker:
             return None
         ddp = None if module is None else find_ddp(module)
         return SyncGroup(dist.group.WORLD if ddp is None else ddp.process_group)  # type: ignore[arg-type]
+
+    def tell(self, event: Event) -> None:
+        """Tell the callbacks of something at the end of this boundary. Local."""
+        self._untold.append(event)
 
     def tell_report(self, report: DivergenceReport) -> None:
         """Tell the callbacks of a check's report. Local."""

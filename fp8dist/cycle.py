@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
-from fp8dist.checker import Checker
+from fp8dist.checker import Checker, Event
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError, SyncError
@@ -30,6 +30,7 @@ from fp8dist.state.arena import Arena
 from fp8dist.state.manifest import build_manifest, digest_word, manifest_digest
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync, Phase, all_reduce_max
+from fp8dist.watch import Watch
 
 __all__ = ["StepCycle"]
 
@@ -73,6 +74,8 @@ class StepCycle:
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
         self.sharded: ShardedWeights | None = None
+        self.watch: Watch | None = None
+        self._step = 0  # As the watch counts: the arenas' step, and the boundaries since.
         self.checker = Checker(self.syncs, self.groups, self.settings, self.mode, weakref.WeakMethod(self.fall_back))
         self._boundaries = self._checked = self._replays = 0
 
@@ -99,7 +102,8 @@ class StepCycle:
         """Publish all manifests, then wait for the others'. COLLECTIVE, through the store."""
         publications = []
         for sync, group in zip(self.syncs, self.groups):
-            settings = {**self.settings.describe(), "boundary": boundary, "arenas": len(self.syncs)}
+            watch = None if self.watch is None else self.watch.describe()
+            settings = {**self.settings.describe(), "boundary": boundary, "arenas": len(self.syncs), "watch": watch}
             manifest = build_manifest(sync.arena.specs, sync.arena.recipe.describe(), settings)
             self._manifests[id(sync)] = manifest_digest(manifest)
             if group is not None and group.size > 1:
@@ -110,6 +114,7 @@ class StepCycle:
         self.attached = True
         self.mode.unsynced = False
         self._boundaries = self._checked = 0
+        self._count_from_state()
 
     @property
     def shared(self) -> bool:
@@ -224,12 +229,17 @@ class StepCycle:
                 sync.step_alone(hold)
             elif not self.joins and sync.phase is Phase.IDLE:
                 sync.launch(hold, self.drop_nonfinite)
+        if self.mode.measuring and not (self.joins or in_graph or calibrated):
+            self._look()
         for sync in self.syncs:
             sync.pass_boundary(hold, self.drop_nonfinite)
         at_once = in_graph or (self._unseen_forwards() and not self.hooked)
         for sync in self.syncs:
             if at_once or sync.arena.recipe.update == "same_step":
                 sync.settle()
+        if not (in_graph or calibrated):
+            self._step += 1
+            self._measure_next()
         if not in_graph:
             self.checker.act_on_verdicts(self.joins, only_immediate=True)
 
@@ -312,6 +322,27 @@ class StepCycle:
         group = next((group for group in self.groups if group is not None), None)
         return group is None or group.rank == min(group.ranks)
 
+    # Watching --------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """The numbers of the step that ends. COLLECTIVE."""
+        assert self.watch is not None
+        jumps = self.watch.collect(self._step + 1, self.syncs)
+        if jumps:
+            self.checker.tell(Event("jump", self._step + 1, tuple(jump.slot for jump in jumps)))
+
+    def _count_from_state(self) -> None:
+        self._step = max((int(sync.arena.step) for sync in self.syncs), default=0) if self.watch is not None else 0
+        self._measure_next()
+
+    def _measure_next(self) -> None:
+        """Whether the casts of the next step are measured. Compiled forwards are compiled for both."""
+        due = self.settings.enabled and self.watch is not None and self.watch.is_due(self._step + 1)
+        if due or self.mode.measuring:
+            self.mode.measuring = due
+            for sync in self.syncs:
+                sync.watch(due)
+
     def _captures(self) -> bool:
         """Whether this step goes into a CUDA graph, which has no place for an FP8 all-gather and a Join context."""
         captures = any(capturing(sync.arena.device) for sync in self.syncs)
@@ -393,6 +424,7 @@ class StepCycle:
     def state_loaded(self, slots: Collection[Slot]) -> None:
         """The state of these slots was loaded, or reset: FP8 casts are stale, and slots may be cold. Local."""
         self.mode.invalidate_casts()
+        self._count_from_state()
         if self.sharded is not None:
             self.sharded.state_loaded(slots)
 

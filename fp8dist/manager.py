@@ -27,6 +27,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.formats import FORMATS, Role
 from fp8dist.groups import SyncGroup
 from fp8dist.linear_slots import Mode
+from fp8dist.monitor import Monitor
 from fp8dist.nn import require_revertible, revert
 from fp8dist.precision import Precisions
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
@@ -34,6 +35,7 @@ from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
 from fp8dist.sync import ArenaSync
+from fp8dist.watch import Watch
 from fp8dist.transformer_engine import ImportReport, NameMap, import_state
 
 __all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
@@ -154,6 +156,8 @@ class StateManager(Joinable):
         for linear in linears:
             require_revertible(linear)
         self._cycle.settle()
+        if self._cycle.watch is not None:
+            self._cycle.watch.close()
         self._attachment.release()
         for linear in linears:
             revert(linear)
@@ -199,6 +203,44 @@ class StateManager(Joinable):
             DivergenceError: with policy "raise", when a sync proved that ranks differ.
         """
         self._cycle.poll()
+
+    def watch(
+        self,
+        every: int,
+        path: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+        jump: float | None = None,
+        ranks: bool = False,
+        resume_after: int | None = None,
+    ) -> None:
+        """Have each slot's amax, scale, saturation and underflow share written every so many steps. Local: on all ranks
+        alike, before ``attach``. Each such step then has one all-reduce more, for the whole model, and one more pass
+        over each tensor that is cast.
+
+        One rank writes: a JSON object per slot and step (see ``Monitor``). Steps inside ``Join``, and in CUDA graphs,
+        are left out.
+
+        Args:
+            path: of the JSON lines. None: none.
+            tensorboard: TensorBoard's log folder, if it is installed. None: none.
+            jump: a scale that has changed by this factor or more since it was last looked at is logged, and an Event
+                "jump". None: no alarm.
+            ranks: tell which rank held each maximum: twice the bytes.
+            resume_after: the step that the run goes on from: what ``path`` has of later ones is dropped. None: it is
+                replaced.
+
+        Raises:
+            ConfigurationError: it is attached already, or a value cannot be.
+        """
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigurationError(f"every must be a number of steps, at least 1, got {every!r}")
+        if self._cycle.attached:
+            raise ConfigurationError("watch() comes before attach(), where ranks agree about it")
+        paths = [None if given is None else os.fspath(given) for given in (path, tensorboard)]
+        monitor = Monitor(*paths, jump=jump, writes=self._cycle.speaks, resume_after=resume_after)
+        if self._cycle.watch is not None:
+            self._cycle.watch.close()
+        self._cycle.watch = Watch(every, ranks, monitor)
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Have ``callback`` called with each Event. Local."""
@@ -580,7 +622,7 @@ class StateManager(Joinable):
             CheckpointError: an entry is damaged, or more than data; nothing was changed.
         """
         self._cycle.settle()
-        report = import_state([sync.arena for sync in self._syncs], state_dict, name_map)
+        report = import_state([sync.arena for sync in self._syncs if sync.arena.recipe.delayed], state_dict, name_map)
         for sync in self._syncs:
             sync.abandon()
         self._cycle.state_loaded([slot for slot, _ in report.matched])

@@ -166,6 +166,10 @@ class ArenaSync:
         self.arena.shares.fill_(DID_NOT_RUN)
         self.arena.step.add_(1 if hold is None else hold.reshape(()) == 0)
 
+    def watch(self, on: bool) -> None:
+        """Whether what this rank sees from now on is kept for ``take_seen``."""
+        self.watched, self._seen = on, None
+
     def _keep_seen(self) -> None:
         if self.watched:
             seen = torch.cat([self.arena.pending[None], self.arena.shares])
