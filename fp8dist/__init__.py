@@ -12,9 +12,11 @@ from __future__ import annotations
 from fp8dist import ddp, errors, fsdp
 from fp8dist.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
-from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.errors import ConfigurationError, DivergenceError, LossDiverged
+from fp8dist.loss_guard import LossAlarm, LossGuard
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
+from fp8dist.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.prepare import prepare
 from fp8dist.recipe import DelayedScaling
 from fp8dist.state.slots import Slot
@@ -28,7 +30,13 @@ __all__ = [
     "DivergenceReport",
     "Event",
     "Finding",
+    "LossAlarm",
+    "LossDiverged",
+    "LossGuard",
+    "Monitor",
+    "ScaleJump",
     "Slot",
+    "SlotStatistics",
     "StateManager",
     "check",
     "ddp",

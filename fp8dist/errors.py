@@ -5,6 +5,7 @@ Exception
     ├── ConfigurationError      (also a ValueError) the call cannot work as it was made
     ├── ManifestMismatchError   ranks that must share FP8 state were prepared differently
     ├── DivergenceError         FP8 state differs between ranks; carries the report
+    ├── LossDiverged            a loss guard with action "stop" saw a spike or a non-finite loss
     ├── SyncError               (also a RuntimeError) a sync failed: timeout, or a rank is gone
     └── CheckpointError         a state file or state dict cannot be used
 """
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8dist.consistency.report import DivergenceReport
+    from fp8dist.loss_guard import LossAlarm
 
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DivergenceError",
     "Fp8DistError",
+    "LossDiverged",
     "ManifestMismatchError",
     "SyncError",
 ]
@@ -55,6 +58,20 @@ class DivergenceError(Fp8DistError):
 
     def __reduce__(self) -> tuple[type[DivergenceError], tuple[DivergenceReport]]:
         return type(self), (self.report,)
+
+
+class LossDiverged(Fp8DistError):
+    """The loss jumped far above its running median, or is not finite. ``alarm`` has the numbers.
+
+    Raised on all ranks at the same step.
+    """
+
+    def __init__(self, alarm: LossAlarm) -> None:
+        super().__init__(str(alarm))
+        self.alarm = alarm
+
+    def __reduce__(self) -> tuple[type[LossDiverged], tuple[LossAlarm]]:
+        return type(self), (self.alarm,)
 
 
 class SyncError(Fp8DistError, RuntimeError):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fp8dist import StateManager
+from fp8dist.json_lines import keep_lines
 from options import Options
 from ranks import Ranks
 
@@ -44,8 +44,9 @@ class Recorder:
         self._file: TextIO | None = None
         if ranks.first:
             path = options.out / "metrics.jsonl"
-            self.final_losses.extend(_keep_lines(path, done))
+            keep_lines(path, done, lambda line: "loss" in line)
             self._file = path.open("a", encoding="utf-8")
+            self.final_losses.extend(_losses(path))
         disable = None if ranks.first else True
         self._bar = tqdm(total=options.last_step, initial=done, desc=options.precision, unit="step", disable=disable)
         self._sync_ms = self._metrics().get("fp8/sync_wait_ms", 0.0)
@@ -128,20 +129,7 @@ class Recorder:
             print(f"{self._options.precision}: step {done} of {steps}, loss {loss:.3f}", file=sys.stderr, flush=True)
 
 
-def _keep_lines(path: Path, done: int) -> list[float]:
-    """Leave the lines of the first ``done`` steps in the file, which may not be there; their losses.
-
-    Written beside and renamed, so that a process killed here loses nothing.
-    """
-    kept, losses = [], []
-    if done and path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # The last line, of a killed process.
-                line = json.loads(text)
-                if line["step"] <= done and "loss" in line:
-                    kept.append(text + "\n")
-                    losses.append(line["loss"])
-    new = path.with_name(path.name + ".new")
-    new.write_text("".join(kept), encoding="utf-8")
-    new.replace(path)
-    return losses
+def _losses(path: Path) -> Iterator[float]:
+    with path.open(encoding="utf-8") as lines:
+        for text in lines:
+            yield json.loads(text)["loss"]

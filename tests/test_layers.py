@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module may import from its own line only inside a package of its own (state), else from lines above.
 LAYERS = [
-    ["errors", "formats"],
+    ["errors", "formats", "json_lines"],
     ["scaling"],
     ["kernels"],
     ["fallback", "recipe", "ops", "gathered", "graphs"],
@@ -21,8 +21,8 @@ LAYERS = [
     ["sync", "tensor_parallel"],
     ["consistency"],
     ["offline"],
-    ["doctor"],
-    ["linear_slots"],
+    ["doctor", "monitor", "loss_guard"],
+    ["watch", "linear_slots"],
     ["nn"],
     ["ddp", "boundary", "calibration", "wrappers"],
     ["checker", "fsdp", "shards"],
