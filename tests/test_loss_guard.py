@@ -90,6 +90,12 @@ def test_losses_of_any_sign_and_size(level: float) -> None:
     assert guard.observe(level + 3 * size) is not None
 
 
+def test_a_negative_loss_may_rise_by_its_magnitude() -> None:
+    """A tenth of -3 above -3 is no spike, though it is above twice -3."""
+    guard = guard_after([-3.0] * 20 + [-2.7, -0.1])
+    assert guard.observe(0.1) is not None
+
+
 def test_near_zero_the_usual_noise_counts() -> None:
     """Absolute values of normal noise exceed twice their median every sixth time."""
     losses = [abs(loss) for loss in noisy(0.0, 1e-4, 2000)]
@@ -419,15 +425,17 @@ def test_reduced_losses_need_no_collective(two_ranks: RankPool) -> None:
     assert two_ranks.run(reduced_already) == [(expected, 1, 0), (expected, 0, 0)]
 
 
-def local_halves() -> str:
-    """One element in float32 would lose the difference that float64 keeps."""
+def uneven_losses() -> tuple[str, float]:
+    """float32 would lose what float64 keeps."""
     guard = LossGuard(min_history=1, group=dist.group.WORLD)
-    guard.observe(2.0**25 if dist.get_rank() == 0 else 1.0)
-    return repr(guard.state_dict()["losses"])
+    loss = torch.tensor(2.0**25 if dist.get_rank() == 0 else 1.0, dtype=torch.float64)
+    guard.observe(loss)
+    return repr(guard.state_dict()["losses"]), float(loss)
 
 
-def test_local_losses_are_averaged_in_float64(two_ranks: RankPool) -> None:
-    assert two_ranks.run(local_halves) == [repr([(2.0**25 + 1) / 2])] * 2
+def test_local_losses_are_averaged_in_float64_and_left_alone(two_ranks: RankPool) -> None:
+    mean = repr([(2.0**25 + 1) / 2])
+    assert two_ranks.run(uneven_losses) == [(mean, 2.0**25), (mean, 1.0)]
 
 
 def dtensor_loss() -> str:
