@@ -210,7 +210,7 @@ def test_tensorboard_gets_what_is_a_number(tmp_path: Path) -> None:
     board = tmp_path / "board"
     with Monitor(tmp_path / "slots.jsonl", tensorboard=board) as monitor:
         monitor.observe(3, [SlotStatistics(A, 2.5, NAN, 0.25, None, 1)])
-        assert scalars(board)["fp8/layers.0.a:input/amax"] == [(3, 2.5)]  # Flushed.
+        assert scalars(board)["fp8/layers.0.a:input/amax"] == [(3, 2.5)]
         monitor.observe(6, [SlotStatistics(A, 3.5, 64.0)])
     assert scalars(board) == {
         "fp8/layers.0.a:input/amax": [(3, 2.5), (6, 3.5)],
