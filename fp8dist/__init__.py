@@ -13,27 +13,36 @@ from fp8dist import ddp, errors, fsdp
 from fp8dist.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.errors import ConfigurationError, DivergenceError, LossDiverged
+from fp8dist.fallback import Fallback
 from fp8dist.loss_guard import LossAlarm, LossGuard
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
 from fp8dist.monitor import Monitor, ScaleJump, SlotStatistics
+from fp8dist.overrides import first_and_last
 from fp8dist.prepare import prepare
-from fp8dist.recipe import DelayedScaling
+from fp8dist.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist.state.slots import Slot
+from fp8dist.transformer_engine import ImportReport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockScaling",
     "ConfigurationError",
+    "CurrentScaling",
     "DelayedScaling",
     "DivergenceError",
     "DivergenceReport",
     "Event",
+    "Fallback",
     "Finding",
+    "ImportReport",
     "LossAlarm",
     "LossDiverged",
     "LossGuard",
     "Monitor",
+    "Recipe",
+    "RowwiseScaling",
     "ScaleJump",
     "Slot",
     "SlotStatistics",
@@ -41,6 +50,7 @@ __all__ = [
     "check",
     "ddp",
     "errors",
+    "first_and_last",
     "fsdp",
     "get_manager",
     "prepare",

@@ -42,8 +42,8 @@ class Event:
 
     ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed), "saturated" (weights that are
     gathered in FP8 were cast beyond the scales of ``slots``), "fallback" (the modules that cast ``slots`` are in high
-    precision for a while), "jump" (the scales of ``slots`` jumped since they were last watched) or "diverged" (``report`` says what). Events are told at boundaries and in ``check()``, the
-    same ones on every rank.
+    precision for a while), "jump" (the scales of ``slots`` jumped since they were last watched) or "diverged"
+    (``report`` says what). Events are told at boundaries and in ``check()``, the same ones on every rank.
     """
 
     kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged"]
@@ -67,8 +67,8 @@ class Checker:
         mode: Mode,
         fall_back: Callable[[], Callable[[Sequence[Slot]], list[str]] | None],
     ) -> None:
-        """``fall_back``: gives, while it lives, what sends the modules that cast some slots to high precision, and names
-        them."""
+        """``fall_back``: gives, while it lives, what sends the modules that cast some slots to high precision, and
+        names them."""
         self.callbacks: list[Callable[[Event], None]] = []
         self.checks = 0
         self.seconds = 0.0

@@ -275,8 +275,8 @@ class LinearSlots:
         return self.resharded or isinstance(weight, FP8Weight)
 
     def backward_cast(self, weight: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
-        """(FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again. Scales change
-        at commits only, so within a step these are the forward's bytes."""
+        """(FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again. Scales
+        change at commits only, so within a step these are the forward's bytes."""
         if isinstance(weight, FP8Weight):
             return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
         # Not the slot's own place: a compiled backward may not hold what the forward has written to.

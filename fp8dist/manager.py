@@ -35,8 +35,8 @@ from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
 from fp8dist.sync import ArenaSync
-from fp8dist.watch import Watch
 from fp8dist.transformer_engine import ImportReport, NameMap, import_state
+from fp8dist.watch import Watch
 
 __all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
 

@@ -54,7 +54,7 @@ def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str,
     overrides: dict[str, Recipe | None] = {}
     stacks = list(_stacks(model, "", nn.ModuleList)) or list(_stacks(model, "", nn.Sequential))
     if not stacks:
-        raise ConfigurationError("first_and_last: the model has no nn.ModuleList or nn.Sequential of layers with Linears")
+        raise ConfigurationError("first_and_last: the model has no nn.ModuleList or nn.Sequential of Linears")
     for layers in stacks:
         if first < 0 or last < 0 or first + last > len(layers):
             raise ConfigurationError(f"first_and_last: cannot take {first} and {last} of {len(layers)} layers")

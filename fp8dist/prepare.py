@@ -13,8 +13,8 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.fallback import Fallback
 from fp8dist.formats import Role
 from fp8dist.groups import GroupLike, SyncGroup
-from fp8dist.manager import ATTRIBUTE, StateManager
 from fp8dist.linear_slots import LinearSlots, Mode
+from fp8dist.manager import ATTRIBUTE, StateManager
 from fp8dist.nn import SHARDED_ALREADY, convert, eligible_linears
 from fp8dist.overrides import Overrides
 from fp8dist.precision import Precisions
@@ -125,8 +125,8 @@ def _require_gatherable(settings: Settings, recipes: Mapping[str, Recipe]) -> No
     rowwise = next((fqn for fqn, recipe in recipes.items() if recipe.by == "row"), None)
     if settings.fp8_all_gather and rowwise is not None:
         raise ConfigurationError(
-            f"{rowwise}: fp8_all_gather=True does not go with RowwiseScaling: dgrad wants scales by columns, which no rank "
-            "can make of FP8 rows. Use another recipe for it, or leave fp8_all_gather out"
+            f"{rowwise}: fp8_all_gather=True does not go with RowwiseScaling: dgrad wants scales by columns, which no "
+            "rank can make of FP8 rows. Use another recipe for it, or leave fp8_all_gather out"
         )
 
 

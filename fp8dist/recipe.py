@@ -182,8 +182,8 @@ class BlockScaling(Recipe):
     """A scale for each block: 1 x 128 elements of inputs and gradients, 128 x 128 of weights.
 
     Blocks of inputs and gradients lie along the dim that the GEMM contracts: features for fprop and dgrad, tokens for
-    wgrad. (The layout is that of DeepSeek-V3, arXiv 2412.19437, section 3.3.2.) Products of blocks are scaled, and added
-    in float32. A weight that is sharded must be cut between blocks.
+    wgrad. (The layout is that of DeepSeek-V3, arXiv 2412.19437, section 3.3.2.) Products of blocks are scaled, and
+    added in float32. A weight that is sharded must be cut between blocks.
 
     Args:
         format: ``"e4m3"`` (blocks have little range) or ``"hybrid"`` (E5M2 gradients).

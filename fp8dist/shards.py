@@ -239,9 +239,9 @@ class ShardedWeight:
             self.accept()
 
     def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor, ...], Metadata]:
-        """FP8 bytes (uint8 [rows, columns], padded) of this rank's part, and inverse scales where blocks have their own.
-        Records its amax: the maximum over the step's training forwards, or that of the last gather, where it stayed
-        gathered since."""
+        """FP8 bytes (uint8 [rows, columns], padded) of this rank's part, and inverse scales where blocks have their
+        own. Records its amax: the maximum over the step's training forwards, or that of the last gather, where it
+        stayed gathered since."""
         slots = self.slots
         slots.settle()
         self._moment.wait()

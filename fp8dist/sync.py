@@ -69,8 +69,8 @@ class Proof(NamedTuple):
 
     ``differs``: of "manifest", "step", "scale" those about which ranks disagreed. ``nonfinite``: an amax was not
     finite. ``saturated``: a sharded weight was cast beyond its scale. ``tripped``: slots gave reason to fall back.
-    ``replays``: commits in CUDA graphs that this is about, and the ``collectives`` in them; 0 if it is about a step that
-    the host took.
+    ``replays``: commits in CUDA graphs that this is about, and the ``collectives`` in them; 0 if it is about a step
+    that the host took.
     """
 
     differs: tuple[str, ...]

@@ -41,8 +41,8 @@ class Watch:
         return step % self.every == 0
 
     def collect(self, step: int, syncs: Sequence[ArenaSync]) -> list[ScaleJump]:
-        """Reduce what the ranks saw, write it, and tell of scales that jumped. COLLECTIVE: one all-reduce for each group
-        that has arenas. Reads the device.
+        """Reduce what the ranks saw, write it, and tell of scales that jumped. COLLECTIVE: one all-reduce for each
+        group that has arenas. Reads the device.
 
         After the launch and before the commit: scales and cold flags are those of the step.
         """

@@ -42,6 +42,9 @@ FAILED_COLLECTIVE = 5
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The kinds of ``--parallel`` where no rank holds whole parameters."""
 
+RECIPES = ("delayed", "current", "rowwise", "block")
+"""The kinds of ``--recipe``."""
+
 DAMAGES = ("scale", "weight", "nan", "skip")
 DEATHS = ("kill-forward", "kill-backward", "kill-sync", "kill-save", "hang")
 FAULTS = DAMAGES + DEATHS
@@ -67,11 +70,11 @@ class Options:
     shard_size: int
     sharding: Literal["full", "grad_op"]
     precision: Literal["bf16", "fp32", "fp8"]
-    recipe: Literal["delayed"]
+    recipe: Literal["delayed", "current", "rowwise", "block"]
     history_len: int
     amax_algo: Literal["max", "most_recent"]
     margin: int
-    format: Literal["hybrid", "e4m3"]
+    format: Literal["hybrid", "e4m3"] | None
     update: Literal["same_step", "next_step"]
     amax_sync: bool | None
     fp8_all_gather: bool | None
@@ -299,11 +302,17 @@ def _add_job_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--recipe", choices=("delayed",), default="delayed", help="how scales follow from amaxes")
+    add(
+        "--recipe",
+        choices=RECIPES,
+        default="delayed",
+        help="delayed: scales of earlier steps' amaxes; current: a scale per tensor, of its own amax; rowwise: one per "
+        "token and channel; block: one per 1x128 or 128x128 elements",
+    )
     add("--history-len", type=_at_least(1), metavar="N", default=1024, help="amax window in optimizer steps")
     add("--amax-algo", choices=("max", "most_recent"), default="max", help="what is taken from the window")
     add("--margin", type=int, metavar="N", default=0, help="divide scales by 2**N")
-    add("--format", choices=("hybrid", "e4m3"), default="hybrid", help="hybrid: gradients are E5M2")
+    add("--format", choices=("hybrid", "e4m3"), help="hybrid: gradients are E5M2 (default: that of the recipe)")
     add("--update", choices=("same_step", "next_step"), default="same_step", help="when a sync is waited for")
     add("--amax-sync", action=argparse.BooleanOptionalAction, help="share amaxes between ranks (default: yes)")
     add(

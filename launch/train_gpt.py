@@ -53,6 +53,7 @@ from injection import Injection
 from options import DIVERGED, FAILED_COLLECTIVE, UNWRITTEN, Options, exit_with, parse, prepare_input
 from parallel import Parallel, parallel_of
 from ranks import Ranks, digest_of, joined_ranks, leave, meet_at_the_end
+from recipes import recipe_of
 from recorder import Recorder
 from text import BadInput, Text
 
@@ -159,16 +160,9 @@ def build(options: Options, ranks: Ranks, text: Text, watch: Watch) -> Job:
 
 
 def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.StateManager:
-    recipe = fp8dist.DelayedScaling(
-        history_len=options.history_len,
-        amax_algo=options.amax_algo,
-        margin=options.margin,
-        format=options.format,
-        update=options.update,
-    )
     return fp8dist.prepare(
         model,
-        recipe,
+        recipe_of(options),
         group=parallel.group,
         amax_sync=options.amax_sync,
         check_every=options.check_every,
@@ -190,7 +184,8 @@ def _gathers_fp8(options: Options) -> bool:
         backend=options.backend,
         eval_precision="fp8",
     )
-    return options.parallel in ("fsdp2", "hsdp") and settings.enabled and settings.amax_sync
+    possible = options.recipe != "rowwise" and settings.enabled and settings.amax_sync
+    return options.parallel in ("fsdp2", "hsdp") and possible
 
 
 def _bytes(text: bytes) -> Tensor:

@@ -388,7 +388,8 @@ def test_a_history_that_no_run_could_have_is_refused(trained: tuple[nn.Module, S
     assert model is not None
 
 
-_CONTENT = ["version", "slots", "formats", "recipes", "recipe_of", "precision", "step", "scale", "amax", "cold", "counters", "history"]
+_TENSORS = ["step", "scale", "amax", "cold", "counters", "history"]
+_CONTENT = ["version", "slots", "formats", "recipes", "recipe_of", "precision", *_TENSORS]
 
 
 @pytest.mark.parametrize("name", _CONTENT)
