@@ -236,8 +236,8 @@ class StateManager(Joinable):
             raise ConfigurationError(f"every must be a number of steps, at least 1, got {every!r}")
         if self._cycle.attached:
             raise ConfigurationError("watch() comes before attach(), where ranks agree about it")
-        paths = [None if given is None else os.fspath(given) for given in (path, tensorboard)]
-        monitor = Monitor(*paths, jump=jump, writes=self._cycle.speaks, resume_after=resume_after)
+        lines, folder = (None if given is None else os.fspath(given) for given in (path, tensorboard))
+        monitor = Monitor(lines, folder, jump=jump, writes=self._cycle.speaks, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
         self._cycle.watch = Watch(every, ranks, monitor)

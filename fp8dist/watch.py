@@ -89,18 +89,11 @@ def _statistics(arena: Arena, seen: Tensor, holders: Tensor | None) -> list[Slot
     scales = _scales(arena, seen[0]).tolist()
     found = []
     for i, spec in enumerate(arena.specs):
-        measured = [None if share[i] == DID_NOT_RUN else share[i] for share in shares]
-        ran = amaxes[i] != DID_NOT_RUN
-        held = [None, None, None] if ranks is None else [row[i] for row in ranks]
+        seen_here = [None if value[i] == DID_NOT_RUN else value[i] for value in (amaxes, *shares)]
+        held = [None if ranks is None or value is None else ranks[row][i] for row, value in enumerate(seen_here)]
+        amax, saturated, underflow = seen_here
         found.append(
-            SlotStatistics(
-                spec.slot,
-                amaxes[i] if ran else torch.nan,
-                scales[i],
-                *measured,
-                held[0] if ran else None,
-                *(rank if share is not None else None for rank, share in zip(held[1:], measured)),
-            )
+            SlotStatistics(spec.slot, torch.nan if amax is None else amax, scales[i], saturated, underflow, *held)
         )
     return found
 
