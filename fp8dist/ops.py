@@ -4,6 +4,7 @@
 ``fp8dist::quantize_rowwise``  cast with a scale for each row
 ``fp8dist::quantize_blocks``   cast with a scale for each block
 ``fp8dist::observe``           record an amax only
+``fp8dist::measure``           record which shares of a tensor a cast cut off, and lost
 ``fp8dist::matmul``            scaled FP8 product, NT layout
 ``fp8dist::launch``            snapshot of an arena for its collective
 ``fp8dist::commit``            what follows from the collective's result
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.kernels import blocks, casts, magnitude, matmuls, update
+from fp8dist.kernels import blocks, casts, magnitude, matmuls, shares, update
 from fp8dist.kernels.arrays import StateArrays, UpdateRule
 from fp8dist.kernels.backends import runs_fused, why_not_triton
 
@@ -33,6 +34,7 @@ __all__ = [
     "commit",
     "launch",
     "matmul",
+    "measure",
     "observe",
     "quantize",
     "quantize_blocks",
@@ -55,6 +57,10 @@ _LIBRARY.define(
     "str backend='auto') -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("observe(Tensor x, Tensor(a!) pending, *, str backend='auto') -> ()")
+_LIBRARY.define(
+    "measure(Tensor x, Tensor inv_scale, ScalarType dtype, Tensor(a!) saturated, Tensor(b!) underflow, *, "
+    "int[2] block, str backend='auto') -> ()"
+)
 _LIBRARY.define(
     "matmul(Tensor a, Tensor b, Tensor inv_scale_a, Tensor inv_scale_b, ScalarType out_dtype, *, Tensor? bias=None, "
     "bool fast_accumulation, str backend='auto') -> Tensor"
@@ -101,6 +107,19 @@ def _quantize_blocks(
 
 def _observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
     _version(backend, x.device, magnitude).observe(x, pending)
+
+
+def _measure(
+    x: Tensor,
+    inv_scale: Tensor,
+    dtype: torch.dtype,
+    saturated: Tensor,
+    underflow: Tensor,
+    *,
+    block: Sequence[int],
+    backend: str = "auto",
+) -> None:
+    _version(backend, x.device, shares).measure(x, inv_scale, dtype, saturated, underflow, block=tuple(block))
 
 
 def _matmul(a: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -234,6 +253,7 @@ _provide("quantize", _quantize, _quantize_fake)
 _provide("quantize_rowwise", _quantize_rowwise, _quantize_rowwise_fake)
 _provide("quantize_blocks", _quantize_blocks, _quantize_blocks_fake)
 _provide("observe", _observe, _nothing_fake)
+_provide("measure", _measure, _nothing_fake)
 _provide("matmul", _matmul, _matmul_fake)
 _provide("launch", _launch, _nothing_fake)
 _provide("commit", _commit, _commit_fake)
@@ -256,6 +276,10 @@ for each block of either copy, from its own amax."""
 
 observe = torch.ops.fp8dist.observe.default
 """``(x, pending)``: record the amax of x (any shape) in a slot's place."""
+
+measure = torch.ops.fp8dist.measure.default
+"""``(x[tokens, features], inv_scale, dtype, saturated, underflow, block=…)``: record, in two 0-d places, which share of
+``x`` a cast with these scales saturates, and which it flushes to zero: see ``kernels.shares.measure``."""
 
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes

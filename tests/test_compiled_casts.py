@@ -67,6 +67,19 @@ def test_amaxes(capability: int, record_property: Callable[[str, object], None])
 
 
 @pytest.mark.parametrize("capability", [90, 100])
+def test_shares(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled("tests.compiled.shares", capability)
+    check_all(kernels, {"shares_kernel": 19}, record_property)
+    for kernel in kernels:
+        assert kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx") == 2, kernel.case
+        assert kernel.count(r"div\.rn\.f32", of="ptx") == 2, kernel.case
+        if not kernel.case.startswith(("bf16 odd", "fp16 every second")):
+            wide = "f32" in kernel.case
+            assert kernel.registers <= (128 if wide else 80), kernel.case
+            assert kernel.count(r"LDG\.E\.128") == (16 if wide else 8), kernel.case  # Of whole tiles, and at edges.
+
+
+@pytest.mark.parametrize("capability", [90, 100])
 def test_casts_with_many_scales(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.compiled.blocks", capability)
     check_all(kernels, {"lines_kernel": 6, "amax_kernel": 2, "squares_kernel": 2}, record_property)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8dist.kernels.fused.launching import on_device_of
 
-__all__ = ["MOST_PARTS", "grow", "magnitude_bits", "observe", "partial_amaxes"]
+__all__ = ["MOST_PARTS", "grow", "magnitude_bits", "observe", "partial_amaxes", "tile_bits"]
 
 MOST_PARTS = 1024
 """Programs of ``partial_amaxes``: more than any GPU runs at a time, and few enough for each cast to read."""
@@ -41,7 +41,7 @@ def grow(place, seen, bits):
 
 
 @triton.jit
-def _tile_bits(
+def tile_bits(
     x, top, left, rows, columns, row_stride, column_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _amax_kernel(
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         top = (tile // across).to(INDEX) * ROWS
         left = (tile % across).to(INDEX) * COLUMNS
-        bits = _tile_bits(x, top, left, rows, columns, row_stride, column_stride, ROWS, COLUMNS, INDEX)
+        bits = tile_bits(x, top, left, rows, columns, row_stride, column_stride, ROWS, COLUMNS, INDEX)
         largest = tl.maximum(largest, tl.max(tl.max(bits, 1), 0))
     if GROW:
         grow(out, seen, largest)

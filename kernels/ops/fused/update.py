@@ -15,6 +15,7 @@ from fp8dist.kernels import header, magnitude
 from fp8dist.kernels.arrays import StateArrays, UpdateRule
 from fp8dist.kernels.fused.launching import on_device_of
 from fp8dist.kernels.fused.scaling import inverse, scale_from_amax
+from fp8dist.kernels.fused.tickets import came_last
 from fp8dist.kernels.rings import RingShape
 from fp8dist.kernels.update import OUTCOME
 
@@ -32,15 +33,6 @@ _WORD_STEP = tl.constexpr(header.WORD_STEP)
 _WORD_SCALE_LOW = tl.constexpr(header.WORD_SCALE_LOW)
 _DID_NOT_RUN = tl.constexpr(magnitude.DID_NOT_RUN_BITS)
 _INFINITY = tl.constexpr(magnitude.INFINITY_BITS)
-
-
-@triton.jit
-def _came_last(ticket):
-    """Whether all other programs have been here, and what they added before is visible."""
-    last = tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(0) - 1
-    if last:
-        tl.atomic_xchg(ticket, 0, sem="relaxed")
-    return last
 
 
 @triton.jit
@@ -84,7 +76,7 @@ def _launch_kernel(
     tl.store(pending + place, left, mask=mask)
 
     tl.atomic_add(scratch, tl.sum(digest, 0), sem="relaxed")
-    if _came_last(scratch + 1):
+    if came_last(scratch + 1):
         total = tl.atomic_xchg(scratch, 0, sem="relaxed")
         low, high = total.to(tl.int32), (total >> 32).to(tl.int32)
         tl.store(words + _WORD_SCALE_LOW, low)
@@ -235,7 +227,7 @@ def _commit_kernel(
     if SHARDED:
         shard = tl.load(shard_of + place, mask=mask, other=-1)
         tl.atomic_add(scratch + 2, tl.sum((saturated & (shard >= 0)).to(tl.int64), 0), sem="relaxed")
-    if _came_last(scratch + 1):
+    if came_last(scratch + 1):
         for word in tl.static_range(_WORDS):
             tl.store(outcome + word, ~_agrees(reduced, word))
         tl.store(outcome + _WORDS, tl.atomic_xchg(scratch, 0, sem="relaxed") != 0)
