@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Literal
 
 import torch
 
-__all__ = ["BACKENDS", "Backend", "runs_fused", "why_not_triton"]
+__all__ = ["BACKENDS", "runs_fused", "why_not_triton"]
 
-Backend = Literal["auto", "triton", "torch", "reference"]
-BACKENDS: tuple[Backend, ...] = ("auto", "triton", "torch", "reference")
+BACKENDS = ("auto", "triton", "torch", "reference")
 
 _LEAST_CAPABILITY = (8, 9)
 """FP8 conversions and products exist from Ada on."""

@@ -41,6 +41,11 @@ class Page:
             return cls(x.t(), (padded(tokens), features), True)
         return cls(x, (features, padded(tokens)), False)
 
+    @property
+    def lying(self) -> tuple[int, ...]:
+        """Height, width, both strides, and the widths of both copies: as the kernels that write copies take them."""
+        return (*self.x.shape, *self.x.stride(), *self.widths)
+
     def sides(self, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
         """(of the straight copy, of the flipped one)."""
         return (of_columns, of_rows) if self.on_its_side else (of_rows, of_columns)
