@@ -21,7 +21,7 @@ from fp8dist.state import storage
 from fp8dist.state.arena import Arena, fitted, unchanged_on_failure
 from fp8dist.state.slots import Slot, SlotSpec, first_few
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "with_rank"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -73,7 +73,7 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all of this rank's state to one file. Local."""
         self._cycle.settle()
-        storage.write_file(_with_rank(path), self._to_bytes(self._arenas()))
+        storage.write_file(with_rank(path), self._to_bytes(self._arenas()))
 
     def load(self, path: str | os.PathLike[str], strict: bool, convert: bool) -> None:
         """Take over what ``save`` wrote. Local.
@@ -81,7 +81,7 @@ class Checkpoint:
         Raises:
             CheckpointError: missing, damaged or foreign file, or it does not fit; nothing was changed.
         """
-        source = _with_rank(path)
+        source = with_rank(path)
         saved, _ = storage.read_file(source)
         self._take_over([_match(source, self._arenas(), saved, strict, convert)])
 
@@ -126,7 +126,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _with_rank(path: str | os.PathLike[str]) -> str:
+def with_rank(path: str | os.PathLike[str]) -> str:
+    """The path, with this rank's number for ``{rank}``."""
     return os.fspath(path).replace("{rank}", str(_rank()))
 
 

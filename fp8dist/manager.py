@@ -18,7 +18,7 @@ from fp8dist.attachment import Attachment, fp8_linears, local_weights
 from fp8dist.boundary import unwrap_optimizers
 from fp8dist.calibration import Untouched
 from fp8dist.checker import Event
-from fp8dist.checkpoint import Checkpoint
+from fp8dist.checkpoint import Checkpoint, with_rank
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.cycle import StepCycle
@@ -217,11 +217,11 @@ class StateManager(Joinable):
         alike, before ``attach``. Each such step then has one all-reduce more, for the whole model, and one more pass
         over each tensor that is cast.
 
-        One rank writes: a JSON object per slot and step (see ``Monitor``). Steps inside ``Join``, and in CUDA graphs,
-        are left out.
+        One rank writes: a JSON object per slot and step (see ``Monitor``); with ``amax_sync=False`` each one does, of
+        its own. Steps inside ``Join``, and in CUDA graphs, are left out.
 
         Args:
-            path: of the JSON lines. None: none.
+            path: of the JSON lines; ``{rank}`` is substituted. None: none.
             tensorboard: TensorBoard's log folder, if it is installed. None: none.
             jump: a scale that has changed by this factor or more since it was last looked at is logged, and an Event
                 "jump". None: no alarm.
@@ -236,8 +236,9 @@ class StateManager(Joinable):
             raise ConfigurationError(f"every must be a number of steps, at least 1, got {every!r}")
         if self._cycle.attached:
             raise ConfigurationError("watch() comes before attach(), where ranks agree about it")
-        lines, folder = (None if given is None else os.fspath(given) for given in (path, tensorboard))
-        monitor = Monitor(lines, folder, jump=jump, writes=self._cycle.speaks, resume_after=resume_after)
+        lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
+        writes = self._cycle.speaks or not self.settings.amax_sync
+        monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
         self._cycle.watch = Watch(every, ranks, monitor)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -167,6 +168,7 @@ class _JsonLines:
         if resume_after is not None:
             keep_lines(path, resume_after)
         self._file = path.open("w" if resume_after is None else "a", encoding="utf-8")
+        weakref.finalize(self, self._file.close)  # Who forgets a model need not close its files.
 
     def __str__(self) -> str:
         return self._file.name

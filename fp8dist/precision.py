@@ -138,7 +138,7 @@ class Precisions:
     one changes."""
 
     def __init__(self, by_fqn: Mapping[str, Precision]) -> None:
-        self.by_fqn = dict(by_fqn)
+        self.by_fqn = {fqn: by_fqn[fqn] for fqn in sorted(by_fqn)}
         self.fallbacks = self.version = 0
         self._moving = {fqn for fqn, precision in by_fqn.items() if precision.moving}
         users = Counter(slot for precision in by_fqn.values() for slot in precision.slots.values())

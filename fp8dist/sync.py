@@ -174,6 +174,8 @@ class ArenaSync:
         if self.watched:
             seen = torch.cat([self.arena.pending[None], self.arena.shares])
             self._seen = seen if self._seen is None else larger(self._seen, seen)
+            if not self.arena.lanes:  # Else the launch sends them.
+                self.arena.shares.fill_(DID_NOT_RUN)
 
     def take_seen(self) -> Tensor:
         """float32[3, n]: what this rank saw in the step that ends: amaxes, shares of saturated elements, of underflows;

@@ -1,0 +1,259 @@
+"""Fallback: a module whose tensors do not fit FP8 goes to high precision, on all ranks at the same step, and back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Event, Fallback, Recipe, StateManager
+from fp8dist.errors import ConfigurationError, ManifestMismatchError
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import Net, batch, make_net, parameter_bits, state_bits
+
+ALL = ("fprop", "dgrad", "wgrad")
+MODULES = ("first", "branch", "last")
+
+
+class Job:
+    """A net that trains on this rank; ``plant`` hurts the input of ``branch`` at one step."""
+
+    def __init__(self, recipe: Recipe, fallback: Fallback, group: Any = None, **options: Any) -> None:
+        self.net = make_net()
+        self.manager: StateManager = fp8dist.prepare(self.net, recipe, group=group, fallback=fallback, **options)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.02)
+        self.manager.attach(optimizer=self.optimizer)
+        self.events: list[Event] = []
+        self.manager.on_event(self.events.append)
+        self.done = 0
+        self.hurt: dict[int, Any] = {}
+        self.net.branch.register_forward_pre_hook(self._hurt)
+
+    def _hurt(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        how = self.hurt.get(self.done + 1)
+        return None if how is None else (how(args[0].clone()), *args[1:])
+
+    def step(self, rank: int = 0) -> tuple[str, ...]:
+        """Train a step; the modules that were in high precision in it."""
+        self.before = {name: self.manager.high_precision(name) for name in MODULES}
+        x, y = batch(rank, 0)  # The same one: no amax grows by much.
+        (self.net(x) - y).square().mean().backward()
+        self.done += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return tuple(name for name in MODULES if self.before[name] == ALL)
+
+
+def outlier(x: Tensor) -> Tensor:
+    """Two elements, far beyond what the scale was made for: cut off."""
+    x[0, :2] = 1e4
+    return x
+
+
+def infinite(x: Tensor) -> Tensor:
+    x[0, 0] = torch.inf
+    return x
+
+
+def faint(x: Tensor) -> Tensor:
+    """All but one are far below the largest."""
+    x *= 1e-6
+    x[0, 0] = 10.0
+    return x
+
+
+RECIPES = [DelayedScaling(history_len=4), CurrentScaling(), BlockScaling()]
+
+
+def test_a_saturated_share_beyond_the_limit() -> None:
+    job = Job(DelayedScaling(history_len=4), Fallback(steps=3, saturated=0.004))
+    job.hurt[4] = outlier
+    with captured_log() as log:
+        high = [job.step() for _ in range(10)]
+    assert high == [()] * 4 + [("branch",)] * 3 + [()] * 3
+    (event,) = (e for e in job.events if e.kind == "fallback")
+    assert event.step == 4
+    assert ("branch", "input") in event.slots
+    assert {slot.fqn for slot in event.slots} == {"branch"}
+    assert job.manager.metrics()["fp8/fallbacks"] == 1
+    (text,) = [text for _, text in log]
+    assert text.startswith("fp8dist: step 4: 1 module(s) go to high precision for 3 steps, branch first (branch:")
+
+
+def test_a_share_at_the_limit_is_none_beyond_it() -> None:
+    """2 of 8 x 48 elements; float32 of that share is the limit."""
+    share = (torch.tensor(2.0) / torch.tensor(8.0 * 48)).item()
+    for limit, falls in ((share, False), (share * (1 - 1e-6), True)):
+        job = Job(DelayedScaling(history_len=4), Fallback(steps=3, saturated=limit))
+        job.hurt[4] = outlier
+        with captured_log():
+            for _ in range(4):
+                job.step()
+        assert (job.manager.high_precision("branch") == ALL) == falls
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda recipe: type(recipe).__name__)
+def test_underflow(recipe: Recipe) -> None:
+    job = Job(recipe, Fallback(steps=2, nonfinite=False, underflow=0.2))
+    job.hurt[3] = faint
+    with captured_log():
+        high = [job.step() for _ in range(7)]
+    assert high == [()] * 3 + [("branch",)] * 2 + [()] * 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_a_nonfinite_amax(recipe: Recipe) -> None:
+    """Inf spreads to whatever reads it; everything that saw it falls back."""
+    job = Job(recipe, Fallback(steps=2))
+    job.hurt[3] = infinite
+    with captured_log():
+        for _ in range(2):
+            job.step()
+        weights = copy.deepcopy(job.net.state_dict())
+        job.step()
+        job.net.load_state_dict(weights)  # As a loop that undoes a bad step.
+        high = [job.step() for _ in range(3)]
+    assert "branch" in high[0]
+    assert high[0] == high[1]
+    assert high[2] == ()
+
+
+def test_trouble_that_goes_on_starts_the_steps_anew() -> None:
+    """In high precision a non-finite amax is still seen: its tensors are observed."""
+    job = Job(DelayedScaling(history_len=4), Fallback(steps=2))
+    job.hurt.update({3: infinite, 4: infinite})
+    with captured_log():
+        for _ in range(2):
+            job.step()
+        weights = copy.deepcopy(job.net.state_dict())
+        high = []
+        for _ in range(5):
+            high.append("branch" in job.step())
+            job.net.load_state_dict(weights)
+    assert high == [False, True, True, True, False]
+    assert [e.step for e in job.events if e.kind == "fallback"] == [3, 4]
+
+
+def test_who_is_in_high_precision_for_good_stays() -> None:
+    job = Job(DelayedScaling(history_len=4), Fallback(steps=2))
+    job.manager.set_precision("*", "high")
+    job.hurt[2] = infinite
+    for _ in range(4):
+        job.step()
+    assert job.manager.high_precision("branch") == ALL
+    assert not [e for e in job.events if e.kind == "fallback"]
+
+
+def test_both_users_of_a_tied_weight() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    net[1].weight = net[0].weight
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=2), fallback=Fallback(steps=2))
+    manager.attach()
+    net(torch.ones(4, 16)).sum().backward()
+    with torch.no_grad():
+        net[0].weight[0, 0] = torch.nan
+    with captured_log():
+        net(torch.ones(4, 16)).sum().backward()
+        manager.step()
+    assert manager.high_precision("0") == manager.high_precision("1") == ALL
+
+
+def test_next_step_falls_back_a_step_later() -> None:
+    """What a sync proved is read at the next boundary, on all ranks."""
+    job = Job(DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2, saturated=0.004))
+    job.hurt[3] = outlier
+    with captured_log():
+        high = [job.step() for _ in range(8)]
+    assert high == [()] * 4 + [("branch",)] * 2 + [()] * 2
+
+
+def test_a_resume_in_the_middle_of_a_fallback_is_bitwise() -> None:
+    jobs = [Job(DelayedScaling(history_len=4), Fallback(steps=4, saturated=0.004)) for _ in range(2)]
+    unbroken, resumed = jobs
+    unbroken.hurt[3] = outlier
+    with captured_log():
+        for _ in range(5):
+            unbroken.step()
+        resumed.net.load_state_dict(copy.deepcopy(unbroken.net.state_dict()))
+        resumed.manager.load_state_dict(unbroken.manager.state_dict())
+        resumed.done = 5
+        assert [resumed.step() for _ in range(5)] == [unbroken.step() for _ in range(5)] == [("branch",)] * 2 + [()] * 3
+    assert parameter_bits(resumed.net) == parameter_bits(unbroken.net)
+    assert state_bits(resumed.manager) == state_bits(unbroken.manager)
+
+
+def test_without_a_policy_nothing_is_measured() -> None:
+    job = Job(DelayedScaling(history_len=4), Fallback(steps=2))  # Non-finite amaxes cost nothing.
+    for _ in range(2):
+        job.step()
+    (sync,) = job.manager._syncs
+    assert sync.arena.message.numel() == 8 + len(job.manager.slots)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"steps": 0}, "steps must be an integer"),
+        ({"steps": True}, "steps must be an integer"),
+        ({"nonfinite": 1}, "nonfinite must be True or False"),
+        ({"saturated": 1.5}, "saturated must be a share"),
+        ({"underflow": -0.1}, "underflow must be a share"),
+        ({"underflow": float("nan")}, "underflow must be a share"),
+        ({"underflow": True}, "underflow must be a share"),
+        ({"nonfinite": False}, "nothing would ever count"),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Fallback(**arguments)
+    with pytest.raises(ConfigurationError, match="fallback must be a Fallback"):
+        fp8dist.prepare(make_net(), fallback=3)  # type: ignore[arg-type]
+
+
+# Ranks -------------------------------------------------------------------------------------------
+
+
+def _one_rank_hurts(recipe: Recipe, hurt: str) -> tuple[list[tuple[str, ...]], list[tuple[str, int]], list[int], int]:
+    rank = dist.get_rank()
+    fallback = Fallback(steps=2, saturated=0.004, underflow=0.2)
+    job = Job(recipe, fallback, group=dist.group.WORLD)
+    if rank == 1:
+        job.hurt[3] = {"outlier": outlier, "faint": faint}[hurt]
+    with captured_log() as log, counted_collectives() as calls:
+        high = [job.step(rank) for _ in range(7)]
+    return high, [(e.kind, e.step) for e in job.events], calls.sizes, len(log)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda recipe: type(recipe).__name__)
+def test_an_outlier_on_one_rank_sends_the_module_back_on_all(two_ranks: RankPool, recipe: Recipe) -> None:
+    """At the same step, back after K, and in the sync's one collective: two words more per slot."""
+    hurt = "outlier" if recipe.delayed else "faint"
+    first, second = two_ranks.run(_one_rank_hurts, recipe, hurt)
+    assert first[0] == second[0] == [()] * 3 + [("branch",)] * 2 + [()] * 2
+    assert first[1] == second[1] == [("fallback", 3)]
+    assert first[2] == second[2] == [4 * (8 + 3 * 9)] * 7
+    assert [first[3], second[3]] == [1, 0]  # One rank says it.
+
+
+def _other_limits() -> str:
+    rank = dist.get_rank()
+    net: Net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD, fallback=Fallback(steps=10 + rank))
+    try:
+        manager.attach()
+    except ManifestMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_limits_are_told(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_other_limits):
+        assert "settings.fallback" in text
+        assert "'steps': 10" in text

@@ -1,0 +1,250 @@
+"""watch(): the slots' numbers of all ranks, at an interval, in one collective."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Event, Fallback, Recipe, RowwiseScaling
+from fp8dist.errors import ConfigurationError, ManifestMismatchError
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import Net, batch, make_net, state_bits
+
+SLOTS = 9
+
+
+def trained(path: Path | None, recipe: Recipe, steps: int = 6, rank: int = 0, **options: Any) -> Any:
+    """(lines, manager, net) of a net that was watched every third step."""
+    prepared = {name: options.pop(name) for name in ("group", "overrides", "fallback", "amax_sync") if name in options}
+    net = make_net()
+    manager = fp8dist.prepare(net, recipe, **prepared)
+    manager.watch(3, path, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(optimizer=optimizer)
+    for step in range(steps):
+        train(net, optimizer, rank, step)
+    return read(path and Path(str(path).format(rank=rank))), manager, net
+
+
+def train(net: Net, optimizer: Any, rank: int, step: int) -> None:
+    x, y = batch(rank, step)
+    (net(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def read(path: Path | None) -> list[dict[str, Any]]:
+    return [] if path is None else [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_third_step_all_slots(tmp_path: Path) -> None:
+    lines, manager, _ = trained(tmp_path / "scales.jsonl", DelayedScaling(history_len=8))
+    assert [line["step"] for line in lines] == [3] * SLOTS + [6] * SLOTS
+    assert [line["slot"] for line in lines] == [str(slot) for slot in manager.slots] * 2
+    assert all(line["amax_rank"] is None for line in lines)
+    for line, slot in zip(lines[SLOTS:], manager.slots):
+        assert line["amax"] == manager.amax(*slot).item()
+        assert 0 <= line["saturated"] <= 1
+        assert 0 <= line["underflow"] <= 1
+
+
+def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts(tmp_path: Path) -> None:
+    """Seen by an independent count on the tensors themselves."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
+    manager.watch(3, tmp_path / "s")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(optimizer=optimizer)
+    seen: dict[str, torch.Tensor] = {}
+    net.branch.register_forward_pre_hook(lambda m, args: seen.update(input=args[0].detach().clone()))
+    for step in range(3):
+        scale = manager.scale("branch", "input").item()
+        x, y = batch(0, 0 if step < 2 else 4)  # The third is larger than what the scale was made for.
+        (net(3 * x if step == 2 else x) - y).square().mean().backward()
+        optimizer.step()
+    (line,) = [line for line in read(tmp_path / "s") if line["slot"] == "branch:input"]
+    scaled = seen["input"].double().abs() * scale
+    assert line["scale"] == scale
+    assert line["saturated"] == pytest.approx((scaled > 464).double().mean().item(), abs=1e-7)
+    assert line["underflow"] == pytest.approx(((scaled > 0) & (scaled <= 2**-10)).double().mean().item(), abs=1e-7)
+    assert line["saturated"] > 0
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=lambda r: type(r).__name__)
+def test_recipes_without_state_are_watched_as_well(tmp_path: Path, recipe: Recipe) -> None:
+    lines, manager, _ = trained(tmp_path / "s", recipe)
+    assert len(lines) == 2 * SLOTS
+    for line in lines:
+        assert line["amax"] > 0
+        assert line["saturated"] == 0
+        if recipe.by == "tensor":
+            largest = 57344.0 if line["slot"].endswith("grad_output") else 448.0
+            assert line["scale"] == (torch.tensor(largest) / torch.tensor(line["amax"])).item()
+        else:
+            assert line["scale"] is None  # Each row or block has its own.
+    assert manager.steps == 6
+
+
+def test_watching_changes_no_number(tmp_path: Path) -> None:
+    for recipe in (DelayedScaling(history_len=8), DelayedScaling(history_len=8, update="next_step")):
+        _, watched, net = trained(tmp_path / recipe.update, recipe)
+        plain = make_net()
+        manager = fp8dist.prepare(plain, recipe)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+        manager.attach(optimizer=optimizer)
+        for step in range(6):
+            train(plain, optimizer, 0, step)
+        assert state_bits(watched) == state_bits(manager)
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters()))
+
+
+def test_steps_between_measure_nothing(tmp_path: Path) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
+    manager.watch(3, tmp_path / "s")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(optimizer=optimizer)
+    measured = []
+    for step in range(6):
+        with torch.profiler.profile() as profile:
+            train(net, optimizer, 0, step)
+        measured.append(sum(event.count for event in profile.key_averages() if event.key == "fp8dist::measure"))
+    assert measured == [0, 0, SLOTS, 0, 0, SLOTS]
+
+
+def test_a_jump_is_told_once(tmp_path: Path) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=1))
+    manager.watch(1, tmp_path / "s", jump=8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    manager.attach(optimizer=optimizer)
+    events: list[Event] = []
+    manager.on_event(events.append)
+    with captured_log() as log:
+        for step in range(6):
+            x, _ = batch(0, 0)
+            net(x * (100 if step == 2 else 1)).mean().backward()
+            optimizer.step()
+    steps = [event.step for event in events if event.kind == "jump"]
+    assert steps == [4, 5]  # The scale that step 3 made is what step 4 casts with.
+    assert {slot.fqn for slot in events[0].slots} >= {"first"}
+    assert len(log) == 2
+
+
+@pytest.mark.parametrize("steps", [5, 6])
+def test_a_resume_goes_on_in_the_same_file(tmp_path: Path, steps: int) -> None:
+    whole, _, _ = trained(tmp_path / "whole", DelayedScaling(history_len=8), steps=9)
+    _, manager, net = trained(tmp_path / "part", DelayedScaling(history_len=8), steps=steps)
+    resumed = make_net()
+    resumed.load_state_dict(net.state_dict())
+    again = fp8dist.prepare(resumed, DelayedScaling(history_len=8))
+    again.watch(3, tmp_path / "part", resume_after=steps)
+    optimizer = torch.optim.SGD(resumed.parameters(), lr=0.05)
+    again.attach(optimizer=optimizer)
+    again.load_state_dict(manager.state_dict())
+    for step in range(steps, 9):
+        train(resumed, optimizer, 0, step)
+    assert read(tmp_path / "part") == whole
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    for every in (0, True, 2.5):
+        with pytest.raises(ConfigurationError, match="every must be a number of steps"):
+            manager.watch(every)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="jump must be a factor"):
+        manager.watch(3, tmp_path / "s", jump=0.5)
+    manager.attach()
+    with pytest.raises(ConfigurationError, match=r"before attach\(\)"):
+        manager.watch(3, tmp_path / "s")
+
+
+# Ranks -------------------------------------------------------------------------------------------
+
+
+def _watched(path: str, recipe: Recipe, ranks: bool, options: dict[str, Any]) -> tuple[Any, list[int], Any]:
+    rank = dist.get_rank()
+    with counted_collectives() as calls:
+        lines, manager, _ = trained(
+            Path(path) if rank == 0 else None, recipe, rank=rank, group=dist.group.WORLD, ranks=ranks, **options
+        )
+    own, _, _ = trained(Path(f"{path}.{{rank}}"), recipe, rank=rank, group=dist.group.WORLD, amax_sync=False, **options)
+    return lines, calls.sizes, own
+
+
+@pytest.mark.parametrize("ranks", [False, True], ids=["without ranks", "with ranks"])
+@pytest.mark.parametrize("kind", ["delayed", "current", "three"])
+def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path, kind: str, ranks: bool) -> None:
+    """And the largest of all ranks, with who held it."""
+    options: dict[str, Any] = {}
+    recipe: Recipe = CurrentScaling() if kind == "current" else DelayedScaling(history_len=8)
+    if kind == "three":
+        options = {"overrides": {"first": BlockScaling(), "last": CurrentScaling()}}
+    (lines, sizes, own), (_, sizes_there, there) = two_ranks.run(_watched, str(tmp_path / "s"), recipe, ranks, options)
+    size = (8 if ranks else 4) * 3 * SLOTS
+    assert sizes.count(size) == 2
+    slots = {"delayed": SLOTS, "three": 3}.get(kind)
+    syncs = [4 * (8 + slots)] * 6 if slots else []
+    # Besides: weight amaxes at attach, and the syncs of delayed scaling.
+    assert sorted(size_ for size_ in sizes if size_ != size) == sorted(syncs + ([4 * slots] if slots else []))
+    assert sizes == sizes_there
+    for line, here, other in zip(lines, own, there):
+        if kind == "current":  # Local scales differ; what was trained did not depend on the group.
+            assert line["amax"] == max(here["amax"], other["amax"])
+            if ranks:
+                assert line["amax_rank"] == (0 if here["amax"] >= other["amax"] else 1)
+        assert (line["amax_rank"] is not None) == ranks
+        assert line["slot"] == here["slot"]
+
+
+def _tied_maxima(path: str) -> Any:
+    return trained(Path(path), CurrentScaling(), group=dist.group.WORLD, ranks=True, rank=0)[0]
+
+
+def test_of_equals_the_lowest_rank_holds_it(two_ranks: RankPool, tmp_path: Path) -> None:
+    lines, _ = two_ranks.run(_tied_maxima, str(tmp_path / "s"))
+    assert {line["amax_rank"] for line in lines} == {0}
+
+
+def _differently(path: str) -> str:
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    if dist.get_rank() == 0:
+        manager.watch(3, path)
+    try:
+        manager.attach()
+    except ManifestMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_watch_is_told_at_attach(two_ranks: RankPool, tmp_path: Path) -> None:
+    for text in two_ranks.run(_differently, str(tmp_path / "s")):
+        assert "settings.watch" in text
+
+
+def _with_a_policy(path: str) -> Any:
+    """Lanes of the fallback and the watch read the same shares."""
+    rank = dist.get_rank()
+    fallback = Fallback(steps=2, saturated=1.0)
+    lines, manager, _ = trained(
+        Path(path) if rank == 0 else None, DelayedScaling(history_len=8), group=dist.group.WORLD, fallback=fallback,
+        rank=rank,
+    )  # fmt: skip
+    return lines, manager.metrics()["fp8/fallbacks"]
+
+
+def test_together_with_a_fallback(two_ranks: RankPool, tmp_path: Path) -> None:
+    (lines, fallbacks), _ = two_ranks.run(_with_a_policy, str(tmp_path / "s"))
+    assert len(lines) == 2 * SLOTS
+    assert all(line["saturated"] is not None for line in lines)
+    assert fallbacks == 0
