@@ -42,19 +42,23 @@ def _tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 def _write_piece(
     out,
     product,  # float32[rows, PIECE]
-    row_scale,  # float32[rows]
-    column_scale,  # float32*: [n]
+    row_scale,  # "lines": float32[rows]; "one": float32
+    column_scale,  # "lines": float32[n]; "one": float32[1]
     bias,  # [n]
     row,
     column,
     n,
     PIECE: tl.constexpr,
-    ROWWISE: tl.constexpr,
+    SCALES: tl.constexpr,  # "lines", "one" or "none"
     BIASED: tl.constexpr,
 ):
     place = column + tl.arange(0, PIECE)
-    if ROWWISE:
+    # One scale after the other: their product may leave the range of float32 where neither does. The second is loaded
+    # for each piece, or ptxas scales all pieces at once, and holds them in registers of their own.
+    if SCALES == "lines":
         product = product * row_scale[:, None] * tl.load(column_scale + place, mask=place < n, other=0.0)[None, :]
+    elif SCALES == "one":
+        product = product * row_scale * tl.load(column_scale)
     if BIASED:
         product = product + tl.load(bias + place, mask=place < n, other=0.0).to(tl.float32)[None, :]
     out.store([row, column], product.to(out.dtype))
@@ -69,26 +73,26 @@ def _halves(product, COLUMNS: tl.constexpr):
 @triton.jit
 def _write(
     out, product, row_scale, column_scale, bias, row, column, n,
-    COLUMNS: tl.constexpr, PIECE: tl.constexpr, ROWWISE: tl.constexpr, BIASED: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECE: tl.constexpr, SCALES: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """Write [rows, COLUMNS] in pieces of PIECE columns, which take turns in a small shared buffer."""
     if COLUMNS == PIECE:
-        _write_piece(out, product, row_scale, column_scale, bias, row, column, n, PIECE, ROWWISE, BIASED)
+        _write_piece(out, product, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
     else:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = _halves(product, COLUMNS)
         if HALF == PIECE:
-            _write_piece(out, left, row_scale, column_scale, bias, row, column, n, PIECE, ROWWISE, BIASED)
-            _write_piece(out, right, row_scale, column_scale, bias, row, column + HALF, n, PIECE, ROWWISE, BIASED)
+            _write_piece(out, left, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
+            _write_piece(out, right, row_scale, column_scale, bias, row, column + HALF, n, PIECE, SCALES, BIASED)
         else:
             tl.static_assert(HALF == 2 * PIECE)
             first, second = _halves(left, HALF)
-            _write_piece(out, first, row_scale, column_scale, bias, row, column, n, PIECE, ROWWISE, BIASED)
-            _write_piece(out, second, row_scale, column_scale, bias, row, column + PIECE, n, PIECE, ROWWISE, BIASED)
+            _write_piece(out, first, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
+            _write_piece(out, second, row_scale, column_scale, bias, row, column + PIECE, n, PIECE, SCALES, BIASED)
             third, fourth = _halves(right, HALF)
             column += HALF
-            _write_piece(out, third, row_scale, column_scale, bias, row, column, n, PIECE, ROWWISE, BIASED)
-            _write_piece(out, fourth, row_scale, column_scale, bias, row, column + PIECE, n, PIECE, ROWWISE, BIASED)
+            _write_piece(out, third, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
+            _write_piece(out, fourth, row_scale, column_scale, bias, row, column + PIECE, n, PIECE, SCALES, BIASED)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -115,9 +119,8 @@ def scaled_kernel(
     """Tensorwise and row-wise scales, which are applied once at the end."""
     tl.static_assert(not (FAST and HALVED))
     HALF: tl.constexpr = TILE_N // 2
+    SCALES: tl.constexpr = "lines" if ROWWISE else "one"
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
-    # One after the other: their product may leave the range of float32 where neither does.
-    scale_a, scale_b = tl.load(inv_scale_a), tl.load(inv_scale_b)
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
         row, column = i * TILE_M, j * TILE_N
@@ -136,15 +139,12 @@ def scaled_kernel(
             place = row + tl.arange(0, TILE_M)
             row_scale = tl.load(inv_scale_a + place, mask=place < m, other=0.0)
         else:
-            row_scale = 0.0
-            product = product * scale_a * scale_b
-            if HALVED:
-                right = right * scale_a * scale_b
+            row_scale = tl.load(inv_scale_a)
         if HALVED:
-            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, HALF, PIECE, ROWWISE, BIASED)
-            _write(out, right, row_scale, inv_scale_b, bias, row, column + HALF, n, HALF, PIECE, ROWWISE, BIASED)
+            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, HALF, PIECE, SCALES, BIASED)
+            _write(out, right, row_scale, inv_scale_b, bias, row, column + HALF, n, HALF, PIECE, SCALES, BIASED)
         else:
-            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, TILE_N, PIECE, ROWWISE, BIASED)
+            _write(out, product, row_scale, inv_scale_b, bias, row, column, n, TILE_N, PIECE, SCALES, BIASED)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -197,7 +197,7 @@ def block_scaled_kernel(
                 product += tl.dot(x, y.T) * (scale_a * scale_b)[:, None]
             scales_a += a_block_stride
             scales_b += b_block_stride
-        _write(out, product, 0.0, inv_scale_b, bias, row, column, n, TILE_N, PIECE, False, BIASED)
+        _write(out, product, 0.0, inv_scale_b, bias, row, column, n, TILE_N, PIECE, "none", BIASED)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -253,10 +253,10 @@ def wide_block_scaled_kernel(
             fourth_quarter += tl.dot(x, y3.T) * right
             scales_a += a_block_stride
             scales_b += b_block_stride
-        _write(out, first_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, False, BIASED)
+        _write(out, first_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)
         column += PART
-        _write(out, second_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, False, BIASED)
+        _write(out, second_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)
         column += PART
-        _write(out, third_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, False, BIASED)
+        _write(out, third_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)
         column += PART
-        _write(out, fourth_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, False, BIASED)
+        _write(out, fourth_quarter, 0.0, inv_scale_b, bias, row, column, n, PART, PIECE, "none", BIASED)

@@ -85,8 +85,8 @@ def _shares_kernel(
         finite = bits < _INFINITY
         cut_off += tl.sum(tl.sum(((bits > most) & finite).to(tl.int32), 1), 0)
         lost += tl.sum(tl.sum(((bits > 0) & (bits <= least) & finite).to(tl.int32), 1), 0)
-    tl.atomic_add(scratch, cut_off.to(tl.int64), mask=cut_off > 0, sem="relaxed")
-    tl.atomic_add(scratch + 1, lost.to(tl.int64), mask=lost > 0, sem="relaxed")
+    tl.atomic_add(scratch, cut_off, mask=cut_off > 0, sem="relaxed")
+    tl.atomic_add(scratch + 1, lost, mask=lost > 0, sem="relaxed")
     if came_last(scratch + 2):
         _add_share(saturated, tl.atomic_xchg(scratch, 0, sem="relaxed"), numel)
         _add_share(underflow, tl.atomic_xchg(scratch + 1, 0, sem="relaxed"), numel)
