@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist.kernels.backends import Backend
 from fp8dist.kernels.magnitude import DID_NOT_RUN
 from scripts.llama_shapes import LINEARS
 from scripts.speed.lab import Case, Lab, geomean, joined_problems, ratios_of
@@ -167,7 +166,7 @@ def _linear(planned: Planned, device: torch.device) -> nn.Module:
     return nn.Sequential(linear)
 
 
-def _prepared(plain: nn.Module, bench: Bench, backend: Backend) -> Prepared:
+def _prepared(plain: nn.Module, bench: Bench, backend: str) -> Prepared:
     """In FP8, after two steps: no slot is cold any more."""
     model = copy.deepcopy(plain)
     manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), backend=backend)

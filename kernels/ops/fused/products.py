@@ -119,7 +119,10 @@ def scaled_kernel(
     """Tensorwise and row-wise scales, which are applied once at the end."""
     tl.static_assert(not (FAST and HALVED))
     HALF: tl.constexpr = TILE_N // 2
-    SCALES: tl.constexpr = "lines" if ROWWISE else "one"
+    # Halves have no register left for scales that come with each piece.
+    SCALES: tl.constexpr = "lines" if ROWWISE else "none" if HALVED else "one"
+    if SCALES == "none":
+        scale_a, scale_b = tl.load(inv_scale_a), tl.load(inv_scale_b)
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
@@ -140,6 +143,9 @@ def scaled_kernel(
             row_scale = tl.load(inv_scale_a + place, mask=place < m, other=0.0)
         else:
             row_scale = tl.load(inv_scale_a)
+        if SCALES == "none":
+            product = product * scale_a * scale_b
+            right = right * scale_a * scale_b
         if HALVED:
             _write(out, product, row_scale, inv_scale_b, bias, row, column, n, HALF, PIECE, SCALES, BIASED)
             _write(out, right, row_scale, inv_scale_b, bias, row, column + HALF, n, HALF, PIECE, SCALES, BIASED)
