@@ -23,7 +23,7 @@ from fp8dist.ddp import JoinLink, find_ddp
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.groups import local_part
-from fp8dist.kernels.matmuls import ALIGNMENT
+from fp8dist.kernels.matmuls import ALIGNMENT, Scaling, torch_can
 from fp8dist.nn import FP8Linear
 from fp8dist.shards import ShardedWeights, shard_weights
 from fp8dist.state.slots import Slot
@@ -192,7 +192,13 @@ def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     for linear in fp8_linears(model):
         # Takes the views now: made in a compiled forward, they would be part of its graph.
         device = compute_device(linear.weight, whole)
-        ops.require_backend(cycle.settings.backend, device)
+        backend, recipe = cycle.settings.backend, linear.fp8_slots.recipe
+        ops.require_backend(backend, device)
+        if backend == "torch" and recipe.by == "block" and not torch_can(Scaling.BLOCKWISE, device):
+            raise ConfigurationError(
+                f"{linear.fp8_slots.slots[Role.INPUT].fqn}: torch has no block-scaled product on {device}: use "
+                'backend="auto"'
+            )
         linear.fp8_slots.states(device)
     for sync in cycle.syncs:
         if not sync.arena.placed:

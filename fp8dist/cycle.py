@@ -18,6 +18,7 @@ from fp8dist.checker import Checker, Event
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError, SyncError
+from fp8dist.formats import Role
 from fp8dist.graphs import capturing, compiled_any
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
@@ -260,12 +261,15 @@ class StepCycle:
         return fqns
 
     def announce_precisions(self) -> None:
-        """Every sync proves that all ranks have the same modules in high precision: it is in the manifest's word."""
-        high = {fqn: precision.high for fqn, precision in self.precisions.by_fqn.items() if precision.high}
+        """Every sync proves that its ranks have the same modules in high precision: it is in the manifest's word."""
+        high = [(fqn, precision) for fqn, precision in self.precisions.by_fqn.items() if precision.high]
         for sync in self.syncs:
-            if id(sync) in self._manifests:
-                digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": high})
-                sync.arena.set_manifest_word(digest_word(digest))
+            if id(sync) not in self._manifests:
+                continue
+            # Only modules of this arena: an expert may fall back on the ranks that have it.
+            here = {fqn: each.high for fqn, each in high if each.slots[Role.INPUT] in sync.arena.index}
+            digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": here})
+            sync.arena.set_manifest_word(digest_word(digest))
 
     def _wake(self, slots: Collection[Slot]) -> int:
         """Modules compute in another precision from now on. ``slots`` are cast again, and nobody has looked at them

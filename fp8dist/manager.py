@@ -444,6 +444,10 @@ class StateManager(Joinable):
         """
         if format not in FORMATS:
             raise ConfigurationError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        if not self._default.arena.recipe.delayed:
+            raise ConfigurationError(
+                "register() is for delayed scaling: other recipes keep no scales"
+            )
         slot = Slot(fqn, parse_role(role).value)
         if slot in self._aliases or slot in self.slots:
             raise ConfigurationError(f"there is a slot {slot} already")
@@ -493,8 +497,9 @@ class StateManager(Joinable):
         return sync.arena.amax[index]
 
     def scale(self, fqn: str, role: str) -> Tensor:
-        """What the slot is multiplied by to cast to FP8: 0-d float32 view. Local. 1 until committed;
-        a cold slot is cast with its own amax instead, unless ``warmup="unit"``."""
+        """What the slot is multiplied by to cast to FP8: 0-d float32 view. Local. 1 until committed; a cold slot is
+        cast with its own amax instead, unless ``warmup="unit"``. Of delayed scaling: other recipes leave it alone, but
+        for weights that are gathered in FP8 under ``CurrentScaling``."""
         sync, index = self._find(fqn, role)
         return sync.arena.scale[index]
 
@@ -509,6 +514,8 @@ class StateManager(Joinable):
         if not (rounded > 0 and rounded.reciprocal().isfinite() and rounded.isfinite()):
             raise ConfigurationError(f"a scale and its inverse must be positive and finite in float32, got {scale!r}")
         sync, index = self._find(fqn, role)
+        if not sync.arena.recipe.delayed:
+            raise ConfigurationError(f"{fqn}: a scale is made from each tensor by {type(sync.arena.recipe).__name__}")
         sync.arena.set_scale(index, scale)
         self._mode.invalidate_casts()
 

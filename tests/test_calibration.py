@@ -121,9 +121,14 @@ def test_a_step_inside_is_refused() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     manager.attach(optimizer=optimizer)
     before = parameter_bits(net)
-    with pytest.raises(ConfigurationError, match=r"inside calibrate\(\)"), manager.calibrate():
-        loss_of(net, 0).backward()
-        optimizer.step()
+
+    def with_a_step_inside() -> None:
+        with manager.calibrate():
+            loss_of(net, 0).backward()
+            optimizer.step()
+
+    with pytest.raises(ConfigurationError, match=r"inside calibrate\(\)"):
+        with_a_step_inside()
     assert parameter_bits(net) == before
     loss_of(net, 0).backward()
     optimizer.step()  # And now it may.
@@ -195,7 +200,8 @@ def _local(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("how", ["ddp", "bucket views", "fsdp2"])
 def test_ranks_share_the_amaxes_in_one_collective(two_ranks: RankPool, how: str) -> None:
     first, second = two_ranks.run(_on_ranks, how)
-    assert first[0] and second[0]
+    assert first[0]
+    assert second[0]
     assert first[1] == second[1] == [4 * (8 + 9)]
     assert first[2] == second[2]
     assert first[3]

@@ -257,3 +257,30 @@ def test_ranks_with_other_limits_are_told(two_ranks: RankPool) -> None:
     for text in two_ranks.run(_other_limits):
         assert "settings.fallback" in text
         assert "'steps': 10" in text
+
+
+def _experts_of_their_own() -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], str]:
+    """``branch`` is an expert that only this rank has: what it does is no business of the other's."""
+    rank = dist.get_rank()
+    own = [dist.new_group([r]) for r in range(2)][rank]
+    job = Job(DelayedScaling(history_len=4), Fallback(steps=2), group=dist.group.WORLD, groups={"branch": own})
+    error = ""
+    with captured_log():
+        for step in range(6):
+            if step == 2 and rank == 1:
+                job.manager.record("branch", "input", torch.tensor([torch.nan]))
+            try:
+                high = job.step(rank)
+            except fp8dist.DivergenceError as caught:
+                error = str(caught)
+                break
+            (steps := getattr(job, "high", [])).append(high)
+            job.high = steps  # type: ignore[attr-defined]
+    return job.high, [job.manager.high_precision(name) for name in MODULES], error  # type: ignore[attr-defined]
+
+
+def test_an_expert_that_one_rank_has_falls_back_alone(two_ranks: RankPool) -> None:
+    (first, _, error), (second, _, there) = two_ranks.run(_experts_of_their_own)
+    assert error == there == ""
+    assert first == [()] * 6
+    assert second == [()] * 3 + [("branch",)] * 2 + [()]

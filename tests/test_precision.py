@@ -143,7 +143,7 @@ def test_a_weights_cast_is_not_used_past_a_change() -> None:
     """In the middle of a step, between two microbatches."""
     run = Run(DelayedScaling(history_len=4))
     run.step()
-    x, y = batch(0, 5)
+    x, _ = batch(0, 5)
     first = run.net(x)
     run.fp8.set_precision("*", "high")
     plain = make_net()

@@ -174,7 +174,7 @@ def test_mistakes(tmp_path: Path) -> None:
 def _watched(path: str, recipe: Recipe, ranks: bool, options: dict[str, Any]) -> tuple[Any, list[int], Any]:
     rank = dist.get_rank()
     with counted_collectives() as calls:
-        lines, manager, _ = trained(
+        lines, _, _ = trained(
             Path(path) if rank == 0 else None, recipe, rank=rank, group=dist.group.WORLD, ranks=ranks, **options
         )
     own, _, _ = trained(Path(f"{path}.{{rank}}"), recipe, rank=rank, group=dist.group.WORLD, amax_sync=False, **options)
