@@ -70,6 +70,7 @@ class StepCycle:
         self._compiles = False
         self.resumed = False
         self.calibrates = False
+        self._renews = False
         self._manifests: dict[int, str] = {}
         self._failure: SyncError | None = None
         self.drop_nonfinite = False
@@ -420,10 +421,14 @@ class StepCycle:
             self.sharded.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """It has stepped: FP8 casts of weights are stale. Local."""
+        """It has stepped: FP8 casts of weights are stale. Local; after an attached one COLLECTIVE, where scales of
+        gathered weights follow at once."""
         self.mode.invalidate_casts()
         if self.sharded is not None:
             self.sharded.after_step(optimizer)
+            if self._renews:
+                self._renews = False
+                self.sharded.renew()
 
     def state_loaded(self, slots: Collection[Slot]) -> None:
         """The state of these slots was loaded, or reset: FP8 casts are stale, and slots may be cold. Local."""
@@ -437,8 +442,7 @@ class StepCycle:
         self.mode.invalidate_casts()
         if self._unseen_forwards():
             self.settle()
-        if self.sharded is not None and self.settings.enabled:
-            self.sharded.renew()
+        self._renews = True  # By ``after_step``, which torch calls after an optimizer's own hooks.
 
     def reuse_casts(self, allowed: bool) -> None:
         """Whether weights stand still until the next call. Local."""

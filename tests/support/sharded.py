@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import DelayedScaling, StateManager
+from fp8dist import DelayedScaling, Recipe, StateManager
 from fp8dist.kernels.header import WORD_MANIFEST
 from fp8dist.nn import FP8Linear
 from tests.support.collectives import counted_collectives
@@ -67,7 +67,12 @@ class Mlp(nn.Module):
         return self.layers[-1](x)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "deep": Deep, "mlp": Mlp}
+def wide() -> Mlp:
+    """Two ranks' shards are of whole blocks of 128 x 128, but those of the last layer."""
+    return Mlp((256, 512, 256, 16))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "deep": Deep, "mlp": Mlp, "wide": wide}
 
 
 def seeded(name: str, seed: int = 0) -> nn.Module:
@@ -104,6 +109,9 @@ class Job:
     ddp: dict[str, Any] = field(default_factory=dict)
     clip: float = 0.0
     reduce_unused: bool = False  # FSDP2: zero gradients for what this rank skipped, as others may have run it
+    recipe: Recipe | None = None  # None: delayed scaling, with ``update``
+    overrides: dict[str, Recipe | None] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # more arguments of prepare
 
 
 @dataclass
@@ -158,7 +166,11 @@ def arena_bits(manager: StateManager) -> dict[str, bytes]:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    return {"fp8_all_gather": job.fp8_all_gather and job.parallel == "fsdp2"}
+    return {
+        "fp8_all_gather": job.fp8_all_gather and job.parallel == "fsdp2",
+        "overrides": job.overrides,
+        **job.settings,
+    }
 
 
 def build(job: Job) -> tuple[nn.Module, nn.Module, StateManager | None, torch.optim.Optimizer]:
@@ -166,7 +178,8 @@ def build(job: Job) -> tuple[nn.Module, nn.Module, StateManager | None, torch.op
     model = seeded(job.model)
     manager = None
     if job.precision == "fp8":
-        recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
+        delayed = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
+        recipe = delayed if job.recipe is None else job.recipe
         manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, **settings_of(job))
     if job.parallel == "ddp":
         called: nn.Module = DistributedDataParallel(model, **job.ddp)
