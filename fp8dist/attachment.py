@@ -23,9 +23,10 @@ from fp8dist.ddp import JoinLink, find_ddp
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.groups import local_part
+from fp8dist.kernels.blocks import BLOCK
 from fp8dist.kernels.matmuls import ALIGNMENT, Scaling, torch_can
 from fp8dist.nn import FP8Linear
-from fp8dist.shards import ShardedWeights, shard_weights
+from fp8dist.shards import ShardedWeights, require_whole_blocks, shard_weights
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync
 from fp8dist.wrappers import (
@@ -80,6 +81,8 @@ class Attachment:
         reshard(fsdp2_modules(whole))  # One may still hold what an evaluation has gathered.
         resharded = resharded_modules(whole)
         _require_products(model, resharded)
+        if settings.enabled and settings.fp8_all_gather:
+            require_whole_blocks(model, whole)
         _require_groups(model, whole, cycle)
         _warn_of_strangers(whole, optimizers)
         self._before = cycle.sharded or self._before
@@ -162,6 +165,13 @@ def _require_products(model: nn.Module, resharded: set[nn.Module]) -> None:
         if len(shape) != 2 or any(size % ALIGNMENT for size in shape):
             raise ConfigurationError(
                 f"{fqn}: local weight shape {shape}, expected two dims in multiples of {ALIGNMENT}"
+            )
+        whole = (linear.out_features, linear.in_features)
+        by_block = linear.fp8_slots.recipe.by == "block"
+        if by_block and any(size != of and size % BLOCK for size, of in zip(shape, whole)):
+            raise ConfigurationError(
+                f"{fqn}: local weight shape {shape} of {whole}: tensor parallelism cuts blocks of {BLOCK} x {BLOCK}: "
+                f"split it into multiples of {BLOCK}, or give it another recipe (overrides)"
             )
 
 

@@ -30,12 +30,19 @@ from fp8dist.nn import FP8Linear
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync
-from fp8dist.wrappers import fsdp2_modules, reshard, resharded_modules, reshards_in_part
+from fp8dist.wrappers import (
+    fsdp2_cut,
+    fsdp2_modules,
+    multiplied_shape,
+    reshard,
+    resharded_modules,
+    reshards_in_part,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ShardedWeight", "ShardedWeights", "shard_weights"]
+__all__ = ["ShardedWeight", "ShardedWeights", "require_whole_blocks", "shard_weights"]
 
 Metadata = tuple[Tensor | None, torch.Size, torch.dtype]
 """inv_scale of all bytes (None: each block has its own, and they are gathered as well), the weight's shape (local under
@@ -436,10 +443,53 @@ class ShardedWeights:
             self._moment.in_forward = False
 
 
-def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> ShardedWeights:
-    """Have FSDP2 gather the weights of the model's FP8Linears in FP8.
+def _gathered(model: nn.Module, whole: nn.Module) -> list[list[FP8Linear]]:
+    """The FP8Linears whose weights FSDP2 gathers in FP8; those that share one are together.
 
     A weight that a module other than an FP8Linear uses as well, a tied embedding say, stays in high precision.
+    """
+    resharded = resharded_modules(whole)
+    users: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in whole.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].append(module)
+    found: dict[int, list[FP8Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, FP8Linear) and module in resharded and is_dtensor(module.weight):
+            key = id(module.weight)
+            if all(isinstance(user, FP8Linear) for user in users[key]):
+                found.setdefault(key, []).append(module)
+    return list(found.values())
+
+
+def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
+    """Raise ConfigurationError where FSDP2 would gather blocks that it has cut. Local; the same on all ranks.
+
+    Each rank casts its part alone, and does not know the amax of a block that another rank has the rest of. Blocks at
+    the end of the whole weight may be smaller.
+    """
+    for linear, *_ in _gathered(model, whole):
+        slots = linear.fp8_slots
+        if slots.recipe.by != "block":
+            continue
+        shape = multiplied_shape(linear, True)
+        dim, ranks = fsdp2_cut(linear)
+        fqn = slots.slots[Role.WEIGHT].fqn
+        where = f"{fqn}: its weight {shape} is sharded along dim {dim} over {ranks} ranks"
+        instead = "give it another recipe (overrides), or leave fp8_all_gather out"
+        if ranks > 1 and dim != 0:
+            raise ConfigurationError(f"{where}: FSDP2 gathers blocks along dim 0 only: shard it there, {instead}")
+        part = -(-shape[0] // ranks)
+        if ranks > 1 and part % BLOCK:
+            raise ConfigurationError(
+                f"{where}, {part} rows each, which cuts blocks of {BLOCK} x {BLOCK}: shard it so that each has a "
+                f"multiple of {BLOCK} rows, {instead}"
+            )
+
+
+def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> ShardedWeights:
+    """Have FSDP2 gather the weights of the model's FP8Linears in FP8.
 
     Args:
         whole: the model as the loop calls it.
@@ -447,7 +497,6 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
     Raises:
         ConfigurationError: FSDP2 shards none of the model, or in a way that it cannot gather in FP8.
     """
-    resharded = resharded_modules(whole)
     fsdp_modules = fsdp2_modules(whole)
     if not fsdp_modules:
         raise ConfigurationError(
@@ -460,19 +509,9 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
                 "reshard_after_forward=<number> does not go with fp8_all_gather=True (FSDP2 has no all-gather "
                 "extension for it): use True or False"
             )
-    users: dict[int, list[nn.Module]] = defaultdict(list)
-    for module in whole.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users[id(parameter)].append(module)
-    found: dict[int, list[FP8Linear]] = {}
-    for module in model.modules():
-        if isinstance(module, FP8Linear) and module in resharded and is_dtensor(module.weight):
-            key = id(module.weight)
-            if all(isinstance(user, FP8Linear) for user in users[key]):
-                found.setdefault(key, []).append(module)
+    found = _gathered(model, whole)
     places: dict[int, tuple[Arena, dict[int, list[int]]]] = {}
-    for linears in found.values():
+    for linears in found:
         slots = linears[0].fp8_slots
         arena = slots.weight_sync.arena
         _, of_arena = places.setdefault(id(arena), (arena, {}))
@@ -487,7 +526,7 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
     amaxes = {key: arena.hold_shards(of_arena) for key, (arena, of_arena) in places.items()}
     moment = Moment(any(arena.device.type == "cuda" for arena, _ in places.values()))
     weights = []
-    for linears in found.values():
+    for linears in found:
         slots = linears[0].fp8_slots
         arena = slots.weight_sync.arena
         weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]], moment))

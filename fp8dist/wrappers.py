@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from fp8dist.nn import FP8Linear
 
 __all__ = [
     "compute_device",
+    "fsdp2_cut",
     "fsdp2_modules",
     "managed_from_outside",
     "mesh_ranks",
@@ -72,13 +74,23 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
         return (linear.out_features, linear.in_features)
     shape = list(weight.shape)
     placements = weight.placements
-    # FSDP2 puts its own axes first: Shard, or Replicate and Shard.
-    own = 0 if not resharded else 2 if placements[0].is_replicate() else 1
+    own = _fsdp2_axes(weight) if resharded else 0
     for axis in range(own, len(placements)):
         for dim in range(len(shape)):
             if placements[axis].is_shard(dim):
                 shape[dim] //= weight.device_mesh.size(axis)
     return tuple(shape)
+
+
+def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
+    """Along which dim FSDP2 cuts a weight that it shards, and into how many parts."""
+    axis = _fsdp2_axes(linear.weight) - 1
+    return linear.weight.placements[axis].dim, linear.weight.device_mesh.size(axis)
+
+
+def _fsdp2_axes(weight: Any) -> int:
+    """FSDP2 puts its own axes first: Shard, or Replicate and Shard."""
+    return 2 if weight.placements[0].is_replicate() else 1
 
 
 def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module]) -> bool:
