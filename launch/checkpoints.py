@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -32,13 +32,22 @@ from options import Options, require_usable_checkpoints
 from ranks import Ranks
 from text import BadInput
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "Loaded"]
 
 SHAPE = ("layers", "width", "heads", "context")
 """What a checkpoint's model and this job's must have in common."""
 
-COURSE = ("steps", "learning_rate", "batch_size", "accumulate", "seed", "precision")
+COURSE = ("steps", "learning_rate", "batch_size", "accumulate", "seed", "precision", "loss_guard")
 """What a resumed job may change, and then learns something else than the first would have."""
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint was. ``step``: it was saved after that one; 0: there is none. ``fp8``: it has FP8 state.
+    ``guard``: what ``Guard.describe`` said when it was saved."""
+
+    step: int = 0
+    fp8: bool = False
+    guard: str | None = None
 
 
 class Checkpoints:
@@ -55,26 +64,40 @@ class Checkpoints:
 
     # Saving ---------------------------------------------------------------------------------------
 
-    def save(self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> None:
+    def save(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: Optimizer,
+        manager: StateManager | None,
+        guard: str | None = None,
+    ) -> None:
         """Save the state after this step. COLLECTIVE.
 
         Returns when the checkpoint is whole; with ``--async-save`` when its tensors were copied.
+
+        Args:
+            guard: what ``Guard.describe`` says.
 
         Raises:
             CheckpointFailed: it could not be written, or the one before.
         """
         self.wait()
         with self._telling_why(step):
-            self._save(step, module, optimizer, manager)
+            self._save(step, module, optimizer, manager, guard)
 
-    def _save(self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> None:
+    def _save(
+        self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None, guard: str | None
+    ) -> None:
         model_state, optimizer_state = get_state_dict(module, optimizer)
         course = {name: getattr(self._options, name) for name in (*SHAPE, *COURSE, "parallel")}
-        state = {
+        state: dict[str, Any] = {
             "model": model_state,
             "optimizer": optimizer_state,
             "run": {"step": step, "ranks": self._ranks.size, **course},
         }
+        if guard is not None:
+            state["run"]["guard"] = guard
         if manager is not None:
             state["fp8"] = manager
         writer = _Writer(folders.partial(self._parent, step), lambda: self._tell_written(step))
@@ -177,8 +200,8 @@ class Checkpoints:
                 print(f"set aside, as it is of a later step: {aside}", file=sys.stderr)
         return given
 
-    def load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> int:
-        """Take over a checkpoint, before ``manager.attach``; the step that it was saved after. COLLECTIVE.
+    def load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> Loaded:
+        """Take over a checkpoint, before ``manager.attach``. COLLECTIVE.
 
         Raises:
             ConfigurationError: it is of another model, or cannot be read.
@@ -190,7 +213,7 @@ class Checkpoints:
             folders.put_back(self._aside)  # A mistake in the flags costs nothing.
             raise
 
-    def _load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> int:
+    def _load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> Loaded:
         saved = self._metadata(folder)
         run = self._load_run(folder, saved)
         model_state, optimizer_state = get_state_dict(module, optimizer)
@@ -200,12 +223,13 @@ class Checkpoints:
             self._require_state_of_all(folder, run, there, manager)
             state["fp8"] = manager
         elif manager is not None and self._ranks.first:
-            print(f"{folder} has no FP8 state: scales start cold", file=sys.stderr)
+            then = "scales come from --calibrate-steps" if self._options.calibrate_steps else "scales start cold"
+            print(f"{folder} has no FP8 state: {then}", file=sys.stderr)
         self._read(state, folder)
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if self._ranks.first:
             self._report(folder, run)
-        return int(run["step"])
+        return Loaded(int(run["step"]), bool(there), run.get("guard"))
 
     def _metadata(self, folder: Path) -> Mapping[str, Any]:
         try:

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from failures import CheckpointFailed, CollectiveFailed
 from fp8dist import DivergenceReport
-from fp8dist.errors import DivergenceError
+from fp8dist.errors import DivergenceError, LossDiverged
 from ranks import Ranks
 
 __all__ = ["ErrorFile", "forget_report", "write_report"]
@@ -44,7 +44,7 @@ class ErrorFile(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         """Write the file, if torchrun has asked for one."""
-        if not isinstance(e, (DivergenceError, CollectiveFailed, CheckpointFailed)):
+        if not isinstance(e, (DivergenceError, LossDiverged, CollectiveFailed, CheckpointFailed)):
             super().record_exception(e)
             return
         said = str(e.report) if isinstance(e, DivergenceError) else str(e)

@@ -24,6 +24,9 @@ __all__ = ["Injection"]
 WEIGHT = "blocks.0.mlp_in.weight"
 """The parameter that ``weight`` damages, in the middle element of what the rank holds."""
 
+OUTLIER, SPIKE = 1e6, 1e3
+"""What ``outlier`` multiplies the largest element by, beyond the range of either FP8 format; and ``spike`` all."""
+
 MANTISSA_BIT = 11
 """The bit that ``weight`` flips: the middle of a float32's 23 bits of mantissa, a relative error of 1/4096."""
 
@@ -45,6 +48,11 @@ class Injection:
             blocks = model.get_submodule("blocks")
             middle = blocks.get_submodule(str(options.layers // 2))
             middle.register_forward_hook(self._in_the_forward)
+        if any(fault.kind == "outlier" for fault in self._faults):
+            self._place = f"blocks.{options.layers // 2}.mlp_in"
+            model.get_submodule(self._place).register_forward_pre_hook(self._plant_outlier)
+        if any(fault.kind == "spike" for fault in self._faults):
+            model.get_submodule("lm_head").register_forward_pre_hook(self._raise_logits)
         needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan", "kill-sync")]
         if needs_sync and manager is not None and not (manager.settings.enabled and manager.settings.amax_sync):
             raise ConfigurationError(f"--inject {needs_sync[0]}: FP8 or its amax sync is switched off")
@@ -83,6 +91,24 @@ class Injection:
             self._die("kill-forward", self._step)
         if self._has("kill-backward"):
             output.register_hook(lambda gradient: self._die("kill-backward", self._step))
+
+    def _plant_outlier(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not (torch.is_grad_enabled() and self._has("outlier")):
+            return None
+        (x,) = arguments
+        planted = x.clone()
+        planted[0, 0, 0] = OUTLIER * x.detach().abs().amax()
+        self._say("outlier", f"the input of {self._place} has {float(planted[0, 0, 0]):g} in place of {x[0, 0, 0]:g}")
+        return (planted,)
+
+    def _raise_logits(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not (torch.is_grad_enabled() and self._has("spike")):
+            return None
+        self._say("spike", f"what enters lm_head is {SPIKE:g} times as large")
+        return (SPIKE * arguments[0],)
+
+    def _say(self, kind: str, what: str) -> None:
+        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{self._step}: {what}", file=sys.stderr, flush=True)
 
     def _die_in_the_sync(self) -> None:
         """The sync is the first int32 MAX of ``optimizer.step()``. The others wait for this rank, or have its part."""

@@ -109,7 +109,8 @@ class Recorder:
             before, self._sync_ms = self._sync_ms, metrics["fp8/sync_wait_ms"]
             interval["sync_ms"] = round((self._sync_ms - before) / count, 4)
             interval["cold_slots"] = int(metrics["fp8/cold_slots"])
-            interval["nonfinite_amaxes"] = int(metrics["fp8/nonfinite_amaxes"])
+            for name in ("nonfinite_amaxes", "high_precision_modules", "fallbacks"):
+                interval[name] = int(metrics[f"fp8/{name}"])
         for (step, learning_rate, _), loss in zip(self._waiting, losses, strict=True):
             line = {"step": step, "loss": loss, "learning_rate": learning_rate, **interval}
             if step == self._waiting[-1][0]:

@@ -25,7 +25,8 @@
 #
 # Exit status, after the last restart: that of the rank that failed first, or of what it failed for: 0 done; 2 a
 # mistake in the flags, or an unusable file; 3 a checkpoint could not be written; 4 ranks differ; 5 a collective failed
-# or timed out, because another rank is gone or hangs, or another node has ended the job; 128 + n killed by signal n.
+# or timed out, because another rank is gone or hangs, or another node has ended the job; 6 --loss-guard stop saw a loss
+# that jumped or is not finite; 128 + n killed by signal n.
 set -euo pipefail
 
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -21,7 +21,9 @@ because its ranks differ (``--check-policy``). Then ``divergence.txt`` and ``div
 report, and so has torchelastic's error file; ``metrics.jsonl`` ends with the last step that was done, and
 ``summary.json`` is not written. 5: a collective failed or took longer than ``--timeout``, because another rank is gone
 or hangs; each rank that is left says in one line at which step it was, in what, and whose FP8 state it holds. 3: a
-checkpoint could not be written, because the disk is full for example; each rank says in one line which one and why.
+checkpoint could not be written, because the disk is full for example; each rank says in one line which one and why. 6:
+``--loss-guard stop`` saw a loss that jumped or is not finite, on all ranks at the same step; one line says at which,
+the last of ``metrics.jsonl`` is that step's, whose update was not made, and ``summary.json`` is not written.
 """
 
 from __future__ import annotations
@@ -38,22 +40,23 @@ from datetime import timedelta
 
 import numpy as np
 import torch
+from guard import Guard
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import fp8dist
-from checkpoints import Checkpoints
+from checkpoints import Checkpoints, Loaded
 from checks import Checks
 from divergence import ErrorFile, forget_report, write_report
 from failures import CheckpointFailed, CollectiveFailed, Watch, outlive_torchrun
-from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, ManifestMismatchError
+from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
 from fp8dist.settings import Settings
 from gpt import GPT
 from injection import Injection
-from options import DIVERGED, FAILED_COLLECTIVE, UNWRITTEN, Options, exit_with, parse, prepare_input
+from options import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN, Options, exit_with, parse, prepare_input
 from parallel import Parallel, parallel_of
 from ranks import Ranks, digest_of, joined_ranks, leave, meet_at_the_end
-from recipes import recipe_of
+from recipes import fallback_of, overrides_of, recipe_of
 from recorder import Recorder
 from text import BadInput, Text
 
@@ -79,12 +82,18 @@ class Job:
     optimizer: torch.optim.Optimizer
     manager: fp8dist.StateManager | None
     checkpoints: Checkpoints
-    done: int  # Steps that the checkpoint has seen.
+    loaded: Loaded
+    guard: Guard
     watch: Watch
     checks: Checks
     injection: Injection
     training: Tensor  # uint8 [bytes], on the CPU
     validation: Tensor  # uint8 [bytes], on the CPU
+
+    @property
+    def done(self) -> int:
+        """Steps that the checkpoint has seen."""
+        return self.loaded.step
 
 
 def start(arguments: list[str]) -> int:
@@ -94,6 +103,9 @@ def start(arguments: list[str]) -> int:
     except DivergenceError:  # Logged and written.
         meet_at_the_end()
         return DIVERGED
+    except LossDiverged:  # Said.
+        meet_at_the_end()
+        return LOSS_DIVERGED
     except CollectiveFailed as error:
         print(error, file=sys.stderr, flush=True)
         return FAILED_COLLECTIVE
@@ -108,6 +120,7 @@ def main(arguments: list[str]) -> None:
 
     Raises:
         DivergenceError: on all ranks, after the report was written.
+        LossDiverged: on all ranks, after one of them has said so.
         CollectiveFailed: a collective failed or timed out.
         CheckpointFailed: a checkpoint could not be written.
     """
@@ -117,7 +130,8 @@ def main(arguments: list[str]) -> None:
         timeout = timedelta(seconds=options.timeout)
         watch = Watch(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), GPT.__name__)
         with ExitStack() as stack:
-            joins = joined_ranks(options.parallel, timeout, (DivergenceError, CollectiveFailed, CheckpointFailed))
+            kept = (DivergenceError, LossDiverged, CollectiveFailed, CheckpointFailed)
+            joins = joined_ranks(options.parallel, timeout, kept)
             with watch.during("starting"):
                 ranks = stack.enter_context(joins)
             outlive_torchrun(TERMINATED)
@@ -126,6 +140,10 @@ def main(arguments: list[str]) -> None:
                 run(build(options, ranks, text, watch))
             except DivergenceError as error:
                 write_report(error.report, options.out, ranks)
+                raise
+            except LossDiverged as error:
+                if ranks.first:
+                    print(f"train_gpt.py: stopped by --loss-guard: {error}", file=sys.stderr, flush=True)
                 raise
     except (BadInput, CheckpointError, ConfigurationError, ManifestMismatchError) as error:
         exit_with(error)
@@ -146,16 +164,32 @@ def build(options: Options, ranks: Ranks, text: Text, watch: Watch) -> Job:
         module = parallel.wrap(model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     with watch.during("loading the checkpoint"):
-        done = checkpoints.load(folder, module, optimizer, manager) if folder is not None else 0
+        loaded = checkpoints.load(folder, module, optimizer, manager) if folder is not None else Loaded()
+    guard = Guard(options, ranks, optimizer, manager)
+    if loaded.guard is not None:
+        guard.restore(loaded.guard)
     if manager is not None:
         with watch.during("starting"):
-            manager.attach(module, optimizer=optimizer, timeout=timedelta(seconds=options.timeout))
+            _attach(manager, options, module, optimizer, loaded)
     checks = Checks(options, ranks, module, manager)
     injection = Injection(options, ranks, model, manager)
     checkpoints.written = injection.files_written
     data = _bytes(text.training), _bytes(text.validation)
     return Job(
-        options, ranks, parallel, model, module, optimizer, manager, checkpoints, done, watch, checks, injection, *data
+        options,
+        ranks,
+        parallel,
+        model,
+        module,
+        optimizer,
+        manager,
+        checkpoints,
+        loaded,
+        guard,
+        watch,
+        checks,
+        injection,
+        *data,
     )
 
 
@@ -169,7 +203,32 @@ def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.St
         check_policy=options.check_policy,
         backend=options.backend,
         fp8_all_gather=_gathers_fp8(options),
+        overrides=overrides_of(options, model),
+        fallback=fallback_of(options),
     )
+
+
+def _attach(
+    manager: fp8dist.StateManager,
+    options: Options,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loaded: Loaded,
+) -> None:
+    """With what is to be written about scales, and the steps that are still in high precision. COLLECTIVE."""
+    if options.watch_every:
+        manager.watch(
+            options.watch_every,
+            options.out / "scales.jsonl",
+            options.out / "tensorboard" if options.tensorboard else None,
+            options.scale_jump,
+            options.watch_ranks,
+            resume_after=loaded.step or None,
+        )
+    manager.attach(module, optimizer=optimizer, timeout=timedelta(seconds=options.timeout))
+    left = options.fp8_start_step - 1 - loaded.step
+    if left > 0 and not loaded.fp8:  # Else the FP8 state knows.
+        manager.set_precision("*", "high", steps=left)
 
 
 def _gathers_fp8(options: Options) -> bool:
@@ -184,8 +243,7 @@ def _gathers_fp8(options: Options) -> bool:
         backend=options.backend,
         eval_precision="fp8",
     )
-    possible = options.recipe != "rowwise" and settings.enabled and settings.amax_sync
-    return options.parallel in ("fsdp2", "hsdp") and possible
+    return options.why_not_gathered is None and settings.enabled and settings.amax_sync
 
 
 def _bytes(text: bytes) -> Tensor:
@@ -196,7 +254,7 @@ def run(job: Job) -> None:
     """Calibrate, train, validate, sum up. COLLECTIVE."""
     _forget_earlier_run(job)
     _announce(job)
-    if job.manager is not None and job.options.calibrate_steps and not job.done:
+    if job.manager is not None and job.options.calibrate_steps and not job.loaded.fp8:
         with job.watch.during("calibrating"):
             calibrate(job, job.manager)
     if job.done and job.options.parallel == "ddp":
@@ -210,6 +268,12 @@ def run(job: Job) -> None:
             job.checks.at_the_end(job.options.last_step)
     except DivergenceError:
         recorder.save_own()
+        raise
+    except LossDiverged:  # On all ranks, so they can be asked.
+        with job.watch.during("sharing losses"):
+            recorder.flush()
+        with job.watch.during("saving a checkpoint"):
+            job.checkpoints.wait()
         raise
     finally:
         recorder.close()
@@ -258,10 +322,15 @@ def train(job: Job, recorder: Recorder) -> None:
     for step in range(job.done + 1, options.last_step + 1):
         job.watch.step = step
         job.injection.before_step(step)
-        learning_rate = learning_rate_at(step, options)
         for group in job.optimizer.param_groups:
-            group["lr"] = learning_rate
-        recorder.add(step, learning_rate, train_step(job, step))
+            group["lr"] = learning_rate_at(step, options) * job.guard.learning_rate_factor
+        loss = gradients(job, step)
+        try:
+            with during("the loss guard"):
+                job.guard.observe(step, loss)
+        finally:
+            recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)
+        update(job, step)
         if recorder.due(step):
             validates = options.eval_every and step % options.eval_every == 0
             with during("sharing losses"):
@@ -271,13 +340,13 @@ def train(job: Job, recorder: Recorder) -> None:
         with during("saving a checkpoint"):
             job.checkpoints.poll()
             if options.saves_at(step):
-                job.checkpoints.save(step, job.module, job.optimizer, job.manager)
+                job.checkpoints.save(step, job.module, job.optimizer, job.manager, job.guard.describe())
     with during("saving a checkpoint"):
         job.checkpoints.wait()
 
 
-def train_step(job: Job, step: int) -> Tensor:
-    """One optimizer step; this rank's mean loss, on the device. COLLECTIVE."""
+def gradients(job: Job, step: int) -> Tensor:
+    """Forward and backward of one optimizer step; this rank's mean loss, on the device. COLLECTIVE."""
     job.optimizer.zero_grad(set_to_none=True)
     microbatches = job.options.accumulate
     total = torch.zeros((), device=job.ranks.device)
@@ -285,13 +354,17 @@ def train_step(job: Job, step: int) -> Tensor:
         last = microbatch == microbatches - 1
         with nullcontext() if last else job.parallel.local(job.module), job.parallel.calls():
             total += _backward(job, *training_batch(job, step, microbatch))
+    return total
+
+
+def update(job: Job, step: int) -> None:
+    """The optimizer's step. COLLECTIVE."""
     with job.watch.during("clipping gradients"):
         job.parallel.clip(job.module, 1.0)
     job.injection.before_update(step)
     with job.watch.during("the optimizer's step"):
         job.optimizer.step()
     job.injection.after_update(step)
-    return total
 
 
 def _backward(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -386,6 +459,9 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "validation_loss": validation_loss(job),
         "tokens_per_s": round(rate, 1),
         "fp8_slots": len(manager.slots) if manager is not None and manager.settings.enabled else 0,
+        "high_precision_modules": int(_of(manager, "fp8/high_precision_modules")),
+        "fallbacks": int(spent.get("fp8/fallbacks", 0.0)),
+        "loss_alarms": job.guard.alarms,
         "bytes_gathered_per_step": job.parallel.gathered.total / max(1, steps),
         "fp8_collectives_per_step": collectives / max(1, steps),
         "fp8_bytes_per_sync": spent.get("fp8/sync_bytes", 0.0) / collectives if collectives else 0.0,
@@ -397,6 +473,10 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "parameters_identical": ranks.agree(parameters),
         "parameters_sha256": parameters,
     }
+
+
+def _of(manager: fp8dist.StateManager | None, metric: str) -> float:
+    return manager.metrics()[metric] if manager is not None else 0.0
 
 
 def _state_digest(manager: fp8dist.StateManager) -> str:
@@ -412,7 +492,10 @@ _LABELS = {
     "validation_loss": "validation loss",
     "tokens_per_s": "tokens/s",
     "bytes_gathered_per_step": "bytes gathered per step",
+    "loss_alarms": "alarms of the loss guard",
     "fp8_slots": "FP8 slots",
+    "high_precision_modules": "FP8 modules in high precision at the end",
+    "fallbacks": "modules that fell back to high precision",
     "fp8_collectives_per_step": "FP8 collectives per step",
     "fp8_bytes_per_sync": "bytes per sync",
     "exposed_sync_ms_per_step": "exposed sync, ms per step",
@@ -430,8 +513,8 @@ def _as_table(summary: dict[str, object]) -> str:
     left_out: set[str] = set()
     if not summary["checks"] and not summary["divergences"]:
         left_out |= {"checks", "check_ms_per_check", "divergences"}
-    if not summary["bytes_gathered_per_step"]:
-        left_out.add("bytes_gathered_per_step")
+    only_if_any = ("bytes_gathered_per_step", "loss_alarms", "high_precision_modules", "fallbacks")
+    left_out |= {name for name in only_if_any if not summary[name]}
     if not summary["fp8_slots"]:
         left_out |= {"fp8_slots", "fp8_collectives_per_step", "fp8_bytes_per_sync", "exposed_sync_ms_per_step"}
     for key, label in _LABELS.items():
