@@ -536,9 +536,9 @@ def _add_check_flags(group: argparse._ArgumentGroup) -> None:
         "recorded; no divergence, all ranks count it and keep the scale. skip: the rank loses the update (it is "
         "undone; a rank that really left optimizer.step() out would leave the others hanging). outlier: in the input "
         "of one Linear one element becomes a million times the largest. spike: what enters lm_head is a thousand times "
-        "too large, and so, about, is the rank's loss. kill-forward, kill-backward, kill-sync, kill-save: SIGKILL in the middle of the forward, the backward, the FP8 sync or the "
-        "writing of a checkpoint. hang: sleeps at the start of the step. Nothing is injected into a job that torchrun "
-        "has restarted",
+        "too large, and so, about, is the rank's loss. kill-forward, kill-backward, kill-sync, kill-save: SIGKILL in "
+        "the middle of the forward, the backward, the FP8 sync or the writing of a checkpoint. hang: sleeps at the "
+        "start of the step. Nothing is injected into a job that torchrun has restarted",
     )
 
 
