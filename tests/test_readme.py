@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-FIRST, LOOP, FSDP, GRAPH = re.findall(r"```python\n(.*?)```", README, re.S)
+FIRST, LOOP, FSDP, GRAPH, RECIPES, MOVE = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def _output_of_ranks(code: str, tmp_path: Path) -> list[str]:
@@ -63,11 +63,30 @@ def test_fsdp_runs_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_captured_step_runs(tmp_path: Path) -> None:
     """Without a GPU it takes its steps one by one."""
-    script = tmp_path / "graph.py"
-    script.write_text(GRAPH)
+    assert _output(GRAPH, tmp_path) == "steps: 13\n"
+
+
+def _output(code: str, tmp_path: Path) -> str:
+    """What one process prints that runs this code."""
+    script = tmp_path / "script.py"
+    script.write_text(code)
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "steps: 13\n"
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_recipes_by_pattern(tmp_path: Path) -> None:
+    assert [line.split("(")[0] for line in _output(RECIPES, tmp_path).splitlines()] == [
+        "blocks.1 BlockScaling",
+        "blocks.2 DelayedScaling",
+        "lm_head CurrentScaling",
+    ]
+
+
+@pytest.mark.slow
+def test_from_high_precision_to_fp8(tmp_path: Path) -> None:
+    assert _output(MOVE, tmp_path) == "0.0 ()\n"
 
 
 def test_table_of_methods_is_complete() -> None:
