@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import processor
+
 
 def machine() -> str:
     """What the figures were measured on."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, gloo, 2 ranks, one thread each"
+    return f"{processor.name()}, torch {torch.__version__}, gloo, 2 ranks, one thread each"
 
 
 def main(folder: Path) -> None:

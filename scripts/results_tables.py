@@ -1,4 +1,5 @@
-"""The tables of the pages that show measured figures, made from kernels/results/*.json and from nothing else.
+"""The tables of the pages that show measured figures, made from kernels/results/*.json and scripts/results/*.json, and
+from nothing else.
 
     python -m scripts.results_tables              write them into README.md and kernels/README.md
     python -m scripts.results_tables --check      say whether they are up to date (exit status 1: not)
@@ -17,13 +18,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from scripts.convergence_lab import results as convergence_results
+from scripts.convergence_lab.tables import CONVERGENCE_TABLES
+from scripts.markdown import NOT_YET
+from scripts.markdown import table as _table
 from scripts.speed import results
 
-__all__ = ["GOALS", "NOT_YET", "TABLES", "filled", "main", "unknown_tables"]
+__all__ = ["GOALS", "NOT_YET", "TABLES", "filled", "kept", "main", "unknown_tables"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "kernels/README.md")
-NOT_YET = "not measured yet"
 
 Results = Mapping[str, Any]
 
@@ -150,20 +154,33 @@ TABLES = MappingProxyType(
 )
 
 
-def filled(page: str, measured: Sequence[Results]) -> str:
-    """A page's text with all its tables made anew."""
-    for name, table in TABLES.items():
+def filled(page: str, measured: Sequence[Results], convergence: Results | None = None) -> str:
+    """A page's text with all its tables made anew.
+
+    Args:
+        measured: of each device.
+        convergence: those of ``scripts/convergence``; None: there are none.
+    """
+    made = {name: table(measured) for name, table in TABLES.items()}
+    made |= {name: table(convergence) for name, table in CONVERGENCE_TABLES.items()}
+    for name, text in made.items():
         start, end = f"<!-- results:{name} -->\n", f"<!-- end of results:{name} -->"
         if start in page and end in page:
             before, rest = page.split(start, 1)
-            page = f"{before}{start}{table(measured)}{end}{rest.split(end, 1)[1]}"
+            page = f"{before}{start}{text}{end}{rest.split(end, 1)[1]}"
     return page
+
+
+def kept(root: Path = ROOT) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The results that the pages are made of: for ``filled``."""
+    return results.load_all(root / "kernels" / "results"), convergence_results.load(root)
 
 
 def unknown_tables(page: str) -> list[str]:
     """Names in a page's markers that are no table's, or whose end is missing."""
+    known = {*TABLES, *CONVERGENCE_TABLES}
     opened, closed = re.findall(r"<!-- results:(\S+) -->", page), re.findall(r"<!-- end of results:(\S+) -->", page)
-    return [name for name in {*opened, *closed} if name not in TABLES or opened.count(name) != closed.count(name)]
+    return [name for name in {*opened, *closed} if name not in known or opened.count(name) != closed.count(name)]
 
 
 def _reached(goal: Goal, data: Results) -> str:
@@ -227,11 +244,6 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
-
-
 def _aligned(markdown: str) -> str:
     """For a terminal."""
     lines = [line.strip("| \n").split(" | ") for line in markdown.splitlines()]
@@ -252,11 +264,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         smoke = "figures of smoke runs mean nothing\n" if any(data["smoke"] for data in measured) else ""
         print(f"{smoke}{_aligned(goals(measured))}\n{_aligned(machines(measured))}")
         return 0
-    measured, late = results.load_all(ROOT / "kernels" / "results"), []
+    measured, convergence = kept()
+    late = []
     for name in PAGES:
         path = ROOT / name
         page = path.read_text()
-        wanted = filled(page, measured)
+        wanted = filled(page, measured, convergence)
         if wanted != page:
             late.append(name)
             if not options.check:

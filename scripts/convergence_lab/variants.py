@@ -1,0 +1,36 @@
+"""What is compared: the main job's flags of each precision and recipe, and how near it must come to FP32."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+__all__ = ["REFERENCE", "VARIANTS", "Variant"]
+
+REFERENCE = "fp32"
+"""The variant that the others are compared with."""
+
+
+class Variant(NamedTuple):
+    """``goal``: the largest gap of the final training loss to FP32, in percent; None: nothing is demanded."""
+
+    title: str
+    flags: tuple[str, ...]
+    goal: float | None = None
+
+
+def _fp8(recipe: str, *more: str) -> tuple[str, ...]:
+    return ("--precision", "fp8", "--recipe", recipe, *more)
+
+
+VARIANTS = MappingProxyType(
+    {
+        "fp32": Variant("FP32", ("--precision", "fp32")),
+        "bf16": Variant("BF16", ("--precision", "bf16")),
+        "delayed": Variant("FP8, delayed", _fp8("delayed"), 0.5),
+        "delayed-high-dgrad": Variant("FP8, delayed, dgrad high", _fp8("delayed", "--high-gemms", "dgrad")),
+        "current": Variant("FP8, current", _fp8("current"), 0.5),
+        "rowwise": Variant("FP8, row-wise", _fp8("rowwise"), 0.25),
+        "block": Variant("FP8, block", _fp8("block"), 0.25),
+    }
+)
