@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
+from fp8dist.nn import FP8Linear
 from fp8dist.recipe import GEMMS
 from scripts.convergence_lab import results
 from scripts.convergence_lab.comparison import (
@@ -66,7 +67,7 @@ def kept(**runs: dict[str, Any]) -> dict[str, Any]:
 def test_the_final_loss_is_that_of_the_last_tenth() -> None:
     assert final_loss([*TWENTY[:18], 2.0, 3.0]) == 2.5
     assert final_loss([5.0, 4.0, 3.0]) == 3.0, "a short run has its last step"
-    assert final_loss([*TWENTY[:27], 1.0, 2.0, 6.0]) == 3.0
+    assert final_loss([*27 * [9.0], 1.0, 2.0, 6.0]) == 3.0
 
 
 def test_gap_and_spread_are_right() -> None:
@@ -76,13 +77,8 @@ def test_gap_and_spread_are_right() -> None:
     assert spread == Spread(3.0, pytest.approx(math.sqrt(7.0)), 1.0, 6.0)
     assert spread_of([2.0]) == Spread(2.0, None, 2.0, 2.0)
     assert mean_curve([[1.0, 2.0], [3.0, 6.0]]) == [2.0, 4.0]
-    assert smoothed([0.0, 2.0, *10 * [7.0]]) == [
-        0.0,
-        1.0,
-        *(sum([0, 2, *n * [7]]) / (n + 2) for n in range(1, 9)),
-        6.5,
-        7,
-    ]
+    assert smoothed([0.0, 2.0, *10 * [7.0]])[:3] == [0.0, 1.0, 3.0]
+    assert smoothed([0.0, 2.0, *10 * [7.0]])[9:] == [5.8, 6.5, 7.0]
 
 
 def test_a_variant_is_compared_with_fp32_of_the_same_seed() -> None:
@@ -143,10 +139,10 @@ def test_tables_say_what_the_results_are() -> None:
 
 
 def test_without_results_nothing_is_claimed() -> None:
-    for name, make in CONVERGENCE_TABLES.items():
-        assert not any(
-            character.isdecimal() for character in make(None).replace("0.50 %", "").replace("0.25 %", "")
-        ) or (name == "convergence")
+    for make in (setting, gradients, layers):
+        (row,) = make(None).splitlines()[2:]
+        assert NOT_YET in row
+        assert not any(character.isdecimal() for character in row)
     assert gaps(None).count(NOT_YET) == len(VARIANTS) + 4
     page = "<!-- results:convergence -->\nold\n<!-- end of results:convergence -->"
     assert filled(page, [], kept()).splitlines()[1:-1] == gaps(kept()).splitlines()
@@ -226,22 +222,7 @@ def test_a_run_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
     assert not slow.finished
 
 
-TINY = [
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--context",
-    "32",
-    "--batch-size",
-    "4",
-    "--steps",
-    "4",
-    "--seeds",
-    "1",
-]
+TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4", "--steps", "4")
 
 
 def _convergence(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -252,7 +233,7 @@ def _convergence(*flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_from_end_to_end(tmp_path: Path) -> None:
-    flags = [*TINY, "--jobs", "2", "--out", str(tmp_path), "--variants", "fp32", "block"]
+    flags = [*TINY, "--seeds", "1", "--jobs", "2", "--out", str(tmp_path), "--variants", "fp32", "block"]
     done = _convergence(*flags)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / results.FILE).read_text())
@@ -387,6 +368,6 @@ def test_scales_that_do_not_fit_turn_them_a_lot(model: nn.Module) -> None:
 def test_a_measurement_leaves_the_model_alone(model: nn.Module) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fp8_gradients(model, fp8dist.DelayedScaling(), _loss(0), LINEARS, STREAMS, [_loss(1)])
-    assert all(type(module) is not fp8dist.FP8Linear for module in model.modules())
+    assert all(type(module) is not FP8Linear for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
