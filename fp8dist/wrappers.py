@@ -84,8 +84,9 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
 
 def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
     """Along which dim FSDP2 cuts a weight that it shards, and into how many parts."""
-    axis = _fsdp2_axes(linear.weight) - 1
-    return linear.weight.placements[axis].dim, linear.weight.device_mesh.size(axis)
+    weight: Any = linear.weight
+    axis = _fsdp2_axes(weight) - 1
+    return weight.placements[axis].dim, weight.device_mesh.size(axis)
 
 
 def _fsdp2_axes(weight: Any) -> int:
