@@ -376,8 +376,8 @@ def decibels(exact: Exact, got: Exact) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_signal_to_noise_is_at_least_that_of_torchaos_tests(recipe: Recipe, record_property: Any) -> None:
-    """Of normally distributed tensors: 25 dB of casts, 18 dB of y, 17 dB of gradients (limits of torchao's
-    test/float8/test_base.py)."""
+    """Of normally distributed tensors: 25 dB of casts, 18 dB of y, 17 dB of gradients (the limits of torchao's FP8
+    tests). All recipes reach 31.5 dB of casts to E4M3, 25.6 to E5M2; 28.5 of y; 24.6 of gradients (28.5 in E4M3)."""
     tensors = (normal(256, 512, 1), normal(384, 512, 2) / 512**0.5, normal(256, 384, 3))
     gemms, *results = run(module(recipe, tensors[1])[0], tensors[0], tensors[2])
     expected, exact = oracle(recipe, *tensors), of_gemms(*tensors)

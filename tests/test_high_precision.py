@@ -1,0 +1,157 @@
+"""Single GEMMs in high precision: those named are nn.Linear's bit for bit, the others stay what they were in FP8."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist.recipe import GEMMS
+from tests.support.gemms import Gemms
+from tests.support.training import bits
+
+KINDS = (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling)
+SUBSETS = [subset for size in range(4) for subset in itertools.combinations(GEMMS, size)]
+
+
+class Case(NamedTuple):
+    """Dtypes of input and weight; under autocast to bf16; with a bias; with a weight that trains."""
+
+    input: torch.dtype = torch.float32
+    weight: torch.dtype = torch.float32
+    autocast: bool = False
+    bias: bool = True
+    frozen: bool = False
+
+
+CASES = {
+    "float32": Case(),
+    "no bias": Case(bias=False),
+    "bf16": Case(torch.bfloat16, torch.bfloat16),
+    "bf16, no bias": Case(torch.bfloat16, torch.bfloat16, bias=False),
+    "autocast": Case(autocast=True),
+    "autocast, bf16 weight": Case(weight=torch.bfloat16, autocast=True),
+    "frozen": Case(frozen=True),
+    "frozen, autocast, no bias": Case(autocast=True, bias=False, frozen=True),
+}
+
+
+class Result(NamedTuple):
+    """What a forward and a backward give; and how many FP8 products they were."""
+
+    y: Tensor
+    dx: Tensor
+    dw: Tensor | None
+    db: Tensor | None
+    products: int
+
+
+def make(case: Case) -> nn.Linear:
+    torch.manual_seed(3)
+    linear = nn.Linear(144, 48, bias=case.bias).to(case.weight)
+    linear.weight.requires_grad_(not case.frozen)
+    return linear
+
+
+def run(linear: nn.Linear, case: Case) -> Result:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(3, 7, 144, generator=generator).to(case.input).requires_grad_()
+    with Gemms() as gemms:
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            y = linear(x)
+        y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
+    assert x.grad is not None
+    return Result(y.detach(), x.grad, linear.weight.grad, linear.bias.grad if case.bias else None, len(gemms.seen))
+
+
+def prepared(case: Case, recipe: Recipe) -> nn.Linear:
+    linear = make(case)
+    fp8dist.prepare(linear, recipe)
+    return linear
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_named_is_as_nn_linear_has_it_and_the_rest_in_fp8(kind: Any, case: Case) -> None:
+    plain, fp8 = run(make(case), case), run(prepared(case, kind()), case)
+    assert plain.products == 0
+    assert fp8.products == 3 - case.frozen
+    assert not same(plain.y, fp8.y)
+    assert not same(plain.dx, fp8.dx)
+    for high in SUBSETS:
+        got = run(prepared(case, kind(high_precision=high)), case)
+        assert got.products == sum(gemm not in high and not (gemm == "wgrad" and case.frozen) for gemm in GEMMS), high
+        assert same(got.y, plain.y if "fprop" in high else fp8.y), high
+        assert same(got.dx, plain.dx if "dgrad" in high else fp8.dx), high
+        assert same(got.dw, plain.dw if "wgrad" in high else fp8.dw), high
+        assert same(got.db, plain.db), high
+        for mine, theirs in zip(got[:4], plain[:4]):
+            assert (mine is None) == (theirs is None), high
+            assert mine is None or (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), high
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_formulas(kind: Any) -> None:
+    """Not by way of nn.Linear's autograd: y = x Wᵀ + b, dx = dy W, dW = dyᵀ x."""
+    linear = prepared(Case(), kind(high_precision=("dgrad", "fprop", "wgrad")))
+    x, dy = torch.randn(7, 144).requires_grad_(), torch.randn(7, 48)
+    y = linear(x)
+    y.backward(dy)
+    assert same(y, F.linear(x, linear.weight, linear.bias))
+    assert same(x.grad, dy @ linear.weight)
+    assert same(linear.weight.grad, dy.t() @ x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("high", SUBSETS, ids="+".join)
+def test_what_a_gemm_in_high_precision_does_not_need_is_not_cast(kind: Any, high: Any) -> None:
+    """Of each tensor the copies that its FP8 products multiply, and no others."""
+    linear = prepared(Case(), kind(high_precision=high))
+    wanted = {
+        "input": ("fprop" not in high, "wgrad" not in high),
+        "weight": ("fprop" not in high, "dgrad" not in high),
+        "grad_output": ("dgrad" not in high, "wgrad" not in high),
+    }
+    slots, seen = linear.fp8_slots, {}
+    original = slots.quantize
+
+    def quantize(x: Tensor, state: Any, record: bool, rows: bool, columns: bool, **options: Any) -> Any:
+        role = {(21, 144): "input", (48, 144): "weight", (21, 48): "grad_output"}[tuple(x.shape)]
+        cast = original(x, state, record, rows, columns, **options)
+        seen[role] = (cast.rows.numel() > 0, cast.columns.numel() > 0)
+        return cast
+
+    slots.quantize = quantize  # type: ignore[method-assign]
+    run(linear, Case())
+    if len(high) == 3:
+        assert not seen
+    else:
+        assert seen == wanted
+
+
+@pytest.mark.parametrize("high", SUBSETS, ids="+".join)
+def test_training_with_delayed_scales_needs_only_what_is_cast(high: Any) -> None:
+    """Slots whose tensor is in no FP8 product stay cold; the others have the scales that they have without it."""
+    linears = {subset: make(Case()) for subset in ((), high)}
+    managers = {
+        subset: fp8dist.prepare(linear, DelayedScaling(high_precision=subset)) for subset, linear in linears.items()
+    }
+    for subset, linear in linears.items():
+        run(linear, Case())
+        managers[subset].step()
+    users = {"input": {"fprop", "wgrad"}, "weight": {"fprop", "dgrad"}, "grad_output": {"dgrad", "wgrad"}}
+    for role, gemms in users.items():
+        in_fp8 = not gemms <= set(high)
+        assert float(managers[high].amax("", role)) == (float(managers[()].amax("", role)) if in_fp8 else 0), role
