@@ -224,7 +224,7 @@ class _Match:
                 theirs = self._recipe_of(spec.slot)
                 found = _differences(theirs, mine)
                 changes.update(dict.fromkeys(found))
-                if self._format_of(spec.slot) != spec.format.name:
+                if arena.recipe.delayed and self._format_of(spec.slot) != spec.format.name:
                     odd.append(spec)
                 elif not found:
                     continue
