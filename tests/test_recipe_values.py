@@ -18,9 +18,8 @@ from tests.support import fp8_oracle
 from tests.support.casting import hard_values
 from tests.support.devices import DEVICE
 from tests.support.fp8_oracle import E4M3, E5M2, Operand
-from tests.support.gemms import Gemm, Gemms, numbers
+from tests.support.gemms import Gemm, Gemms, assert_gemm, numbers
 
-DTYPES = {id(E4M3): torch.float8_e4m3fn, id(E5M2): torch.float8_e5m2}
 NAMES = ("fprop", "dgrad", "wgrad")
 KINDS: Sequence[type[Recipe]] = (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling)
 
@@ -93,31 +92,9 @@ def run(linear: nn.Linear, x: Tensor, grad: Tensor) -> tuple[dict[str, Gemm], Te
     return dict(zip(NAMES, gemms.seen)), y.detach(), x.grad, linear.weight.grad
 
 
-def assert_operand(codes: Tensor, inv_scale: Tensor, expected: Operand, what: str) -> None:
-    """Bits, but for the kind of NaN. Contracted tokens are padded with zeros to a multiple of 16."""
-    format = expected.format
-    assert codes.dtype is DTYPES[id(format)], what
-    got = codes.view(torch.uint8).cpu().numpy()
-    lines, width = expected.codes.shape
-    assert got.shape == (lines, -(-width // 16) * 16), what
-    assert not got[:, width:].any(), what
-    got = got[:, :width]
-    if format is E5M2:
-        assert not ((got & 0x7F) == 0x7C).any(), f"{what}: Inf"
-    got = np.where((got & 0x7F) > format.largest, 0x7F, got)
-    wrong = np.argwhere(got != expected.codes)
-    assert not len(wrong), (what, wrong[0], got[tuple(wrong[0])], expected.codes[tuple(wrong[0])])
-    scales = inv_scale.float().cpu().numpy()
-    scales = scales.reshape(1, 1) if scales.size == 1 else scales
-    assert scales.shape == expected.inv_scale.shape, what
-    assert scales.view(np.int32).tolist() == np.ascontiguousarray(expected.inv_scale).view(np.int32).tolist(), what
-
-
 def assert_gemms(gemms: Mapping[str, Gemm], expected: Mapping[str, tuple[Operand, Operand]], what: object = "") -> None:
     for name in NAMES:
-        gemm, (a, b) = gemms[name], expected[name]
-        assert_operand(gemm.a, gemm.inv_scale_a, a, f"{what} {name} a")
-        assert_operand(gemm.b, gemm.inv_scale_b, b, f"{what} {name} b")
+        assert_gemm(gemms[name], expected[name], f"{what} {name}")
 
 
 def oracle(

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8dist import ops
+from tests.support.fp8_oracle import E4M3, E5M2, Operand
 
-__all__ = ["Gemm", "Gemms", "numbers"]
+__all__ = ["Gemm", "Gemms", "assert_gemm", "numbers"]
 
 
 class Gemm(NamedTuple):
@@ -42,3 +44,29 @@ def numbers(x: Tensor) -> npt.NDArray[np.float32]:
     """The elements of a tensor of any float type, as float32 on the CPU."""
     array: npt.NDArray[np.float32] = x.detach().float().cpu().numpy()
     return array
+
+
+def assert_gemm(gemm: Gemm, expected: tuple[Operand, Operand], what: str) -> None:
+    """Its operands are the expected ones: bits, but for the kind of NaN. Contracted tokens are padded with zeros to a
+    multiple of 16."""
+    _assert_operand(gemm.a, gemm.inv_scale_a, expected[0], f"{what} a")
+    _assert_operand(gemm.b, gemm.inv_scale_b, expected[1], f"{what} b")
+
+
+def _assert_operand(codes: Tensor, inv_scale: Tensor, expected: Operand, what: str) -> None:
+    format = expected.format
+    assert codes.dtype is {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}[format], what
+    got = codes.view(torch.uint8).cpu().numpy()
+    lines, width = expected.codes.shape
+    assert got.shape == (lines, -(-width // 16) * 16), what
+    assert not got[:, width:].any(), what
+    got = got[:, :width]
+    if format is E5M2:
+        assert not ((got & 0x7F) == 0x7C).any(), f"{what}: Inf"
+    got = np.where((got & 0x7F) > format.largest, 0x7F, got)
+    wrong = np.argwhere(got != expected.codes)
+    assert not len(wrong), (what, wrong[0], got[tuple(wrong[0])], expected.codes[tuple(wrong[0])])
+    scales = inv_scale.float().cpu().numpy()
+    scales = scales.reshape(1, 1) if scales.size == 1 else scales
+    assert scales.shape == expected.inv_scale.shape, what
+    assert scales.view(np.int32).tolist() == np.ascontiguousarray(expected.inv_scale).view(np.int32).tolist(), what
