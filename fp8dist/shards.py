@@ -466,8 +466,8 @@ def _gathered(model: nn.Module, whole: nn.Module) -> list[list[FP8Linear]]:
 def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
     """Raise ConfigurationError where FSDP2 would gather blocks that it has cut. Local; the same on all ranks.
 
-    Each rank casts its part alone, and does not know the amax of a block that another rank has the rest of. Blocks at
-    the end of the whole weight may be smaller.
+    Each rank casts its part alone, and does not know the amax of a block that another rank has the rest of. Nor does
+    FSDP2 take scales along with parts that are uneven.
     """
     for linear, *_ in _gathered(model, whole):
         slots = linear.fp8_slots
@@ -480,11 +480,13 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
         instead = "give it another recipe (overrides), or leave fp8_all_gather out"
         if ranks > 1 and dim != 0:
             raise ConfigurationError(f"{where}: FSDP2 gathers blocks along dim 0 only: shard it there, {instead}")
-        part = -(-shape[0] // ranks)
-        if ranks > 1 and part % BLOCK:
+        if ranks > 1 and shape[0] % (ranks * BLOCK):
+            part = -(-shape[0] // ranks)
+            last = max(0, shape[0] - (ranks - 1) * part)
+            uneven = f", but {last} for the last" if last != part else ""
             raise ConfigurationError(
-                f"{where}, {part} rows each, which cuts blocks of {BLOCK} x {BLOCK}: shard it so that each has a "
-                f"multiple of {BLOCK} rows, {instead}"
+                f"{where}, {part} rows each{uneven}: they must have the same multiple of {BLOCK} rows each, for blocks "
+                f"are of {BLOCK} x {BLOCK}: {instead}"
             )
 
 

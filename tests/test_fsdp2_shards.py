@@ -16,7 +16,7 @@ from fp8dist import DelayedScaling
 from fp8dist.gathered import FP8Weight, Gathered
 from fp8dist.groups import local_part
 from fp8dist.linear_slots import LinearSlots
-from tests.support.collectives import counted_collectives
+from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.sharded import HISTORY, Job, Mlp, build, fp8_linears, full, shard, train
 from tests.support.training import batch, bits
@@ -201,20 +201,6 @@ def test_sixteen_rows_on_three_ranks(three_ranks: RankPool) -> None:
 
 
 # Bytes on the wire -------------------------------------------------------------------------------
-
-
-class CountingAllGather:
-    """FSDP2's all-gather, counted."""
-
-    def __init__(self, log: list[int]) -> None:
-        self.log = log
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.log.append(output_tensor.numel() * output_tensor.element_size())
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def _gathered_bytes(kind: str, bias: bool) -> tuple[int, list[int], list[int]]:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _FUNCTIONS = (
     "all_reduce",
@@ -64,3 +65,18 @@ def counted_collectives() -> Iterator[Calls]:
             original = getattr(dist, name)
             stack.enter_context(mock.patch.object(dist, name, counting(name, original)))
         yield calls
+
+
+class CountingAllGather:
+    """FSDP2's all-gather, counted."""
+
+    def __init__(self, log: list[int]) -> None:
+        self.log = log
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        """The output counts: what all ranks send."""
+        self.log.append(output_tensor.numel() * output_tensor.element_size())
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

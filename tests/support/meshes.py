@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import DelayedScaling, StateManager
+from fp8dist import DelayedScaling, Recipe, StateManager
 from tests.support.parallel import (
     Block,
     loss_of,
@@ -55,6 +55,7 @@ class Job:
     accumulate: int = 1
     checkpointing: str = ""
     policy: str = "raise"
+    recipe: Recipe | None = None  # None: delayed scaling, with ``update`` and ``warmup``
 
 
 def parallelize_blocks(model: nn.Module, tp: DeviceMesh) -> None:
@@ -119,7 +120,8 @@ class Built:
 def build(job: Job) -> Built:
     mesh = mesh_of((2, 2), ("replicate", "shard") if job.layout == "hsdp" else ("dp", "tp"))
     model: nn.Module = make_blocks()
-    recipe = DelayedScaling(history_len=16, update=job.update, warmup=job.warmup)  # type: ignore[arg-type]
+    delayed = DelayedScaling(history_len=16, update=job.update, warmup=job.warmup)  # type: ignore[arg-type]
+    recipe = delayed if job.recipe is None else job.recipe
     group = dist.group.WORLD if job.layout == "ddp" else mesh
     manager = fp8dist.prepare(model, recipe, group=group, fp8_all_gather=job.fp8_all_gather, check_policy=job.policy)
     if job.layout == "tp":

@@ -1,0 +1,225 @@
+"""DDP under all recipes: what is synchronised, how much of it, and what proves that ranks are alike."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Recipe, RowwiseScaling
+from fp8dist.errors import DivergenceError, ManifestMismatchError
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.sharded import HISTORY, Job, build, full
+from tests.support.training import batch, bits, make_net
+
+STEPS = 4
+SLOTS = 3 * 3  # Of Net.
+
+RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | None], list[int]]] = {
+    # (recipe, overrides, bytes of each all-reduce of a step)
+    "delayed": (DelayedScaling(history_len=HISTORY), {}, [4 * (8 + SLOTS)]),
+    "current": (CurrentScaling(), {}, []),
+    "rowwise": (RowwiseScaling(), {}, []),
+    "block": (BlockScaling(), {}, []),
+    "two delayed": (
+        DelayedScaling(history_len=HISTORY),
+        {"last": DelayedScaling(history_len=2, format="e4m3")},
+        [4 * (8 + 6), 4 * (8 + 3)],
+    ),
+    "delayed, current, high": (
+        DelayedScaling(history_len=HISTORY),
+        {"first": CurrentScaling(), "branch": None},
+        [4 * (8 + 3)],
+    ),
+    "current, one delayed": (CurrentScaling(), {"branch": DelayedScaling(history_len=1)}, [4 * (8 + 3)]),
+}
+
+
+def _trained(name: str) -> tuple[list[float], dict[str, bytes], dict[str, str], int]:
+    """Counts its collectives itself: forward and backward have none, a step those of RECIPES and no other."""
+    recipe, overrides, reduced = RECIPES[name]
+    model, called, manager, optimizer = build(Job("ddp", recipe=recipe, overrides=overrides))
+    assert manager is not None
+    losses = []
+    for step in range(STEPS):
+        with counted_collectives() as calls:
+            x, y = batch(dist.get_rank(), step)
+            loss = nn.functional.mse_loss(called(x, skip=step == 1 and dist.get_rank() == 0), y)
+            (loss + 0 * sum(p.sum() for p in model.parameters())).backward()  # type: ignore[arg-type]
+            assert not calls.names
+            optimizer.step()
+            assert list(zip(calls.names, calls.sizes)) == [("all_reduce", size) for size in reduced]
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        assert manager.steps == step + 1
+        assert manager.metrics()["fp8/collectives"] == (step + 1) * len(reduced) + _of_attach(recipe, overrides)
+    report = manager.check(parameters=True)
+    assert report.consistent, str(report)
+    recipes = {fqn: type(manager.recipe_of(fqn)).__name__ for fqn in {slot.fqn for slot in manager.slots}}
+    return losses, {name: bits(value) for name, value in full(model).items()}, recipes, manager.steps
+
+
+def _of_attach(recipe: Recipe, overrides: dict[str, Recipe | None]) -> int:
+    """Delayed scales of weights are derived there, once per arena."""
+    return sum(each is not None and each.delayed for each in {recipe, *overrides.values()})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_under_ddp(two_ranks: RankPool, name: str) -> None:
+    first, second = two_ranks.run(_trained, name)
+    assert first[1] == second[1]
+    assert first[0] != second[0]
+    assert first[0][0] != first[0][-1]
+    recipe, overrides, _ = RECIPES[name]
+    expected = {fqn: overrides.get(fqn, recipe) for fqn in ("first", "branch", "last")}
+    assert first[2] == {fqn: type(each).__name__ for fqn, each in expected.items() if each is not None}
+    assert first[3] == STEPS
+
+
+# Checks ---------------------------------------------------------------------------------------------
+
+
+def _checked(recipe: Recipe, damaged: int | None) -> tuple[int, int, list[tuple[str, str]]]:
+    """Steps until a check raises, checks, and what it found."""
+    model, called, manager, optimizer = build(
+        Job("ddp", optimizer="sgd", recipe=recipe, settings={"check_every": 2, "check_policy": "raise"})
+    )
+    assert manager is not None
+    for step in range(6):
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(called(x), y).backward()
+        if step == 3 and dist.get_rank() == damaged:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[3] += 0.5
+        try:
+            with captured_log():
+                optimizer.step()
+        except DivergenceError as error:
+            found = [(finding.kind, finding.name) for finding in error.report.findings]
+            return step, int(manager.metrics()["fp8/checks"]), found
+        optimizer.zero_grad()
+    return 6, int(manager.metrics()["fp8/checks"]), []
+
+
+@pytest.mark.parametrize(
+    "recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=["current", "row", "block"]
+)
+def test_check_every_where_no_step_communicates(two_ranks: RankPool, recipe: Recipe) -> None:
+    assert two_ranks.run(_checked, recipe, None) == [(6, 2, [])] * 2
+    assert two_ranks.run(_checked, recipe, 1) == [(4, 2, [("parameter", "first.weight")])] * 2
+
+
+# Uneven data ----------------------------------------------------------------------------------------
+
+
+def _joined(name: str) -> tuple[int, dict[str, bytes], bool]:
+    recipe, overrides, _ = RECIPES[name]
+    model, called, manager, optimizer = build(
+        Job("ddp", recipe=recipe, overrides=overrides, settings={"check_every": 2})
+    )
+    assert manager is not None
+    with Join([called, manager]):  # type: ignore[list-item]
+        for index in range(2 + 3 * dist.get_rank()):
+            x, y = batch(dist.get_rank(), index)
+            nn.functional.mse_loss(called(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for index in range(2):  # All together again.
+        x, y = batch(dist.get_rank(), index)
+        nn.functional.mse_loss(called(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = manager.check(parameters=True)
+    assert report.consistent, str(report)
+    return manager.steps, {name: bits(value) for name, value in full(model).items()}, report.consistent
+
+
+@pytest.mark.parametrize("name", ["current", "block", "delayed, current, high", "two delayed", "current, one delayed"])
+def test_uneven_data(two_ranks: RankPool, name: str) -> None:
+    recipe, overrides, _ = RECIPES[name]
+    if None in overrides.values():  # A module without a gradient is no module for Join.
+        overrides = {fqn: each for fqn, each in overrides.items() if each is not None}
+    first, second = two_ranks.run(_joined, name)
+    assert first == second
+    assert first[0] == 2 + 3 + 2
+
+
+# Ranks that were prepared differently ---------------------------------------------------------------
+
+OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "recipe": ({"recipe": CurrentScaling()}, ("recipe", "CurrentScaling")),
+    "format of the same recipe": ({"recipe": DelayedScaling(format="e4m3")}, ("format", "e4m3")),
+    "gemms": ({"recipe": DelayedScaling(high_precision=("wgrad",))}, ("high_precision", "wgrad")),
+    "one module's recipe": ({"overrides": {"last": CurrentScaling()}}, ("last",)),
+    "one module in high precision": ({"overrides": {"last": None}}, ("last",)),
+    "fallback": ({"fallback": Fallback(steps=7)}, ("fallback",)),
+}
+
+
+def _prepared_otherwise(other: str, odd: int) -> tuple[str, float, str]:
+    """What attach says when one rank is the odd one out; how long it takes; and what it says when all are alike."""
+
+    def attach(settings: dict[str, Any]) -> str:
+        model = make_net()
+        manager = fp8dist.prepare(model, group=dist.group.WORLD, **settings)
+        try:
+            manager.attach(model, timeout=timedelta(seconds=4))
+        except ManifestMismatchError as error:
+            return str(error)
+        return ""
+
+    start = time.monotonic()
+    text = attach(OTHERS[other][0] if dist.get_rank() == odd else {})
+    seconds = time.monotonic() - start
+    return text, seconds, attach({})
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_rank_with_other_recipes_is_named(three_ranks: RankPool, other: str) -> None:
+    for odd in (2, 0):
+        outcomes = three_ranks.run(_prepared_otherwise, other, odd)
+        for text, seconds, afterwards in outcomes:
+            for word in OTHERS[other][1]:
+                assert word in text
+            assert seconds < 4  # Nobody waited in vain.
+            assert afterwards == ""
+        assert f"rank {odd}" in outcomes[0][0] or "[2]" in outcomes[0][0] or odd == 0
+
+
+def _alone_to_high_precision(name: str) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
+    recipe, overrides, _ = RECIPES[name]
+    _, called, manager, optimizer = build(Job("ddp", recipe=recipe, overrides=overrides))
+    assert manager is not None
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            manager.set_precision("last", "high")
+        x, y = batch(dist.get_rank(), step)
+        nn.functional.mse_loss(called(x), y).backward()
+        try:
+            with captured_log():
+                optimizer.step()
+        except DivergenceError as error:
+            return step, [(finding.kind, finding.ranks) for finding in error.report.findings]
+        optimizer.zero_grad()
+    with captured_log():
+        report = manager.check()
+    return 4, [(finding.kind, finding.ranks) for finding in report.findings]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("delayed", 2), ("current, one delayed", 2), ("two delayed", 2), ("current", 4)]
+)
+def test_a_rank_that_alone_changes_precision_is_found(two_ranks: RankPool, name: str, step: int) -> None:
+    """At the next sync; where no step has one, by the next check."""
+    for at, findings in two_ranks.run(_alone_to_high_precision, name):
+        assert at == step
+        assert {kind for kind, _ in findings} == {"manifest"}
