@@ -102,16 +102,21 @@ class StepCycle:
 
     def agree(self, boundary: str, timeout: timedelta) -> None:
         """Publish all manifests, then wait for the others'. COLLECTIVE, through the store."""
+        watch = None if self.watch is None else self.watch.describe()
+        groups = {id(group): group for group in self.groups}
+        settings = {**self.settings.describe(), "boundary": boundary, "groups": len(groups), "watch": watch}
         publications = []
-        for sync, group in zip(self.syncs, self.groups):
-            watch = None if self.watch is None else self.watch.describe()
-            settings = {**self.settings.describe(), "boundary": boundary, "arenas": len(self.syncs), "watch": watch}
-            manifest = build_manifest(sync.arena.specs, sync.arena.recipe.describe(), settings)
-            self._manifests[id(sync)] = manifest_digest(manifest)
+        for group in groups.values():  # One for all arenas of a group: ranks may have different numbers of them.
+            arenas = [
+                (sync.arena.specs, sync.arena.recipe.describe()) for sync in self.syncs if self.group_of(sync) is group
+            ]
             if group is not None and group.size > 1:
-                publications.append(publish_manifest(group, manifest))
+                publications.append(publish_manifest(group, build_manifest(arenas, settings)))
+        for sync, group in zip(self.syncs, self.groups):
+            manifest = build_manifest([(sync.arena.specs, sync.arena.recipe.describe())], settings)
+            self._manifests[id(sync)] = manifest_digest(manifest)
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
-        agree_on_manifests(publications, len(self.groups) - 1, timeout)
+        agree_on_manifests(publications, len(groups) - 1, timeout)
         self.announce_precisions()
         self.attached = True
         self.mode.unsynced = False
@@ -483,18 +488,33 @@ class StepCycle:
         for sync in self.syncs:
             if sync.communicates:
                 assert sync.group is not None
-                _broadcast_furthest(sync.arena, sync.group)
+                source = _broadcast_furthest(sync.arena, sync.group)
+                self._take_precisions(sync, sync.group, source)
             if sync.phase is not Phase.IDLE:
                 sync.abandon()
         self.mode.invalidate_casts()
+        # A rank without data has counted fewer steps, and decides by its counts when it takes part in what.
+        self._boundaries = self._checked = 0
+        self._count_from_state()
         self.join_config = _JoinConfig.construct_disabled_join_config()
 
+    def _take_precisions(self, sync: ArenaSync, group: SyncGroup, source: int) -> None:
+        """From the rank ``source``: which GEMMs of the arena's modules are in high precision, and how long.
+        COLLECTIVE."""
+        fqns = {slot.fqn for slot in sync.arena.index}
+        described = self.precisions.describe()
+        theirs = [{fqn: of for fqn, of in described.items() if fqn in fqns}]
+        dist.broadcast_object_list(theirs, src=source, group=group.process_group, device=sync.arena.device)
+        self.precisions.restore({**{fqn: of for fqn, of in described.items() if fqn not in fqns}, **theirs[0]})
+        self.announce_precisions()
 
-def _broadcast_furthest(arena: Arena, group: SyncGroup) -> None:
-    """Everyone takes the state of the rank with the highest step counter. COLLECTIVE."""
+
+def _broadcast_furthest(arena: Arena, group: SyncGroup) -> int:
+    """Everyone takes the state of the rank with the highest step counter; which one that is. COLLECTIVE."""
     me = group.ranks.index(group.rank)
     furthest = (arena.step.to(torch.int64) * group.size + me).view(1)
     dist.all_reduce(furthest, dist.ReduceOp.MAX, group=group.process_group)
     source = group.ranks[int(furthest) % group.size]
     for tensor in arena.shared_state():
         dist.broadcast(tensor, src=source, group=group.process_group)
+    return source

@@ -201,7 +201,7 @@ def test_unequal_numbers_of_groups_are_named_at_once(two_ranks: RankPool, more: 
         assert result is not None, results
         kind, message, seconds = result
         assert kind == "ManifestMismatchError"
-        assert "settings.arenas: " in message
+        assert "settings.groups: " in message
         assert seconds < 4
     assert two_ranks.run(_attach_differently, {}, 60.0) == [None] * 2
 

@@ -15,13 +15,18 @@ NUMERICS_VERSION = 1
 """Goes up whenever the same inputs would give other scales. See CHANGELOG, "Numerics"."""
 
 
-def build_manifest(specs: Sequence[SlotSpec], recipe: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Plain JSON values: slots with formats, recipe, settings, numerics version."""
+def build_manifest(
+    arenas: Sequence[tuple[Sequence[SlotSpec], dict[str, Any]]], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Plain JSON values: (slots with formats, recipe) of arenas that the same ranks share, settings, numerics
+    version."""
     return {
         "numerics_version": NUMERICS_VERSION,
         "settings": settings,
-        "recipe": recipe,
-        "slots": [[spec.slot.fqn, spec.slot.role, spec.format.name] for spec in specs],
+        "arenas": [
+            {"recipe": recipe, "slots": [[spec.slot.fqn, spec.slot.role, spec.format.name] for spec in specs]}
+            for specs, recipe in arenas
+        ],
     }
 
 
@@ -38,25 +43,48 @@ def digest_word(digest: str) -> int:
 
 
 def first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """One line that says what differs first: version, a setting, the recipe, then slots."""
+    """One line that says what differs first: version, a setting, the recipe of most modules, then slots: their formats,
+    and the recipes of single modules."""
     if mine["numerics_version"] != theirs["numerics_version"]:
         return _against("numerics version", mine["numerics_version"], theirs["numerics_version"])
-    for section in ("settings", "recipe"):
-        a, b = mine[section], theirs[section]
-        for key in sorted({*a, *b}):
-            if a.get(key) != b.get(key):
-                return _against(f"{section}.{key}", a.get(key), b.get(key))
-    a_slots = {(fqn, role): fmt for fqn, role, fmt in mine["slots"]}
-    b_slots = {(fqn, role): fmt for fqn, role, fmt in theirs["slots"]}
+    differing = _different_value("settings.{}", mine["settings"], theirs["settings"])
+    if mine["arenas"] and theirs["arenas"]:
+        differing = differing or _different_value(
+            "recipe.{}", mine["arenas"][0]["recipe"], theirs["arenas"][0]["recipe"]
+        )
+    if differing:
+        return differing
+    a_slots, b_slots = _slots(mine), _slots(theirs)
     for slot in sorted({*a_slots, *b_slots}):
         name = ":".join(slot)
         if slot not in b_slots:
             return f"slot {name}: present here, missing there"
         if slot not in a_slots:
             return f"slot {name}: missing here, present there"
-        if a_slots[slot] != b_slots[slot]:
-            return _against(f"format of slot {name}", a_slots[slot], b_slots[slot])
+        (a_format, a_recipe), (b_format, b_recipe) = a_slots[slot], b_slots[slot]
+        if differing := _different_value(f"recipe.{{}} of slot {name}", a_recipe, b_recipe):
+            return differing
+        if a_format != b_format:
+            return _against(f"format of slot {name}", a_format, b_format)
     return "the manifests are equal"
+
+
+def _different_value(what: str, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Of the first key, in alphabetical order but for the name of a recipe; empty: there is none. ``what`` has a place
+    for the key."""
+    for key in sorted({*mine, *theirs}, key=lambda key: (key != "recipe", key)):
+        if mine.get(key) != theirs.get(key):
+            return _against(what.format(key), mine.get(key), theirs.get(key))
+    return ""
+
+
+def _slots(manifest: dict[str, Any]) -> dict[tuple[str, str], tuple[str, dict[str, Any]]]:
+    """(format, recipe) by slot."""
+    return {
+        (fqn, role): (format_name, arena["recipe"])
+        for arena in manifest["arenas"]
+        for fqn, role, format_name in arena["slots"]
+    }
 
 
 def _against(what: str, mine: object, theirs: object) -> str:

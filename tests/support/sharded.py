@@ -83,6 +83,7 @@ def seeded(name: str, seed: int = 0) -> nn.Module:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
