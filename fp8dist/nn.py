@@ -49,7 +49,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         weight_rows: Tensor,  # FP8 [out_features, in_features], empty if fprop is in high precision
         weight_rows_inv_scale: Tensor,
         weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off or if cast in backward
-        weight_columns_inv_scale: Tensor,
+        weight_columns_inv_scale: Tensor | None,  # None: that of the rows; see _each_once
         slots: LinearSlots,
         states: States,
         record: bool,
@@ -60,6 +60,8 @@ class _FP8LinearFunction(torch.autograd.Function):
         columns = wants_weight_grad and "wgrad" not in high
         cast = slots.quantize(x, input_state, record, "fprop" not in high, columns)
         later = "dgrad" in high or slots.casts_in_backward(weight)
+        if weight_columns_inv_scale is None:
+            weight_columns_inv_scale = weight_rows_inv_scale
         ctx.save_for_backward(
             cast.columns,
             cast.columns_inv_scale,
@@ -163,9 +165,11 @@ class FP8Linear(nn.Linear):
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
-        cast: Cast = slots.weight_cast(weight, parameter, states[1], record, "fprop" not in high, "dgrad" not in high)
+        cast = slots.weight_cast(weight, parameter, states[1], record, "fprop" not in high, "dgrad" not in high)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
-        output = _FP8LinearFunction.apply(tokens, bias, weight, *cast, slots, states, record, wants_weight_grad, high)
+        output = _FP8LinearFunction.apply(
+            tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high
+        )
         # A new tensor for autograd, as F.linear's: FSDP2 warns of modules that return views.
         return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
 
@@ -191,6 +195,11 @@ class FP8Linear(nn.Linear):
         """As nn.Module.train; also ends the reuse of weight casts."""
         self.fp8_slots.mode.invalidate_casts()
         return super().train(mode)
+
+
+def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
+    """Its tensors, None for those that came before: Dynamo takes an autograd function that gets no tensor twice."""
+    return tuple(None if any(t is before for before in cast[:i]) else t for i, t in enumerate(cast))
 
 
 class _Dequantise(torch.autograd.Function):
