@@ -54,9 +54,10 @@ class Recipe:
     power_of_two: bool
     high_precision: tuple[Gemm, ...]
 
+    def __init__(self) -> None:  # Dataclasses have one of their own.
+        raise ConfigurationError("Recipe is what recipes have in common: take DelayedScaling(), say")
+
     def __post_init__(self) -> None:
-        if type(self) is Recipe:
-            raise ConfigurationError("Recipe is what recipes have in common: take DelayedScaling(), say")
         _require_choice("format", self.format, ("hybrid", "e4m3"))
         if not isinstance(self.power_of_two, bool):
             raise ConfigurationError(f"power_of_two must be True or False, got {self.power_of_two!r}")

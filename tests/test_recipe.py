@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import E4M3, E5M2, Role
 from tests.support.oracle import Oracle, Rules, bits_of, float32
@@ -54,6 +54,46 @@ def test_a_bad_value_is_named(field: str, value: object) -> None:
 )
 def test_values_at_the_ends_are_taken(good: dict[str, Any]) -> None:
     DelayedScaling(**good)
+
+
+JUST_IN_TIME: dict[type[Recipe], dict[str, Any]] = {
+    CurrentScaling: {"format": "hybrid", "power_of_two": False, "high_precision": ()},
+    RowwiseScaling: {"format": "e4m3", "power_of_two": False, "high_precision": ()},
+    BlockScaling: {"format": "e4m3", "power_of_two": False, "high_precision": ()},
+}
+
+
+@pytest.mark.parametrize("kind", JUST_IN_TIME)
+def test_recipes_without_state(kind: Any) -> None:
+    recipe = kind()
+    assert dataclasses.asdict(recipe) == JUST_IN_TIME[kind]
+    assert not recipe.delayed
+    assert recipe.describe() == {"recipe": kind.__name__, **JUST_IN_TIME[kind], "high_precision": []}
+    assert [recipe.format_of(role) for role in (Role.INPUT, Role.WEIGHT)] == [E4M3, E4M3]
+    assert recipe.format_of(Role.GRAD_OUTPUT) == (E5M2 if recipe.format == "hybrid" else E4M3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.format = "hybrid"
+    with pytest.raises(TypeError):
+        kind(margin=1)
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, *JUST_IN_TIME])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("format", v) for v in ("e5m2", "HYBRID", None)]
+    + [("power_of_two", v) for v in (1, None, "yes")]
+    + [("high_precision", v) for v in ("fprop", ("bprop",), None, 3, ("fprop", None), {"fprop": True})],
+)
+def test_a_bad_value_of_what_all_recipes_have(kind: Any, field: str, value: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        kind(**{field: value})
+    assert str(caught.value).startswith(f"{field} must be ")
+    assert str(caught.value).endswith(f"got {value!r}")
+
+
+def test_what_recipes_have_in_common_is_none() -> None:
+    with pytest.raises(ConfigurationError, match="Recipe is what recipes have in common"):
+        Recipe()
 
 
 def test_frozen() -> None:
