@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import DelayedScaling, StateManager
+from fp8dist import DelayedScaling, Recipe, StateManager
 from tests.support.logs import captured_log
 from tests.support.parallel import Block, loss_of, make_blocks, tokens, watched_reductions
 from tests.support.training import Amaxes, AmaxRecorder, SlotName, bits, expected_histories, histories, state_bits
@@ -51,6 +51,7 @@ class Job:
     update: str = "same_step"
     hook: str = ""
     checkpointing: CheckpointImpl | None = None
+    recipe: Recipe | None = None  # None: delayed scaling, with ``update``
 
 
 @dataclass
@@ -115,7 +116,8 @@ def build(job: Job) -> Built:
     net = Buffered()
     for name in job.frozen:
         net.get_parameter(name).requires_grad_(False)
-    recipe = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
+    delayed = DelayedScaling(history_len=HISTORY, update=job.update)  # type: ignore[arg-type]
+    recipe = delayed if job.recipe is None else job.recipe
     manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD)
     if job.checkpointing is not None:
         wrapper = partial(checkpoint_wrapper, checkpoint_impl=job.checkpointing)

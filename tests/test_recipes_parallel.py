@@ -1,0 +1,184 @@
+"""Tensor parallelism, HSDP and FSDP1 under all recipes: products against casts by hand, and DDP to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, Recipe, RowwiseScaling
+from fp8dist.errors import ConfigurationError
+from tests.support import fsdp1, meshes
+from tests.support.collectives import counted_collectives
+from tests.support.parallel import assert_affine, mesh_of, same_on_all_ranks, whole
+from tests.support.ranks import RankPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four_ranks")]
+
+RECIPES: dict[str, Recipe] = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
+
+
+# Tensor parallelism ---------------------------------------------------------------------------------
+
+
+def dequantised(x: Tensor, recipe: Recipe, gradient: bool, weight: bool) -> Tensor:
+    """x as FP8 gives it back, float64: scales for runs along the last dim, which a product contracts."""
+    dtype = torch.float8_e5m2 if gradient and recipe.format == "hybrid" else torch.float8_e4m3fn
+    limit = torch.finfo(dtype).max
+    if recipe.by == "tensor":
+        amax = x.abs().max().expand_as(x)
+    elif recipe.by == "row":
+        amax = x.abs().amax(-1, keepdim=True).expand_as(x)
+    else:
+        height = 128 if weight else 1
+        amax = torch.empty_like(x)
+        for row in range(0, x.shape[0], height):
+            for column in range(0, x.shape[1], 128):
+                block = slice(row, row + height), slice(column, column + 128)
+                amax[block] = x[block].abs().max()
+    scale = torch.tensor(limit) / amax
+    return (x * scale).clamp(-limit, limit).to(dtype).double() * torch.reciprocal(scale).double()
+
+
+def _one_linear(recipe: Recipe, weight: Placement, input: Placement) -> None:
+    """Each rank casts what it has of each operand, as if that were all there is."""
+    mesh = mesh_of((2,), ("tp",))
+    torch.manual_seed(4)
+    linear = nn.Linear(256, 512, bias=False)
+    w = linear.weight.detach().clone()
+    model = nn.Sequential(linear)
+    manager = fp8dist.prepare(model, recipe, group=mesh)
+    linear.weight = nn.Parameter(distribute_tensor(w, mesh, [weight]))
+    with counted_collectives() as calls:
+        manager.attach(model)
+        full, g = torch.randn(48, 256), torch.randn(48, 512)
+        full[:, 128:] *= 5  # So that ranks' own amaxes differ.
+        x = distribute_tensor(full, mesh, [input]).requires_grad_()
+        y = model(x)
+        seen = len(calls.names)
+        y.redistribute(mesh, [Replicate()]).backward(distribute_tensor(g, mesh, [Replicate()]))
+        manager.step()
+    assert calls.names[:seen] == []
+    assert not [name for name, size in zip(calls.names, calls.sizes) if size == 4 * (8 + 3)]
+    parts: Any = {"y": [], "dx": [], "dw": []}
+    for rank in range(2):
+        wr, xr, gr = w, full, g
+        if weight == Shard(0):
+            wr, gr = w.chunk(2, 0)[rank], g.chunk(2, 1)[rank]
+        else:
+            wr, xr = w.chunk(2, 1)[rank], full.chunk(2, 1)[rank]
+        cast = lambda t, gradient=False, is_weight=False: dequantised(t, recipe, gradient, is_weight)  # noqa: E731
+        parts["y"].append((cast(xr), cast(wr, is_weight=True)))
+        parts["dx"].append((cast(gr, True), cast(wr.t().contiguous(), is_weight=True)))
+        parts["dw"].append((cast(gr.t().contiguous(), True), cast(xr.t().contiguous())))
+    grad = linear.weight.grad
+    assert grad is not None
+    assert x.grad is not None
+    along = 0 if weight == Shard(0) else 1
+    outs = {"y": whole(y), "dx": whole(x.grad), "dw": whole(grad)}
+    if weight == Shard(0):
+        _assert_joined(outs["y"], parts["y"], 1)
+        _assert_summed(outs["dx"], parts["dx"])
+    else:
+        _assert_summed(outs["y"], parts["y"])
+        _assert_joined(outs["dx"], parts["dx"], 1)
+    _assert_joined(outs["dw"], parts["dw"], along)
+    same_on_all_ranks(outs["y"].tolist())
+    assert manager.check().consistent
+
+
+def _assert_joined(actual: Tensor, parts: list[tuple[Tensor, Tensor]], dim: int) -> None:
+    for mine, (a, b) in zip(actual.chunk(2, dim), parts):
+        assert_affine(mine, a, b)
+
+
+def _assert_summed(actual: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+    assert_affine(actual, torch.cat([a for a, _ in parts], 1), torch.cat([b for _, b in parts], 1))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("weight", "input"), [(Shard(0), Replicate()), (Shard(1), Shard(1))], ids=["column-wise", "row-wise"]
+)
+def test_products_of_parts(two_ranks: RankPool, name: str, weight: Placement, input: Placement) -> None:
+    two_ranks.run(_one_linear, RECIPES[name], weight, input)
+
+
+def _cut(up: int, recipe: Recipe) -> str:
+    mesh = mesh_of((2,), ("tp",))
+    model = nn.Sequential()
+    model.add_module("up", nn.Linear(256, up))
+    model.add_module("down", nn.Linear(up, 64))
+    manager = fp8dist.prepare(model, recipe, group=mesh)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    try:
+        manager.attach(model)
+    except ConfigurationError as error:
+        assert not manager._cycle.attached
+        return str(error)
+    model(torch.randn(16, 256)).sum().backward()
+    return ""
+
+
+@pytest.mark.parametrize("up", [128, 160, 384])
+def test_cut_blocks_are_refused_by_all_ranks(two_ranks: RankPool, up: int) -> None:
+    for text in two_ranks.run(_cut, up, BlockScaling()):
+        assert text.startswith(f"up: local weight shape ({up // 2}, 256) of ({up}, 256)")
+        assert "128" in text
+        assert "overrides" in text
+
+
+@pytest.mark.parametrize(("up", "name"), [(512, "block"), (160, "current"), (160, "rowwise")])
+def test_what_is_not_cut_is_taken(two_ranks: RankPool, up: int, name: str) -> None:
+    """A dim that is whole, ``down``'s 64 outputs, may be anything."""
+    assert two_ranks.run(_cut, up, RECIPES[name]) == [""] * 2
+
+
+# Meshes of two axes ---------------------------------------------------------------------------------
+
+
+def _on_mesh(job: meshes.Job) -> Any:
+    built = meshes.build(job)
+    losses = []
+    for step in range(3):
+        losses += built.step(step)
+    report = built.manager.check(parameters=True)
+    assert report.consistent, str(report)
+    parameters = {name: p.tolist() for name, p in built.parameters().items()}
+    same_on_all_ranks(parameters)
+    return losses, parameters
+
+
+@pytest.mark.parametrize("layout", ["hsdp", "tp"])
+def test_current_scaling_gathered_in_fp8_on_four_ranks(four_ranks: RankPool, layout: str) -> None:
+    """HSDP: to the bit what is cast after the gather. Tensor parallelism × FSDP2: parts across the tensor parallel axis
+    share a scale then, which they do not where each casts its own."""
+    job = meshes.Job(layout, recipe=CurrentScaling())
+    gathered = four_ranks.run(_on_mesh, job)
+    cast_after = four_ranks.run(_on_mesh, replace(job, fp8_all_gather=False))
+    for mine, theirs in zip(gathered, cast_after):
+        if layout == "hsdp":
+            assert mine == theirs
+        else:
+            assert mine[0] == pytest.approx(theirs[0], rel=2e-2)
+
+
+# FSDP1 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, name: str, strategy: str) -> None:
+    job = fsdp1.Job(strategy, recipe=RECIPES[name], accumulate=2, no_sync=True)
+    sharded = two_ranks.run(fsdp1.train, job)
+    replicated = two_ranks.run(fsdp1.train, replace(job, strategy=""))
+    for mine, theirs in zip(sharded, replicated):
+        fsdp1.assert_bitwise(mine, theirs)
+        assert mine.syncs == [0] * job.steps
+    assert sharded[0].losses[0] != sharded[0].losses[-1]
