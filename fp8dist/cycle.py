@@ -246,6 +246,8 @@ class StepCycle:
                 sync.settle()
         if not (in_graph or calibrated):
             self._step += 1
+            if self.watch is not None:
+                self.watch.resume_after = None
             self._measure_next()
         if not in_graph:
             self.checker.act_on_verdicts(self.joins, only_immediate=True)
@@ -342,7 +344,11 @@ class StepCycle:
             self.checker.tell(Event("jump", self._step + 1, tuple(jump.slot for jump in jumps)))
 
     def _count_from_state(self) -> None:
-        self._step = max((int(sync.arena.step) for sync in self.syncs), default=0) if self.watch is not None else 0
+        self._step = 0
+        if self.watch is not None and self.watch.resume_after is not None:
+            self._step = self.watch.resume_after
+        elif self.watch is not None:
+            self._step = max((int(sync.arena.step) for sync in self.syncs), default=0)
         self._measure_next()
 
     def _measure_next(self) -> None:

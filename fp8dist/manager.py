@@ -226,8 +226,8 @@ class StateManager(Joinable):
             jump: a scale that has changed by this factor or more since it was last looked at is logged, and an Event
                 "jump". None: no alarm.
             ranks: tell which rank held each maximum: twice the bytes.
-            resume_after: the step that the run goes on from: what ``path`` has of later ones is dropped. None: it is
-                replaced.
+            resume_after: the step that the run goes on from: the next one is counted from there, and what ``path`` has
+                of later ones is dropped. None: it is replaced.
 
         Raises:
             ConfigurationError: it is attached already, or a value cannot be.
@@ -241,7 +241,7 @@ class StateManager(Joinable):
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
-        self._cycle.watch = Watch(every, ranks, monitor)
+        self._cycle.watch = Watch(every, ranks, monitor, resume_after)
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Have ``callback`` called with each Event. Local."""

@@ -26,15 +26,18 @@ class Watch:
 
     Amaxes and shares are the largest of all ranks. With ``ranks`` each travels as an int64, the rank in its lower half,
     so that the same collective tells who held the maximum (the lowest rank of several).
+
+    ``resume_after``: where the count of steps begins, until one was made. None: at the steps of the state, which counts
+    calibrations, and does not know of steps without FP8.
     """
 
-    def __init__(self, every: int, ranks: bool, monitor: Monitor) -> None:
-        self.every, self.ranks = every, ranks
+    def __init__(self, every: int, ranks: bool, monitor: Monitor, resume_after: int | None = None) -> None:
+        self.every, self.ranks, self.resume_after = every, ranks, resume_after
         self._monitor = monitor
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must have alike, as JSON values."""
-        return {"every": self.every, "ranks": self.ranks}
+        return {"every": self.every, "ranks": self.ranks, "resume_after": self.resume_after}
 
     def is_due(self, step: int) -> bool:
         """Whether the casts of this step are measured."""

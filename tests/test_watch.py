@@ -155,6 +155,20 @@ def test_a_resume_goes_on_in_the_same_file(tmp_path: Path, steps: int) -> None:
     assert read(tmp_path / "part") == whole
 
 
+def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
+    """The state's count is one ahead after a calibration, and behind where FP8 began later."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
+    manager.watch(3, tmp_path / "scales", resume_after=100)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(optimizer=optimizer)
+    with manager.calibrate():
+        net(batch(0, 0)[0]).sum().backward()
+    for step in range(5):
+        train(net, optimizer, 0, step)
+    assert sorted({line["step"] for line in read(tmp_path / "scales")}) == [102, 105]
+
+
 def test_mistakes(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net)
