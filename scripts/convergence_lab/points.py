@@ -27,7 +27,7 @@ from ranks import joined_ranks
 from scripts.convergence_lab.gradients import Gradients, Loss, compare, fp8_gradients, gradients_of
 from scripts.speed import results
 from text import BadInput
-from train_gpt import Job, Watch, build, learning_rate_at, train_step, training_batch
+from train_gpt import Job, Watch, build, gradients, learning_rate_at, training_batch, update
 
 __all__ = ["FILE", "main"]
 
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
         for step in range(1, options.steps + 1):
             for group in job.optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, options)
-            train_step(job, step)
+            gradients(job, step)
+            update(job, step)
             if step in own.points:
                 print(f"step {step}", file=sys.stderr, flush=True)
                 found.append({"step": step, "cases": list(_cases(job, step))})
