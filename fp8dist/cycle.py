@@ -303,6 +303,11 @@ class StepCycle:
         fallback = self.settings.fallback
         assert fallback is not None
         fallen = self.precisions.fall_back(slots, fallback.steps)
+        # What sent them there must not decide their scales when they come back: they are observed until then.
+        theirs = self.precisions.slots_of(fallen)
+        for sync in self.syncs:
+            places = [sync.arena.index[slot] for slot in theirs if slot in sync.arena.index]
+            sync.arena.forget_history(sync.arena.mask(places))
         self._wake(())
         return fallen
 

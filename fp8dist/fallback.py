@@ -14,8 +14,9 @@ class Fallback:
     """A policy that sends a module to high precision when one of its tensors does not fit FP8.
 
     What decides is the maximum over all ranks that share the state, so all of them do it at the same step. It rides in
-    the sync of the step: with limits on shares that is two more words per slot, and one more pass over each tensor that
-    is cast; without, nothing.
+    the sync of the step: limits on shares add two words per slot, and one more pass over each tensor that is cast.
+    Under delayed scaling the amaxes of before are forgotten, and observed again until the module comes back: an outlier
+    does not decide its scales then.
 
     Args:
         steps: optimizer steps that it stays there. Trouble that is seen meanwhile starts them anew.

@@ -81,7 +81,7 @@ class LossGuard:
         group: the ranks whose local losses are averaged. None: the losses are reduced already, and all ranks have the
             same.
         manager: for ``"fallback"``: what ``prepare`` returned.
-        steps: for ``"fallback"``: how long.
+        steps: for ``"fallback"``: how many steps after this one.
 
     Raises:
         ConfigurationError: an argument that cannot be.
@@ -228,7 +228,7 @@ class LossGuard:
         elif self._action == "fallback":
             assert self._manager is not None
             self._say(alarm, f"; {self._steps} steps follow in high precision")
-            self._manager.set_precision("*", "high", steps=self._steps)
+            self._manager.set_precision("*", "high", steps=self._steps + 1)  # This step is still to end.
         else:
             self._say(alarm, "")
 

@@ -52,12 +52,20 @@ class Precision:
         """Whether it is as it is for a number of steps only."""
         return self._passing is not None
 
+    def falls(self, steps: int, gemms: tuple[Gemm, ...] = GEMMS) -> bool:
+        """Whether it is not in high precision already, for as many steps or more."""
+        return not set(gemms) <= set(self.high) or (self.passing and self._left < steps)
+
     def change(self, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Role]:
         """Put GEMMs into high precision or into FP8, for so many boundaries, or until further notice.
+
+        Those that are in high precision for longer than that already stay so.
 
         Returns:
             The roles that are cast from now on, and were neither cast nor observed lately: their scales are old.
         """
+        if to_high and steps is not None and not self.falls(steps, gemms):
+            return set()
         now = set(self.high)
         now = now | set(gemms) if to_high else now - set(gemms)
         high = tuple(gemm for gemm in GEMMS if gemm in now)
@@ -185,6 +193,10 @@ class Precisions:
         slots = {self.by_fqn[fqn].slots[role] for fqn, roles in woken.items() for role in roles}
         return slots - self._shared  # Another user of a tied weight has seen it.
 
+    def slots_of(self, fqns: Iterable[str]) -> set[Slot]:
+        """The slots of these modules that are nobody else's."""
+        return {slot for fqn in fqns for slot in self.by_fqn[fqn].slots.values()} - self._shared
+
     def users_of(self, slots: Iterable[Slot]) -> list[str]:
         """The modules that cast one of these."""
         wanted = set(slots)
@@ -193,16 +205,12 @@ class Precisions:
     def fall_back(self, slots: Iterable[Slot], steps: int) -> list[str]:
         """Put the modules that cast these tensors into high precision, as a whole; which ones.
 
-        Those that are there until further notice stay so.
+        Those that are there for longer already stay so.
         """
-        fallen = [fqn for fqn in self.users_of(slots) if self._may_fall(self.by_fqn[fqn])]
+        fallen = [fqn for fqn in self.users_of(slots) if self.by_fqn[fqn].falls(steps)]
         self.change(fallen, GEMMS, True, steps)
         self.fallbacks += len(fallen)
         return fallen
-
-    @staticmethod
-    def _may_fall(precision: Precision) -> bool:
-        return precision.passing or precision.high != GEMMS
 
     def describe(self) -> dict[str, Any]:
         """Plain JSON values: what is not as it was made."""

@@ -151,6 +151,35 @@ def test_who_is_in_high_precision_for_good_stays() -> None:
     assert not [e for e in job.events if e.kind == "fallback"]
 
 
+def test_who_is_in_high_precision_for_longer_stays_as_long() -> None:
+    job = Job(DelayedScaling(history_len=4), Fallback(steps=2))
+    job.manager.set_precision("*", "high", steps=6)
+    job.hurt[3] = infinite
+    with captured_log():
+        for _ in range(2):
+            job.step()
+        weights = copy.deepcopy(job.net.state_dict())
+        high = []
+        for _ in range(6):
+            high.append("branch" in job.step())
+            job.net.load_state_dict(weights)
+    assert high == [True] * 4 + [False] * 2
+    assert not [e for e in job.events if e.kind == "fallback"]
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_who_comes_back_does_not_remember_the_outlier(update: Any) -> None:
+    """It would be the maximum of a long window, and all else would be lost beside it."""
+    job = Job(DelayedScaling(history_len=64, update=update), Fallback(steps=3, underflow=0.2))
+    job.hurt[4] = lambda x: outlier(x) + 1e8 * (x == 1e4)  # Cut off by this cast; what follows would drown in it.
+    with captured_log():
+        high = [job.step() for _ in range(14)]
+    fell = next(step for step, modules in enumerate(high) if modules)
+    assert high[fell : fell + 3] == [("branch",)] * 3
+    assert not any(high[fell + 3 :])
+    assert job.manager.amax_history("branch", "input").max() < 100
+
+
 def test_both_users_of_a_tied_weight() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     net[1].weight = net[0].weight

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import fp8dist
 from fp8dist import ConfigurationError, LossAlarm, LossDiverged, LossGuard
 from fp8dist.errors import CheckpointError
 from tests.support.collectives import counted_collectives
@@ -247,7 +248,7 @@ def test_fallback_sets_high_precision_once_for_alarms_in_a_row() -> None:
     with captured_log() as log:
         for _ in range(3):
             guard.observe(7.5)
-    assert switch.calls == [("*", "high", 50)]
+    assert switch.calls == [("*", "high", 51)]  # This step's end counts.
     ((_, message),) = log
     assert message.endswith("; 50 steps follow in high precision")
 
@@ -405,7 +406,7 @@ def test_what_one_rank_meets_all_ranks_act_on(two_ranks: RankPool, odd: float, t
         assert [rank[name] for name in ("warn", "call", "fallback", "stop")] == [told] * 4
         assert rank["stopped"] == 13
         assert rank["called"] == [told]
-        assert rank["switched"] == [("*", "high", 100)]
+        assert rank["switched"] == [("*", "high", 101)]
         assert rank["collectives"] == ({"all_reduce"}, 14 * 4, {8})
     assert first["state"] == second["state"]
     assert [line.split(";")[0] for line in first["log"]] == [f"fp8dist: {told}"] * 3
@@ -448,3 +449,19 @@ def dtensor_loss() -> str:
 
 def test_a_dtensor_is_refused(two_ranks: RankPool) -> None:
     assert all("loss.full_tensor()" in text for text in two_ranks.run(dtensor_loss))
+
+
+def test_fallback_of_a_real_manager() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    manager = fp8dist.prepare(net, fp8dist.DelayedScaling(history_len=4))
+    manager.attach()
+    guard = LossGuard("fallback", manager=manager, steps=2)
+    high = []
+    with captured_log():
+        for loss in (1.0, math.nan, 1.0, 1.0, 1.0):
+            net(torch.ones(4, 16)).sum().backward()
+            guard.observe(loss)
+            manager.step()
+            high.append((manager.high_precision("0"), manager.high_precision("1")))
+    everything = ("fprop", "dgrad", "wgrad")
+    assert high == [((), ()), *[(everything, everything)] * 2, ((), ()), ((), ())]  # After each step: 3 and 4.

@@ -290,10 +290,15 @@ class Arena:
         that ``taken`` (bool[n]) is of."""
         torch.where(taken | self.flags[TAKEN], self.scales, scales, out=self.scales)
 
-    def make_cold(self, places: Sequence[int]) -> None:
-        """These slots have seen nothing, as far as scales go. Counters stay: they say where a ring goes on."""
+    def mask(self, places: Sequence[int]) -> Tensor:
+        """bool[n]: True at these places."""
         where = torch.zeros(len(self), dtype=torch.bool, device=self.device)
         where[torch.tensor(places, dtype=torch.int64, device=self.device)] = True
+        return where
+
+    def make_cold(self, places: Sequence[int]) -> None:
+        """These slots have seen nothing, as far as scales go. Counters stay: they say where a ring goes on."""
+        where = self.mask(places)
         self.forget_history(where)
         self.scales.masked_fill_(where, 1)
         self.cold.logical_or_(where)
