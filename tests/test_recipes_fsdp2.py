@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.gathered import FP8Weight
 from tests.support.collectives import CountingAllGather, counted_collectives
@@ -213,6 +213,21 @@ def _unshard_by_hand() -> None:
 
 def test_a_gather_by_hand_after_a_step(two_ranks: RankPool) -> None:
     two_ranks.run(_unshard_by_hand)
+
+
+def _with_fallback() -> None:
+    """Then each step has a sync, and a commit: of what the step's forwards saw, which the scales must not follow."""
+    run = Running(replace(CURRENT, model="net", settings={"fallback": Fallback()}))
+    run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
+    for _ in range(3):
+        run.step()
+        run.manager.step()
+        expected = _expected_bytes(run)
+        assert _bytes_as_used(run, batch(dist.get_rank(), 9)[0]) == expected
+
+
+def test_a_commit_after_the_optimizers_step_leaves_scales_alone(two_ranks: RankPool) -> None:
+    two_ranks.run(_with_fallback)
 
 
 def _two_optimizers(parallel: str) -> tuple[list[float], list[int]]:
