@@ -172,7 +172,10 @@ class ArenaSync:
 
     def _keep_seen(self) -> None:
         if self.watched:
-            seen = torch.cat([self.arena.pending[None], self.arena.shares])
+            amaxes = self.arena.pending
+            if len(self.arena.shards):
+                amaxes = amaxes.index_copy(0, self.arena.shard_slots, self.arena.shards)
+            seen = torch.cat([amaxes[None], self.arena.shares])
             self._seen = seen if self._seen is None else larger(self._seen, seen)
             if not self.arena.lanes:  # Else the launch sends them.
                 self.arena.shares.fill_(DID_NOT_RUN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fp8dist.gathered import FP8Weight
 from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.ranks import RankPool
 from tests.support.running import Running
-from tests.support.sharded import HISTORY, Job, Outcome, build, fp8_linears, full, shard, train
+from tests.support.sharded import HISTORY, Job, Outcome, build, fp8_linears, full, seeded, shard, train
 from tests.support.training import batch, bits
 
 pytestmark = pytest.mark.slow
@@ -228,6 +229,29 @@ def _with_fallback() -> None:
 
 def test_a_commit_after_the_optimizers_step_leaves_scales_alone(two_ranks: RankPool) -> None:
     two_ranks.run(_with_fallback)
+
+
+def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Of weights: the amaxes that are written in the first step, and those of the whole weights."""
+    model = seeded("net")
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
+    manager.watch(every=1, path=path)
+    called = shard(model)
+    optimizer = torch.optim.SGD(called.parameters(), lr=0.1)  # type: ignore[attr-defined]
+    manager.attach(called, optimizer=optimizer)  # type: ignore[arg-type]
+    amaxes = {f"{name}:weight": float(full(model)[f"{name}.weight"].abs().max()) for name in fp8_linears(model)}
+    x, y = batch(dist.get_rank(), 0)
+    nn.functional.mse_loss(called(x), y).backward()  # type: ignore[operator]
+    optimizer.step()
+    dist.barrier()
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return {line["slot"]: line["amax"] for line in lines if line["slot"] in amaxes}, amaxes
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(history_len=HISTORY)], ids=["current", "delayed"])
+def test_a_watch_sees_gathered_weights(two_ranks: RankPool, recipe: Recipe, tmp_path: Path) -> None:
+    for written, amaxes in two_ranks.run(_watched, recipe, str(tmp_path / "scales.jsonl")):
+        assert written == amaxes
 
 
 def _two_optimizers(parallel: str) -> tuple[list[float], list[int]]:
