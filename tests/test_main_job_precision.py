@@ -355,7 +355,7 @@ def test_a_warning_changes_nothing(tmp_path: Path) -> None:
     assert deaf.summary["loss_alarms"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_guard_remembers_across_a_resume(tmp_path: Path, single_run: Runner) -> None:
     """Its window of ten losses began before the checkpoint; and the halved rate stays."""
     straight, _ = assert_resumes(tmp_path / "before", SINGLE, "--loss-guard", "lower-lr", *SPIKE)
