@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 import recipes
+from failures import Watch
 from fp8dist.recipe import GEMMS, Gemm
 from options import RECIPES, exit_with, parse, prepare_input
 from ranks import joined_ranks
 from scripts.convergence_lab.gradients import Gradients, Loss, compare, fp8_gradients, gradients_of
 from scripts.speed import results
 from text import BadInput
-from train_gpt import Job, Watch, build, gradients, learning_rate_at, training_batch, update
+from train_gpt import Job, build, gradients, learning_rate_at, training_batch, update
 
 __all__ = ["FILE", "main"]
 
@@ -77,7 +78,7 @@ def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
     autocast = torch.autocast(job.ranks.device.type, torch.bfloat16)
     yield _case("bf16", (), gradients_of(twin, measured, linears, streams, autocast), expected)
     for kind in RECIPES:
-        recipe = recipes.recipe_of(dataclasses.replace(job.options, recipe=kind))
+        recipe = recipes.recipe_of(dataclasses.replace(job.options, recipe=kind))  # type: ignore[arg-type]
         for gemms in _sets_of_gemms(kind):
             high = tuple(gemm for gemm in GEMMS if gemm not in gemms)
             single = dataclasses.replace(recipe, high_precision=high)  # type: ignore[type-var]
