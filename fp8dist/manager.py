@@ -445,9 +445,7 @@ class StateManager(Joinable):
         if format not in FORMATS:
             raise ConfigurationError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
         if not self._default.arena.recipe.delayed:
-            raise ConfigurationError(
-                "register() is for delayed scaling: other recipes keep no scales"
-            )
+            raise ConfigurationError("register() is for delayed scaling: other recipes keep no scales")
         slot = Slot(fqn, parse_role(role).value)
         if slot in self._aliases or slot in self.slots:
             raise ConfigurationError(f"there is a slot {slot} already")

@@ -175,8 +175,9 @@ def test_who_comes_back_does_not_remember_the_outlier(update: Any) -> None:
     with captured_log():
         high = [job.step() for _ in range(14)]
     fell = next(step for step, modules in enumerate(high) if modules)
-    assert high[fell : fell + 3] == [("branch",)] * 3
-    assert not any(high[fell + 3 :])
+    steps = 3 if update == "same_step" else 4  # The step that was under way had the same trouble.
+    assert high[fell : fell + steps] == [("branch",)] * steps
+    assert not any(high[fell + steps :])
     assert job.manager.amax_history("branch", "input").max() < 100
 
 
