@@ -274,8 +274,9 @@ class StepCycle:
         for sync in self.syncs:
             if id(sync) not in self._manifests:
                 continue
-            # Only modules of this arena: an expert may fall back on the ranks that have it.
-            here = {fqn: each.high for fqn, each in high if each.slots[Role.INPUT] in sync.arena.index}
+            # Only modules of this group: an expert may fall back on the ranks that have it.
+            same = [other.arena.index for other, of in zip(self.syncs, self.groups) if of is self.group_of(sync)]
+            here = {fqn: each.high for fqn, each in high if any(each.slots[Role.INPUT] in index for index in same)}
             digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": here})
             sync.arena.set_manifest_word(digest_word(digest))
 

@@ -201,6 +201,8 @@ class _Plan:
                     self.aliases[slot] = Slot(owner, role.value)
                     continue
                 specs.setdefault(self._arena_of(fqn), []).append(SlotSpec(slot, recipes[fqn].format_of(role)))
+        used = {place for (place, _), part in specs.items() if part}
+        specs = {key: part for key, part in specs.items() if part or key[0] not in used}  # Nobody syncs nothing.
         self._syncs = {
             (place, each): ArenaSync(
                 Arena(part, each, settings.backend, settings.fallback if settings.enabled else None),

@@ -447,3 +447,11 @@ def test_an_override_more_or_less_is_another_recipe() -> None:
     assert float(mixed.manager.scale("branch", "input")) == scale
     with pytest.raises(CheckpointError, match="recipe is 'CurrentScaling' there and 'DelayedScaling' here"):
         plain.manager.load_state_dict(mixed.manager.state_dict())
+
+
+def test_a_default_that_no_module_has_synchronises_nothing() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, DelayedScaling(), overrides={"*": CurrentScaling()})
+    assert [sync.arena.recipe for sync in manager._syncs] == [CurrentScaling()]
+    alone = fp8dist.prepare(nn.Sequential(nn.ReLU()), DelayedScaling())
+    assert [sync.arena.recipe for sync in alone._syncs] == [DelayedScaling()]
