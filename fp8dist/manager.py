@@ -37,6 +37,7 @@ from fp8dist.state.slots import Slot, SlotSpec, parse_role
 from fp8dist.sync import ArenaSync
 from fp8dist.transformer_engine import ImportReport, NameMap, import_state
 from fp8dist.watch import Watch
+from fp8dist.wrappers import fsdp2_modules, reshard
 
 __all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
 
@@ -370,6 +371,7 @@ class StateManager(Joinable):
         self._cycle.settle()
         pending = [sync.arena.pending.clone() for sync in self._syncs]
         module = self._attachment.module or self._require_model()
+        reshard(fsdp2_modules(module))  # Else what an evaluation has gathered hides the parameters that have gradients.
         untouched = Untouched(module, {sync.arena.device for sync in self._syncs})
         self._cycle.calibrates = True
         try:

@@ -207,6 +207,34 @@ def test_ranks_share_the_amaxes_in_one_collective(two_ranks: RankPool, how: str)
     assert first[3]
 
 
+def _after_an_evaluation(gather: bool) -> tuple[bool, bool]:
+    """FSDP2 leaves its outermost module gathered after a forward without a backward."""
+    rank = dist.get_rank()
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=gather)
+    fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    manager.attach(net, optimizer=optimizer)
+    same = []
+    for waiting in (True, False):
+        if waiting:
+            loss_of(net, 0, rank).backward()
+        before = everything(_local(net))
+        with torch.no_grad():
+            net(batch(rank, 1)[0])
+        with manager.calibrate():
+            loss_of(net, 1, rank).backward()
+        same.append(everything(_local(net)) == before)
+        optimizer.step()
+        optimizer.zero_grad()
+    return same[0], same[1]
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["high precision", "FP8"])
+def test_gradients_are_those_of_before_also_after_an_evaluation(two_ranks: RankPool, gather: bool) -> None:
+    assert two_ranks.run(_after_an_evaluation, gather) == [(True, True)] * 2
+
+
 # From FP32 to FP8 ----------------------------------------------------------------------------------
 
 
