@@ -66,13 +66,17 @@ class Precision:
         """
         if to_high and steps is not None and not self.falls(steps, gemms):
             return set()
-        now = set(self.high)
-        now = now | set(gemms) if to_high else now - set(gemms)
-        high = tuple(gemm for gemm in GEMMS if gemm in now)
-        if steps is None:
-            self._lasting, self._passing, self._left = high, None, 0
+
+        def changed(before: tuple[Gemm, ...]) -> tuple[Gemm, ...]:
+            return tuple(gemm for gemm in GEMMS if (to_high if gemm in gemms else gemm in before))
+
+        if steps is not None:
+            self._passing, self._left = changed(self.high), steps
         else:
-            self._passing, self._left = high, steps
+            self._lasting = changed(self._lasting)
+            self._passing = None if self._passing is None else changed(self._passing)
+            if self._passing == self._lasting:
+                self._passing, self._left = None, 0
         return self._follow()
 
     @property

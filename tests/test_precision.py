@@ -130,6 +130,27 @@ def test_only_some_gemms() -> None:
     assert run.fp8.high_precision("last") == ()
 
 
+def test_a_change_for_good_leaves_one_for_a_while_as_long_as_it_was() -> None:
+    """FP8 from step 4 on, but dgrad never: whichever is said first."""
+    for first in (True, False):
+        run = Run(DelayedScaling(history_len=4))
+        if first:
+            run.fp8.set_precision("*", "high", gemms=("dgrad",))
+        run.fp8.set_precision("*", "high", steps=3)
+        if not first:
+            run.fp8.set_precision("*", "high", gemms=("dgrad",))
+        high = []
+        for _ in range(5):
+            high.append(run.fp8.high_precision("first"))
+            run.step()
+        assert high == [ALL] * 3 + [("dgrad",)] * 2
+    run.fp8.set_precision("*", "high", steps=3)
+    run.fp8.set_precision("*", "fp8")
+    assert run.fp8.high_precision("first") == ()
+    run.step()
+    assert run.fp8.high_precision("first") == ()
+
+
 def test_a_recipes_own_gemms_can_be_taken_back() -> None:
     run = Run(DelayedScaling(high_precision=("wgrad", "dgrad")))
     assert run.fp8.high_precision("first") == ("dgrad", "wgrad")
