@@ -106,11 +106,11 @@ class Checkpoint:
                 for match in matches:
                     match.apply()
                 # Modules, like slots, belong to one arena, and so to one match.
-                precisions.restore({fqn: of for match in matches for fqn, of in match.precision.items()})
+                woken = precisions.restore({fqn: of for match in matches for fqn, of in match.precision.items()})
         except BaseException:
             precisions.restore(precision)
             raise
-        self._cycle.announce_precisions()
+        self._cycle.wake(woken)
         for sync in self._cycle.syncs:
             sync.abandon()
         self._cycle.state_loaded({slot for match in matches for slot in match.loaded})

@@ -259,7 +259,7 @@ class StepCycle:
         self.settle()
         fqns = self.precisions.matching(pattern)
         self.mode.invalidate_casts()
-        cold = self._wake(self.precisions.change(fqns, gemms, to_high, steps))
+        cold = self.wake(self.precisions.change(fqns, gemms, to_high, steps))
         if cold and self.speaks:
             logger.warning(
                 "fp8dist: %d slots have no scale yet, and are cast with their own amaxes in the next step: "
@@ -280,7 +280,7 @@ class StepCycle:
             digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": here})
             sync.arena.set_manifest_word(digest_word(digest))
 
-    def _wake(self, slots: Collection[Slot]) -> int:
+    def wake(self, slots: Collection[Slot]) -> int:
         """Modules compute in another precision from now on. ``slots`` are cast again, and nobody has looked at them
         lately: they are cold; how many are. Local, the same on all ranks.
 
@@ -309,14 +309,14 @@ class StepCycle:
         for sync in self.syncs:
             places = [sync.arena.index[slot] for slot in theirs if slot in sync.arena.index]
             sync.arena.forget_history(sync.arena.mask(places))
-        self._wake(())
+        self.wake(())
         return fallen
 
     def _end_step_of_precisions(self) -> None:
         before = self.precisions.version
         woken = self.precisions.end_step()
         if woken or self.precisions.version != before:
-            self._wake(woken)
+            self.wake(woken)
 
     def _warn_of_cold_start(self) -> None:
         """Once after ``attach``, where the optimizer has been at work before: training in FP8 goes on from high

@@ -6,7 +6,6 @@ On the host, and the same on all ranks: changed by calls that all of them make, 
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -85,6 +84,10 @@ class Precision:
         idle = {role for role, users in _USERS.items() if users <= set(self.high)}
         return self.passing or self._unseen != idle
 
+    def unseen(self, role: Role) -> bool:
+        """Whether its tensor was neither cast nor observed lately."""
+        return role in self._unseen
+
     def end_step(self) -> set[Role]:
         """A boundary was passed; returns what ``change`` does."""
         for role, users in _USERS.items():
@@ -110,14 +113,17 @@ class Precision:
         if self._lasting == self._initial and self._passing is None and not self._unseen:
             return None
         return {
-            "lasting": list(self._lasting),
+            "lasting": None if self._lasting == self._initial else list(self._lasting),
             "passing": None if self._passing is None else list(self._passing),
             "left": self._left,
             "unseen": sorted(role.value for role in self._unseen),
         }
 
-    def restore(self, described: Mapping[str, Any] | None) -> None:
-        """Be as another one described itself. None: as it was made.
+    def restore(self, described: Mapping[str, Any] | None) -> set[Role]:
+        """Be as another one described itself. None: as it was made, which may be otherwise than the other one.
+
+        Returns:
+            The roles that are cast here, but were not cast there lately: their scales are old.
 
         Raises:
             CheckpointError: that is no such description; nothing was changed.
@@ -126,7 +132,7 @@ class Precision:
             lasting, passing, left, unseen = self._initial, None, 0, set[Role]()
         else:
             try:
-                lasting = _gemms(described["lasting"])
+                lasting = self._initial if described["lasting"] is None else _gemms(described["lasting"])
                 passing = None if described["passing"] is None else _gemms(described["passing"])
                 left = int(described["left"])
                 unseen = {Role(role) for role in described["unseen"]}
@@ -135,7 +141,7 @@ class Precision:
             if (passing is not None) != (left > 0):
                 raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}")
         self._lasting, self._passing, self._left, self._unseen = lasting, passing, left, unseen
-        self._follow()
+        return self._follow()
 
 
 def _gemms(names: Iterable[str]) -> tuple[Gemm, ...]:
@@ -153,8 +159,11 @@ class Precisions:
         self.by_fqn = {fqn: by_fqn[fqn] for fqn in sorted(by_fqn)}
         self.fallbacks = self.version = 0
         self._moving = {fqn for fqn, precision in by_fqn.items() if precision.moving}
-        users = Counter(slot for precision in by_fqn.values() for slot in precision.slots.values())
-        self._shared = frozenset(slot for slot, count in users.items() if count > 1)
+        users: dict[Slot, list[tuple[Precision, Role]]] = {}
+        for precision in self.by_fqn.values():
+            for role, slot in precision.slots.items():
+                users.setdefault(slot, []).append((precision, role))
+        self._shared = {slot: of for slot, of in users.items() if len(of) > 1}
 
     @property
     def high(self) -> int:
@@ -195,11 +204,17 @@ class Precisions:
         for fqn in woken:
             (self._moving.add if self.by_fqn[fqn].moving else self._moving.discard)(fqn)
         slots = {self.by_fqn[fqn].slots[role] for fqn, roles in woken.items() for role in roles}
-        return slots - self._shared  # Another user of a tied weight has seen it.
+        now = {id(self.by_fqn[fqn]): roles for fqn, roles in woken.items()}
+        # Another user of a tied weight may have seen it.
+        return {
+            slot
+            for slot in slots
+            if all(role in now.get(id(user), ()) or user.unseen(role) for user, role in self._shared.get(slot, ()))
+        }
 
     def slots_of(self, fqns: Iterable[str]) -> set[Slot]:
         """The slots of these modules that are nobody else's."""
-        return {slot for fqn in fqns for slot in self.by_fqn[fqn].slots.values()} - self._shared
+        return {slot for fqn in fqns for slot in self.by_fqn[fqn].slots.values()} - self._shared.keys()
 
     def users_of(self, slots: Iterable[Slot]) -> list[str]:
         """The modules that cast one of these."""
@@ -221,8 +236,7 @@ class Precisions:
         described = {fqn: precision.describe() for fqn, precision in self.by_fqn.items()}
         return {fqn: value for fqn, value in described.items() if value is not None}
 
-    def restore(self, described: Mapping[str, Any]) -> None:
-        """Take over what ``describe`` said. Modules that it does not name are as they were made."""
-        for fqn, precision in self.by_fqn.items():
-            precision.restore(described.get(fqn))
-        self._moving = {fqn for fqn, precision in self.by_fqn.items() if precision.moving}
+    def restore(self, described: Mapping[str, Any]) -> set[Slot]:
+        """Take over what ``describe`` said. Modules that it does not name are as they were made. Returns the slots
+        whose scales are old."""
+        return self._woken({fqn: each.restore(described.get(fqn)) for fqn, each in self.by_fqn.items()})

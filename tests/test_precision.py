@@ -292,6 +292,47 @@ def test_a_step_costs_no_python_per_module_while_nothing_moves(monkeypatch: pyte
     assert len(called) == 1
 
 
+def test_a_resume_by_a_recipe_with_other_gemms_follows_that_recipe() -> None:
+    """What nobody changed is not in the checkpoint: trained in high precision, it goes on in FP8."""
+    before = Run(DelayedScaling(history_len=4, high_precision=ALL))
+    for _ in range(3):
+        before.step()
+    resumed = Run(DelayedScaling(history_len=4))
+    resumed.step()
+    resumed.fp8.load_state_dict(before.fp8.state_dict())
+    assert resumed.fp8.high_precision("first") == ()
+    assert resumed.fp8.metrics()["fp8/cold_slots"] == len(resumed.fp8.slots)
+    before.fp8.set_precision("*", "fp8", steps=2)
+    resumed = Run(DelayedScaling(history_len=4, high_precision=("dgrad",)))
+    resumed.fp8.load_state_dict(before.fp8.state_dict())
+    assert resumed.fp8.high_precision("first") == ()
+    for _ in range(2):
+        resumed.step()
+    assert resumed.fp8.high_precision("first") == ("dgrad",)
+
+
+def test_a_tied_weight_that_no_user_has_seen_comes_back_cold() -> None:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    net[1].weight = net[0].weight
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4)).attach()
+
+    def step() -> None:
+        net(torch.ones(16, 16)).sum().backward()
+        manager.step()
+
+    for alone in (True, False):
+        step()
+        manager.set_precision("0" if alone else "*", "high")
+        step()
+        with captured_log():
+            manager.set_precision("0", "fp8")
+        assert (manager.scale("0", "weight").item() == 1.0) == (not alone)
+        scale = manager.scale("0", "weight").item()
+        with captured_log():
+            manager.set_precision("*", "fp8")
+        assert manager.scale("0", "weight").item() == scale
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 def test_compiled_models_follow() -> None:
     eager, compiled = Run(DelayedScaling(history_len=4)), Run(DelayedScaling(history_len=4))
