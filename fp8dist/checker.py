@@ -87,18 +87,19 @@ class Checker:
 
     # What syncs have proved ------------------------------------------------------------------------
 
-    def act_on_verdicts(self, joins: bool, only_immediate: bool = False) -> None:
+    def act_on_verdicts(self, joins: bool, only_immediate: bool = False, raises: bool = True) -> None:
         """Read what the last syncs proved and act on it. COLLECTIVE when they found a difference.
 
         Called at boundaries only, so that all ranks come here together.
 
         Args:
             joins: ranks without data would not come: nothing is localised.
+            raises: whether the policy may raise.
         """
         differing = self._read_verdicts(joins, only_immediate)
         left = [finding for sync, report in differing for finding in self._conclude(sync, report, joins)]
         self._tell_all()
-        if self._settings.check_policy != "warn":
+        if raises and self._settings.check_policy != "warn":
             DivergenceReport(tuple(left)).raise_if_diverged()
 
     def known_findings(self) -> list[Finding]:

@@ -497,6 +497,8 @@ class StepCycle:
     def resync_after_join(self) -> None:
         """Take over the state of the rank that is furthest, and end the Join context. COLLECTIVE."""
         self.settle()
+        # Ranks without data have proved nothing: what the others know must be acted on before they part from them.
+        self.checker.act_on_verdicts(True, raises=False)
         for sync in self.syncs:
             if sync.communicates:
                 assert sync.group is not None

@@ -374,10 +374,11 @@ class ArenaSync:
         return waiting
 
     def abandon(self) -> None:
-        """Wait for what is in flight and throw it and all pending amaxes away."""
+        """Wait for what is in flight and throw it and all pending amaxes away, and what nobody has read yet."""
         self._wait()
         self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.shares.fill_(DID_NOT_RUN)
+        self.arena.tripped.zero_()
         self._merged = self._hold = self._seen = self.verdict = None
         self.phase, self._in_graph = Phase.IDLE, False
 

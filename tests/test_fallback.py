@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Event, Fallback, Recipe, StateManager
@@ -227,6 +229,19 @@ def test_without_a_policy_nothing_is_measured() -> None:
     assert sync.arena.message.numel() == 8 + len(job.manager.slots)
 
 
+def test_what_is_loaded_does_not_fall_back_for_what_was_before() -> None:
+    """A loop that goes back to a checkpoint, before anybody has read what the last sync proved."""
+    job = Job(DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2))
+    job.step()
+    weights, state = copy.deepcopy(job.net.state_dict()), job.manager.state_dict()
+    job.hurt[2] = infinite
+    job.step()
+    assert job.manager.steps == 2  # Committed.
+    job.net.load_state_dict(weights)
+    job.manager.load_state_dict(state)
+    assert [job.step() for _ in range(3)] == [()] * 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -314,3 +329,40 @@ def test_an_expert_that_one_rank_has_falls_back_alone(two_ranks: RankPool) -> No
     assert error == there == ""
     assert first == [()] * 6
     assert second == [()] * 3 + [("branch",)] * 2 + [()]
+
+
+def _in_a_join_context(update: Any) -> tuple[list[tuple[str, ...]], str]:
+    """Rank 0 has data for two steps more, and trouble in the last one."""
+    rank = dist.get_rank()
+    net = make_net()
+    manager = fp8dist.prepare(
+        net, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD, fallback=Fallback(steps=2)
+    )
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    manager.attach(ddp, optimizer=optimizer)
+
+    def step(index: int) -> None:
+        x, y = batch(rank, index)
+        (ddp(x) - y).square().mean().backward()
+        optimizer.step()
+
+    high: list[tuple[str, ...]] = []
+    with captured_log():
+        with Join([ddp, manager]):
+            for index in range(4 if rank == 0 else 2):
+                if index == 3:
+                    manager.record("branch", "input", torch.tensor([torch.nan]))
+                step(index)
+        try:
+            for index in range(4):
+                high.append(manager.high_precision("branch"))
+                step(index)
+        except fp8dist.DivergenceError as error:
+            return high, str(error)
+    return high, ""
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_ranks_that_had_no_data_fall_back_with_the_others(two_ranks: RankPool, update: str) -> None:
+    assert two_ranks.run(_in_a_join_context, update) == [([ALL, ALL, (), ()], "")] * 2
