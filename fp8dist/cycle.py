@@ -236,7 +236,10 @@ class StepCycle:
                 sync.step_alone(hold)
             elif not self.joins and sync.phase is Phase.IDLE:
                 sync.launch(hold, self.drop_nonfinite)
-        if self.mode.measuring and not (self.joins or in_graph or calibrated):
+        if self.mode.measuring and calibrated:
+            for sync in self.syncs:
+                sync.watch(True)  # Anew: this is not of the step that is watched.
+        elif self.mode.measuring and not (self.joins or in_graph):
             self._look()
         for sync in self.syncs:
             sync.pass_boundary(hold, self.drop_nonfinite)
@@ -324,7 +327,9 @@ class StepCycle:
         if not self.resumed or self.precisions.idle:
             return
         self.resumed = False
-        cold = sum(int(sync.arena.cold.sum()) for sync in self.syncs if sync.arena.recipe.delayed)
+        cast = self.precisions.cast
+        arenas = [sync.arena for sync in self.syncs if sync.arena.recipe.delayed]
+        cold = sum(flag for arena in arenas for slot, flag in zip(arena.index, arena.cold.tolist()) if slot in cast)
         slots = sum(len(sync.arena) for sync in self.syncs)
         if cold and self.speaks:
             logger.warning(

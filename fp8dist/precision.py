@@ -175,6 +175,16 @@ class Precisions:
         """Whether no module computes in FP8 now."""
         return bool(self.by_fqn) and all(precision.high == GEMMS for precision in self.by_fqn.values())
 
+    @property
+    def cast(self) -> set[Slot]:
+        """The slots whose tensors some module casts now."""
+        return {
+            slot
+            for precision in self.by_fqn.values()
+            for role, slot in precision.slots.items()
+            if not _USERS[role] <= set(precision.high)
+        }
+
     def matching(self, pattern: str) -> list[str]:
         """The modules whose fqn matches (fnmatch).
 

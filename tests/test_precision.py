@@ -311,6 +311,20 @@ def test_a_resume_by_a_recipe_with_other_gemms_follows_that_recipe() -> None:
     assert resumed.fp8.high_precision("first") == ("dgrad",)
 
 
+def test_slots_that_nobody_casts_are_not_called_cold_after_a_resume() -> None:
+    """Only dgrad and wgrad would cast gradients."""
+    runs = [Run(DelayedScaling(history_len=4, high_precision=("dgrad", "wgrad"))) for _ in range(2)]
+    for _ in range(2):
+        runs[0].step()
+    resumed = runs[1]
+    resumed.optimizer.load_state_dict(copy.deepcopy(runs[0].optimizer.state_dict()))
+    resumed.fp8.attach(optimizer=resumed.optimizer)
+    resumed.fp8.load_state_dict(runs[0].fp8.state_dict())
+    with captured_log() as log:
+        resumed.step()
+    assert log == []
+
+
 def test_a_tied_weight_that_no_user_has_seen_comes_back_cold() -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     net[1].weight = net[0].weight

@@ -106,6 +106,23 @@ def test_watching_changes_no_number(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters()))
 
 
+def test_what_a_calibration_sees_is_not_of_the_step_that_is_watched(tmp_path: Path) -> None:
+    seen = []
+    for calibrates in (False, True):
+        net = make_net()
+        manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
+        manager.watch(1, tmp_path / "s")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        manager.attach(optimizer=optimizer)
+        if calibrates:
+            with manager.calibrate():
+                net(100 * batch(0, 0)[0]).mean().backward()
+        train(net, optimizer, 0, 0)
+        (line,) = [line for line in read(tmp_path / "s") if line["slot"] == "first:input"]
+        seen.append(line["amax"])
+    assert seen[0] == seen[1]
+
+
 def test_steps_between_measure_nothing(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
