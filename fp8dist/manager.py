@@ -32,7 +32,7 @@ from fp8dist.nn import require_revertible, revert
 from fp8dist.precision import Precisions
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
 from fp8dist.settings import Settings
-from fp8dist.state.arena import NONFINITE, SATURATED
+from fp8dist.state.arena import NONFINITE
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
 from fp8dist.sync import ArenaSync
 from fp8dist.transformer_engine import ImportReport, NameMap, import_state
@@ -535,7 +535,7 @@ class StateManager(Joinable):
             "fp8/slots": float(sum(len(arena) for arena in arenas)),
             "fp8/cold_slots": float(sum(int(arena.cold.sum()) for arena in arenas if arena.recipe.delayed)),
             "fp8/nonfinite_amaxes": float(sum(int(arena.counters[NONFINITE].sum()) for arena in arenas)),
-            "fp8/saturated_amaxes": float(sum(int(arena.counters[SATURATED].sum()) for arena in arenas)),
+            "fp8/saturated_amaxes": float(sum(arena.saturated_amaxes for arena in arenas)),
             "fp8/high_precision_modules": float(self._cycle.precisions.high),
             "fp8/fallbacks": float(self._cycle.precisions.fallbacks),
             "fp8/collectives": float(sum(c.collectives for c in counters)),

@@ -216,7 +216,7 @@ class _Dequantise(torch.autograd.Function):
 
 def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not isinstance(weight, FP8Weight):
-        return F.linear(input, weight, bias)
+        return _linear(input, weight, bias)
     # The dequantised weight is made again in backward: of all layers it would be the whole model.
     return torch.utils.checkpoint.checkpoint(
         _dequantising, input, weight, bias, use_reentrant=False, preserve_rng_state=False
@@ -224,7 +224,14 @@ def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _dequantising(input: Tensor, weight: FP8Weight, bias: Tensor | None) -> Tensor:
-    return F.linear(input, _Dequantise.apply(weight), bias)
+    return _linear(input, _Dequantise.apply(weight), bias)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear in the input's dtype, whatever the weight's is, as in FP8: a fallback must not end the training."""
+    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
+        weight, bias = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
+    return F.linear(input, weight, bias)
 
 
 def eligible_linears(

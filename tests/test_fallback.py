@@ -242,6 +242,15 @@ def test_what_is_loaded_does_not_fall_back_for_what_was_before() -> None:
     assert [job.step() for _ in range(3)] == [()] * 3
 
 
+def test_a_policy_leaves_current_scaling_without_scales_to_exceed() -> None:
+    job = Job(CurrentScaling(), Fallback(steps=2))
+    for factor in (1, 10, 100):
+        job.hurt[job.done + 1] = lambda x, factor=factor: x * factor
+        job.step()
+    assert job.manager.metrics()["fp8/saturated_amaxes"] == 0
+    assert {job.manager.scale(*slot).item() for slot in job.manager.slots} == {1.0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

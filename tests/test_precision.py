@@ -174,6 +174,23 @@ def test_a_weights_cast_is_not_used_past_a_change() -> None:
     assert bits(run.net(x)) == bits(first)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_of_another_dtype_than_the_input(dtype: torch.dtype) -> None:
+    """FP8 takes it, so a module that falls back must, too: y and dx in the input's dtype, dW in the weight's."""
+    net = nn.Linear(32, 16).to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4)).attach()
+    x = torch.randn(8, 32, dtype=dtype, requires_grad=True)
+    expected = nn.functional.linear(x.float(), net.weight.float(), net.bias.float())
+    for precision in ("fp8", "high"):
+        manager.set_precision("*", precision)  # type: ignore[arg-type]
+        y = net(x)
+        assert y.dtype == dtype
+        y.sum().backward()
+        assert net.weight.grad is not None
+        assert net.weight.grad.dtype == net.weight.dtype
+    assert torch.allclose(y.float(), expected, rtol=0.02, atol=0.02)
+
+
 def test_eval_follows() -> None:
     run, plain = Run(DelayedScaling()), Run()
     run.fp8.set_precision("*", "high")

@@ -233,7 +233,7 @@ class Arena:
             margin=recipe.margin,
             power_of_two=recipe.power_of_two,
             just_in_time=recipe.warmup == "current",
-            algorithm="none" if callable(recipe.amax_algo) else recipe.amax_algo,
+            algorithm="none" if callable(recipe.amax_algo) or not recipe.delayed else recipe.amax_algo,
             backend=self.backend,
         )
         if callable(recipe.amax_algo):
@@ -241,6 +241,13 @@ class Arena:
         if self.fallback is not None:
             self._trip(self.fallback, reduced, hold)
         return outcome
+
+    @property
+    def saturated_amaxes(self) -> int:
+        """How many went beyond the scales that they were cast with. What is cast just in time never does: of recipes
+        that are not delayed, weights whose parts share a scale count. Reads the device."""
+        counts = self.counters[SATURATED]
+        return int((counts if self.recipe.delayed else counts[self.shard_slots]).sum())
 
     def _trip(self, fallback: Fallback, reduced: Tensor, hold: Tensor | None) -> None:
         """Note which slots the ranks together had trouble with."""
