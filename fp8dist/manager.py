@@ -37,7 +37,7 @@ from fp8dist.state.slots import Slot, SlotSpec, parse_role
 from fp8dist.sync import ArenaSync
 from fp8dist.transformer_engine import ImportReport, NameMap, import_state
 from fp8dist.watch import Watch
-from fp8dist.wrappers import fsdp2_modules, reshard
+from fp8dist.wrappers import awaits_reduction, fsdp2_modules, reshard
 
 __all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
 
@@ -366,12 +366,19 @@ class StateManager(Joinable):
         forgets what was recorded inside. For scales of gradients, run backwards too.
 
         Raises:
-            ConfigurationError: an attached optimizer steps inside.
+            ConfigurationError: an attached optimizer steps inside, or FSDP2 holds gradients that it has not reduced.
         """
         self._cycle.settle()
         pending = [sync.arena.pending.clone() for sync in self._syncs]
         module = self._attachment.module or self._require_model()
-        reshard(fsdp2_modules(module))  # Else what an evaluation has gathered hides the parameters that have gradients.
+        sharded = fsdp2_modules(module)
+        if any(map(awaits_reduction, sharded)):
+            raise ConfigurationError(
+                "calibrate(): FSDP2 holds gradients that it has not reduced yet, and would mix them with those of the "
+                "calibration: calibrate between two optimizer steps, or let the last backward reduce them "
+                "(set_requires_gradient_sync(True))"
+            )
+        reshard(sharded)  # Else what an evaluation has gathered hides the parameters that have gradients.
         untouched = Untouched(module, {sync.arena.device for sync in self._syncs})
         self._cycle.calibrates = True
         try:

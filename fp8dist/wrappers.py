@@ -12,6 +12,7 @@ from fp8dist.groups import has_base, is_dtensor
 from fp8dist.nn import FP8Linear
 
 __all__ = [
+    "awaits_reduction",
     "compute_device",
     "fsdp2_cut",
     "fsdp2_modules",
@@ -33,11 +34,28 @@ def reshards_in_part(module: nn.Module) -> bool:
     """Whether it goes back to fewer ranks than it is sharded over: seen in FSDP2's own state, as far as that is as in
     torch 2.11 to 2.13."""
     try:
-        state = module._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        return any(g is not None and g.post_forward_mesh_info not in (None, g.mesh_info) for g in groups)
+        return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in _fsdp2_groups(module))
     except AttributeError:
         return False
+
+
+def awaits_reduction(module: nn.Module) -> bool:
+    """Whether an FSDP2 module holds gradients of backwards without a reduction (``set_requires_gradient_sync(False)``):
+    seen as in ``reshards_in_part``."""
+    try:
+        parameters = [parameter for group in _fsdp2_groups(module) for parameter in group.fsdp_params]
+        if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
+            return True
+        whole = [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+        return any(tensor.grad is not None for tensor in whole)
+    except AttributeError:
+        return False
+
+
+def _fsdp2_groups(module: nn.Module) -> list[Any]:
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

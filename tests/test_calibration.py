@@ -235,6 +235,31 @@ def test_gradients_are_those_of_before_also_after_an_evaluation(two_ranks: RankP
     assert two_ranks.run(_after_an_evaluation, gather) == [(True, True)] * 2
 
 
+def _between_microbatches() -> list[str]:
+    rank, told = dist.get_rank(), []
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    fully_shard(net.first)
+    fully_shard(net)
+    manager.attach(net)
+    for waits in (True, False):
+        net.set_requires_gradient_sync(not waits)
+        loss_of(net, 0, rank).backward()
+        try:
+            with manager.calibrate():
+                pass
+            told.append("")
+        except ConfigurationError as error:
+            told.append(str(error))
+    return told
+
+
+def test_gradients_that_wait_for_a_reduction_are_not_mixed_in(two_ranks: RankPool) -> None:
+    for waits, reduced in two_ranks.run(_between_microbatches):
+        assert "has not reduced yet" in waits
+        assert reduced == ""
+
+
 # From FP32 to FP8 ----------------------------------------------------------------------------------
 
 
