@@ -404,8 +404,10 @@ class StateManager(Joinable):
         sync proves that it was).
 
         Modules that come back into FP8 after ``steps`` have their amaxes recorded in the last 16 steps before, and so
-        have scales; those that come back otherwise are cold. Under torch.compile they are compiled anew; graphs that
-        were captured stay as they are. What is gathered in FP8 (``fp8_all_gather``) is dequantised.
+        have scales; those that come back otherwise are cold. Under torch.compile they are compiled anew: what is compiled as
+        a whole once for each set of modules in high precision, and no more than ``torch._dynamo.config.recompile_limit``
+        times (then eager; with ``fullgraph=True`` an error). Graphs that were captured stay as they are, and steps in
+        them are not counted. What is gathered in FP8 (``fp8_all_gather``) is dequantised.
 
         Args:
             pattern: of fqns (fnmatch): "*" is all.
