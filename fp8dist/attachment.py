@@ -98,7 +98,7 @@ class Attachment:
             cycle.derive_weight_scales(local_weights(model), "cold")
         cycle.drop_nonfinite = scaler is not None
         cycle.hooked = by_optimizer
-        cycle.resumed = any(optimizer.state for optimizer in optimizers)
+        cycle.control.resumed = any(optimizer.state for optimizer in optimizers)
         mode.awaits_attach = False
         mode.invalidate_casts()
         mode.reuse_casts = bool(optimizers)

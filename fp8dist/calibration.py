@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor, nn
 
@@ -17,22 +15,21 @@ class Untouched:
     views of buckets, which backwards inside a calibration fill.
 
     Args:
-        module: the model as the loop calls it.
-        devices: whose generators count, besides the CPU's.
+        module: the model as the loop calls it. The generators are the CPU's, and those of the devices that it is on.
     """
 
-    def __init__(self, module: nn.Module, devices: Collection[torch.device]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         for parameter in module.parameters():
             gradient = parameter.grad
             self._gradients.append((parameter, gradient, None if gradient is None else gradient.detach().clone()))
             parameter.grad = None
         self._buffers = [
-            (owner, name, buffer, buffer.detach().clone())
+            (owner, name, buffer, None if buffer is None else buffer.detach().clone())
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
-            if buffer is not None
         ]
+        devices = {parameter.device for parameter in module.parameters()}
         self._random = torch.get_rng_state()
         self._on_gpus = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
 
@@ -45,7 +42,8 @@ class Untouched:
                 gradient.copy_(values)
         for owner, name, buffer, values in self._buffers:
             owner._buffers[name] = buffer
-            buffer.copy_(values)
+            if buffer is not None and values is not None:
+                buffer.copy_(values)
         torch.set_rng_state(self._random)
         for device, state in self._on_gpus.items():
             torch.cuda.set_rng_state(state, device)

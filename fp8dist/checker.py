@@ -26,6 +26,7 @@ from fp8dist.ddp import find_ddp
 from fp8dist.groups import SyncGroup, world_size
 from fp8dist.kernels.header import WORD_MANIFEST, WORD_STEP
 from fp8dist.linear_slots import Mode
+from fp8dist.precision_control import PrecisionControl
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.slots import Slot
@@ -65,16 +66,14 @@ class Checker:
         groups: Sequence[SyncGroup | None],
         settings: Settings,
         mode: Mode,
-        fall_back: Callable[[], Callable[[Sequence[Slot]], list[str]] | None],
+        control: PrecisionControl,
     ) -> None:
-        """``fall_back``: gives, while it lives, what sends the modules that cast some slots to high precision, and
-        names them."""
         self.callbacks: list[Callable[[Event], None]] = []
         self.checks = 0
         self.seconds = 0.0
         self._syncs, self._groups = syncs, groups
         self._settings, self._mode = settings, mode
-        self._fall_back = fall_back
+        self._control = control
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
         self._module: weakref.ref[nn.Module] | None = None
         self._last_good: int | None = None
@@ -158,8 +157,7 @@ class Checker:
     def _tell_fallback(self, sync: ArenaSync, step: int) -> None:
         """The same on all ranks: what tripped is what their sync says."""
         slots = _slots_where(sync.arena, sync.take_tripped())
-        fall_back = self._fall_back()
-        modules = [] if fall_back is None else fall_back(slots)
+        modules = self._control.fall_back(slots)
         if not modules:
             return
         self._untold.append(Event("fallback", step, slots))

@@ -106,11 +106,14 @@ class Checkpoint:
                 for match in matches:
                     match.apply()
                 # Modules, like slots, belong to one arena, and so to one match.
-                woken = precisions.restore({fqn: of for match in matches for fqn, of in match.precision.items()})
+                loaded = {slot.fqn for match in matches for slot in match.loaded}
+                kept = {fqn: of for fqn, of in precision.items() if fqn not in loaded}
+                theirs = {fqn: of for match in matches for fqn, of in match.precision.items()}
+                woken = precisions.restore({**kept, **theirs})
         except BaseException:
             precisions.restore(precision)
             raise
-        self._cycle.wake(woken)
+        self._cycle.control.wake(woken)
         for sync in self._cycle.syncs:
             sync.abandon()
         self._cycle.state_loaded({slot for match in matches for slot in match.loaded})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,24 +16,22 @@ from fp8dist.checker import Checker, Event
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError, SyncError
-from fp8dist.formats import Role
 from fp8dist.graphs import capturing, compiled_any
 from fp8dist.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
 from fp8dist.kernels.magnitude import DID_NOT_RUN, INFINITY_BITS, amax_bits, record_amax
 from fp8dist.linear_slots import Mode
 from fp8dist.precision import Precisions
+from fp8dist.precision_control import PrecisionControl
 from fp8dist.recipe import Gemm
 from fp8dist.settings import Settings
 from fp8dist.shards import ShardedWeight, ShardedWeights
 from fp8dist.state.arena import Arena
-from fp8dist.state.manifest import build_manifest, digest_word, manifest_digest
+from fp8dist.state.manifest import build_manifest, manifest_digest
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync, Phase, all_reduce_max
 from fp8dist.watch import Watch
 
 __all__ = ["StepCycle"]
-
-logger = logging.getLogger("fp8dist")
 
 
 class StepCycle:
@@ -68,17 +64,16 @@ class StepCycle:
         self.hooked = False
         self.early = False
         self._compiles = False
-        self.resumed = False
         self.calibrates = False
         self._renews = False
-        self._manifests: dict[int, str] = {}
         self._failure: SyncError | None = None
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
         self.sharded: ShardedWeights | None = None
         self.watch: Watch | None = None
         self._step = 0  # As the watch counts: the arenas' step, and the boundaries since.
-        self.checker = Checker(self.syncs, self.groups, self.settings, self.mode, weakref.WeakMethod(self.fall_back))
+        self.control = PrecisionControl(self.precisions, self.settings, self.mode, self.syncs, self.groups)
+        self.checker = Checker(self.syncs, self.groups, self.settings, self.mode, self.control)
         self._boundaries = self._checked = self._replays = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,10 +109,10 @@ class StepCycle:
                 publications.append(publish_manifest(group, build_manifest(arenas, settings)))
         for sync, group in zip(self.syncs, self.groups):
             manifest = build_manifest([(sync.arena.specs, sync.arena.recipe.describe())], settings)
-            self._manifests[id(sync)] = manifest_digest(manifest)
+            self.control.manifests[id(sync)] = manifest_digest(manifest)
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
         agree_on_manifests(publications, len(groups) - 1, timeout)
-        self.announce_precisions()
+        self.control.announce()
         self.attached = True
         self.mode.unsynced = False
         self._boundaries = self._checked = 0
@@ -223,8 +218,7 @@ class StepCycle:
             self.mode.boundaries += 1
             if self.settings.enabled:
                 if not calibrated:
-                    self._warn_of_cold_start()
-                    self._end_step_of_precisions()
+                    self.control.end_step()
                 self.checker.act_on_verdicts(self.joins)
             # Counted before the check: who catches what it raises goes on with the next step.
             passed, self._boundaries = self._boundaries, self._boundaries + 1
@@ -255,95 +249,10 @@ class StepCycle:
         if not in_graph:
             self.checker.act_on_verdicts(self.joins, only_immediate=True)
 
-    # Precision -------------------------------------------------------------------------------------
-
     def set_precision(self, pattern: str, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> list[str]:
         """See ``StateManager.set_precision``. Local: on all ranks alike."""
         self.settle()
-        fqns = self.precisions.matching(pattern)
-        self.mode.invalidate_casts()
-        cold = self.wake(self.precisions.change(fqns, gemms, to_high, steps))
-        if cold and self.speaks:
-            logger.warning(
-                "fp8dist: %d slots have no scale yet, and are cast with their own amaxes in the next step: "
-                "manager.calibrate() over a few batches gives them scales",
-                cold,
-            )
-        return fqns
-
-    def announce_precisions(self) -> None:
-        """Every sync proves that its ranks have the same modules in high precision: it is in the manifest's word."""
-        high = [(fqn, precision) for fqn, precision in self.precisions.by_fqn.items() if precision.high]
-        for sync in self.syncs:
-            if id(sync) not in self._manifests:
-                continue
-            # Only modules of this group: an expert may fall back on the ranks that have it.
-            same = [other.arena.index for other, of in zip(self.syncs, self.groups) if of is self.group_of(sync)]
-            here = {fqn: each.high for fqn, each in high if any(each.slots[Role.INPUT] in index for index in same)}
-            digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": here})
-            sync.arena.set_manifest_word(digest_word(digest))
-
-    def wake(self, slots: Collection[Slot]) -> int:
-        """Modules compute in another precision from now on. ``slots`` are cast again, and nobody has looked at them
-        lately: they are cold; how many are. Local, the same on all ranks.
-
-        Not so weights that are gathered in FP8, which are looked at whenever they are gathered.
-        """
-        self.announce_precisions()
-        cold = 0
-        for sync in self.syncs:
-            arena = sync.arena
-            gathered = set(arena.arrays.shard_slots.tolist()) if len(arena.shards) else set()
-            places = [arena.index[slot] for slot in slots if slot in arena.index]
-            places = [place for place in places if place not in gathered]
-            if places and arena.recipe.delayed:
-                arena.make_cold(places)
-                cold += len(places)
-        self.mode.invalidate_casts()
-        return cold
-
-    def fall_back(self, slots: Collection[Slot]) -> list[str]:
-        """The modules that cast these go to high precision for a while; which ones do. Local, the same on all ranks."""
-        fallback = self.settings.fallback
-        assert fallback is not None
-        fallen = self.precisions.fall_back(slots, fallback.steps)
-        # What sent them there must not decide their scales when they come back: they are observed until then.
-        theirs = self.precisions.slots_of(fallen)
-        for sync in self.syncs:
-            places = [sync.arena.index[slot] for slot in theirs if slot in sync.arena.index]
-            sync.arena.forget_history(sync.arena.mask(places))
-        self.wake(())
-        return fallen
-
-    def _end_step_of_precisions(self) -> None:
-        before = self.precisions.version
-        woken = self.precisions.end_step()
-        if woken or self.precisions.version != before:
-            self.wake(woken)
-
-    def _warn_of_cold_start(self) -> None:
-        """Once after ``attach``, where the optimizer has been at work before: training in FP8 goes on from high
-        precision, and nothing is known of its tensors."""
-        if not self.resumed or self.precisions.idle:
-            return
-        self.resumed = False
-        cast = self.precisions.cast
-        arenas = [sync.arena for sync in self.syncs if sync.arena.recipe.delayed]
-        cold = sum(flag for arena in arenas for slot, flag in zip(arena.index, arena.cold.tolist()) if slot in cast)
-        slots = sum(len(sync.arena) for sync in self.syncs)
-        if cold and self.speaks:
-            logger.warning(
-                "fp8dist: FP8 goes on from a state that knew no FP8: %d of %d slots had no amax yet in its first step. "
-                "manager.calibrate() over a few batches before it, or set_precision('*', 'high', steps=…), gives them",
-                cold,
-                slots,
-            )
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this rank says what all of them see."""
-        group = next((group for group in self.groups if group is not None), None)
-        return group is None or group.rank == min(group.ranks)
+        return self.control.change(pattern, gemms, to_high, steps)
 
     # Watching --------------------------------------------------------------------------------------
 
@@ -525,7 +434,7 @@ class StepCycle:
         theirs = [{fqn: of for fqn, of in described.items() if fqn in fqns}]
         dist.broadcast_object_list(theirs, src=source, group=group.process_group, device=sync.arena.device)
         self.precisions.restore({**{fqn: of for fqn, of in described.items() if fqn not in fqns}, **theirs[0]})
-        self.announce_precisions()
+        self.control.announce()
 
 
 def _broadcast_furthest(arena: Arena, group: SyncGroup) -> int:

@@ -238,7 +238,7 @@ class StateManager(Joinable):
         if self._cycle.attached:
             raise ConfigurationError("watch() comes before attach(), where ranks agree about it")
         lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
-        writes = self._cycle.speaks or not self.settings.amax_sync
+        writes = self._cycle.control.speaks or not self.settings.amax_sync
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
@@ -379,7 +379,7 @@ class StateManager(Joinable):
                 "(set_requires_gradient_sync(True))"
             )
         reshard(sharded)  # Else what an evaluation has gathered hides the parameters that have gradients.
-        untouched = Untouched(module, {sync.arena.device for sync in self._syncs})
+        untouched = Untouched(module)
         self._cycle.calibrates = True
         try:
             with self.autocast(enabled=False, calibrating=True):
@@ -404,10 +404,11 @@ class StateManager(Joinable):
         sync proves that it was).
 
         Modules that come back into FP8 after ``steps`` have their amaxes recorded in the last 16 steps before, and so
-        have scales; those that come back otherwise are cold. Under torch.compile they are compiled anew: what is compiled as
-        a whole once for each set of modules in high precision, and no more than ``torch._dynamo.config.recompile_limit``
-        times (then eager; with ``fullgraph=True`` an error). Graphs that were captured stay as they are, and steps in
-        them are not counted. What is gathered in FP8 (``fp8_all_gather``) is dequantised.
+        have scales; those that come back otherwise are cold. Under torch.compile they are compiled anew: what is
+        compiled as a whole once for each set of modules in high precision, and no more than
+        ``torch._dynamo.config.recompile_limit`` times (then eager; with ``fullgraph=True`` an error). Graphs that were
+        captured stay as they are, and steps in them are not counted. What is gathered in FP8 (``fp8_all_gather``) is
+        dequantised.
 
         Args:
             pattern: of fqns (fnmatch): "*" is all.

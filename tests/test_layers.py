@@ -24,7 +24,7 @@ LAYERS = [
     ["doctor", "monitor", "loss_guard"],
     ["watch", "linear_slots"],
     ["nn"],
-    ["ddp", "boundary", "calibration", "wrappers"],
+    ["ddp", "boundary", "calibration", "precision_control", "wrappers"],
     ["checker", "fsdp", "shards"],
     ["cycle"],
     ["checkpoint", "transformer_engine", "attachment"],

@@ -258,6 +258,15 @@ def test_a_damaged_precision_is_refused(wrong: Any) -> None:
     assert run.fp8.high_precision("first") == ()
 
 
+def test_a_load_of_other_modules_leaves_the_rest_alone() -> None:
+    saved, run = Run(DelayedScaling(history_len=4), skip=("first",)), Run(DelayedScaling(history_len=4))
+    saved.fp8.set_precision("last", "high")
+    run.fp8.set_precision("first", "high", steps=3)
+    with captured_log():
+        run.fp8.load_state_dict(saved.fp8.state_dict(), strict=False)
+    assert [run.fp8.high_precision(fqn) for fqn in ("first", "branch", "last")] == [ALL, (), ALL]
+
+
 def test_going_on_from_high_precision_without_calibration_warns_once() -> None:
     run = Run(None)
     for _ in range(2):
