@@ -114,8 +114,10 @@ class Checkpoint:
             precisions.restore(precision)
             raise
         self._cycle.control.wake(woken)
+        tripped = {slot for match in matches for slot in match.tripped}
         for sync in self._cycle.syncs:
             sync.abandon()
+            sync.trip([place for slot, place in sync.arena.index.items() if slot in tripped])
         self._cycle.state_loaded({slot for match in matches for slot in match.loaded})
 
 
@@ -160,6 +162,7 @@ def _collected(arenas: Sequence[Arena], precisions: Precisions) -> dict[str, Any
         "recipes": [recipe.describe() for recipe in recipes],
         "recipe_of": [recipe_of[i] for i in order],
         "precision": {fqn: of for fqn, of in precisions.describe().items() if fqn in fqns},
+        "tripped": merged([a.tripped for a in arenas]).nonzero().flatten().tolist(),
         "step": arenas[0].step.detach().cpu().to(torch.int64).clone(),
         "scale": merged([a.scale for a in arenas]),
         "amax": merged([a.amax for a in arenas]),
@@ -198,6 +201,11 @@ class _Match:
     def loaded(self) -> set[Slot]:
         """The slots whose state is there."""
         return {slot for arena in self._arenas for slot in arena.index if slot in self._places}
+
+    @property
+    def tripped(self) -> set[Slot]:
+        """The slots whose trouble nobody had acted on yet."""
+        return {slot for slot, place in self._places.items() if place in self._saved["tripped"]}
 
     def _compare_slots(self, strict: bool) -> None:
         ours = {slot for arena in self._arenas for slot in arena.index}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -318,6 +318,12 @@ class ArenaSync:
         tripped = self.arena.tripped.clone()
         self.arena.tripped.zero_()
         return tripped
+
+    def trip(self, places: Sequence[int]) -> None:
+        """These slots gave reason to fall back before the state was saved; it is read at the next boundary. Local."""
+        if places and self.arena.fallback is not None:
+            self.arena.tripped.copy_(self.arena.mask(places))
+            self.verdict = Verdict(torch.zeros(OUTCOME, dtype=torch.bool, device="cpu"), self.arena.tripped.cpu())
 
     def _refuse_capture(self) -> None:
         raise ConfigurationError(

@@ -221,6 +221,23 @@ def test_a_resume_in_the_middle_of_a_fallback_is_bitwise() -> None:
     assert state_bits(resumed.manager) == state_bits(unbroken.manager)
 
 
+def test_a_resume_between_trouble_and_its_consequence_is_bitwise() -> None:
+    """Under next_step what a sync proved is read a step later: it is saved until then."""
+    recipe, fallback = DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2, saturated=0.004)
+    unbroken, resumed = Job(recipe, fallback), Job(recipe, fallback)
+    unbroken.hurt[3] = outlier
+    with captured_log():
+        for _ in range(3):
+            unbroken.step()
+        resumed.net.load_state_dict(copy.deepcopy(unbroken.net.state_dict()))
+        resumed.manager.load_state_dict(unbroken.manager.state_dict())
+        resumed.done = 3
+        assert [resumed.step() for _ in range(5)] == [unbroken.step() for _ in range(5)]
+    assert [e.step for e in resumed.events if e.kind == "fallback"] == [3]
+    assert state_bits(resumed.manager) == state_bits(unbroken.manager)
+    assert parameter_bits(resumed.net) == parameter_bits(unbroken.net)
+
+
 def test_without_a_policy_nothing_is_measured() -> None:
     job = Job(DelayedScaling(history_len=4), Fallback(steps=2))  # Non-finite amaxes cost nothing.
     for _ in range(2):

@@ -352,6 +352,8 @@ def test_a_state_dict_of_version_1_is_refused(trained: tuple[nn.Module, StateMan
         ("recipe_of", [0]),
         ("recipe_of", "0"),
         ("precision", ["fprop"]),
+        ("tripped", [99]),
+        ("tripped", None),
     ],
 )  # fmt: skip
 def test_content_that_does_not_fit_is_refused(
@@ -389,7 +391,7 @@ def test_a_history_that_no_run_could_have_is_refused(trained: tuple[nn.Module, S
 
 
 _TENSORS = ["step", "scale", "amax", "cold", "counters", "history"]
-_CONTENT = ["version", "slots", "formats", "recipes", "recipe_of", "precision", *_TENSORS]
+_CONTENT = ["version", "slots", "formats", "recipes", "recipe_of", "precision", "tripped", *_TENSORS]
 
 
 @pytest.mark.parametrize("name", _CONTENT)

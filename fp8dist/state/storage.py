@@ -25,7 +25,7 @@ FORMAT_VERSION = 3
 """3: with the recipe of every slot, and which modules are in high precision. 1 and 2 were never released."""
 
 _FILE_FORMAT = "fp8dist-state"
-_NAMES = ("slots", "formats", "recipes", "recipe_of", "precision")
+_NAMES = ("slots", "formats", "recipes", "recipe_of", "precision", "tripped")
 _TENSORS: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "step": torch.int64,  # []
@@ -43,8 +43,8 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
 
     A saved state is a dict: ``version``, ``slots`` ([fqn, role] each), ``formats`` (their names, in the same order),
     ``recipes`` (as they describe themselves), ``recipe_of`` (for each slot, which of them), ``precision`` (of modules
-    that are not as their recipe says, by fqn), and the tensors above. A history that is shorter than the longest has
-    zeros in front.
+    that are not as their recipe says, by fqn), ``tripped`` (numbers of slots that are about to send their modules to
+    high precision), and the tensors above. A history that is shorter than the longest has zeros in front.
 
     Args:
         values: False: a state with impossible values, which one may want to look at, will do.
@@ -74,6 +74,9 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
     numbers = isinstance(recipe_of, list) and all(type(i) is int and 0 <= i < len(recipes) for i in recipe_of)
     if not numbers or len(recipe_of) != n:
         raise CheckpointError(f"FP8 state does not say which recipe is that of each of its {n} slots")
+    tripped = saved["tripped"]
+    if not (isinstance(tripped, list) and all(type(i) is int and 0 <= i < n for i in tripped)):
+        raise CheckpointError("FP8 state has a malformed list of tripped slots")
     if not isinstance(saved["precision"], dict):
         raise CheckpointError("FP8 state has a malformed precision")
     history = saved["history"]
