@@ -328,9 +328,11 @@ def train(job: Job, recorder: Recorder) -> None:
         try:
             with during("the loss guard"):
                 job.guard.observe(step, loss)
-        finally:
-            recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)
+        except LossDiverged:
+            recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)  # What it stopped for.
+            raise
         update(job, step)
+        recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)
         if recorder.due(step):
             validates = options.eval_every and step % options.eval_every == 0
             with during("sharing losses"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ def _nothing_compiled() -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging.getLogger("fp8dist").setLevel(logging.NOTSET)  # The command line's has silenced it.
     for name in list(os.environ):
         if name.startswith("FP8DIST_"):
             monkeypatch.delenv(name)

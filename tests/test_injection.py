@@ -156,7 +156,7 @@ def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "kind": (["boom:1:2"], [], "argument --inject: kinds are scale, weight, nan, skip, kill-forward, "),
+    "kind": (["boom:1:2"], [], "argument --inject: kinds are scale, weight, nan, skip, "),
     "form": (["weight:1"], [], "argument --inject: expected weight:RANK:STEP, got 'weight:1'"),
     "negative": (["weight:-1:2"], [], "argument --inject: expected weight:RANK:STEP"),
     "rank": (["weight:2:3"], [], "--inject weight:2:3: there is no rank 2, ranks are 0 to 1"),
