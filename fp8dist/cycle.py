@@ -373,7 +373,7 @@ class StepCycle:
         self.mode.invalidate_casts()
         if self._unseen_forwards():
             self.settle()
-        self._renews = True  # By ``after_step``, which torch calls after an optimizer's own hooks.
+        self._renews = self.sharded is not None  # By ``after_step``, which torch calls after an optimizer's own hooks.
 
     def reuse_casts(self, allowed: bool) -> None:
         """Whether weights stand still until the next call. Local."""

@@ -161,9 +161,9 @@ class ArenaSync:
 
     def step_alone(self, hold: Tensor | None = None) -> None:
         """A step of an arena that has nothing to launch. Local."""
-        self._keep_seen()
-        self.arena.pending.fill_(DID_NOT_RUN)
-        self.arena.shares.fill_(DID_NOT_RUN)
+        if self.watched:  # Else nothing was recorded.
+            self._keep_seen()
+            self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.step.add_(1 if hold is None else hold.reshape(()) == 0)
 
     def watch(self, on: bool) -> None:
