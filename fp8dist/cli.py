@@ -23,11 +23,12 @@ from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.doctor import examine
-from fp8dist.errors import CheckpointError
+from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.groups import SyncGroup
 from fp8dist.offline.comparison import SourceContent, bytes_in, compare_sources
 from fp8dist.offline.inspection import inspect_source
 from fp8dist.offline.sources import open_source
+from fp8dist.simulation.command import add_flags, simulate
 
 __all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "main"]
 
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
-        description="FP8 training state across ranks: compare, look at, and what this machine can do.",
+        description="FP8 training state across ranks: compare, look at, what this machine can do, and what syncs cost.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -88,7 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
     doctor = commands.add_parser("doctor", help="what this machine can do: FP8, Triton, a real all-reduce")
     doctor.set_defaults(run=_doctor)
-    for command in (check, inspect, doctor):
+    simulation = commands.add_parser(
+        "simulate",
+        help="what syncs cost at a number of ranks, and what that rests on",
+        description="Predict the cost of the sync of each step, beside two other ways of reducing amaxes.",
+    )
+    add_flags(simulation)
+    simulation.set_defaults(run=_simulate)
+    for command in (check, inspect, doctor, simulation):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -183,7 +191,7 @@ def _outcome(report: DivergenceReport) -> int:
     return UNREADABLE if any(f.kind == "error" for f in report.findings) else DIVERGED
 
 
-# inspect and doctor -----------------------------------------------------------------------------------
+# inspect, doctor, simulate ----------------------------------------------------------------------------
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -198,3 +206,12 @@ def _doctor(options: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")) == 0 or not examination.healthy:
         _print(options.json, examination.as_dict(), str(examination))
     return CONSISTENT if examination.healthy else DIVERGED
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    try:
+        report = simulate(options)
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from error
+    _print(options.json, report.to_json(), str(report))
+    return CONSISTENT

@@ -1,0 +1,101 @@
+"""The numbers of the model, and where each of them comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+__all__ = ["ALGORITHMS", "TIMES", "Algorithm", "Constant", "Constants", "defaults"]
+
+Algorithm = Literal["tree", "ring", "gloo"]
+ALGORITHMS: tuple[Algorithm, ...] = ("tree", "ring", "gloo")
+TIMES = ("overhead", "latency_intra", "latency_inter", "message")
+"""The constants in microseconds, of which a collective's time is a sum."""
+
+Origin = Literal["default", "given", "fitted"]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that a prediction rests on."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    origin: Origin = "default"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(self.__dict__)
+
+    def __str__(self) -> str:
+        return f"{self.name:<18}{self.value:>12.6g} {self.unit:<8}{self.origin:<9}{self.source}"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the time of one all-reduce follows from.
+
+    ``overhead``, µs per collective; ``latency_intra`` and ``latency_inter``, µs for one way inside a node and between
+    nodes; ``added_latency``, µs on top of each way between nodes; ``message``, µs of CPU for a message, at both ends
+    together; ``bandwidth_intra`` and ``bandwidth_inter``, GB/s of a link; ``slowdown``, by which all of these times but
+    the added one are multiplied.
+    """
+
+    by_name: Mapping[str, Constant]
+
+    def __getitem__(self, name: str) -> float:
+        return self.by_name[name].value
+
+    def __iter__(self) -> Iterator[Constant]:
+        return iter(self.by_name.values())
+
+    def having(self, values: Mapping[str, float], origin: Origin, source: str) -> Constants:
+        """The same with other values for some."""
+        changed = {
+            name: replace(self.by_name[name], value=value, origin=origin, source=source)
+            for name, value in values.items()
+        }
+        return Constants({**self.by_name, **changed})
+
+
+def defaults(algorithm: Algorithm) -> Constants:
+    """Published figures where there are some."""
+    tuner, assumed = "NCCL 2.28, tuning.cc, protocol LL", "assumption"
+    gpu = Constant("message", 0.0, "µs", "in the latencies: GPUs send without the CPU")
+    ethernet = f"{assumed}: Ethernet in one building; half of what ping says is better"
+    times = {
+        "tree": (
+            Constant("overhead", 6.8, "µs", tuner),
+            Constant("latency_intra", 0.6, "µs", f"{tuner}, NVLink"),
+            Constant("latency_inter", 5.0, "µs", f"{tuner}, network"),
+            gpu,
+        ),
+        "ring": (
+            Constant("overhead", 6.6, "µs", tuner),
+            Constant("latency_intra", 0.6, "µs", f"{tuner}, NVLink"),
+            Constant("latency_inter", 2.7, "µs", f"{tuner}, network"),
+            gpu,
+        ),
+        "gloo": (
+            Constant("overhead", 0.0, "µs", "in the messages"),
+            Constant("latency_intra", 0.0, "µs", "in the messages"),
+            Constant("latency_inter", 30.0, "µs", ethernet),
+            Constant("message", 85.0, "µs", "README, Cost: 0.35 ms for 2 ranks of one machine, 4 messages in a row"),
+        ),
+    }[algorithm]
+    if algorithm == "gloo":
+        links, source = (1.25, 1.25), f"{assumed}: 10 Gbit/s"
+        slowdown = Constant("slowdown", 1.0, "", "the times are measured ones")
+    else:
+        links, source = (141.0, 35.0), "NCCL 2.28, tuning.cc, llMaxBws of Hopper"
+        slowdown = Constant("slowdown", 2.1, "", "published small all-reduces: 1.8 to 2.4 times what tuning.cc says")
+    rest = (
+        Constant("added_latency", 0.0, "µs", "none added"),
+        Constant("bandwidth_intra", links[0], "GB/s", source),
+        Constant("bandwidth_inter", links[1], "GB/s", source),
+        slowdown,
+    )
+    return Constants({constant.name: constant for constant in (*times, *rest)})

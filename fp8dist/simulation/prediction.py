@@ -1,0 +1,122 @@
+"""What the ways of reducing amaxes cost in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.simulation.algorithms import time_of
+from fp8dist.simulation.constants import Algorithm, Constants
+from fp8dist.simulation.stragglers import Stragglers
+from fp8dist.simulation.topology import Topology
+from fp8dist.simulation.ways import Way, Workload
+
+__all__ = ["Cost", "Job"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a way, in µs of a step.
+
+    ``sync``: all its collectives, with nobody late. ``added``: by how much the step of the last rank gets longer.
+    ``wait_…``: how long a rank waits, for the collectives and for who comes later, over all ranks and steps.
+    ``share``: the mean wait's, of a step with it. ``exact_wait``: the mean by formula, None where there is none.
+    """
+
+    way: str
+    collectives: int
+    bytes: int
+    sync: float
+    added: float
+    wait_mean: float
+    wait_p50: float
+    wait_p99: float
+    share: float
+    exact_wait: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job whose syncs are predicted.
+
+    ``step`` and ``window`` in µs: a step without any sync, and how long after its sync began a rank first needs the new
+    scales (0: at once, as under ``same_step``).
+
+    Raises:
+        ConfigurationError: a number makes no sense.
+    """
+
+    workload: Workload
+    algorithm: Algorithm
+    constants: Constants
+    stragglers: Stragglers
+    step: float = 1e6
+    window: float = 0.0
+    steps: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.step < float("inf") and 0 <= self.window <= self.step and self.steps > 0 and self.seed >= 0):
+            raise ConfigurationError(
+                "a step is longer than 0 ms and no shorter than the window, steps are 1 or more, a seed is 0 or more"
+            )
+
+    def costs(self, topology: Topology) -> tuple[Cost, ...]:
+        """Of each way of ``Workload.ways``. The same draws are used for all."""
+        waits = self.stragglers.waits(topology.ranks, self.steps, self.seed)
+        p50, p99 = _quantiles(waits, (0.5, 0.99))
+        mean, exact = float(waits.mean(dtype=np.float64)), self.stragglers.mean_wait(topology.ranks)
+        return tuple(self._cost(way, topology, waits, mean, exact, p50, p99) for way in self.workload.ways)
+
+    def _cost(
+        self,
+        way: Way,
+        topology: Topology,
+        waits: NDArray[np.float32],
+        mean: float,
+        exact: float | None,
+        p50: float,
+        p99: float,
+    ) -> Cost:
+        sync = self.sync(way, topology)
+        if topology.ranks == 1:
+            return Cost(way.name, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        left = sync - (self.window if way.overlaps else 0.0)
+        if left < 0:  # Who is late may be hidden, too.
+            mean = float(np.maximum(waits + np.float32(left), 0).mean(dtype=np.float64))
+            exact = None if waits.any() else 0.0
+        else:
+            mean, exact = mean + left, None if exact is None else exact + left
+        return Cost(
+            way=way.name,
+            collectives=way.collectives,
+            bytes=way.bytes,
+            sync=sync,
+            added=max(0.0, left),
+            wait_mean=mean,
+            wait_p50=max(0.0, p50 + left),
+            wait_p99=max(0.0, p99 + left),
+            share=mean / (self.step + mean),
+            exact_wait=exact,
+        )
+
+    def sync(self, way: Way, topology: Topology) -> float:
+        """µs of all collectives of this way, with nobody late."""
+        return time_of(way.parts(self.algorithm, topology), topology, self.constants)
+
+
+def _quantiles(values: NDArray[np.float32], quantiles: Iterable[float]) -> list[float]:
+    """Without interpolation: of many values a partition is faster than a sort."""
+    flat = values.reshape(-1)
+    places = [min(len(flat) - 1, int(q * len(flat))) for q in quantiles]
+    ordered = np.partition(flat, places)
+    return [float(ordered[place]) for place in places]
