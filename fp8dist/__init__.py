@@ -10,6 +10,7 @@ README has the rest; ARCHITECTURE.md says how it works.
 from __future__ import annotations
 
 from fp8dist import ddp, errors, fsdp
+from fp8dist.attendance import Attendance, roll_call
 from fp8dist.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.errors import ConfigurationError, DivergenceError, LossDiverged
@@ -27,6 +28,7 @@ from fp8dist.transformer_engine import ImportReport
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attendance",
     "BlockScaling",
     "ConfigurationError",
     "CurrentScaling",
@@ -54,4 +56,5 @@ __all__ = [
     "fsdp",
     "get_manager",
     "prepare",
+    "roll_call",
 ]

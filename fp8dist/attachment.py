@@ -22,7 +22,7 @@ from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, find_ddp
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
-from fp8dist.groups import local_part
+from fp8dist.groups import is_dtensor, local_part, ranks_text
 from fp8dist.kernels.blocks import BLOCK
 from fp8dist.kernels.matmuls import ALIGNMENT, Scaling, torch_can
 from fp8dist.nn import FP8Linear
@@ -178,14 +178,20 @@ def _require_products(model: nn.Module, resharded: set[nn.Module]) -> None:
 def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     """Parts of one weight, and copies that DDP keeps equal, must have one scale."""
     by_ddp = ddp_parameters(whole)
+    covered: set[tuple[int, int]] = set()  # Pairs are few, and weights and ranks many.
     for sync, slot, weight in _weights(model):
         group, ddp = cycle.group_of(sync), by_ddp.get(id(weight))
+        holder = ddp if ddp is not None else weight.device_mesh if is_dtensor(weight) else None
+        if holder is None or group is None or not cycle.settings.amax_sync or (id(holder), id(group)) in covered:
+            continue
         ranks = mesh_ranks(weight) if ddp is None else {*dist.get_process_group_ranks(ddp.process_group)}
-        if cycle.settings.amax_sync and group is not None and not ranks <= {*group.ranks}:
+        if not ranks <= {*group.ranks}:
             raise ConfigurationError(
-                f"{slot.fqn}: its weight is shared or sharded by ranks {sorted(ranks)}, but its FP8 state only by "
-                f"ranks {list(group.ranks)}: pass prepare(group=…) all of them (the whole mesh, or DDP's group)"
+                f"{slot.fqn}: its weight is shared or sharded by ranks {ranks_text(sorted(ranks))}, but its FP8 state "
+                f"only by ranks {ranks_text(group.ranks)}: pass prepare(group=…) all of them (the whole mesh, or DDP's "
+                "group)"
             )
+        covered.add((id(holder), id(group)))
 
 
 def _warn_of_strangers(whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:

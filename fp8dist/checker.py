@@ -127,7 +127,7 @@ class Checker:
                 self._tell_fallback(sync, step)
             if proof.differs and joins:
                 detail = "not localised inside a Join context"
-                ranks = sync.group.ranks if sync.group is not None else ()
+                ranks = tuple(sync.group.ranks) if sync.group is not None else ()
                 findings = [Finding(step, kind, kind, ranks, None, detail=detail) for kind in proof.differs]
                 differing.append((sync, DivergenceReport(tuple(findings))))
             elif proof.differs:

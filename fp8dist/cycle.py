@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
+from fp8dist.attendance import enrol
 from fp8dist.checker import Checker, Event
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
@@ -29,6 +30,7 @@ from fp8dist.state.arena import Arena
 from fp8dist.state.manifest import build_manifest, manifest_digest
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync, Phase, all_reduce_max
+from fp8dist.waits import Waits
 from fp8dist.watch import Watch
 
 __all__ = ["StepCycle"]
@@ -71,6 +73,9 @@ class StepCycle:
         self.join_config = _JoinConfig.construct_disabled_join_config()
         self.sharded: ShardedWeights | None = None
         self.watch: Watch | None = None
+        self.waits = Waits()
+        for sync in self.syncs:
+            sync.waits = self.waits
         self._step = 0  # As the watch counts: the arenas' step, and the boundaries since.
         self.control = PrecisionControl(self.precisions, self.settings, self.mode, self.syncs, self.groups)
         self.checker = Checker(self.syncs, self.groups, self.settings, self.mode, self.control)
@@ -111,6 +116,8 @@ class StepCycle:
             manifest = build_manifest([(sync.arena.specs, sync.arena.recipe.describe())], settings)
             self.control.manifests[id(sync)] = manifest_digest(manifest)
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
+        if publications:
+            enrol()
         agree_on_manifests(publications, len(groups) - 1, timeout)
         self.control.announce()
         self.attached = True
@@ -241,7 +248,10 @@ class StepCycle:
         for sync in self.syncs:
             if at_once or sync.arena.recipe.update == "same_step":
                 sync.settle()
-        if not (in_graph or calibrated):
+        if calibrated:
+            self.waits.drop()
+        elif not in_graph:
+            self.waits.end_step()
             self._step += 1
             if self.watch is not None:
                 self.watch.resume_after = None
@@ -407,6 +417,7 @@ class StepCycle:
         for sync in self.syncs:
             if sync.communicates and sync.every_step:
                 sync.launch_idle()
+        self.waits.drop()
 
     def resync_after_join(self) -> None:
         """Take over the state of the rank that is furthest, and end the Join context. COLLECTIVE."""
@@ -424,6 +435,7 @@ class StepCycle:
         # A rank without data has counted fewer steps, and decides by its counts when it takes part in what.
         self._boundaries = self._checked = 0
         self._count_from_state()
+        self.waits.drop()
         self.join_config = _JoinConfig.construct_disabled_join_config()
 
     def _take_precisions(self, sync: ArenaSync, group: SyncGroup, source: int) -> None:

@@ -77,8 +77,8 @@ class LossDiverged(Fp8DistError):
 class SyncError(Fp8DistError, RuntimeError):
     """The collective of a step failed or timed out.
 
-    Names the manager, the step and the ranks; the communication library's own error is its cause. The process group
-    cannot be used any more.
+    Names the manager, the step, the ranks and those of them that are missing, as far as the job's store knows; the
+    communication library's own error is its cause. The process group cannot be used any more.
     """
 
 

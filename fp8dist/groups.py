@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import socket
 import sys
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -27,18 +29,27 @@ if TYPE_CHECKING:
 __all__ = [
     "GroupLike",
     "SyncGroup",
+    "absent",
     "agree_on_manifests",
     "has_base",
+    "identity_of",
     "is_dtensor",
     "local_part",
     "publish_manifest",
+    "ranks_text",
     "world_size",
 ]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
 
+_SHOWN_RANKS = 8
+"""Ranks that are named one by one before the rest is counted."""
+
 _AGREED = "agreed"
-_ASKED, _VERDICT = "asked", "verdict"
+_COMPLETE, _ASKED, _VERDICT = "complete", "asked", "verdict"
+
+_SHOWN_MANIFESTS = 8
+"""Manifests whose difference is told; of the others only who has them."""
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -70,6 +81,8 @@ class SyncGroup:
     From a ProcessGroup, or from a DeviceMesh with all its axes flattened: for DP × TP × CP that is
     right for every role. A mesh of several axes gets its communicator on first use of
     ``process_group``, which is then collective.
+
+    ``ranks`` are a range where they are equally spaced, as those of a mesh's axes are: no memory, however many.
     """
 
     def __init__(self, group: GroupLike) -> None:
@@ -82,10 +95,10 @@ class SyncGroup:
                 raise ConfigurationError("a DeviceMesh of several axes needs mesh_dim_names to be a group")
             self.mesh = group
             # Sorted, as those of the process group that is made for it.
-            self.ranks: tuple[int, ...] = tuple(sorted(group.mesh.flatten().tolist()))
+            self.ranks: Sequence[int] = _compact(sorted(group.mesh.flatten().tolist()))
         elif isinstance(group, dist.ProcessGroup):
             self._process_group = weakref.ref(group)
-            self.ranks = tuple(dist.get_process_group_ranks(group))
+            self.ranks = _compact(dist.get_process_group_ranks(group))
         else:
             raise ConfigurationError(
                 f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
@@ -137,10 +150,10 @@ class SyncGroup:
         """This process's global rank."""
         return dist.get_rank()
 
-    @property
+    @functools.cached_property
     def identity(self) -> str:
         """The same on all members, different for other sets of ranks."""
-        return hashlib.sha256(json.dumps(self.ranks).encode()).hexdigest()[:16]
+        return identity_of(self.ranks)
 
     def mesh_coordinates(self) -> dict[str, int] | None:
         """This process's place on the mesh by axis name."""
@@ -160,6 +173,42 @@ class SyncGroup:
             "a StateManager with a process group cannot be pickled: save manager.state_dict() (or "
             "manager.save(path)) and call prepare() and load_state_dict() in the other process"
         )
+
+
+def identity_of(ranks: Sequence[int]) -> str:
+    """A name for the group of these ranks, in the order given."""
+    return hashlib.sha256(json.dumps(list(ranks)).encode()).hexdigest()[:16]
+
+
+def _compact(ranks: Sequence[int]) -> Sequence[int]:
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    spaced = range(ranks[0], ranks[0] + step * len(ranks), step)
+    return spaced if list(spaced) == list(ranks) else tuple(ranks)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks for a person; many of them are counted."""
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    return shown if len(ranks) <= _SHOWN_RANKS else f"{shown} and {len(ranks) - _SHOWN_RANKS} more"
+
+
+def absent(store: Any, ranks: Sequence[int], key_of: Callable[[int], str], most: int | None = None) -> list[int]:
+    """Those of ``ranks``, in their order, whose key is not in the store; ``most`` of them at most.
+
+    They are few, and looked for by halves: all that are there cost one question.
+    """
+    found: list[int] = []
+    parts = [ranks]
+    while parts and (most is None or len(found) < most):
+        part = parts.pop()
+        if store.check([key_of(rank) for rank in part]):
+            continue
+        if len(part) == 1:
+            found += part
+        else:
+            half = len(part) // 2
+            parts += [part[half:], part[:half]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -182,7 +231,11 @@ def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publicati
     publication = Publication(store, group, manifest, store.add(f"count/{group.rank}", 1))
     while store.check([_key(publication, _VERDICT)]):  # The others gave up on that round without this rank.
         publication = Publication(store, group, manifest, store.add(f"count/{group.rank}", 1))
-    store.set(_key(publication, "digest", group.rank), f"{manifest_digest(dict(manifest))} {socket.gethostname()}")
+    digest = manifest_digest(dict(manifest))
+    store.set(_key(publication, "digest", group.rank), f"{digest} {socket.gethostname()}")
+    store.add(_key(publication, f"same/{digest}"), 1)
+    if store.add(_key(publication, "came"), 1) == group.size:
+        store.set(_key(publication, _COMPLETE), "")
     return publication
 
 
@@ -190,96 +243,120 @@ def agree_on_manifests(publications: Sequence[Publication], rounds: int, timeout
     """Wait until all ranks of these groups have published and agree. COLLECTIVE, through the store.
 
     In each group the lowest rank compares and the others wait for its verdict. Whoever writes a verdict
-    first, the lowest rank or one that will wait no longer, has spoken for all: nobody goes on alone. Full
-    manifests travel only on a mismatch. With several groups, a failure in one is passed on to the others.
+    first, the lowest rank or one that will wait no longer, has spoken for all: nobody goes on alone. With several
+    groups, a failure in one is passed on to the others.
+
+    Where all agree this is some ten operations on the store per group for each rank, the lowest too, however many they
+    are: equal digests are counted, not read. Single ranks are looked at on a failure only, by the lowest rank, and full
+    manifests travel only then.
 
     Args:
         rounds: how many groups a failure may have to pass through to reach everyone; the same on all ranks.
-        timeout: how long to wait for a rank.
+        timeout: how long to wait for the others, in all groups together. Verdicts may take twice that.
 
     Raises:
         ManifestMismatchError: on every rank; ranks differ, or one did not come in time.
     """
-    failures = [text for p in publications if (text := _agree(p, timeout)) is not None]
+    deadline = time.monotonic() + timeout.total_seconds()
+    # Those that this rank leads come first: their other members must not wait for what it waits for elsewhere.
+    in_order = sorted(publications, key=lambda p: min(p.group.ranks) != p.group.rank)
+    failures = [text for p in in_order if (text := _agree(p, timeout, deadline)) is not None]
     for round_ in range(rounds):
         for publication in publications:
-            told = json.dumps(failures[:1])
-            publication.store.set(_key(publication, f"failures-{round_}", publication.group.rank), told)
+            _tell(publication, round_, failures)
         for publication in publications:
             if not failures:  # One is enough to know, and those who know need not wait.
-                failures += _failures_of_members(publication, f"failures-{round_}", timeout)
+                failures += _told(publication, round_, timeout * 3)
     if failures:
         raise ManifestMismatchError(failures[0])
 
 
-def _failures_of_members(publication: Publication, what: str, timeout: timedelta) -> list[str]:
-    told = (_get(publication, what, timeout * 2, rank) for rank in publication.group.ranks)
-    return [text for one in told if one is not None for text in json.loads(one)]
+def _tell(publication: Publication, round_: int, failures: Sequence[str]) -> None:
+    """Tell the group of a failure, or that this rank knows of none; the last of them to say so speaks for all."""
+    if failures:
+        _write_once(publication, f"told-{round_}", failures[0])
+    elif publication.store.add(_key(publication, f"well-{round_}"), 1) == publication.group.size:
+        _write_once(publication, f"told-{round_}", _AGREED)
 
 
-def _agree(publication: Publication, timeout: timedelta) -> str | None:
-    """What is wrong in this group, or None."""
-    leader = min(publication.group.ranks)
+def _told(publication: Publication, round_: int, timeout: timedelta) -> list[str]:
+    told = _get(publication, f"told-{round_}", timeout)
+    if told is None:
+        size, seconds = publication.group.size, timeout.total_seconds()
+        gone = f"the end of attach() was not reached within {seconds:.0f} s by all of {size} ranks"
+        told = _write_once(publication, f"told-{round_}", gone)
+    return [] if told == _AGREED else [told]
+
+
+def _agree(publication: Publication, timeout: timedelta, deadline: float) -> str | None:
+    """What is wrong in this group, or None. Members have until the deadline to come, the leader as long again at the
+    most to tell what differs."""
+    leader, patience = min(publication.group.ranks), timeout.total_seconds()
     if publication.group.rank == leader:
-        verdict = _conclude(publication, _compare(publication, timeout))
+        verdict = _write_once(publication, _VERDICT, _compare(publication, timeout, deadline, deadline + patience / 2))
     else:
-        verdict = _follow(publication, leader, timeout * 2)
+        verdict = _follow(publication, leader, timeout * 2, deadline + patience)
     return None if verdict == _AGREED else verdict
 
 
-def _follow(publication: Publication, leader: int, timeout: timedelta) -> str:
+def _follow(publication: Publication, leader: int, timeout: timedelta, deadline: float) -> str:
     """Wait for the leader, showing it the manifest if it asks for it."""
-    asked = _get(publication, _ASKED, timeout)
+    asked = _get(publication, _ASKED, _until(deadline))
     if asked is not None and publication.group.rank in json.loads(asked):
         publication.store.set(_key(publication, "manifest", publication.group.rank), json.dumps(publication.manifest))
-    verdict = None if asked is None else _get(publication, _VERDICT, timeout)
+    verdict = None if asked is None else _get(publication, _VERDICT, _until(deadline))
     if verdict is None:
-        return _conclude(publication, _absent([leader], publication.group.size, timeout))
+        return _write_once(publication, _VERDICT, _absent([leader], publication.group.size, timeout))
     return verdict
 
 
-def _conclude(publication: Publication, verdict: str) -> str:
-    """Write the verdict, unless there is one already; the one that stands."""
-    return publication.store.compare_set(_key(publication, _VERDICT), "", verdict).decode()
-
-
-def _compare(publication: Publication, timeout: timedelta) -> str:
+def _compare(publication: Publication, timeout: timedelta, deadline: float, later: float) -> str:
+    """What the leader concludes. ``deadline``: for the others to come; ``later``: for them to show their manifests."""
     group, store = publication.group, publication.store
-    leader = group.rank
-    digests: dict[int, str] = {}
-    hosts: dict[int, str] = {}
-    missing: list[int] = []
-    for rank in group.ranks:
-        text = _get(publication, "digest", timedelta(milliseconds=10) if missing else timeout, rank)
-        if text is None:
-            missing.append(rank)
-        else:
-            digests[rank], _, hosts[rank] = text.partition(" ")
-    # One odd rank per distinct manifest tells all there is to know.
-    odd: dict[str, list[int]] = {}
-    for rank, digest in digests.items():
-        if digest != digests[leader]:
-            odd.setdefault(digest, []).append(rank)
-    store.set(_key(publication, _ASKED), json.dumps([] if missing else [ranks[0] for ranks in odd.values()]))
+    complete = _get(publication, _COMPLETE, _until(deadline)) is not None
+    mine = manifest_digest(dict(publication.manifest))
+    if complete and store.add(_key(publication, f"same/{mine}"), 0) == group.size:
+        store.set(_key(publication, _ASKED), "[]")
+        return _AGREED
+    missing = [] if complete else absent(store, group.ranks, lambda rank: _key(publication, "digest", rank))
     if missing:
+        store.set(_key(publication, _ASKED), "[]")
         return _absent(missing, group.size, timeout)
+    return _differences(publication, mine, later)
+
+
+def _differences(publication: Publication, mine: str, deadline: float) -> str:
+    """All have published: who differs from this rank, and in what."""
+    group, store = publication.group, publication.store
+    told = store.multi_get([_key(publication, "digest", rank) for rank in group.ranks])
+    hosts: dict[int, str] = {}
+    odd: dict[str, list[int]] = {}
+    for rank, text in zip(group.ranks, told):
+        digest, _, hosts[rank] = text.decode().partition(" ")
+        if digest != mine:
+            odd.setdefault(digest, []).append(rank)
+    # One odd rank per distinct manifest tells all there is to know.
+    shown = list(odd.values())[:_SHOWN_MANIFESTS]
+    store.set(_key(publication, _ASKED), json.dumps([ranks[0] for ranks in shown]))
     lines = []
-    for ranks in odd.values():
-        theirs = _get(publication, "manifest", timeout, ranks[0])
+    for ranks in shown:
+        theirs = _get(publication, "manifest", _until(deadline), ranks[0])
         difference = (
             "gone before it could be compared"
             if theirs is None
             else first_difference(dict(publication.manifest), json.loads(theirs))
         )
-        lines.append(
-            f"rank {leader} ({hosts[leader]}) against rank(s) {_ranks(ranks)} ({hosts[ranks[0]]}): {difference}"
-        )
+        sides = f"rank {group.rank} ({hosts[group.rank]}) against rank(s) {ranks_text(ranks)} ({hosts[ranks[0]]})"
+        lines.append(f"{sides}: {difference}")
+    if len(odd) > len(shown):
+        others = [rank for ranks in list(odd.values())[len(shown) :] for rank in ranks]
+        lines.append(f"rank(s) {ranks_text(others)} have {len(odd) - len(shown)} other manifests")
     return "ranks were prepared differently; " + "; ".join(lines) if lines else _AGREED
 
 
 def _absent(ranks: list[int], size: int, timeout: timedelta) -> str:
     return (
-        f"attach() was not reached within {timeout.total_seconds():.0f} s by rank(s) {_ranks(ranks)} of {size}: "
+        f"attach() was not reached within {timeout.total_seconds():.0f} s by rank(s) {ranks_text(ranks)} of {size}: "
         "it is collective over the group"
     )
 
@@ -287,6 +364,16 @@ def _absent(ranks: list[int], size: int, timeout: timedelta) -> str:
 def _key(publication: Publication, what: str, rank: int | None = None) -> str:
     suffix = "" if rank is None else f"/{rank}"
     return f"{publication.round}/{what}{suffix}"
+
+
+def _write_once(publication: Publication, what: str, text: str) -> str:
+    """Write it, unless somebody has; what stands there now."""
+    return publication.store.compare_set(_key(publication, what), "", text).decode()
+
+
+def _until(deadline: float) -> timedelta:
+    """From now; a little at least, so that what is there already is seen."""
+    return timedelta(seconds=max(0.1, deadline - time.monotonic()))
 
 
 def _get(publication: Publication, what: str, timeout: timedelta, rank: int | None = None) -> str | None:
@@ -297,8 +384,3 @@ def _get(publication: Publication, what: str, timeout: timedelta, rank: int | No
     except (dist.DistStoreError, RuntimeError):
         return None
     return publication.store.get(key).decode()
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -555,6 +555,18 @@ class StateManager(Joinable):
             "fp8/check_ms": 1e3 * self._cycle.checker.seconds,
         }
 
+    def take_waits(self) -> list[float]:
+        """How long this rank waited in its syncs, in milliseconds: a number for each step that has ended since the last
+        call, over all arenas. Local; on CUDA it waits for the device.
+
+        A step counts what was waited for between the end of the last one and its own: under ``update="next_step"``, and
+        with DDP's hook, that is the wait for the previous sync. On CUDA it is time in which the stream stood still, by
+        events; the host's is ``metrics()["fp8/sync_wait_ms"]``. A rank that waits little is the one for which the
+        others wait; where gradients are reduced first, they wait there. Steps in CUDA graphs are left out, and NaN
+        stands for all but the newest 4,096.
+        """
+        return self._cycle.waits.take()
+
     def refresh_weights(self) -> None:
         """Derive weight scales anew, after weights were written behind the library's back. COLLECTIVE.
 

@@ -25,13 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8dist.attendance import roll_call
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.graphs import capturing
-from fp8dist.groups import SyncGroup
+from fp8dist.groups import SyncGroup, ranks_text
 from fp8dist.kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_SCALE_LOW, WORD_STEP, WORDS
 from fp8dist.kernels.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
 from fp8dist.kernels.update import OUTCOME
 from fp8dist.state.arena import Arena
+from fp8dist.waits import Waits, clock_of
 
 __all__ = ["ArenaSync", "Evidence", "Phase", "Proof", "SyncCounters", "Verdict"]
 
@@ -127,7 +129,8 @@ class ArenaSync:
     ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``). ``patterns``: which
     modules it is of, as ``prepare(groups=…)`` named them; none for all others. ``owner``: what errors call the manager.
     ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such graphs that the host knows of.
-    ``watched``: what this rank saw in a step is kept for ``take_seen``.
+    ``watched``: what this rank saw in a step is kept for ``take_seen``. ``waits``: of this arena, and of all others of
+    its manager.
     """
 
     arena: Arena
@@ -140,6 +143,7 @@ class ArenaSync:
     graphed: bool = False
     replays: int = 0
     watched: bool = False
+    waits: Waits = field(default_factory=Waits)
     _seen: Tensor | None = None
     _work: dist.Work | None = None
     _merged: Tensor | None = None
@@ -245,7 +249,9 @@ class ArenaSync:
         if self._work is not None:
             start = time.perf_counter()
             work, self._work = self._work, None
-            with self.failing_by_name():
+            device = self.arena.device
+            measured = contextlib.nullcontext() if capturing(device) else self.waits.waiting(clock_of(device))
+            with self.failing_by_name(), measured:
                 work.wait()
             self.counters.wait_s += time.perf_counter() - start
 
@@ -273,10 +279,10 @@ class ArenaSync:
     def _failure(self, what: str, error: Exception, seconds: float) -> SyncError:
         assert self.group is not None
         ranks = self.group.ranks
-        named = ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} … {ranks[-1]}"
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
         return SyncError(
-            f"rank {self.group.rank}: {self.owner}: {what} with ranks {named} failed after {seconds:.1f} s. A rank is "
-            f"gone, hangs, or did not come here ({type(error).__name__}: {error})"
+            f"rank {self.group.rank}: {self.owner}: {what} with ranks {ranks_text(ranks)} failed after "
+            f"{seconds:.1f} s. {roll_call(ranks, error=error)} ({cause})"
         )
 
     def pass_boundary(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
@@ -394,6 +400,7 @@ class ArenaSync:
         state = dict(self.__dict__)
         state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
         state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None, watched=False, _seen=None)
+        state.update(waits=Waits())
         return state
 
 

@@ -49,10 +49,10 @@ class Watch:
 
         After the launch and before the commit: scales and cold flags are those of the step.
         """
-        by_group: dict[tuple[int, ...], list[ArenaSync]] = {}
+        by_group: dict[Sequence[int], list[ArenaSync]] = {}
         for sync in syncs:
             ranks = sync.group.ranks if sync.communicates and sync.group is not None else ()
-            by_group.setdefault(tuple(ranks), []).append(sync)
+            by_group.setdefault(ranks, []).append(sync)
         statistics: list[SlotStatistics] = []
         for together in by_group.values():
             seen = torch.cat([sync.take_seen() for sync in together], 1)

@@ -143,8 +143,8 @@ def test_the_data_parallel_axis_alone_is_refused_under_tensor_parallelism(four_r
     for rank, text in enumerate(four_ranks.run(_group_too_small)):
         first = rank - rank % 2
         assert "blocks.0.up" in text
-        assert f"[{first}, {first + 1}]" in text
-        assert f"[{rank % 2}, {rank % 2 + 2}]" in text
+        whose = f"by ranks {first}, {first + 1}, but its FP8 state only by ranks {rank % 2}, {rank % 2 + 2}:"
+        assert whose in text
 
 
 # HSDP ----------------------------------------------------------------------------------------------------

@@ -11,17 +11,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module may import from its own line only inside a package of its own (state), else from lines above.
 LAYERS = [
-    ["errors", "formats", "json_lines"],
+    ["errors", "formats", "json_lines", "waits"],
     ["scaling"],
     ["kernels"],
     ["fallback", "recipe", "ops", "gathered", "graphs"],
     ["settings"],
     ["state"],
     ["overrides", "precision", "groups"],
+    ["attendance"],
     ["sync", "tensor_parallel"],
     ["consistency"],
     ["offline"],
-    ["doctor", "monitor", "loss_guard"],
+    ["doctor", "monitor", "loss_guard", "simulation"],
     ["watch", "linear_slots"],
     ["nn"],
     ["ddp", "boundary", "calibration", "precision_control", "wrappers"],
@@ -66,7 +67,7 @@ def _imports(tree: ast.Module) -> list[tuple[str, bool]]:
 def test_imports_go_one_way(layer: str, path: Path) -> None:
     assert layer in LINE, f"{path} belongs to no layer: add it to LAYERS and to ARCHITECTURE.md"
     for imported, type_checking in _imports(ast.parse(path.read_text())):
-        same_package = imported == layer and layer in ("state", "kernels", "consistency", "offline")
+        same_package = imported == layer and layer in ("state", "kernels", "consistency", "offline", "simulation")
         assert type_checking or same_package or LINE[imported] < LINE[layer], f"{path.name} imports {imported}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +49,10 @@ def test_a_rank_that_does_not_come_is_a_sync_error(update: str) -> None:
     assert both
     assert cause is not SyncError
     assert text.startswith("rank 0: StateManager of Net: the FP8 sync of step 3 with ranks 0, 1 failed after ")
-    assert "A rank is gone, hangs, or did not come here" in text
+    missing = (
+        f"Missing of 2 ranks: rank 1 ({socket.gethostname()}): gone, hung, or out of reach, or this host is cut off ("
+    )
+    assert missing in text
+    assert "\n" not in text
     assert steps == 2
     assert unchanged

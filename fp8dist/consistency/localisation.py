@@ -34,6 +34,9 @@ __all__ = ["localise_set"]
 MAX_DIFFERING = 1024
 """Differing things whose ranks are told apart; the rest is counted."""
 
+MAX_GATHERED = 1 << 20
+"""Digests that a rank takes from all others together: on more than 1024 ranks fewer things are told apart."""
+
 MAX_LAYOUTS = 8
 """Distinct layouts that are shown to each other."""
 
@@ -46,7 +49,7 @@ def localise_set(
 ) -> tuple[list[Finding], list[Differing]]:
     """Findings, and what differs, the same on all ranks. COLLECTIVE over the set's group.
 
-    ``everything``: tell all differing things apart, not only the first ``MAX_DIFFERING``.
+    ``everything``: tell all differing things apart, not only the first ``MAX_DIFFERING``, or fewer on many ranks.
     """
     group, keys = s.group, s.keys
     layout = hashlib.sha256(repr(sorted(keys)).encode()).hexdigest()
@@ -58,7 +61,7 @@ def localise_set(
         findings, common = _compare_layouts(group, common, layouts)
     common.sort(key=_as_people_count)
     place = {key: i for i, key in enumerate(keys)}
-    at_most = len(common) if everything else MAX_DIFFERING
+    at_most = len(common) if everything else _told_apart(group.size)
     differing, more = _differing_things(group, [place[key] for key in common], common, digests, at_most)
     if differing:
         findings += _explain(s, differing)
@@ -72,6 +75,11 @@ def localise_set(
     good = min((t.last_good_step for t in told if t.last_good_step is not None), default=None)
     everyone = [t.participant for t in told]
     return [replace(f, step=step, last_good_step=good).located(everyone) for f in findings], differing
+
+
+def _told_apart(ranks: int) -> int:
+    """Of so many differing things it is found out which ranks have what."""
+    return min(MAX_DIFFERING, max(MAX_EXPLAINED, MAX_GATHERED // ranks))
 
 
 def _as_people_count(key: Key) -> list[Any]:

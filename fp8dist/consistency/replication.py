@@ -8,8 +8,9 @@ that DDP keeps equal, across DDP's group, and what the caller vouches for by nam
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8dist.groups import GroupLike, SyncGroup, has_base, is_dtensor
+from fp8dist.groups import GroupLike, SyncGroup, has_base, is_dtensor, ranks_text
 from fp8dist.state.slots import clean_fqn
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters"]
 
 ANCHOR = "all ranks that check"
+
+_SHOWN_IN_FULL = 64
+"""Ranks of a mesh that is spelled out where ranks disagree about it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Membership:
     """With whom this rank is in the set of that label. ``view``: what it was taken from."""
 
     label: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     view: str
 
 
@@ -71,6 +75,7 @@ class Replication:
         self._anchor_ranks = frozenset(anchor.ranks)
         self._memberships: dict[str, Membership] = {}
         self._known: dict[Any, Home | Excuse] = {}
+        self._spanning: dict[int, bool] = {}
         self._of_parameter: dict[int, Home | Excuse] = {}
         self._kept: list[Any] = []  # Ids are keys: what they are of must stay.
 
@@ -98,7 +103,7 @@ class Replication:
             return Excuse(f"that are shared with ranks that do not take part in this check ({label})")
         return Home(label, group)
 
-    def _unique(self, label: str, ranks: tuple[int, ...]) -> str:
+    def _unique(self, label: str, ranks: Sequence[int]) -> str:
         """Two sets may have one name (DDP in two places): in one program they come in one order on all ranks."""
         candidate, number = label, 1
         while candidate in self._memberships and self._memberships[candidate].ranks != ranks:
@@ -147,9 +152,15 @@ class Replication:
         axes = [axis for axis in wide if placements[axis].is_replicate()]
         if not axes:
             return [Excuse("that are DTensors without a Replicate axis: each rank has its own")]
-        if axes == wide and self._anchor_ranks == frozenset(mesh.mesh.flatten().tolist()):
+        if axes == wide and self._spans_anchor(mesh):
             return [self._anchor]
         return [self._of_axis(mesh, axis) for axis in axes]
+
+    def _spans_anchor(self, mesh: DeviceMesh) -> bool:
+        if id(mesh) not in self._spanning:
+            self._kept.append(mesh)
+            self._spanning[id(mesh)] = self._anchor_ranks == frozenset(mesh.mesh.flatten().tolist())
+        return self._spanning[id(mesh)]
 
     def _of_axis(self, mesh: DeviceMesh, axis: int) -> Home | Excuse:
         key = ("axis", id(mesh), axis)
@@ -157,7 +168,7 @@ class Replication:
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
             self._kept.append(mesh)
             group = SyncGroup(mesh.get_group(axis))
-            self._known[key] = self.of_group(f"mesh axis {name}", group, f"mesh {mesh.mesh.tolist()}")
+            self._known[key] = self.of_group(f"mesh axis {name}", group, _view(mesh))
         return self._known[key]
 
     def _of_fsdp1(self, wrapper: Any) -> Home | Excuse:
@@ -175,6 +186,15 @@ class Replication:
         if key not in self._known:
             self._known[key] = self.of_group(label, SyncGroup(group))
         return self._known[key]
+
+
+def _view(mesh: DeviceMesh) -> str:
+    """Equal for equal meshes. All ranks show each other theirs if they disagree, so it is short for large ones too."""
+    if mesh.size() <= _SHOWN_IN_FULL:
+        return f"mesh {mesh.mesh.tolist()}"
+    ranks = mesh.mesh.flatten().tolist()
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    return f"mesh {tuple(mesh.mesh.shape)} of ranks {ranks_text(ranks)} (digest {digest})"
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[str, int] | None:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fp8dist.errors import DivergenceError
+from fp8dist.groups import ranks_text
 
-__all__ = ["DivergenceReport", "Finding", "Participant", "ranks_text", "sides_of", "split"]
+__all__ = ["DivergenceReport", "Finding", "Participant", "sides_of", "split"]
 
 _WHAT: Mapping[str, str] = MappingProxyType(
     {
@@ -32,8 +33,8 @@ _WHAT: Mapping[str, str] = MappingProxyType(
 SHOWN_ROWS = 32
 """Findings that a printed report spells out; all of them are in ``report.findings``."""
 
-SHOWN_RANKS = 8
-"""Ranks that are named one by one before the rest is counted."""
+SHOWN_REPAIRS = 8
+"""Repairs that are named one by one before the rest is counted."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,8 @@ class DivergenceReport:
             return "\n".join([f"consistent ({compared or 'nothing was compared'})", *notes])
         if self.repaired:
             texts = list(dict.fromkeys(self.repaired))
-            more = f"; and {len(texts) - SHOWN_RANKS} more" if len(texts) > SHOWN_RANKS else ""
-            notes += ["repaired, and checked again: " + "; ".join(texts[:SHOWN_RANKS]) + more]
+            more = f"; and {len(texts) - SHOWN_REPAIRS} more" if len(texts) > SHOWN_REPAIRS else ""
+            notes += ["repaired, and checked again: " + "; ".join(texts[:SHOWN_REPAIRS]) + more]
         notes += self.notes
         return "\n".join(
             [self._headline(), *_table(self.findings, self.noun), *_where(self.findings, self.noun), *notes]
@@ -260,12 +261,6 @@ def plural(kind: str) -> str:
     """Of the name of a kind."""
     irregular = {"amax": "amaxes", "cold": "cold flags", "counters": "counters", "history": "histories"}
     return irregular.get(kind, "optimizer states" if kind == "optimizer" else f"{kind}s")
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Ranks for a person; many of them are counted."""
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    return shown if len(ranks) <= SHOWN_RANKS else f"{shown} and {len(ranks) - SHOWN_RANKS} more"
 
 
 def _plain(value: Any) -> Any:
