@@ -1,0 +1,98 @@
+"""The network between hosts as a program: packets arrive late, as over a long cable.
+
+    python forwarder.py DEVICE PID=ADDRESS…
+
+makes a TUN device of that name in the network namespace of each process, and carries IPv4 packets between them. It
+reads commands from stdin, answers each with "done", and ends when stdin does: "latency SECONDS", "plug ADDRESS",
+"unplug ADDRESS". The kernel's own ``tc netem`` does the same where it exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+
+TUNSETIFF = 0x400454CA
+IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
+CLONE_NEWNET = 0x40000000
+DESTINATION = slice(16, 20)  # Of an IPv4 header.
+SPIN = 0.0002
+"""Seconds before a packet is due in which the program does not sleep: a sleep overshoots by about as much."""
+
+
+def main() -> None:
+    """Carry packets until stdin ends."""
+    device, *ports = sys.argv[1:]
+    devices: dict[bytes, int] = {}
+    for port in ports:
+        pid, _, address = port.partition("=")
+        devices[socket.inet_aton(address)] = make_device(int(pid), device)
+    with contextlib.suppress(OSError):  # Late packets would look like a longer cable.
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    print("up", flush=True)
+    carry(devices)
+
+
+def make_device(pid: int, name: str) -> int:
+    """A TUN device in the network namespace of a process; its file descriptor."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{pid}/ns/net", "rb") as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
+    return descriptor
+
+
+def carry(devices: dict[bytes, int]) -> None:
+    """Packets from each device to that of their destination, so much later."""
+    address_of = {descriptor: address for address, descriptor in devices.items()}
+    unplugged: set[bytes] = set()
+    latency = 0.0
+    under_way: deque[tuple[float, int, bytes]] = deque()  # when it is due, where, what; all wait equally long
+    commands = sys.stdin.fileno()
+    pending = b""
+    while True:
+        timeout = None
+        if under_way:
+            timeout = max(0.0, under_way[0][0] - time.monotonic() - SPIN)
+        ready, _, _ = select.select([commands, *address_of], [], [], timeout)
+        now = time.monotonic()
+        for descriptor in ready:
+            if descriptor == commands:
+                text = os.read(commands, 4096)
+                if not text:
+                    return
+                *lines, pending = (pending + text).split(b"\n")
+                for line in lines:
+                    verb, value = line.decode().split()
+                    if verb == "latency":
+                        latency = float(value)
+                    elif verb == "unplug":
+                        unplugged.add(socket.inet_aton(value))
+                    else:
+                        unplugged.discard(socket.inet_aton(value))
+                    print("done", flush=True)
+                continue
+            with contextlib.suppress(BlockingIOError, OSError):  # Nothing left, or the device is down.
+                while True:
+                    packet = os.read(descriptor, 65536)
+                    to = packet[DESTINATION]
+                    if to in devices and to not in unplugged and address_of[descriptor] not in unplugged:
+                        under_way.append((now + latency, devices[to], packet))
+        while under_way and under_way[0][0] <= time.monotonic():
+            _, to_descriptor, packet = under_way.popleft()
+            with contextlib.suppress(OSError):  # The device is down, or the host is gone.
+                os.write(to_descriptor, packet)
+
+
+if __name__ == "__main__":
+    main()
