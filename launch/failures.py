@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fp8dist import StateManager
+from fp8dist import StateManager, roll_call
 from fp8dist.errors import ManifestMismatchError, SyncError
 from ranks import leave
 
@@ -25,8 +25,8 @@ MARKS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe",
 ABSENT = "attach() was not reached"
 """What a ManifestMismatchError says when no manifests differ, but a rank did not come."""
 
-LAST_WORDS = 3.0
-"""Seconds between SIGTERM and the end of the process."""
+LAST_WORDS = 6.0
+"""Seconds between SIGTERM and the end of the process: a roll call takes half of that."""
 
 
 class CollectiveFailed(Exception):
@@ -64,8 +64,10 @@ class Watch:
             if not is_of_a_collective(error):
                 raise
             text = " ".join(str(error).split())
-            if not isinstance(error, SyncError):  # That one names rank, step and manager itself.
+            if not isinstance(error, SyncError):  # That one names rank, step, manager and who is missing itself.
                 seconds = time.monotonic() - start
+                if not isinstance(error, ManifestMismatchError):  # That one names who did not come.
+                    text = f"{roll_call(error=error)}: {text}"
                 place = f"rank {self._rank}: step {self.step}: {what}: {self._subject}"
                 text = f"{place}: a collective failed or timed out after {seconds:.1f} s: {text}"
             raise CollectiveFailed(text) from error

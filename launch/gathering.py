@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-__all__ = ["GatheredBytes"]
+from calls import replaced
+
+__all__ = ["WAYS", "GatheredBytes"]
 
 WAYS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
 """What FSDP1 gathers with, on CPU and GPU, in one torch or another."""
@@ -46,23 +48,16 @@ class GatheredBytes:
     @contextlib.contextmanager
     def watch_calls(self) -> Iterator[None]:
         """Count what is gathered inside, by whomever: FSDP1 has no place to ask for it."""
-        before = {name: getattr(dist, name) for name in WAYS if hasattr(dist, name)}
 
-        def counted(name: str) -> Any:
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(result: Tensor | list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
                 self.add(sum(map(_size, result)) if isinstance(result, list) else _size(result), _size(tensor))
-                return before[name](result, tensor, *args, **kwargs)
+                return function(result, tensor, *args, **kwargs)
 
             return call
 
-        for name in before:
-            setattr(dist, name, counted(name))
-        try:
-            with self.counting():
-                yield
-        finally:
-            for name, function in before.items():
-                setattr(dist, name, function)
+        with replaced(WAYS, counted), self.counting():
+            yield
 
 
 class _CountedAllGather(AllGather):
@@ -70,9 +65,6 @@ class _CountedAllGather(AllGather):
 
     def __init__(self, bytes_: GatheredBytes) -> None:
         self._bytes = bytes_
-        self._gather = getattr(
-            dist, "all_gather_single", dist.all_gather_into_tensor
-        )  # The newer name, from torch 2.13.
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -81,7 +73,8 @@ class _CountedAllGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._bytes.add(_size(output_tensor), _size(input_tensor))
-        return self._gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # The newer name, from torch 2.13.
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def _size(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8dist import Slot, StateManager
 from fp8dist.errors import ConfigurationError
-from options import Options
+from options import SLOW, Options
 from ranks import Ranks
 
 __all__ = ["Injection"]
@@ -44,7 +44,10 @@ class Injection:
         self._rank, self._model, self._manager = ranks.rank, model, manager
         self._saved: list[Tensor] = []
         self._step = 0
-        if any(fault.kind in ("kill-forward", "kill-backward") for fault in self._faults):
+        self._slow_ms = sum(fault.step for fault in self._faults if fault.kind == SLOW)
+        if self._slow_ms:
+            print(f"[rank {self._rank}] --inject slow: {self._slow_ms} ms in each forward", file=sys.stderr, flush=True)
+        if any(fault.kind in ("kill-forward", "kill-backward", SLOW) for fault in self._faults):
             blocks = model.get_submodule("blocks")
             middle = blocks.get_submodule(str(options.layers // 2))
             middle.register_forward_hook(self._in_the_forward)
@@ -53,7 +56,7 @@ class Injection:
             model.get_submodule(self._place).register_forward_pre_hook(self._plant_outlier)
         if any(fault.kind == "spike" for fault in self._faults):
             model.get_submodule("lm_head").register_forward_pre_hook(self._raise_logits)
-        needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan", "kill-sync")]
+        needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan", "kill-sync", "stop-sync")]
         if needs_sync and manager is not None and not (manager.settings.enabled and manager.settings.amax_sync):
             raise ConfigurationError(f"--inject {needs_sync[0]}: FP8 or its amax sync is switched off")
 
@@ -71,13 +74,20 @@ class Injection:
             "scale": self._double_scale,
             "nan": self._record_nan,
             "skip": self._save_parameters,
-            "kill-sync": self._die_in_the_sync,
+            "kill-sync": lambda: self._in_the_sync("kill-sync", self._die),
+            "stop-update": lambda: self._stop("stop-update", step),
+            "stop-sync": lambda: self._in_the_sync("stop-sync", self._stop),
         }
         self._inject(step, before)
 
     def after_update(self, step: int) -> None:
         """The optimizer has stepped. Local."""
-        self._inject(step, {"weight": self._flip_bit, "skip": self._put_parameters_back})
+        after: dict[str, Callable[[], str | None]] = {
+            "weight": self._flip_bit,
+            "skip": self._put_parameters_back,
+            "stop-step": lambda: self._stop("stop-step", step),
+        }
+        self._inject(step, after)
 
     def files_written(self, step: int) -> None:
         """This rank's part of the checkpoint is on the disk, and the checkpoint is not whole. Local."""
@@ -87,6 +97,7 @@ class Injection:
     def _in_the_forward(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
         if not torch.is_grad_enabled():  # A validation.
             return
+        time.sleep(1e-3 * self._slow_ms)
         if self._has("kill-forward"):
             self._die("kill-forward", self._step)
         if self._has("kill-backward"):
@@ -110,17 +121,18 @@ class Injection:
     def _say(self, kind: str, what: str) -> None:
         print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{self._step}: {what}", file=sys.stderr, flush=True)
 
-    def _die_in_the_sync(self) -> None:
+    def _in_the_sync(self, kind: str, act: Callable[[str, int], None]) -> None:
         """The sync is the first int32 MAX of ``optimizer.step()``. The others wait for this rank, or have its part."""
         all_reduce = dist.all_reduce
 
-        def die(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
             work = all_reduce(tensor, op, *args, **kwargs)
             if tensor.dtype == torch.int32 and op == dist.ReduceOp.MAX:
-                self._die("kill-sync", self._step)
+                dist.all_reduce = all_reduce
+                act(kind, self._step)
             return work
 
-        dist.all_reduce = die
+        dist.all_reduce = reduce
 
     def _has(self, kind: str) -> bool:
         return any((fault.kind, fault.step) == (kind, self._step) for fault in self._faults)
@@ -129,6 +141,12 @@ class Injection:
         print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{step}: SIGKILL", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("still alive")
+
+    def _stop(self, kind: str, step: int) -> None:
+        """The whole process, with the threads that communicate, until somebody lets it go on."""
+        how = f"SIGSTOP; kill -CONT {os.getpid()} lets it go on"
+        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{step}: {how}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def _inject(self, step: int, ways: dict[str, Callable[[], str | None]]) -> None:
         for fault in self._faults:

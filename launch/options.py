@@ -23,6 +23,7 @@ __all__ = [
     "FAILED_COLLECTIVE",
     "LOSS_DIVERGED",
     "SHARDED",
+    "SLOW",
     "UNWRITTEN",
     "Fault",
     "Options",
@@ -70,12 +71,15 @@ FOR_WATCH = ("watch_ranks", "scale_jump", "tensorboard")
 
 DAMAGES = ("scale", "weight", "nan", "skip", "outlier", "spike")
 DEATHS = ("kill-forward", "kill-backward", "kill-sync", "kill-save", "hang")
-FAULTS = DAMAGES + DEATHS
-"""The kinds of ``--inject``: what damages a rank, and what ends one or lets it hang."""
+SLOW = "slow"
+STOPS = ("stop-update", "stop-sync", "stop-step")
+FAULTS = (*DAMAGES, *DEATHS, *STOPS, SLOW)
+"""The kinds of ``--inject``: what damages a rank, ends one or lets it hang, stops one for a while, and slows one."""
 
 
 class Fault(NamedTuple):
-    """One ``--inject``: what is damaged, on which rank, at which step (counted from 1)."""
+    """One ``--inject``: what is damaged, on which rank, at which step (counted from 1). In place of the step SLOW has
+    the milliseconds that it costs in each forward."""
 
     kind: str
     rank: int
@@ -275,11 +279,13 @@ def _given(options: Options, names: Sequence[str]) -> list[str]:
 def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
     if fault.rank >= ranks:
         raise BadInput(f"--inject {fault}: there is no rank {fault.rank}, ranks are 0 to {ranks - 1}")
-    if not 1 <= fault.step <= options.steps:
+    if fault.kind == SLOW and fault.step < 1:
+        raise BadInput(f"--inject {fault}: the number of milliseconds must be at least 1")
+    if fault.kind != SLOW and not 1 <= fault.step <= options.steps:
         raise BadInput(f"--inject {fault}: there is no step {fault.step}, steps are 1 to {options.steps}")
-    if fault.kind in ("scale", "nan", "kill-sync") and options.precision != "fp8":
+    if fault.kind in ("scale", "nan", "kill-sync", "stop-sync") and options.precision != "fp8":
         raise BadInput(f"--inject {fault}: needs --precision fp8, and this is {options.precision}")
-    if fault.kind == "kill-sync" and (options.amax_sync is False or ranks == 1):
+    if fault.kind in ("kill-sync", "stop-sync") and (options.amax_sync is False or ranks == 1):
         raise BadInput(f"--inject {fault}: needs ranks that share amaxes")
     if fault.kind == "kill-save" and not options.saves_at(fault.step):
         raise BadInput(f"--inject {fault}: no checkpoint is saved at step {fault.step}; see --save-every")
@@ -538,7 +544,9 @@ def _add_check_flags(group: argparse._ArgumentGroup) -> None:
         "of one Linear one element becomes a million times the largest. spike: what enters lm_head is a thousand times "
         "too large, and so, about, is the rank's loss. kill-forward, kill-backward, kill-sync, kill-save: SIGKILL in "
         "the middle of the forward, the backward, the FP8 sync or the writing of a checkpoint. hang: sleeps at the "
-        "start of the step. Nothing is injected into a job that torchrun has restarted",
+        "start of the step. stop-update, stop-sync, stop-step: SIGSTOP before the FP8 sync, once it has started, or "
+        "after the update; kill -CONT lets the rank go on. slow:RANK:MILLISECONDS: sleeps so long in each training "
+        "forward. Nothing is injected into a job that torchrun has restarted",
     )
 
 
@@ -587,7 +595,8 @@ def _fault(text: str) -> Fault:
     if kind not in FAULTS:
         raise argparse.ArgumentTypeError(f"kinds are {', '.join(FAULTS)}, got {text!r}")
     if len(place) != 2 or not all(number.isdecimal() for number in place):
-        raise argparse.ArgumentTypeError(f"expected {kind}:RANK:STEP, got {text!r}")
+        last = "MILLISECONDS" if kind == SLOW else "STEP"
+        raise argparse.ArgumentTypeError(f"expected {kind}:RANK:{last}, got {text!r}")
     return Fault(kind, int(place[0]), int(place[1]))
 
 

@@ -29,6 +29,7 @@ from gathering import GatheredBytes
 from gpt import GPT, Block
 from options import Options
 from ranks import Ranks
+from waiting import Waiting
 
 __all__ = ["Parallel", "parallel_of"]
 
@@ -41,6 +42,7 @@ class Parallel:
 
     def __init__(self, options: Options, ranks: Ranks) -> None:
         self.gathered = GatheredBytes()
+        self.waiting = Waiting(ranks.device)
         self.options, self.ranks = options, ranks
         fp8_on_gpu = options.precision == "fp8" and ranks.device.type == "cuda"
         self.bf16 = options.precision == "bf16" or fp8_on_gpu
@@ -61,6 +63,10 @@ class Parallel:
     def calls(self) -> AbstractContextManager[Any]:
         """What forward and backward of a training step run under."""
         return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """COLLECTIVE where ranks share gradients."""
+        loss.backward()
 
     def local(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Gradients of the backward inside stay on the rank, to be added to those of the next."""
@@ -94,6 +100,9 @@ class DDP(Parallel):
         device = self.ranks.device
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
+    def backward(self, loss: Tensor) -> None:
+        self.waiting.backward(loss)
+
     def local(self, module: nn.Module) -> AbstractContextManager[Any]:
         assert isinstance(module, DistributedDataParallel)
         return module.no_sync()
@@ -125,8 +134,10 @@ class FSDP1(Parallel):
             device_mesh=init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("shard",)),
         )
 
-    def calls(self) -> AbstractContextManager[Any]:
-        return self.gathered.watch_calls()
+    @contextlib.contextmanager
+    def calls(self) -> Iterator[None]:
+        with self.gathered.watch_calls(), self.waiting.collectives():
+            yield
 
     def local(self, module: nn.Module) -> AbstractContextManager[Any]:
         assert isinstance(module, FullyShardedDataParallel)
@@ -166,8 +177,10 @@ class FSDP2(Parallel):
     def group(self) -> dist.ProcessGroup | DeviceMesh | None:
         return self.mesh
 
-    def calls(self) -> AbstractContextManager[Any]:
-        return self.gathered.counting()
+    @contextlib.contextmanager
+    def calls(self) -> Iterator[None]:
+        with self.gathered.counting(), self.waiting.collectives():
+            yield
 
     def wrap(self, model: GPT) -> nn.Module:
         policy = MixedPrecisionPolicy()

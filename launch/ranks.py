@@ -7,8 +7,9 @@ import functools
 import hashlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "digest_of", "joined_ranks", "leave", "meet_at_the_end"]
+__all__ = ["Ranks", "digest_of", "joined_ranks", "leave", "mean_of", "meet_at_the_end"]
 
 PATIENCE = timedelta(seconds=10)
 """How long a rank that is about to fail waits for the others to have written what they have to say."""
@@ -38,16 +39,24 @@ class Ranks:
         """Whether this is the rank that writes files and speaks."""
         return self.rank == 0
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Elementwise mean over the ranks. COLLECTIVE.
-
-        Summed in the order of the ranks: that in which an all_reduce adds depends on how many values there are.
-        """
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """What each rank has given, of one shape. COLLECTIVE."""
+        if self.size == 1:
+            return [values]
         parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(parts, values)
+        return parts
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Elementwise mean over the ranks. COLLECTIVE."""
+        return mean_of(self.gather(values))
+
+    def hosts(self) -> list[str]:
+        """The name of each rank's host. COLLECTIVE."""
+        hosts = [socket.gethostname()] * self.size
         if self.size > 1:
-            dist.all_gather(parts, values)
-            values = functools.reduce(torch.add, parts)
-        return values / self.size
+            dist.all_gather_object(hosts, hosts[0])
+        return hosts
 
     def agree(self, digest: str) -> bool:
         """Whether all ranks hold the same digest. COLLECTIVE."""
@@ -132,6 +141,14 @@ def leave(status: int = 0) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def mean_of(parts: Sequence[Tensor]) -> Tensor:
+    """Elementwise mean of what ``Ranks.gather`` gave.
+
+    Summed in the order of the ranks: that in which an all_reduce adds depends on how many values there are.
+    """
+    return functools.reduce(torch.add, parts) / len(parts)
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:

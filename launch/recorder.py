@@ -17,7 +17,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from fp8dist import StateManager
 from fp8dist.json_lines import keep_lines
 from options import Options
-from ranks import Ranks
+from ranks import Ranks, mean_of
+from skew import Skew
+from waiting import Waiting
 
 __all__ = ["Recorder"]
 
@@ -31,15 +33,23 @@ PLAIN_LINES = 5
 class Recorder:
     """Collects losses on the device and reads them every ``--log-every`` steps.
 
-    ``flush`` makes one all_reduce, of the losses since the last one; between flushes nothing is read
-    from the device and nothing is communicated. Rates and FP8 metrics are means over that interval.
+    ``flush`` makes one all_gather, of the losses since the last one and of what each rank waited for in these steps;
+    between flushes nothing is read from the device and nothing is communicated. Rates and FP8 metrics are means over
+    that interval.
     """
 
-    def __init__(self, options: Options, ranks: Ranks, manager: StateManager | None, done: int = 0) -> None:
-        """``done``: steps that an earlier run has made, whose lines stay. Those of later steps are dropped."""
+    def __init__(
+        self, options: Options, ranks: Ranks, manager: StateManager | None, waits: Waiting, done: int = 0
+    ) -> None:
+        """
+        Args:
+            waits: what this rank measures.
+            done: steps that an earlier run has made, whose lines stay. Those of later steps are dropped.
+        """
         self.training_seconds = 0.0
         self.final_losses: deque[float] = deque(maxlen=FINAL_STEPS)
-        self._options, self._ranks, self._manager = options, ranks, manager
+        self.skew = Skew(ranks.size)
+        self._options, self._ranks, self._manager, self._waits = options, ranks, manager, waits
         self._waiting: list[tuple[int, float, Tensor]] = []  # step, learning rate, loss [] on the device
         self._file: TextIO | None = None
         if ranks.first:
@@ -76,13 +86,16 @@ class Recorder:
 
         ``validate`` runs outside the measured time; its loss joins the last step's line.
         """
-        losses = self._ranks.mean(torch.stack([loss for _, _, loss in self._waiting])).tolist()
+        own = torch.stack([loss for _, _, loss in self._waiting])
+        waits = self._waits.take(self._manager, len(own)).to(own.device)
+        everyones = torch.stack(self._ranks.gather(torch.cat([own[None], waits]))).cpu()
+        losses = mean_of(everyones[:, 0].unbind()).tolist()
         seconds = time.perf_counter() - self._start
         self.training_seconds += seconds
         self.final_losses.extend(losses)
         validation = {} if validate is None else {"validation_loss": validate()}
         if self._file is not None:
-            self._write(self._file, losses, seconds, validation)
+            self._write(self._file, losses, seconds, self.skew.add(everyones[:, 1:].double().numpy()), validation)
             self._report_progress(losses[-1])
         self._waiting.clear()
         self._start = time.perf_counter()
@@ -101,7 +114,14 @@ class Recorder:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, file: TextIO, losses: list[float], seconds: float, validation: dict[str, float]) -> None:
+    def _write(
+        self,
+        file: TextIO,
+        losses: list[float],
+        seconds: float,
+        waits: list[dict[str, Any]],
+        validation: dict[str, float],
+    ) -> None:
         count = len(losses)
         interval: dict[str, Any] = {"tokens_per_s": round(count * self.tokens_per_step / seconds, 1)}
         metrics = self._metrics()
@@ -111,8 +131,8 @@ class Recorder:
             interval["cold_slots"] = int(metrics["fp8/cold_slots"])
             for name in ("nonfinite_amaxes", "high_precision_modules", "fallbacks"):
                 interval[name] = int(metrics[f"fp8/{name}"])
-        for (step, learning_rate, _), loss in zip(self._waiting, losses, strict=True):
-            line = {"step": step, "loss": loss, "learning_rate": learning_rate, **interval}
+        for (step, learning_rate, _), loss, waited in zip(self._waiting, losses, waits, strict=True):
+            line = {"step": step, "loss": loss, "learning_rate": learning_rate, **interval, **waited}
             if step == self._waiting[-1][0]:
                 line.update(validation)
             file.write(json.dumps(line) + "\n")

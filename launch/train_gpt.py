@@ -20,10 +20,11 @@ Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file, 
 because its ranks differ (``--check-policy``). Then ``divergence.txt`` and ``divergence.json`` in ``--out`` have the
 report, and so has torchelastic's error file; ``metrics.jsonl`` ends with the last step that was done, and
 ``summary.json`` is not written. 5: a collective failed or took longer than ``--timeout``, because another rank is gone
-or hangs; each rank that is left says in one line at which step it was, in what, and whose FP8 state it holds. 3: a
-checkpoint could not be written, because the disk is full for example; each rank says in one line which one and why. 6:
-``--loss-guard stop`` saw a loss that jumped or is not finite, on all ranks at the same step; one line says at which,
-the last of ``metrics.jsonl`` is that step's, whose update was not made, and ``summary.json`` is not written.
+or hangs; each rank that is left says in one line at which step it was, in what, whose FP8 state it holds and who is
+missing. 3: a checkpoint could not be written, because the disk is full for example; each rank says in one line which
+one and why. 6: ``--loss-guard stop`` saw a loss that jumped or is not finite, on all ranks at the same step; one line
+says at which, the last of ``metrics.jsonl`` is that step's, whose update was not made, and ``summary.json`` is not
+written.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +60,7 @@ from parallel import Parallel, parallel_of
 from ranks import Ranks, digest_of, joined_ranks, leave, meet_at_the_end
 from recipes import fallback_of, overrides_of, recipe_of
 from recorder import Recorder
+from skew import lines_of
 from text import BadInput, Text
 
 VALIDATION_BATCHES = 8
@@ -261,7 +264,7 @@ def run(job: Job) -> None:
         with job.watch.during("a backward to warm up"):
             settle_buckets(job)
     before = job.manager.metrics() if job.manager is not None else {}
-    recorder = Recorder(job.options, job.ranks, job.manager, job.done)
+    recorder = Recorder(job.options, job.ranks, job.manager, job.parallel.waiting, job.done)
     try:
         train(job, recorder)
         with job.watch.during("checking at the end"):
@@ -321,17 +324,18 @@ def train(job: Job, recorder: Recorder) -> None:
     options, during = job.options, job.watch.during
     for step in range(job.done + 1, options.last_step + 1):
         job.watch.step = step
-        job.injection.before_step(step)
-        for group in job.optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, options) * job.guard.learning_rate_factor
-        loss = gradients(job, step)
-        try:
-            with during("the loss guard"):
-                job.guard.observe(step, loss)
-        except LossDiverged:
-            recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)  # What it stopped for.
-            raise
-        update(job, step)
+        with job.parallel.waiting.step():
+            job.injection.before_step(step)
+            for group in job.optimizer.param_groups:
+                group["lr"] = learning_rate_at(step, options) * job.guard.learning_rate_factor
+            loss = gradients(job, step)
+            try:
+                with during("the loss guard"):
+                    job.guard.observe(step, loss)
+            except LossDiverged:
+                recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)  # What it stopped for.
+                raise
+            update(job, step)
         recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)
         if recorder.due(step):
             validates = options.eval_every and step % options.eval_every == 0
@@ -373,7 +377,7 @@ def _backward(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
     with job.watch.during("forward"), job.parallel.precision():
         loss = job.module(tokens, targets) / job.options.accumulate
     with job.watch.during("backward"):
-        loss.backward()
+        job.parallel.backward(loss)
     return loss.detach()
 
 
@@ -440,7 +444,7 @@ def validation_loss(job: Job) -> float:
     return float(total / windows)
 
 
-def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str, object]:
+def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str, Any]:
     """What the run came to. ``spent``: FP8 counters of this rank over the training steps. COLLECTIVE."""
     options, ranks, manager = job.options, job.ranks, job.manager
     collectives = spent.get("fp8/collectives", 0.0)
@@ -468,6 +472,7 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "fp8_collectives_per_step": collectives / max(1, steps),
         "fp8_bytes_per_sync": spent.get("fp8/sync_bytes", 0.0) / collectives if collectives else 0.0,
         "exposed_sync_ms_per_step": round(spent.get("fp8/sync_wait_ms", 0.0) / max(1, steps), 4),
+        "waiting": recorder.skew.summary(ranks.hosts()),
         "checks": checks,
         "check_ms_per_check": round(check_ms / checks, 3) if checks else 0.0,
         "divergences": job.checks.divergences,
@@ -509,7 +514,7 @@ _LABELS = {
 }
 
 
-def _as_table(summary: dict[str, object]) -> str:
+def _as_table(summary: dict[str, Any]) -> str:
     words = {True: "yes", False: "no", None: "none"}
     lines = []
     left_out: set[str] = set()
@@ -525,6 +530,8 @@ def _as_table(summary: dict[str, object]) -> str:
         value = summary[key]
         text = words[value] if value is None or isinstance(value, bool) else f"{value:.10g}"
         lines.append(f"{label + ':':58}{text}")
+    if summary["waiting"] is not None:
+        lines += lines_of(summary["waiting"])
     return "\n".join(lines)
 
 

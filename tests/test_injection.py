@@ -17,7 +17,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from tests.support.main_job import ROOT, SINGLE, TINY, TORCHRUN, assert_refused, finish, metrics, start
 
 # The same worker as test_main_job's: two such runs at once would be too much for two cores.
-pytestmark = pytest.mark.xdist_group("main_job")
 
 THREE = {"NPROC": "3"}  # The fewest with a majority.
 SCALE = "blocks.0.attention_out:weight"
@@ -167,6 +166,7 @@ MISTAKES = {
         ["--precision", "bf16"],
         "--inject kill-sync:1:3: needs --precision fp8, and this is",
     ),
+    "no stop": (["stop-sync:1:3"], ["--precision", "bf16"], "--inject stop-sync:1:3: needs --precision fp8, and this"),
     "own sync": (["kill-sync:1:3"], ["--no-amax-sync"], "--inject kill-sync:1:3: needs ranks that share amaxes"),
     "no save": (["kill-save:1:3"], [], "--inject kill-save:1:3: no checkpoint is saved at step 3; see --save-every"),
     "other save": (["kill-save:1:3"], ["--save-every", "2"], "no checkpoint is saved at step 3"),

@@ -46,7 +46,12 @@ def finish(out: Path, command: tuple[str, ...], *flags: str, **variables: str) -
     """Run the job to its end and read what it wrote."""
     done = start(command, *flags, "--out", str(out), **variables)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return Run(json.loads((out / "summary.json").read_text()), metrics(out), done.stdout + done.stderr)
+    return read_run(out, done.stdout + done.stderr)
+
+
+def read_run(out: Path, output: str) -> Run:
+    """What a finished run wrote into its folder, and to the terminal."""
+    return Run(json.loads((out / "summary.json").read_text()), metrics(out), output)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,154 @@
+"""The network interface by which this node reaches node 0, without importing torch.
+
+``python launch/interface.py MASTER_ADDR SECONDS [NAME]`` prints the interface's name and its IPv4 address, and waits so
+long for MASTER_ADDR to have one. With NAME it is that interface. torchrun.sh asks when the job has several nodes, and
+not when it is told both: that is how a job uses IPv6.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import socket
+import struct
+import sys
+import time
+
+from options import FAILED_COLLECTIVE, exit_with
+from text import BadInput
+
+__all__ = ["Unreachable", "addresses", "chosen"]
+
+SIOCGIFCONF = 0x8912
+"""Linux: the interfaces with an IPv4 address."""
+
+NAME_SIZE, ADDRESS_AT, ENTRY_SIZE = 16, 20, 40
+"""Bytes of its ``struct ifreq``: the name, where the address begins, all."""
+
+LOOPBACK = "lo"
+"""As Linux calls it."""
+
+ELSEWHERE = "203.0.113.1"
+"""An address that no node has (RFC 5737); what leads there is the default route."""
+
+
+class Unreachable(Exception):
+    """Node 0 has no address, or nothing leads there; the message is one line for the terminal."""
+
+
+def chosen(host: str, patience: float = 0.0, name: str | None = None) -> tuple[str, str]:
+    """Name and address of the interface that leads to this host, on the host itself of the one that others reach.
+
+    Args:
+        patience: seconds to wait for the host to have an address: names of a cluster may come after its nodes.
+        name: the interface, where the caller knows it; of several, with commas between them, the first.
+
+    Raises:
+        BadInput: this node has no interface of that name, or none can be told without it; or the host has IPv6 only.
+        Unreachable: see there.
+    """
+    if ":" in host:
+        raise BadInput(_only_ipv6(host, "is an IPv6 address"))
+    own = addresses()
+    if name is not None:
+        first = name.split(",")[0]
+        for address, interface in own.items():
+            if interface == first:
+                return first, address
+        raise BadInput(f"IFNAME {name}: this node has no {first} with an IPv4 address, but {', '.join(own.values())}")
+    there = _resolved(host, patience)
+    if ipaddress.ip_address(there).is_loopback and not _means_loopback(host):
+        # This is node 0, and /etc/hosts calls it so. The other nodes have its name from elsewhere.
+        try:
+            there = _source_towards(ELSEWHERE)
+        except OSError:
+            raise BadInput(
+                f"MASTER_ADDR {host} is {there} on this node, where no other reaches it: set MASTER_ADDR to an address"
+            ) from None
+    source = there
+    if there not in own:
+        try:
+            source = _source_towards(there)
+        except OSError as error:
+            raise Unreachable(f"MASTER_ADDR {host} ({there}) cannot be reached: {error.strerror or error}") from None
+        if source not in own:
+            raise BadInput(f"MASTER_ADDR {host} ({there}) is reached from {source}, which no interface has: set IFNAME")
+    if own[source] == LOOPBACK and not ipaddress.ip_address(source).is_loopback:
+        # As where routes lead to each host, not to networks. gloo and NCCL would take 127.0.0.1.
+        raise BadInput(f"MASTER_ADDR {host} ({there}) is reached from {source}, which {LOOPBACK} has: set IFNAME")
+    return own[source], source
+
+
+def addresses() -> dict[str, str]:
+    """The IPv4 addresses of this node, each with the name of its interface, the interfaces in the kernel's order."""
+    size = 64 * ENTRY_SIZE
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        while True:
+            buffer = array.array("B", bytes(size))
+            where, _ = buffer.buffer_info()
+            answer = fcntl.ioctl(asked, SIOCGIFCONF, struct.pack("iP", size, where))
+            used, _ = struct.unpack("iP", answer)
+            if used < size:  # Else there may be more.
+                break
+            size *= 2
+    found = {}
+    for at in range(0, used, ENTRY_SIZE):
+        entry = buffer[at : at + ENTRY_SIZE].tobytes()
+        name = entry[:NAME_SIZE].split(b"\0")[0].decode().split(":")[0]  # Of a second address it may be eth0:1.
+        found[socket.inet_ntoa(entry[ADDRESS_AT : ADDRESS_AT + 4])] = name
+    return found
+
+
+def _resolved(host: str, patience: float) -> str:
+    deadline = time.monotonic() + patience
+    told = False
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            if error.errno != socket.EAI_AGAIN and _has_ipv6(host):
+                raise BadInput(_only_ipv6(host, "has IPv6 addresses only")) from None
+            why = f"MASTER_ADDR {host}: {error.strerror or error}"
+            if time.monotonic() >= deadline:
+                raise Unreachable(why) from None
+        if not told:
+            print(f"{why}; asking again for up to {patience:g} s", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(1.0)
+
+
+def _has_ipv6(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM))
+    except OSError:
+        return False
+
+
+def _only_ipv6(host: str, why: str) -> str:
+    return f"MASTER_ADDR {host} {why}: set IFNAME and LOCAL_ADDR to this node's interface and address"
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether all ranks are on this node, and the caller knows."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _source_towards(address: str) -> str:
+    """This node's address on the way to another. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((address, 9))
+        return str(way.getsockname()[0])
+
+
+if __name__ == "__main__":
+    try:
+        print(*chosen(sys.argv[1], float(sys.argv[2]), *sys.argv[3:]))
+    except BadInput as mistake:
+        exit_with(mistake)
+    except Unreachable as unreachable:
+        print(f"interface.py: {unreachable}", file=sys.stderr, flush=True)
+        sys.exit(FAILED_COLLECTIVE)

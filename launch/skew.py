@@ -1,0 +1,182 @@
+"""How far the ranks of a run are apart in their steps, and which one the others wait for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Skew", "lines_of"]
+
+Floats = npt.NDArray[np.float64]
+
+KEPT, KEPT_STEPS = 1 << 21, 10_000
+"""So many numbers of a kind are kept for the summary, and so many steps at most: the newest."""
+
+RECENT = 20
+"""A line of ``metrics.jsonl`` names the straggler of so many steps."""
+
+FEWEST = 8
+"""None is named after fewer steps: the first ones are unlike the others."""
+
+MOST = 0.75
+"""A straggler is behind in this share of the steps, at least. Others are late now and then: their host has other work
+to do, or their data was."""
+
+SHARE, FLOOR_MS = 0.05, 1.0
+"""And that by this share of the whole step, and by this time, at least."""
+
+NAMED = 16
+"""The summary has the waits of so many ranks: of larger jobs those with the least and the most time of their own."""
+
+
+class Skew:
+    """On rank 0: what all ranks have measured (see ``Waiting``), by steps.
+
+    The **own time** of a rank in a step is the whole step less what it waited for. Who has most of it came last. A rank
+    is **behind** by what its own time exceeds the median rank's.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._parts: deque[Floats] = deque()  # [ranks, 3, steps] each: sync, other collectives, whole step
+        self._steps = 0  # In the parts.
+
+    def add(self, measured: Floats) -> list[dict[str, Any]]:
+        """Take up ms, [ranks, 3, steps]; what to write of each of these steps.
+
+        Waits are those of one step over the ranks; skew is the difference between the largest and the smallest own
+        time. Nothing with one rank, nor of a step that did not end.
+        """
+        steps = measured.shape[2]
+        ended: npt.NDArray[np.bool_] = ~np.any(np.isnan(measured[:, 2]), axis=0)
+        if self._ranks == 1 or not ended.any():
+            return [{}] * steps
+        measured = measured[:, :, ended]
+        self._keep(measured)
+        stragglers = _stragglers(self._newest(RECENT))
+        own = _own(measured)
+        columns: dict[str, list[Any]] = {}
+        if not np.isnan(measured[:, 0]).any():
+            columns.update(_columns("sync_wait", measured[:, 0]))
+        columns.update(_columns("wait", _waited(measured)))
+        columns["skew_ms"] = np.round(np.ptp(own, axis=0), 4).tolist()
+        columns["last_rank"] = own.argmax(0).tolist()
+        columns["straggler"] = [stragglers[0][0] if stragglers else None] * own.shape[1]
+        lines = iter([dict(zip(columns, values)) for values in zip(*columns.values())])
+        return [next(lines) if done else {} for done in ended.tolist()]
+
+    def summary(self, hosts: Sequence[str]) -> dict[str, Any] | None:
+        """What the newest steps came to; None: there is one rank, or no step. ``hosts``: of all ranks."""
+        if not self._parts:
+            return None
+        measured = self._newest(self._steps)
+        own, waited = _own(measured), _waited(measured)
+        skew = np.ptp(own, axis=0)
+        order = np.median(own, axis=1).argsort().tolist()
+        shown = order if len(order) <= NAMED else order[: NAMED // 2] + order[-NAMED // 2 :]
+        described = [
+            {"rank": rank, "host": hosts[rank], "behind_ms": round(behind, 4)} for rank, behind in _stragglers(measured)
+        ]
+        return {
+            "steps": measured.shape[2],
+            "straggler": described[0] if described else None,
+            "also_behind": described[1:NAMED],
+            "skew_p50_ms": _at(0.5, skew),
+            "skew_p99_ms": _at(0.99, skew),
+            "ranks": [
+                {
+                    "rank": rank,
+                    "host": hosts[rank],
+                    **_over_steps("sync_wait", measured[rank, 0]),
+                    **_over_steps("wait", waited[rank]),
+                    **_over_steps("own", own[rank]),
+                }
+                for rank in sorted(shown)
+            ],
+        }
+
+    def _keep(self, measured: Floats) -> None:
+        most = max(1, min(KEPT_STEPS, KEPT // self._ranks))
+        self._parts.append(measured[:, :, -most:])
+        self._steps += self._parts[-1].shape[2]
+        while self._steps - self._parts[0].shape[2] >= most:
+            self._steps -= self._parts.popleft().shape[2]
+
+    def _newest(self, steps: int) -> Floats:
+        """[ranks, 3, so many steps at most]."""
+        taken: list[Floats] = []
+        found = 0
+        for part in reversed(self._parts):
+            if found >= steps:
+                break
+            taken.append(part)
+            found += part.shape[2]
+        return np.concatenate(taken[::-1], axis=2)[:, :, -steps:]
+
+
+def lines_of(summary: dict[str, Any]) -> list[str]:
+    """``Skew.summary`` for the terminal."""
+    straggler, who = summary["straggler"], "none"
+    if straggler is not None:
+        who = f"rank {straggler['rank']} on {straggler['host']}, {straggler['behind_ms']:.1f} ms a step behind"
+        if summary["also_behind"]:
+            who += f"; and ranks {', '.join(str(other['rank']) for other in summary['also_behind'])}"
+    lines = [
+        f"{'straggler:':58}{who}",
+        f"{'skew of the ranks, ms per step (p50, p99):':58}{summary['skew_p50_ms']:.1f}, {summary['skew_p99_ms']:.1f}",
+        f"{'ms per step (p50, p99)':24}{'wait in the sync':>20}{'all waits':>20}{'own time':>20}",
+    ]
+    for rank in summary["ranks"]:
+        cells = [_cell(rank, name) for name in ("sync_wait", "wait", "own")]
+        lines.append(f"{'rank ' + str(rank['rank']) + ' on ' + rank['host']:24}" + "".join(f"{c:>20}" for c in cells))
+    return lines
+
+
+def _cell(rank: dict[str, Any], name: str) -> str:
+    p50, p99 = rank[f"{name}_p50_ms"], rank[f"{name}_p99_ms"]
+    return "-" if p50 is None else f"{p50:.1f}, {p99:.1f}"
+
+
+def _stragglers(measured: Floats) -> list[tuple[int, float]]:
+    """The ranks that the others wait for, and by how many ms they are behind, as a median over the steps; the worst
+    first. With more than half of the ranks slow the median rank is one of them, and nobody is behind."""
+    if measured.shape[2] < FEWEST:
+        return []
+    own = _own(measured)
+    behind = own - np.quantile(own, 0.5, axis=0, method="lower")  # Of two ranks the faster one's.
+    mostly = np.quantile(behind, 1 - MOST, axis=1)
+    margin = max(FLOOR_MS, SHARE * float(np.median(measured[:, 2])))
+    found = [(rank, float(np.median(behind[rank]))) for rank in np.flatnonzero(mostly > margin).tolist()]
+    return sorted(found, key=lambda one: -one[1])
+
+
+def _waited(measured: Floats) -> Floats:
+    """[ranks, steps]: in all collectives."""
+    waited: Floats = np.nan_to_num(measured[:, 0]) + measured[:, 1]
+    return waited
+
+
+def _own(measured: Floats) -> Floats:
+    """[ranks, steps]."""
+    own: Floats = measured[:, 2] - _waited(measured)
+    return own
+
+
+def _columns(name: str, values: Floats) -> dict[str, list[float]]:
+    """Of each step, over the ranks: values is [ranks, steps]."""
+    p50, p99 = np.quantile(values, [0.5, 0.99], axis=0).round(4).tolist()
+    return {f"{name}_p50_ms": p50, f"{name}_p99_ms": p99, f"{name}_max_ms": values.max(0).round(4).tolist()}
+
+
+def _over_steps(name: str, values: Floats) -> dict[str, float | None]:
+    return {f"{name}_p50_ms": _at(0.5, values), f"{name}_p99_ms": _at(0.99, values)}
+
+
+def _at(quantile: float, values: Floats) -> float | None:
+    """None: there are none."""
+    known = values[~np.isnan(values)]
+    return round(float(np.quantile(known, quantile)), 4) if len(known) else None

@@ -1,0 +1,104 @@
+"""The main job on a lab of hosts, started as README says: once on each."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.hosts import Host, Lab
+from tests.support.main_job import TINY, TORCHRUN, Run, read_run
+
+TIMEOUT = 10
+"""Seconds of ``--timeout``."""
+
+START = 90.0
+"""Seconds for the job to start and to reach a fault, on a machine that does other things too."""
+
+
+class HostedJob:
+    """The main job, one rank on each host of a lab."""
+
+    def __init__(self, lab: Lab, out: Path, *flags: str, **variables: str) -> None:
+        """``flags``: stronger than those of TINY and TIMEOUT. ``variables``: of the environment, on all hosts."""
+        out.mkdir(exist_ok=True)
+        self.lab, self.out = lab, out
+        self._flags, self._variables = flags, variables
+        self._launchers: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, host: Host, **variables: str) -> None:
+        """Start it on one host, with variables on this host only."""
+        first, *_ = hosts = self.lab.hosts
+        nodes = {"NNODES": str(len(hosts)), "NODE_RANK": str(host.index), "MASTER_ADDR": first.name, "NPROC": "1"}
+        common = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **nodes, **self._variables, **variables}
+        command = [*TORCHRUN, *TINY, "--timeout", str(TIMEOUT), "--out", str(self.out / "run"), *self._flags]
+        script = f'exec "$@" >>{self.log(host)} 2>&1'
+        self._launchers[host.name] = host.start(
+            ["bash", "-c", script, "bash", *command], TMPDIR=str(self.out), **common
+        )
+
+    def start_all(self) -> HostedJob:
+        """Start it on all hosts."""
+        for host in self.lab.hosts:
+            self.start(host)
+        return self
+
+    def log(self, host: Host) -> Path:
+        """What was said on that host."""
+        return self.out / f"{host.name}.log"
+
+    def said(self, host: Host) -> str:
+        """All that was said on that host so far."""
+        return self.log(host).read_text() if self.log(host).exists() else ""
+
+    def await_words(self, host: Host, pattern: str, seconds: float = START) -> re.Match[str]:
+        """Wait until that host has said it."""
+        deadline = time.monotonic() + seconds
+        while (found := re.search(pattern, self.said(host), re.MULTILINE)) is None:
+            assert time.monotonic() < deadline, f"{host.name} did not say {pattern!r}:\n{self.said(host)}"
+            time.sleep(0.1)
+        return found
+
+    def await_stop(self, host: Host, fault: str) -> int:
+        """Wait until the fault has stopped that host's rank; its process number there."""
+        return int(self.await_words(host, rf"--inject {fault}: SIGSTOP; kill -CONT (\d+)")[1])
+
+    def statuses(self, deadline: float) -> list[int]:
+        """Wait for the launchers on all hosts; their exit status."""
+        ends = []
+        for host in self.lab.hosts:
+            try:
+                ends.append(self._launchers[host.name].wait(max(0.1, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired as error:
+                raise AssertionError(f"{host.name}: still running:\n{host.processes()}\n{self.said(host)}") from error
+        return ends
+
+    def finish(self, seconds: float = START) -> Run:
+        """Wait for a clean end everywhere; what rank 0 has written."""
+        ends = self.statuses(time.monotonic() + seconds)
+        said = "\n".join(map(self.said, self.lab.hosts))
+        assert ends == [0] * len(ends), f"{ends}\n{said}"
+        self.assert_gone()
+        return read_run(self.out / "run", said)
+
+    def assert_gone(self) -> None:
+        """Nothing is left of the job, not even a zombie."""
+        for host in self.lab.hosts:
+            assert host.wait_until_idle(5) == [], host.name
+
+    def last_words(self, host: Host) -> str:
+        """The one line that the host's rank has ended with."""
+        lines = re.findall(rf"^rank {host.index}: .+$", self.said(host), re.MULTILINE)
+        assert len(lines) == 1, self.said(host)
+        assert "Traceback" not in self.said(host)
+        return str(lines[0])
+
+
+def assert_same(run: Run, other: Run) -> None:
+    """Bit for bit."""
+    assert run.losses == other.losses
+    for key in ("validation_loss", "parameters_sha256"):
+        assert run.summary[key] == other.summary[key]
+    assert run.summary["fp8_state_identical"] is True

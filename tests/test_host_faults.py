@@ -1,0 +1,219 @@
+"""Hosts that are cut off, half cut off, slow, ahead of the time, of another version, or started again under the job.
+
+Each has an address of its own (``tests/support/hosts.py``) and is started as README says. Ranks that survive end within
+``--timeout`` and MARGIN, each with one line that says where it was and who is missing; nothing is left of the job.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosted_job import START, TIMEOUT, HostedJob, assert_same
+from tests.support.hosts import Host, Lab, lab_or_skip
+from tests.support.main_job import ROOT, Run, metrics
+
+pytestmark = [pytest.mark.long, pytest.mark.alone]
+
+SIZE = 3
+MARGIN = 20
+"""Seconds that a rank and its agent may need beyond ``--timeout``: ten for the roll call, the rest for torchrun."""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Lab]:
+    with lab_or_skip(SIZE) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(shared: Lab) -> Iterator[Lab]:
+    """The hosts as new: nothing runs, all is connected."""
+    yield shared
+    for host in shared.hosts:
+        host.kill_all()
+        host.mend()
+        host.drop_nothing()
+        assert host.wait_until_idle(5) == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on the same hosts that nothing happens to."""
+    return HostedJob(shared, tmp_path_factory.mktemp("undisturbed")).start_all().finish()
+
+
+Fault = Callable[[Lab, Host], None]
+
+
+def cut(lab: Lab, victim: Host) -> None:
+    """Nothing comes from it or to it."""
+    victim.cut()
+
+
+def mute(lab: Lab, victim: Host) -> None:
+    """It hears the others, and they do not hear it."""
+    for host in lab.hosts:
+        if host is not victim:
+            host.drop_from(victim)
+
+
+def deafen(lab: Lab, victim: Host) -> None:
+    """The others hear it, and it does not hear them."""
+    for host in lab.hosts:
+        if host is not victim:
+            victim.drop_from(host)
+
+
+IN_THE_SYNC = r"rank {}: StateManager of GPT: the FP8 sync of step 6 with ranks 0, 1, 2 failed after \d+\.\d s\. "
+LATER = (
+    r"rank {}: (?:StateManager of GPT: the FP8 sync of|step 7: \w+: FP8 manager of GPT|step 6: .*FP8 manager of GPT).*"
+)
+STORE = r"The job's store on host0:29500 cannot be reached: this host is cut off, or that one is gone"
+
+
+@pytest.mark.parametrize(
+    ("when", "victim", "fault", "where"),
+    [
+        ("stop-update", 2, cut, IN_THE_SYNC),
+        ("stop-sync", 1, cut, LATER),
+        ("stop-step", 2, cut, LATER),
+        ("stop-update", 0, cut, IN_THE_SYNC),
+        ("stop-update", 1, mute, LATER),
+        ("stop-update", 2, deafen, LATER),
+    ],
+    ids=["before the sync", "during the sync", "after the sync", "the host of the store", "not heard", "hears nothing"],
+)
+def test_the_others_say_who_is_missing(
+    lab: Lab, tmp_path: Path, when: str, victim: int, fault: Fault, where: str
+) -> None:
+    kind = f"{when}:{victim}:6"
+    job = HostedJob(lab, tmp_path, "--inject", kind).start_all()
+    lost = lab.hosts[victim]
+    stopped = job.await_stop(lost, kind)
+    fault(lab, lost)
+    lost.do("kill", "-CONT", str(stopped))
+    start = time.monotonic()
+    assert job.statuses(start + TIMEOUT + MARGIN) == [5] * SIZE
+    print(f"{kind} {fault.__name__}: {time.monotonic() - start:.1f} s")
+    job.assert_gone()
+    missing = rf"Missing of 3 ranks: rank {victim} \(host{victim}\): gone, hung, or out of reach[ :]"
+    alone = r"Missing of 3 ranks: rank 1 \(host1\), rank 2 \(host2\): gone, .+, or this host is cut off[ :]"
+    for host in lab.hosts:
+        words = job.last_words(host)
+        print(words)
+        seen = missing
+        if host is lost or victim == 0:  # The store is on host 0.
+            seen = alone if host.index == 0 else STORE
+        assert re.match(where.format(host.index), words), words
+        assert re.search(seen, words), words
+    assert not (tmp_path / "run/summary.json").exists()
+
+
+def test_a_slow_host_costs_time_and_no_bit(lab: Lab, tmp_path: Path, undisturbed: Run) -> None:
+    slow = lab.hosts[1]
+    slow.limit("8mbit")
+    try:
+        run = HostedJob(lab, tmp_path).start_all().finish()
+    finally:
+        slow.unlimit()
+    assert_same(run, undisturbed)
+
+
+# Of faketime, Debian's 0.9.10 breaks clock_nanosleep on the monotonic clock, and with it Python's time.sleep.
+TOMORROW = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+#define DAY 86400
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int status = real(clock, now);
+    if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) now->tv_sec += DAY;
+    return status;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    int (*real)(struct timeval *, void *) = dlsym(RTLD_NEXT, "gettimeofday");
+    int status = real(now, zone);
+    now->tv_sec += DAY;
+    return status;
+}
+
+time_t time(time_t *now) {
+    time_t (*real)(time_t *) = dlsym(RTLD_NEXT, "time");
+    time_t later = real(NULL) + DAY;
+    if (now) *now = later;
+    return later;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to set a host's clock with")
+def test_a_host_a_day_ahead_changes_nothing(lab: Lab, tmp_path: Path, undisturbed: Run) -> None:
+    library = tmp_path / "tomorrow.so"
+    build = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+    subprocess.run(build, input=TOMORROW, text=True, check=True)
+    ahead = lab.hosts[1]
+    asked = [sys.executable, "-c", "import time; print(time.time())"]
+    now, tomorrow = (float(ahead.run(asked, **how).stdout) for how in ({}, {"LD_PRELOAD": str(library)}))
+    assert 86_400 <= tomorrow - now < 86_460
+    job = HostedJob(lab, tmp_path, "--save-every", "6")
+    for host in lab.hosts:
+        job.start(host, **({"LD_PRELOAD": str(library)} if host is ahead else {}))
+    assert_same(job.finish(), undisturbed)
+
+
+def test_a_host_of_another_version_is_named(lab: Lab, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "fp8dist", other / "fp8dist", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kernels/ops", other / "fp8dist/kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    manifest = other / "fp8dist/state/manifest.py"
+    text, changed = re.subn(
+        r"^NUMERICS_VERSION = \d+", "NUMERICS_VERSION = 99", manifest.read_text(), flags=re.MULTILINE
+    )
+    assert changed == 1
+    manifest.write_text(text)
+    job = HostedJob(lab, tmp_path)
+    for host in lab.hosts:
+        job.start(host, **({"PYTHONPATH": str(other)} if host.index == 2 else {}))
+    assert job.statuses(time.monotonic() + START) == [2] * SIZE
+    for host in lab.hosts:
+        (said,) = re.findall(r"^train_gpt.py: error: .+$", job.said(host), re.MULTILINE)
+        assert "rank 0 (host0) against rank(s) 2 (host2): numerics version: 1 here, 99 there" in said, said
+    job.assert_gone()
+
+
+@pytest.mark.parametrize("comes_back", [False, True], ids=["killed", "cut for a while"])
+def test_a_host_that_is_started_again_resumes(lab: Lab, tmp_path: Path, undisturbed: Run, comes_back: bool) -> None:
+    """The others wait for it in torchrun's rendezvous, and all go on from the checkpoint."""
+    kind = "stop-step:2:7"
+    job = HostedJob(lab, tmp_path, "--save-every", "4", "--inject", kind, MAX_RESTARTS="3").start_all()
+    lost = lab.hosts[2]
+    stopped = job.await_stop(lost, kind)
+    if comes_back:
+        lost.cut()
+        lost.do("kill", "-CONT", str(stopped))
+        job.await_words(lab.hosts[0], r"^rank 0: .+Missing of 3 ranks: rank 2 \(host2\)", TIMEOUT + MARGIN)
+        job.await_words(lost, r"^rank 2: ", TIMEOUT + MARGIN)
+        lost.mend()
+    lost.kill_all()
+    assert lost.wait_until_idle(5) == []
+    job.start(lost)
+    run = job.finish()
+    seen = "" if comes_back else ", or waiting for one that is"  # A connection that was reset, before the time-out.
+    for host in lab.hosts[:2]:
+        assert f"Missing of 3 ranks: rank 2 (host2): gone, hung, or out of reach{seen}: " in job.last_words(host)
+    assert run.summary["resumed_after_step"] == 4
+    assert run.summary["restarts"] >= 1
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
+    assert_same(run, undisturbed)

@@ -1,0 +1,51 @@
+"""The main job on hosts with addresses of their own: what it learns there, and how much of a late network it shows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosted_job import HostedJob, assert_same
+from tests.support.hosts import lab_or_skip
+from tests.support.main_job import TINY, TORCHRUN, finish
+
+pytestmark = [pytest.mark.long, pytest.mark.alone]
+
+LATENCY = 0.005
+"""Seconds, one way."""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_four_hosts_train_as_one(tmp_path: Path, parallel: str) -> None:
+    """gloo takes a ring in the order of the ranks wherever they are, so sums are made in the same order."""
+    flags = ["--parallel", parallel, "--timeout", "60", "--inject", "slow:2:50"]
+    with lab_or_skip(4) as lab:
+        spread = HostedJob(lab, tmp_path, *flags).start_all().finish()
+    assert_same(spread, finish(tmp_path / "one-host", TORCHRUN, *TINY, *flags, NPROC="4"))
+    ranks = spread.summary["waiting"]["ranks"]
+    assert [rank["host"] for rank in ranks] == ["host0", "host1", "host2", "host3"]
+    straggler = spread.summary["waiting"]["straggler"]
+    assert (straggler["rank"], straggler["host"]) == (2, "host2")
+    assert "rank 2 on host2" in spread.output
+
+
+def test_next_step_hides_the_sync(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """Under the optimizer's step of 7 million parameters. Gradients, whose reduction both wait for, are the same."""
+    size = ["--layers", "4", "--width", "384", "--heads", "4", "--context", "32", "--batch-size", "2"]
+    flags = [*size, "--steps", "14", "--log-every", "14", "--timeout", "60"]
+    runs = {}
+    with lab_or_skip(2, delayed=True) as lab:
+        lab.set_latency(LATENCY)
+        for update in ("same_step", "next_step"):
+            job = HostedJob(lab, tmp_path / update, *flags, "--update", update)
+            runs[update] = job.start_all().finish(seconds=180)
+    assert_same(runs["same_step"], runs["next_step"])
+    exposed = {
+        update: statistics.median(line["sync_wait_max_ms"] for line in run.lines[2:]) for update, run in runs.items()
+    }
+    record_property("exposed_ms", exposed)
+    assert exposed["same_step"] >= 2 * 1000 * LATENCY  # Two hops of a ring of two.
+    assert exposed["next_step"] <= exposed["same_step"] / 10, exposed

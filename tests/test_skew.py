@@ -1,0 +1,198 @@
+"""What the main job makes of what its ranks have measured: quantiles by hand, and who is a straggler and who is not."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.main_job import ROOT
+
+Steps = list[list[tuple[float, float, float]]]
+"""By rank and step: ms in the sync, in other collectives, in all."""
+
+
+@pytest.fixture
+def skew(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module."""
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    return importlib.import_module("skew")
+
+
+def measured(steps: Steps) -> Any:
+    """As the recorder hands it on: [ranks, 3, steps]."""
+    return np.array(steps, dtype=np.float64).transpose(0, 2, 1)
+
+
+def interpolated(values: Sequence[float], quantile: float) -> float:
+    """Between the two nearest, as most tools do."""
+    ordered = sorted(values)
+    place = quantile * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def made_up(ranks: int, steps: int, seed: int = 0) -> Steps:
+    """Any times."""
+    numbers = random.Random(seed)
+    one = lambda: (numbers.random(), 10 * numbers.random(), 20 + 10 * numbers.random())  # noqa: E731
+    return [[one() for _ in range(steps)] for _ in range(ranks)]
+
+
+def with_own(own: Sequence[Sequence[float]], step: float) -> Steps:
+    """Ranks that wait until all are done: own time and wait make up the step."""
+    return [[(0.0, step - ms, step) for ms in of_rank] for of_rank in own]
+
+
+def test_each_line_has_the_spread_over_the_ranks(skew: Any) -> None:
+    steps = made_up(5, 3)
+    lines = skew.Skew(5).add(measured(steps))
+    for index, line in enumerate(lines):
+        of_ranks = [steps[rank][index] for rank in range(5)]
+        waits = {"sync_wait": [sync for sync, _, _ in of_ranks], "wait": [sync + other for sync, other, _ in of_ranks]}
+        for name, values in waits.items():
+            assert line[f"{name}_p50_ms"] == pytest.approx(statistics.median(values), abs=1e-4)
+            assert line[f"{name}_p99_ms"] == pytest.approx(interpolated(values, 0.99), abs=1e-4)
+            assert line[f"{name}_max_ms"] == pytest.approx(max(values), abs=1e-4)
+        own = [whole - sync - other for sync, other, whole in of_ranks]
+        assert line["skew_ms"] == pytest.approx(max(own) - min(own), abs=1e-4)
+        assert line["last_rank"] == own.index(max(own))
+
+
+def test_the_summary_has_each_rank_over_the_steps(skew: Any) -> None:
+    steps = made_up(3, 30)
+    seen = skew.Skew(3)
+    for start in range(0, 30, 7):  # As they come, an interval at a time.
+        seen.add(measured([of_rank[start : start + 7] for of_rank in steps]))
+    summary = seen.summary(["a", "b", "c"])
+    assert summary["steps"] == 30
+    assert [(rank["rank"], rank["host"]) for rank in summary["ranks"]] == [(0, "a"), (1, "b"), (2, "c")]
+    for rank, told in zip(steps, summary["ranks"], strict=True):
+        for name, values in {
+            "sync_wait": [sync for sync, _, _ in rank],
+            "wait": [sync + other for sync, other, _ in rank],
+            "own": [whole - sync - other for sync, other, whole in rank],
+        }.items():
+            assert told[f"{name}_p50_ms"] == pytest.approx(interpolated(values, 0.5), abs=1e-4)
+            assert told[f"{name}_p99_ms"] == pytest.approx(interpolated(values, 0.99), abs=1e-4)
+    assert json.loads(json.dumps(summary)) == summary
+
+
+def test_without_fp8_there_are_the_other_waits(skew: Any) -> None:
+    seen = skew.Skew(2)
+    (line, *_) = seen.add(measured([[(math.nan, 5.0, 30.0)] * 9, [(math.nan, 25.0, 30.0)] * 9]))
+    assert line["wait_max_ms"] == 25
+    assert not [name for name in line if name.startswith("sync")]
+    summary = seen.summary(["a", "b"])
+    assert summary["straggler"] == {"rank": 0, "host": "a", "behind_ms": 20.0}
+    assert [rank["sync_wait_p50_ms"] for rank in summary["ranks"]] == [None, None]
+    assert "-" in skew.lines_of(summary)[-1]
+
+
+def test_a_step_that_did_not_end_is_left_out(skew: Any) -> None:
+    cut = (math.nan, math.nan, math.nan)
+    seen = skew.Skew(2)
+    first, last = seen.add(measured([[(1.0, 2.0, 9.0), cut], [(2.0, 2.0, 9.0), cut]]))
+    assert first["last_rank"] == 0
+    assert last == {}
+    assert seen.summary(["a", "b"])["steps"] == 1
+    assert seen.add(measured([[cut], [cut]])) == [{}]
+
+
+def test_one_rank_waits_for_nobody(skew: Any) -> None:
+    seen = skew.Skew(1)
+    assert seen.add(measured([[(0.0, 0.0, 9.0)] * 2])) == [{}, {}]
+    assert seen.summary(["a"]) is None
+    assert skew.Skew(2).summary(["a", "b"]) is None  # No step was made.
+
+
+def noisy(ranks: int, steps: int, slow: dict[int, float], noise: float = 4.0) -> Steps:
+    """Own times about 50 ms, and more on ranks that are slow."""
+    numbers = random.Random(ranks)
+    own = [[50 + slow.get(rank, 0) + noise * numbers.random() for _ in range(steps)] for rank in range(ranks)]
+    return with_own(own, 120)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+def test_a_rank_that_is_slow_in_each_step_is_named(skew: Any, ranks: int) -> None:
+    seen = skew.Skew(ranks)
+    hosts = [f"host{rank}" for rank in range(ranks)]
+    lines = seen.add(measured(noisy(ranks, 24, {ranks - 1: 15})))
+    straggler = seen.summary(hosts)["straggler"]
+    assert (straggler["rank"], straggler["host"]) == (ranks - 1, hosts[-1])
+    assert straggler["behind_ms"] == pytest.approx(15, abs=4)
+    assert {line["straggler"] for line in lines} == {ranks - 1}
+    text = skew.lines_of(seen.summary(hosts))
+    assert text[0].startswith("straggler: ")
+    assert f"rank {ranks - 1} on host{ranks - 1}, " in text[0]
+    assert "; and" not in text[0]
+
+
+def test_a_slow_host_is_named_by_all_of_its_ranks(skew: Any) -> None:
+    seen = skew.Skew(8)
+    seen.add(measured(noisy(8, 24, {4: 20, 5: 30, 6: 20, 7: 20})))  # Half of them.
+    summary = seen.summary(["a"] * 4 + ["b"] * 4)
+    assert (summary["straggler"]["rank"], summary["straggler"]["host"]) == (5, "b")
+    assert sorted(other["rank"] for other in summary["also_behind"]) == [4, 6, 7]
+    assert "rank 5 on b, " in skew.lines_of(summary)[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+def test_noise_names_nobody(skew: Any, ranks: int) -> None:
+    seen = skew.Skew(ranks)
+    lines = seen.add(measured(noisy(ranks, 24, {}, noise=60)))
+    summary = seen.summary(["a"] * ranks)
+    assert summary["straggler"] is None
+    assert summary["also_behind"] == []
+    assert {line["straggler"] for line in lines} == {None}
+    assert skew.lines_of(summary)[0].split() == ["straggler:", "none"]
+
+
+@pytest.mark.parametrize(
+    ("own", "step"),
+    [
+        ([[50.0] * 20, [53.0] * 20], 120),  # 2.5% of the step.
+        ([[2.0] * 20, [2.9] * 20], 4),  # A large part of it, but less than a millisecond.
+        ([[50.0] * 20, [50.0] * 12 + [500.0] * 8], 600),  # Late in less than half of the steps, however late.
+        ([[50.0] * 7, [500.0] * 7], 600),  # Too few to tell.
+    ],
+    ids=["share", "floor", "sometimes", "few"],
+)
+def test_what_is_no_straggler(skew: Any, own: list[list[float]], step: float) -> None:
+    seen = skew.Skew(2)
+    seen.add(measured(with_own(own, step)))
+    assert seen.summary(["a", "b"])["straggler"] is None
+
+
+def test_lines_tell_of_the_newest_steps_and_memory_has_an_end(skew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skew, "KEPT_STEPS", 40)
+    seen = skew.Skew(3)
+    named = []
+    for slow in [0] * 10 + [2] * 30:
+        lines = seen.add(measured(noisy(3, 4, {slow: 30})))
+        named.append(lines[0]["straggler"])
+    assert named[0] is None  # Too few steps.
+    assert set(named[1:10]) == {0}
+    assert set(named[16:]) == {2}
+    summary = seen.summary(["a"] * 3)
+    assert 40 <= summary["steps"] < 44
+    assert summary["straggler"]["rank"] == 2
+
+
+def test_of_many_ranks_the_summary_has_the_extremes(skew: Any) -> None:
+    ranks = 100
+    own = [[float(50 + rank)] * 10 for rank in range(ranks)]
+    seen = skew.Skew(ranks)
+    seen.add(measured(with_own(own, 200)))
+    summary = seen.summary(["a"] * ranks)
+    assert [rank["rank"] for rank in summary["ranks"]] == [*range(8), *range(92, 100)]
+    assert summary["skew_p50_ms"] == 99
+    assert len(summary["also_behind"]) == 15

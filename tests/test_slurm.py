@@ -1,0 +1,114 @@
+"""launch/slurm.sbatch, submitted to a SLURM with two nodes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import slurm
+from tests.support.main_job import ROOT, TINY, metrics
+from tests.support.slurm import Slurm
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.alone,
+    pytest.mark.skipif(slurm.why_not() is not None, reason=str(slurm.why_not())),
+]
+
+SCRIPT = "launch/slurm.sbatch"
+ON_THIS_MACHINE = ("--nodes", "2", "--cpus-per-task", "1")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Slurm]:
+    """Two nodes."""
+    with slurm.running(2) as cluster:
+        yield cluster
+
+
+def submit(cluster: Slurm, out: Path, *flags: str, options: tuple[str, ...] = (), **variables: str) -> str:
+    """Submit a tiny job from the repository's root; its number."""
+    out.mkdir()
+    own = ["--output", str(out / "job.log"), *ON_THIS_MACHINE, *options]
+    words = ["sbatch", "--parsable", "--chdir", str(ROOT), *own, SCRIPT, *TINY, *flags, "--out", str(out / "run")]
+    (port,) = slurm.free_ports(1)
+    own_variables = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "LOGS": str(out / "logs")}
+    more = {**own_variables, "MASTER_PORT": str(port), **variables}
+    (job,) = cluster.command(*words, **more)
+    return job
+
+
+def ended(cluster: Slurm, job: str) -> dict[str, str]:
+    return cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", timeout=200.0)
+
+
+def processes_after(cluster: Slurm, seconds: float) -> list[tuple[int, str]]:
+    """What is left of jobs after a while, at the latest."""
+    deadline = time.monotonic() + seconds
+    while (left := cluster.processes()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def test_a_job_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    state = ended(cluster, submit(cluster, out, options=("--gpus-per-node", "1")))
+    log = (out / "job.log").read_text()
+    assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), log
+    summary = json.loads((out / "run/summary.json").read_text())
+    assert summary["ranks"] == 2  # One per GPU, as SLURM gives them; two on a node where it gives none.
+    assert summary["fp8_state_identical"] is summary["parameters_identical"] is True
+    assert [line["step"] for line in metrics(out / "run")] == list(range(1, summary["steps"] + 1))
+    assert "[0]: FP8 state identical on all ranks" in log
+    assert len(list(out.glob("logs/node-0/*/attempt_0/0/stdout.log"))) == 1
+    assert len(list(out.glob("logs/node-1/*/attempt_0/0/stdout.log"))) == 1
+    assert processes_after(cluster, 20) == []
+
+
+def test_the_status_is_that_of_the_rank_that_failed(cluster: Slurm, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    flags = ["--inject", "kill-backward:1:3", "--timeout", "30"]
+    state = ended(cluster, submit(cluster, out, *flags, options=("--gpus-per-node", "0"), NPROC="1"))
+    log = (out / "job.log").read_text()
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "137:0"), log
+    assert "[1]: [rank 1] --inject kill-backward:1:3: SIGKILL" in log
+    assert not (out / "run/summary.json").exists()
+    assert processes_after(cluster, 20) == []
+
+
+def test_a_mistake_is_told_before_any_rank_starts(cluster: Slurm, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    state = ended(cluster, submit(cluster, out, "--heads", "5", options=("--gpus-per-node", "1")))
+    log = (out / "job.log").read_text()
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), log
+    assert "train_gpt.py: error: --width 32 is not a multiple of --heads 5" in log
+    assert not (out / "logs").exists()
+
+
+def test_a_cancelled_job_leaves_no_process(cluster: Slurm, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = submit(cluster, out, "--steps", "1000000", options=("--gpus-per-node", "1"))
+    written, deadline = out / "run/metrics.jsonl", time.monotonic() + 150
+    while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert cluster.state_of(job)["JobState"] == "RUNNING", (out / "job.log").read_text()
+    ranks = [said for _, said in cluster.processes() if "train_gpt.py" in said and "torchrun.py" not in said]
+    assert len(ranks) >= 2
+    cluster.command("scancel", job)
+    assert ended(cluster, job)["JobState"] == "CANCELLED"
+    assert processes_after(cluster, 30) == []
+
+
+def test_nothing_is_left_of_a_slurm_that_is_taken_down(tmp_path: Path) -> None:
+    with slurm.running(1) as one:
+        job = one.command("sbatch", "--parsable", "--output", str(tmp_path / "log"), "--wrap", "srun sleep 1000")[0]
+        one.wait_for(job, "RUNNING")
+        folder = one.folder
+        assert slurm.marked(folder)
+    assert slurm.marked(folder) == []
+    assert not folder.exists()

@@ -1,0 +1,120 @@
+"""launch/trainjob.yaml: what Kubeflow Trainer's own models make of it, and what its command starts."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+from torch.distributed.run import get_args_parser
+
+from tests.support.main_job import ROOT
+
+KINDS = {("trainer.kubeflow.org/v1alpha1", "TrainJob"): models.TrainerV1alpha1TrainJob}
+
+RECORDER = """#!/bin/sh
+# Python, but what torchrun.py is to be run with is written down.
+case $1 in
+    */torchrun.py) printf '%s\\n' "$@" >{record} ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "launch/trainjob.yaml").read_text()))
+
+
+def lost(document: dict[str, Any]) -> list[str]:
+    """Paths of what the model does not know, or reads as something else. The models ignore unknown fields."""
+    model = KINDS[document["apiVersion"], document["kind"]]
+    read = json.loads(model.from_dict(copy.deepcopy(document)).to_json())  # type: ignore[union-attr]
+    return list(_differences(document, read, ""))
+
+
+def _differences(given: Any, read: Any, path: str) -> list[str]:
+    if isinstance(given, dict) and isinstance(read, dict):
+        return [line for key in given for line in _differences(given[key], read.get(key), f"{path}.{key}")]
+    if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        pairs = zip(given, read, strict=True)
+        return [line for at, (one, other) in enumerate(pairs) for line in _differences(one, other, f"{path}[{at}]")]
+    return [] if given == read else [path]
+
+
+def test_every_field_is_known_to_the_models() -> None:
+    (job,) = documents()
+    assert lost(job) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("spec", "numNodes"),
+        ("spec", "trainer", "nodes"),
+        ("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "volumes"),
+        ("spec", "trainer", "env", 0, "default"),
+    ],
+)
+def test_a_field_that_they_do_not_know_would_be_found(path: tuple[Any, ...]) -> None:
+    (job,) = documents()
+    place: Any = job
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = 4
+    (found,) = lost(job)
+    assert found.endswith(f".{path[-1]}")
+
+
+def test_a_value_of_another_type_is_refused() -> None:
+    (job,) = documents()
+    job["spec"]["trainer"]["numNodes"] = "4"
+    with pytest.raises(ValueError, match="numNodes"):
+        lost(job)
+
+
+def test_four_nodes_with_flags_that_the_job_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = documents()
+    trainer = job["spec"]["trainer"]
+    assert trainer["numNodes"] == 4
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == str(trainer["numProcPerNode"])
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    monkeypatch.setenv("WORLD_SIZE", str(trainer["numNodes"] * trainer["numProcPerNode"]))
+    options = importlib.import_module("options").parse(trainer["args"])
+    assert (options.parallel, options.precision, options.resume) == ("fsdp2", "fp8", "auto")
+    (patch,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = patch["template"]["spec"]["template"]["spec"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert str(options.out).startswith(mounts["runs"] + "/")
+    assert sorted(mounts) == sorted(volume["name"] for volume in pod["volumes"])
+
+
+def test_its_command_starts_torchrun_with_what_trainer_sets(tmp_path: Path) -> None:
+    (job,) = documents()
+    trainer = job["spec"]["trainer"]
+    record, python = tmp_path / "arguments", tmp_path / "python"
+    python.write_text(RECORDER.format(python=sys.executable, record=record))
+    python.chmod(0o755)
+    own = {variable["name"]: variable["value"] for variable in trainer["env"]}
+    here = {"REPOSITORY": str(ROOT), "PYTHON": str(python)}
+    assert set(here) <= set(own)
+    # As its torch plugin does (kubeflow/trainer pull request 1840).
+    set_by_trainer = {
+        "PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": "29400",
+    }  # fmt: skip
+    flags = [*trainer["args"][:-1], str(tmp_path)]  # The folder of --out is made.
+    environment = {**os.environ, **own, **set_by_trainer, **here}
+    subprocess.run([*trainer["command"], *flags], env=environment, cwd=tmp_path, timeout=60, check=True)
+    arguments = get_args_parser().parse_args(record.read_text().splitlines()[1:])
+    assert (arguments.nnodes, arguments.nproc_per_node, arguments.max_restarts) == ("4", "8", 3)
+    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("c10d", "localhost:29400")
+    assert arguments.rdzv_conf == "is_host=false,join_timeout=600,read_timeout=600"
+    assert arguments.training_script_args == flags

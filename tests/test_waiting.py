@@ -1,0 +1,257 @@
+"""Waiting in the main job: a rank that is slow is named, whatever the ranks wait in, and measuring changes nothing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.collectives import counted_collectives
+from tests.support.main_job import ROOT, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, metrics, start
+from tests.support.ranks import RankPool
+from tests.support.training import batch, bits, make_net
+
+SLOW_MS = 200
+"""Far more than what else a rank of a busy machine loses in a step."""
+
+
+@contextmanager
+def of_the_job(name: str) -> Iterator[ModuleType]:
+    """A module of launch/, in a rank of a pool."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "launch"))
+        yield importlib.import_module(name)
+
+
+# One rank's measurement -----------------------------------------------------------------------------
+
+
+def _wrapped(kind: str) -> nn.Module:
+    net = make_net()
+    if kind == "ddp":
+        return DistributedDataParallel(net, bucket_cap_mb=0.001)  # Several buckets.
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    shape, names = ((2, 1), ("replicate", "shard")) if kind == "hsdp" else ((2,), ("shard",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in (net.first, net.branch, net.last):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def _trained(kind: str, measured: bool, late: float) -> tuple[list[list[float]], dict[str, bytes], list[str]]:
+    """Rank 1 is late in the middle of each forward: what each rank measures, its parameters, and what it called."""
+    module = _wrapped(kind)
+    rank = dist.get_rank()
+    net = module.module if kind in ("ddp", "fsdp1") else module
+    net.branch.register_forward_hook(lambda *_: time.sleep(late) if rank == 1 else None)  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with of_the_job("waiting") as waiting, counted_collectives() as calls:
+        measures = waiting.Waiting(torch.device("cpu"))
+        for step in range(3):
+            with measures.step() if measured else nullcontext():
+                x, y = batch(rank, step)
+                with measures.collectives() if measured and kind != "ddp" else nullcontext():
+                    loss = nn.functional.mse_loss(module(x), y)
+                    if measured and kind == "ddp":
+                        measures.backward(loss)
+                    else:
+                        loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        taken = measures.take(None, 3).tolist()
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.named_parameters()}
+    return taken, {name: bits(value) for name, value in whole.items()}, calls.names
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "hsdp"])
+def test_the_wait_is_that_of_the_other_rank_and_no_bit_changes(two_ranks: RankPool, kind: str) -> None:
+    late = 0.15
+    measured, bare = two_ranks.run(_trained, kind, True, late), two_ranks.run(_trained, kind, False, 0.0)
+    for (_, parameters, names), (_, plain, plain_names) in zip(measured, bare):
+        assert parameters == plain
+        assert names == plain_names
+    (_, waited, whole), (_, waited_late, whole_late) = (taken for taken, _, _ in measured)
+    for step in range(3):
+        assert waited[step] > 1e3 * late / 2
+        assert whole_late[step] > 1e3 * late
+        own, own_late = whole[step] - waited[step], whole_late[step] - waited_late[step]
+        assert own_late - own > 1e3 * late / 2
+    assert sum(waited_late) < sum(waited) / 2
+
+
+def test_what_raises_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    waiting = importlib.import_module("waiting").Waiting(torch.device("cpu"))
+
+    def fail() -> None:
+        with waiting.step():
+            raise RuntimeError("the loss jumped")
+
+    with waiting.step():
+        pass
+    with pytest.raises(RuntimeError, match="jumped"):
+        fail()
+    sync, others, whole = waiting.take(None, 2)
+    assert sync.isnan().all()
+    assert others.isnan().tolist() == whole.isnan().tolist() == [False, True]
+
+
+# The job --------------------------------------------------------------------------------------------
+
+
+def waiting_of(run: Run) -> dict[str, Any]:
+    waiting = run.summary["waiting"]
+    assert isinstance(waiting, dict)
+    return waiting
+
+
+def assert_named(run: Run, rank: int, ranks: int) -> None:
+    waiting = waiting_of(run)
+    straggler = waiting["straggler"]
+    assert straggler["rank"] == rank, waiting
+    assert straggler["behind_ms"] > SLOW_MS / 2
+    assert waiting["also_behind"] == []
+    assert waiting["skew_p50_ms"] > SLOW_MS / 2
+    assert f"rank {rank} on {straggler['host']}, " in run.output
+    own = [of_rank["own_p50_ms"] for of_rank in waiting["ranks"]]
+    waits = [of_rank["wait_p50_ms"] for of_rank in waiting["ranks"]]
+    assert len(own) == len(waits) == ranks
+    assert own.index(max(own)) == waits.index(min(waits)) == rank
+    for line in run.lines:
+        assert {"sync_wait_p50_ms", "sync_wait_p99_ms", "sync_wait_max_ms", "wait_p50_ms", "wait_max_ms"} <= line.keys()
+    assert sum(line["last_rank"] == rank for line in run.lines) > len(run.lines) * 2 / 3
+    assert run.lines[-1]["straggler"] == rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_the_slow_rank_is_named_and_trains_the_same(tmp_path: Path, kind: str) -> None:
+    flags = [*TINY, "--parallel", kind]
+    update = {"ddp": "same_step", "fsdp2": "next_step"}[kind]
+    slow = finish(tmp_path / "slow", TORCHRUN, *flags, "--update", update, "--inject", f"slow:1:{SLOW_MS}")
+    assert f"[rank 1] --inject slow: {SLOW_MS} ms in each forward" in slow.output
+    assert_named(slow, 1, 2)
+    # A wait of 0.2 s would show in the sync; DDP and FSDP have waited for it before.
+    assert waiting_of(slow)["ranks"][0]["sync_wait_p50_ms"] < SLOW_MS / 4
+    even = finish(tmp_path / "even", TORCHRUN, *flags)
+    assert even.losses == slow.losses
+    assert even.summary["parameters_sha256"] == slow.summary["parameters_sha256"]
+
+
+@pytest.mark.long
+@pytest.mark.alone  # Where other tests run, a rank may be behind.
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_without_a_slow_rank_nobody_is_named(tmp_path: Path, kind: str) -> None:
+    even = finish(tmp_path, TORCHRUN, *TINY, "--parallel", kind)
+    assert waiting_of(even)["straggler"] is None, waiting_of(even)
+    assert "straggler:                                                none" in even.output
+    assert {line["straggler"] for line in even.lines} == {None}
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize(("kind", "update"), [("ddp", "same_step"), ("fsdp2", "next_step")])
+def test_one_slow_rank_of_four(tmp_path: Path, kind: str, update: str) -> None:
+    flags = [*TINY, "--parallel", kind, "--update", update]
+    slow = finish(tmp_path / "slow", TORCHRUN, *flags, "--inject", f"slow:2:{2 * SLOW_MS}", NPROC="4")
+    assert_named(slow, 2, 4)
+    even = finish(tmp_path / "even", TORCHRUN, *flags, NPROC="4")
+    assert waiting_of(even)["straggler"] is None, waiting_of(even)
+    assert even.losses == slow.losses
+
+
+@pytest.mark.slow
+def test_high_precision_has_stragglers_too(tmp_path: Path) -> None:
+    flags = [*TINY, "--precision", "fp32", "--accumulate", "2", "--inject", f"slow:0:{SLOW_MS // 2}"]
+    run = finish(tmp_path, TORCHRUN, *flags)
+    assert waiting_of(run)["straggler"]["rank"] == 0
+    assert not [name for line in run.lines for name in line if name.startswith("sync")]
+
+
+DRIVER = """
+import json, sys
+from contextlib import nullcontext
+root, out, bare, *flags = sys.argv[1:]
+sys.path[:0] = [root, root + "/launch"]
+import torch
+import train_gpt
+from ranks import leave
+from tests.support.collectives import counted_collectives
+from waiting import Waiting
+
+if bare == "bare":
+    Waiting.step = Waiting.collectives = lambda self: nullcontext()
+    Waiting.backward = lambda self, loss: loss.backward()
+    Waiting.take = lambda self, manager, steps: torch.full((3, steps), float("nan"))
+with counted_collectives() as calls:
+    status = train_gpt.start([*flags, "--out", out])
+from os import environ
+open(f"{out}/calls-{environ['RANK']}.json", "w").write(json.dumps(calls.names))
+leave(status)
+"""
+
+
+def _driven(folder: Path, bare: bool, *flags: str) -> tuple[list[float], str, list[list[str]]]:
+    """Two ranks of the job, with measurement or with none of it: losses, parameters, and what each rank called."""
+    folder.mkdir()
+    script = folder / "driver.py"
+    script.write_text(DRIVER)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        [*launcher, str(ROOT), str(folder), "bare" if bare else "measured", *TINY, *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["waiting"] is None) == bare
+    calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
+    return [line["loss"] for line in metrics(folder)], summary["parameters_sha256"], calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_measuring_changes_no_bit_and_no_collective(tmp_path: Path, kind: str) -> None:
+    measured, bare = (_driven(tmp_path / str(bare), bare, "--parallel", kind) for bare in (False, True))
+    assert measured == bare
+    losses, _, calls = measured
+    assert len(losses) == STEPS
+    for names in calls:
+        flushes, validations = 3, 1  # After steps 5, 10 and 12; at the end.
+        assert names.count("all_gather") == flushes + validations
+    if kind == "ddp":  # Restarts, weight amaxes at attach, and a sync per step.
+        assert [names.count("all_reduce") for names in calls] == [2 + STEPS] * 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("slow:1", "argument --inject: expected slow:RANK:MILLISECONDS, got 'slow:1'"),
+        ("slow:1:0", "--inject slow:1:0: the number of milliseconds must be at least 1"),
+        ("slow:2:50", "--inject slow:2:50: there is no rank 2, ranks are 0 to 1"),
+    ],
+)
+def test_an_impossible_delay_is_one_line_and_exit_2(fault: str, message: str) -> None:
+    assert_refused(start(TORCHRUN, "--inject", fault), message)
