@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, finish, metrics, start
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("main_job")]
+pytestmark = [pytest.mark.long, pytest.mark.alone]
 
 Undisturbed = Callable[[str], Run]
 

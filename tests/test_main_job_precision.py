@@ -20,7 +20,7 @@ from fp8dist.recipe import GEMMS
 from tests.support.main_job import ROOT, SINGLE, STEPS, TORCHRUN, Run, assert_refused, finish, metrics, start
 
 # The same worker as test_main_job's: two such runs at once would be too much for two cores.
-pytestmark = pytest.mark.xdist_group("main_job")
+pytestmark = pytest.mark.xdist_group("main_job_precision")
 
 TWO_BLOCKS = f"--layers 2 --width 64 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 1".split()
 MODULES = [f"blocks.{block}.{name}" for block in (0, 1) for name in ("attention_out", "mlp_in", "mlp_out", "qkv")]
@@ -162,8 +162,19 @@ def test_weights_are_gathered_as_fp8_where_they_can_be(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
+@pytest.mark.parametrize(
+    ("recipe", "parallel"),
+    [
+        ("delayed", "fsdp2"),
+        ("current", "ddp"),
+        ("rowwise", "fsdp2"),
+        ("block", "ddp"),
+        pytest.param("delayed", "ddp", marks=pytest.mark.long),
+        pytest.param("current", "fsdp2", marks=pytest.mark.long),
+        pytest.param("rowwise", "ddp", marks=pytest.mark.long),
+        pytest.param("block", "fsdp2", marks=pytest.mark.long),
+    ],
+)
 def test_each_recipe_learns_and_leaves_ranks_alike(
     tmp_path: Path, single_run: Runner, recipe: str, parallel: str
 ) -> None:
@@ -218,7 +229,9 @@ def assert_resumes(folder: Path, command: tuple[str, ...], *flags: str, at: int 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", "block", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("current", "rowwise"))]
+)
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, recipe: str) -> None:
     """In the middle of its steps in high precision."""
     straight, second = assert_resumes(tmp_path, SINGLE, "--recipe", recipe, "--fp8-start-step", "9")

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 
 # The same worker as test_main_job's: two such runs at once would be too much for two cores.
-pytestmark = pytest.mark.xdist_group("main_job")
 
 
 @pytest.fixture

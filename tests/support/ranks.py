@@ -23,6 +23,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
+MOST_THREADS = 96
+"""Of a rank. Each gloo group has some, that poll as long as the process lives: groups of a thousand tests together keep
+a core busy. A pool with more starts afresh."""
+
 
 class RanksFailed(AssertionError):
     """One or more ranks raised, died, or did not come back in time."""
@@ -64,6 +68,8 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + 3)
         if any(not ok for ok, _ in results.values()):
             self._fail(results, "failed")
+        if any(threads_of(process.pid) > MOST_THREADS for process in self._processes):
+            self.close()
         return [results[rank][1] for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -108,6 +114,14 @@ class RankPool:
                 lines.append(f"--- rank {rank}: was here\n{stack}")
         self.close()
         raise RanksFailed("\n".join(lines))
+
+
+def threads_of(pid: int) -> int:
+    """How many a process has; 0 where that cannot be told."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
