@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
 import time
@@ -30,8 +29,8 @@ GRACE = timedelta(seconds=3)
 REACH = 3.0
 """Seconds within which the store must have answered once."""
 
-PATIENCE = 3.0
-"""Seconds beyond the grace after which a roll call is given up. With REACH, GRACE and LINGER the most it may take."""
+PATIENCE = 4.0
+"""Seconds beyond the grace after which a roll call is given up. With REACH and GRACE the most it may take."""
 
 TURN, TURNS = 0.25, 8
 """Seconds by which the n-th to report is more patient than the one before, and for how many that is so."""
@@ -39,8 +38,8 @@ TURN, TURNS = 0.25, 8
 SHOWN = 16
 """So many missing ranks are named."""
 
-LINGER = 1.0
-"""Seconds that a rank stays whose process serves the store, so that the others can read what it says."""
+LINGER = 1.5
+"""Seconds that a rank which knows stays for those that do not yet: the store may end with it or with its agent."""
 
 UNKNOWN = "A rank is gone, hangs, or did not come here"
 
@@ -89,12 +88,21 @@ class Roll:
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], identity: str) -> None:
         """``store``: torch's, or what does the same. ``ranks``: all of the group. ``identity``: of the group."""
         self.reached = threading.Event()
+        self.found: Attendance | None = None
         self._store, self._rank, self._ranks = store, rank, ranks
         self._group = f"roll/{identity}"
+        self._interval = max(0.1, len(ranks) / 20_000)  # So that the store has 20,000 questions a second at most.
 
     def call(self, grace: float) -> Attendance:
         """Report, wait for the others, and tell who is missing. Needs a number of store operations that does not depend
         on how many ranks there are, but that of one rank's search, which grows with their logarithm."""
+        call, verdict = self._report(grace)
+        self.found = self._read(verdict)
+        self._linger(call)
+        return self.found
+
+    def _report(self, grace: float) -> tuple[str, bytes]:
+        """The name of the call, and its verdict."""
         store, rank = self._store, self._rank
         call = f"{self._group}/{store.add(f'{self._group}/calls/{rank}', 1)}"
         turn = store.add(f"{call}/came", 1)
@@ -103,13 +111,20 @@ class Roll:
         store.set(f"{call}/present/{rank}", "1")
         verdict = f"{call}/verdict"
         if store.add(f"{call}/reported", 1) < len(self._ranks):
-            interval = max(0.1, len(self._ranks) / 20_000)  # So that the store has 20,000 questions a second at most.
             deadline = time.monotonic() + grace + TURN * min(turn - 1, TURNS)
             while time.monotonic() < deadline:
                 if store.check([verdict]):
-                    return self._read(store.get(verdict))
-                time.sleep(interval)
-        return self._read(store.compare_set(verdict, "", json.dumps(self._search(f"{call}/present"))))
+                    return call, store.get(verdict)
+                time.sleep(self._interval)
+        return call, store.compare_set(verdict, "", json.dumps(self._search(f"{call}/present")))
+
+    def _linger(self, call: str) -> None:
+        """Stay, but not long, until all that came have heard the verdict."""
+        deadline = time.monotonic() + LINGER
+        heard = self._store.add(f"{call}/heard", 1)
+        while heard < self._store.add(f"{call}/came", 0) and time.monotonic() < deadline:
+            time.sleep(self._interval)
+            heard = self._store.add(f"{call}/heard", 0)
 
     def _search(self, present: str) -> dict[str, Any]:
         """The first ranks that are not present, and their hosts."""
@@ -137,7 +152,8 @@ def roll_call(
 
     All ranks whose collective failed call it alike: the n-th call of a rank for these ranks meets the n-th of each
     other, so none should call it on its own. It asks the store of the default process group, and takes ``grace``
-    as a rule and seven seconds more at the most; less if the store is out of reach, or all have reported. Never raises.
+    as a rule and seven seconds more at the most, as a rank that knows stays a little until the others do; less if the
+    store is out of reach, or all have reported. Never raises.
 
     Args:
         ranks: the global ranks of the group whose collective failed. None: all of the job.
@@ -152,8 +168,6 @@ def roll_call(
     found = _in_time(roll, grace.total_seconds())
     if found is None:
         return Attendance(len(members), unreachable=_address(store))
-    if _serves(store):
-        time.sleep(LINGER)
     return replace(found, early=error is not None and not _timed_out(error))
 
 
@@ -164,19 +178,18 @@ def _timed_out(error: BaseException) -> bool:
 
 def _in_time(roll: Roll, grace: float) -> Attendance | None:
     """The roll call's result; None if the store did not answer. A call to it may hang, hence the thread."""
-    results: list[Attendance] = []
     done = threading.Event()
 
     def call() -> None:
         with contextlib.suppress(Exception):  # Of many kinds, and all mean that the store is not there.
-            results.append(roll.call(grace))
+            roll.call(grace)
         done.set()
         roll.reached.set()
 
     threading.Thread(target=call, daemon=True, name="roll call").start()
     if roll.reached.wait(REACH):
         done.wait(grace + PATIENCE)
-    return results[0] if results else None
+    return roll.found
 
 
 def _job_store() -> Any:
@@ -200,9 +213,3 @@ def _is_tcp(store: Any) -> bool:
 def _address(store: Any) -> str:
     inner = _innermost(store)
     return f"{inner.host}:{inner.port}" if _is_tcp(inner) else type(inner).__name__
-
-
-def _serves(store: Any) -> bool:
-    """Whether the store ends with this process: torchrun's agent has it, else rank 0."""
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _is_tcp(_innermost(store)) and dist.get_rank() == 0 and not agents
