@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, finish, metrics, start
+from tests.support.main_job import RANKS, ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, finish, metrics, start
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 
@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
     def run(parallel: str) -> Run:
         if parallel not in made:
-            made[parallel] = finish(tmp_path_factory.mktemp("run"), TORCHRUN, *TINY, "--parallel", parallel)
+            made[parallel] = finish(tmp_path_factory.mktemp("run"), RANKS, *TINY, "--parallel", parallel)
         return made[parallel]
 
     return run
@@ -123,7 +123,7 @@ def start_ranks(*commands: tuple[tuple[str, ...], str]) -> list[tuple[int, str]]
 def test_agents_that_count_differently_resume_alike(tmp_path: Path, restarts: tuple[str, str]) -> None:
     """As on two nodes: the agent of one has restarted because of its own ranks, the other because of its fellow."""
     flags = [*TINY, "--save-every", "6", "--inject", "kill-forward:0:9", "--out", str(tmp_path)]
-    finish(tmp_path, TORCHRUN, *TINY, "--save-every", "6", "--stop-after", "6")
+    finish(tmp_path, RANKS, *TINY, "--save-every", "6", "--stop-after", "6")
     ends = start_ranks(*(((*SINGLE, *flags), own) for own in restarts))
     assert [status for status, _ in ends] == [0, 0], ends
     assert "resumed from" in ends[0][1]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from tests.support.main_job import ROOT, SINGLE, TINY, TORCHRUN, assert_refused, finish, metrics, start
+from tests.support.main_job import ALONE, RANKS, ROOT, TINY, TORCHRUN, assert_refused, finish, metrics, start
 
 # The same worker as test_main_job's: two such runs at once would be too much for two cores.
 
@@ -44,10 +44,10 @@ class Stopped:
         return [json.loads(Path(path).read_text())["message"] for path in paths]
 
 
-def stop(folder: Path, *flags: str, **variables: str) -> Stopped:
+def stop(folder: Path, *flags: str, command: tuple[str, ...] = RANKS, **variables: str) -> Stopped:
     """Run the job until it stops; checks that it stops as documented."""
     out = folder / "run"
-    done = start(TORCHRUN, *TINY, *flags, "--out", str(out), TMPDIR=str(folder), **variables)
+    done = start(command, *TINY, *flags, "--out", str(out), TMPDIR=str(folder), **variables)
     assert done.returncode == 4, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     table = (out / "divergence.txt").read_text()
     report = json.loads((out / "divergence.json").read_text())
@@ -76,7 +76,7 @@ def test_a_damaged_scale_is_reported_at_its_own_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_rank_fails_alike_and_torchelastic_is_told(tmp_path: Path) -> None:
     variables = {"FP8DIST_CHECK_EVERY": "4", "FP8DIST_CHECK_POLICY": "raise"}
-    stopped = stop(tmp_path, "--precision", "fp32", "--inject", "weight:0:5", **THREE, **variables)
+    stopped = stop(tmp_path, "--precision", "fp32", "--inject", "weight:0:5", command=TORCHRUN, **THREE, **variables)
     (finding,) = stopped.findings
     assert (finding["name"], finding["ranks"], finding["reference_rank"]) == (WEIGHT, [0], 1)
     assert 5 <= finding["step"] <= 5 + 4
@@ -117,7 +117,7 @@ def test_two_ranks_cannot_mend_a_lost_update(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_nan_is_counted_by_all_and_stops_nobody(tmp_path: Path) -> None:
-    run = finish(tmp_path, TORCHRUN, *TINY, "--inject", "nan:1:5", "--check-every", "4")
+    run = finish(tmp_path, RANKS, *TINY, "--inject", "nan:1:5", "--check-every", "4")
     assert "[rank 1] --inject nan:1:5: recorded a NaN amax for" in run.output
     assert run.summary["checks"] == 3  # After 4 and 8 steps, and at the end.
     assert run.summary["check_ms_per_check"] > 0
@@ -132,7 +132,7 @@ def test_a_nan_is_counted_by_all_and_stops_nobody(tmp_path: Path) -> None:
 def test_repair_goes_on_with_equal_ranks(tmp_path: Path) -> None:
     faults = [flag for fault in ("skip:1:6", "scale:2:8", "weight:0:12") for flag in ("--inject", fault)]
     (tmp_path / "divergence.txt").write_text("of an earlier run\n")
-    run = finish(tmp_path, TORCHRUN, *TINY, *faults, "--check-every", "3", "--check-policy", "repair", **THREE)
+    run = finish(tmp_path, RANKS, *TINY, *faults, "--check-every", "3", "--check-policy", "repair", **THREE)
     assert run.output.count("repaired, and checked again: ") == 3
     assert f"parameter {WEIGHT} of 1 from 0" in run.output
     assert f"scale {SCALE} of 2 from 0" in run.output
@@ -147,7 +147,7 @@ def test_repair_goes_on_with_equal_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
     flags = ["--inject", "skip:1:6", "--check-every", "3", "--check-policy", "warn", "--precision", "fp32"]
-    run = finish(tmp_path, TORCHRUN, *TINY, *flags)
+    run = finish(tmp_path, RANKS, *TINY, *flags)
     assert run.output.count(TABLE_HEADER) == 3  # After 6 and 9 steps, and at the end.
     assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)
     assert run.summary["parameters_identical"] is False
@@ -195,7 +195,7 @@ def test_an_impossible_fault_is_one_line_and_exit_2(faults: list[str], flags: li
 def test_the_environment_is_checked_too(
     tmp_path: Path, flags: list[str], variables: Mapping[str, str], message: str
 ) -> None:
-    assert_refused(start(SINGLE, *flags, "--out", str(tmp_path), **variables), message)
+    assert_refused(start(ALONE, *flags, "--out", str(tmp_path), **variables), message)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fp8dist.errors import ManifestMismatchError
 from fp8dist.groups import _absent
-from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+from tests.support.main_job import ALONE, RANKS, ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 from tests.support.ranks import RankPool
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
@@ -35,7 +35,7 @@ def two_rank_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     def run(*flags: str, again: int = 0) -> Run:
         key = (*flags, again)
         if key not in made:
-            made[key] = finish(tmp_path_factory.mktemp("run"), TORCHRUN, *TINY, *flags)
+            made[key] = finish(tmp_path_factory.mktemp("run"), RANKS, *TINY, *flags)
         return made[key]
 
     return run
@@ -69,6 +69,15 @@ def test_two_ranks_hold_the_same_state_for_one_collective_a_step(two_rank_run: R
     assert run.summary["fp8_state_identical"] is True
     assert run.summary["parameters_identical"] is True
     assert "FP8 state identical on all ranks:                         yes" in run.output
+
+
+@pytest.mark.slow
+def test_forked_ranks_are_those_of_torchrun(tmp_path: Path, two_rank_run: Runner) -> None:
+    """So that what other tests see on them is true of real jobs."""
+    assert_equal_runs(finish(tmp_path / "two", TORCHRUN, *TINY), two_rank_run())
+    alone = [finish(tmp_path / "".join(command)[-9:], command, *TINY) for command in (SINGLE, ALONE)]
+    assert_equal_runs(*alone)
+    assert alone[0].losses != two_rank_run().losses
 
 
 @pytest.mark.slow
@@ -126,8 +135,8 @@ def test_without_amax_sync_ranks_differ_and_nothing_is_sent(two_rank_run: Runner
 
 @pytest.mark.slow
 def test_switched_off_by_environment_equals_high_precision(tmp_path: Path) -> None:
-    off = finish(tmp_path / "off", SINGLE, *TINY, "--precision", "fp8", FP8DIST_ENABLED="0")
-    fp32 = finish(tmp_path / "fp32", SINGLE, *TINY, "--precision", "fp32")
+    off = finish(tmp_path / "off", ALONE, *TINY, "--precision", "fp8", FP8DIST_ENABLED="0")
+    fp32 = finish(tmp_path / "fp32", ALONE, *TINY, "--precision", "fp32")
     assert_equal_runs(off, fp32)
     assert "switched off" in off.output
 
@@ -145,7 +154,7 @@ def test_switched_off_by_environment_equals_high_precision(tmp_path: Path) -> No
 def test_one_process_without_torchrun(tmp_path: Path, flags: list[str]) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"a few words, over and over. " * 100)
-    run = finish(tmp_path / "out", SINGLE, *TINY, *flags, "--data", str(text))
+    run = finish(tmp_path / "out", ALONE, *TINY, *flags, "--data", str(text))
     assert run.summary["ranks"] == 1
     assert run.losses[-1] < run.losses[0]
 
@@ -184,8 +193,8 @@ def test_gathering_fp8_changes_bytes_and_no_bits(two_rank_run: Runner) -> None:
 @pytest.mark.parametrize("flags", [["fsdp1", "--sharding", "grad_op"], ["fsdp2"]], ids=lambda flags: flags[0])
 def test_sharded_accumulation_and_bfloat16(tmp_path: Path, flags: list[str]) -> None:
     accumulates = ["--accumulate", "2", "--eval-every", "6", "--batch-size", "3"]  # Uneven validation.
-    bf16 = finish(tmp_path / "bf16", TORCHRUN, *TINY, "--parallel", *flags, "--precision", "bf16", *accumulates)
-    ddp = finish(tmp_path / "ddp", TORCHRUN, *TINY, "--parallel", "ddp", "--precision", "fp32", *accumulates)
+    bf16 = finish(tmp_path / "bf16", RANKS, *TINY, "--parallel", *flags, "--precision", "bf16", *accumulates)
+    ddp = finish(tmp_path / "ddp", RANKS, *TINY, "--parallel", "ddp", "--precision", "fp32", *accumulates)
     assert bf16.losses == pytest.approx(ddp.losses, rel=1e-3)  # bfloat16 has 8 bits.
     assert bf16.summary["validation_loss"] == pytest.approx(ddp.summary["validation_loss"], rel=1e-3)
 
@@ -193,7 +202,7 @@ def test_sharded_accumulation_and_bfloat16(tmp_path: Path, flags: list[str]) -> 
 @pytest.mark.long
 def test_replicas_of_shards_on_four_ranks(tmp_path: Path) -> None:
     flags = ["--parallel", "hsdp", "--check-every", "4", "--calibrate-steps", "2"]
-    run = finish(tmp_path, TORCHRUN, *TINY, *flags, NPROC="4")
+    run = finish(tmp_path, RANKS, *TINY, *flags, NPROC="4")
     assert run.summary["ranks"] == 4
     assert run.summary["bytes_gathered_per_step"] > 0
     assert run.summary["fp8_state_identical"] is True
@@ -246,7 +255,7 @@ def test_a_mistake_is_one_line_and_exit_2(flags: list[str], message: str) -> Non
 def test_a_mistake_without_torchrun(
     tmp_path: Path, flags: list[str], variables: Mapping[str, str], message: str
 ) -> None:
-    assert_refused(start(SINGLE, "--out", str(tmp_path), *flags, **variables), message)
+    assert_refused(start(ALONE, "--out", str(tmp_path), *flags, **variables), message)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from fp8dist.errors import CheckpointError
 from fp8dist.kernels.backends import BACKENDS
 from fp8dist.kernels.blocks import BLOCK
 from fp8dist.recipe import GEMMS
-from tests.support.main_job import ROOT, SINGLE, STEPS, TORCHRUN, Run, assert_refused, finish, metrics, start
+from tests.support.main_job import ALONE, RANKS, ROOT, STEPS, TORCHRUN, Run, assert_refused, finish, metrics, start
 
 # The same worker as test_main_job's: two such runs at once would be too much for two cores.
 pytestmark = pytest.mark.xdist_group("main_job_precision")
@@ -41,7 +41,7 @@ def single_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
     def run(*flags: str) -> Run:
         if flags not in made:
-            made[flags] = finish(tmp_path_factory.mktemp("run"), SINGLE, *TWO_BLOCKS, *flags)
+            made[flags] = finish(tmp_path_factory.mktemp("run"), ALONE, *TWO_BLOCKS, *flags)
         return made[flags]
 
     return run
@@ -178,7 +178,7 @@ def test_weights_are_gathered_as_fp8_where_they_can_be(
 def test_each_recipe_learns_and_leaves_ranks_alike(
     tmp_path: Path, single_run: Runner, recipe: str, parallel: str
 ) -> None:
-    run = finish(tmp_path, TORCHRUN, *TWO_BLOCKS, "--recipe", recipe, "--parallel", parallel, "--check-every", "5")
+    run = finish(tmp_path, RANKS, *TWO_BLOCKS, "--recipe", recipe, "--parallel", parallel, "--check-every", "5")
     assert run.summary["fp8_slots"] == len(SLOTS)
     assert run.summary["fp8_state_identical"] is run.summary["parameters_identical"] is True
     # Half of its data is that of one process in FP32, so it is about as far; FP8 shows.
@@ -203,7 +203,7 @@ def test_recipes_and_single_modules_differ(single_run: Runner) -> None:
 def test_whole_blocks_are_gathered_as_fp8(tmp_path: Path) -> None:
     flags = ["--layers", "1", "--width", "256", "--context", "16", "--batch-size", "2", "--steps", "3"]
     runs = [
-        finish(tmp_path / name, TORCHRUN, *flags, "--recipe", "block", "--parallel", "fsdp2", *more)
+        finish(tmp_path / name, RANKS, *flags, "--recipe", "block", "--parallel", "fsdp2", *more)
         for name, more in (("fp8", []), ("fp32", ["--no-fp8-all-gather"]))
     ]
     assert runs[0].losses == runs[1].losses
@@ -234,7 +234,7 @@ def assert_resumes(folder: Path, command: tuple[str, ...], *flags: str, at: int 
 )
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, recipe: str) -> None:
     """In the middle of its steps in high precision."""
-    straight, second = assert_resumes(tmp_path, SINGLE, "--recipe", recipe, "--fp8-start-step", "9")
+    straight, second = assert_resumes(tmp_path, ALONE, "--recipe", recipe, "--fp8-start-step", "9")
     for run in (straight, second):
         # As it is when the step has ended.
         assert [line["high_precision_modules"] for line in run.lines] == [len(MODULES)] * 7 + [0] * 5
@@ -245,7 +245,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, recipe: str) -> None:
     ("recipe", "parallel"), [("current", "ddp"), ("current", "fsdp2"), ("rowwise", "fsdp2"), ("block", "fsdp2")]
 )
 def test_a_resumed_run_of_two_ranks_is_the_same_run(tmp_path: Path, recipe: str, parallel: str) -> None:
-    assert_resumes(tmp_path, TORCHRUN, "--recipe", recipe, "--parallel", parallel, "--fp8-start-step", "4")
+    assert_resumes(tmp_path, RANKS, "--recipe", recipe, "--parallel", parallel, "--fp8-start-step", "4")
 
 
 @pytest.mark.slow
@@ -258,33 +258,33 @@ def test_steps_before_the_first_in_fp8_are_in_high_precision(single_run: Runner)
 @pytest.fixture(scope="module")
 def fp32_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("fp32")
-    finish(out, SINGLE, *TWO_BLOCKS, "--precision", "fp32", "--save-every", "6", "--stop-after", "6")
+    finish(out, ALONE, *TWO_BLOCKS, "--precision", "fp32", "--save-every", "6", "--stop-after", "6")
     return str(out / "checkpoints/step-00000006")
 
 
 @pytest.mark.slow
 def test_fp8_goes_on_from_fp32_with_scales_of_a_calibration(tmp_path: Path, fp32_checkpoint: str) -> None:
     flags = [*TWO_BLOCKS, "--precision", "fp8", "--resume", fp32_checkpoint]
-    cold = finish(tmp_path / "cold", SINGLE, *flags)
+    cold = finish(tmp_path / "cold", ALONE, *flags)
     assert f"16 of {len(SLOTS)} {COLD}" in cold.output  # Those of weights have scales.
-    warm = finish(tmp_path / "warm", SINGLE, *flags, "--calibrate-steps", "4", "--save-every", "3")
+    warm = finish(tmp_path / "warm", ALONE, *flags, "--calibrate-steps", "4", "--save-every", "3")
     assert COLD not in warm.output
     assert "has no FP8 state: scales come from --calibrate-steps" in warm.output
     assert warm.losses != cold.losses
     # Its own checkpoint has FP8 state, which no calibration may change.
     again = ["--calibrate-steps", "4", "--resume", str(tmp_path / "warm/checkpoints/step-00000009")]
-    assert finish(tmp_path / "again", SINGLE, *TWO_BLOCKS, *again).losses == warm.losses[3:]
+    assert finish(tmp_path / "again", ALONE, *TWO_BLOCKS, *again).losses == warm.losses[3:]
 
 
 @pytest.mark.slow
 def test_fp8_goes_on_from_fp32_at_a_later_step(tmp_path: Path, fp32_checkpoint: str, single_run: Runner) -> None:
     flags = [*TWO_BLOCKS, "--precision", "fp8", "--resume", fp32_checkpoint, "--loss-guard", "warn"]
-    late = finish(tmp_path / "late", SINGLE, *flags, "--fp8-start-step", "9")
+    late = finish(tmp_path / "late", ALONE, *flags, "--fp8-start-step", "9")
     assert late.losses[:2] == single_run("--precision", "fp32").losses[6:8]
     assert late.losses[2] != single_run("--precision", "fp32").losses[8]
     assert [line["high_precision_modules"] for line in late.lines] == [8, 0, 0, 0, 0, 0]
     assert COLD not in late.output
-    passed = finish(tmp_path / "passed", SINGLE, *flags, "--fp8-start-step", "7")
+    passed = finish(tmp_path / "passed", ALONE, *flags, "--fp8-start-step", "7")
     assert COLD in passed.output
 
 
@@ -295,7 +295,7 @@ def test_fp8_goes_on_from_fp32_at_a_later_step(tmp_path: Path, fp32_checkpoint: 
 def test_an_outlier_on_one_rank_sends_all_to_high_precision_for_a_while(tmp_path: Path) -> None:
     flags = ["--recipe", "current", "--fallback-steps", "3", "--fallback-underflow", "0.5", "--inject", "outlier:1:5"]
     watched = ["--watch-every", "5", "--watch-ranks", "--tensorboard", "--check-every", "2"]
-    run = finish(tmp_path, TORCHRUN, *TWO_BLOCKS, *flags, *watched)
+    run = finish(tmp_path, RANKS, *TWO_BLOCKS, *flags, *watched)
     assert "[rank 1] --inject outlier:1:5: the input of blocks.1.mlp_in has " in run.output
     # The first rank's: its own tensors were as usual.
     high = [line["high_precision_modules"] for line in run.lines]
@@ -328,7 +328,7 @@ def scales(out: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_what_is_written_of_scales_goes_on_after_a_resume(tmp_path: Path) -> None:
     flags = ["--watch-every", "3", "--calibrate-steps", "1", "--scale-jump", "4"]
-    assert_resumes(tmp_path, SINGLE, *flags, at=5)
+    assert_resumes(tmp_path, ALONE, *flags, at=5)
     straight, parts = (scales(tmp_path / name) for name in ("straight", "parts"))
     assert sorted({line["step"] for line in straight}) == [3, 6, 9, 12]
     assert parts == straight
@@ -358,24 +358,24 @@ def test_a_loss_that_jumps_stops_all_ranks_with_exit_6(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_warning_changes_nothing(tmp_path: Path) -> None:
     flags = [*TWO_BLOCKS, *SPIKE]
-    warned = finish(tmp_path / "warned", SINGLE, *flags, "--loss-guard", "warn")
+    warned = finish(tmp_path / "warned", ALONE, *flags, "--loss-guard", "warn")
     assert "step 11: the loss " in warned.output
     assert warned.summary["loss_alarms"] == 1
-    unwatched = finish(tmp_path / "unwatched", SINGLE, *flags)
+    unwatched = finish(tmp_path / "unwatched", ALONE, *flags)
     assert warned.losses == unwatched.losses
     assert unwatched.summary["loss_alarms"] == 0
-    deaf = finish(tmp_path / "deaf", SINGLE, *flags, "--loss-guard", "warn", "--loss-factor", "1000")
+    deaf = finish(tmp_path / "deaf", ALONE, *flags, "--loss-guard", "warn", "--loss-factor", "1000")
     assert deaf.summary["loss_alarms"] == 0
 
 
 @pytest.mark.long
 def test_a_guard_remembers_across_a_resume(tmp_path: Path, single_run: Runner) -> None:
     """Its window of ten losses began before the checkpoint; and the halved rate stays."""
-    straight, _ = assert_resumes(tmp_path / "before", SINGLE, "--loss-guard", "lower-lr", *SPIKE)
+    straight, _ = assert_resumes(tmp_path / "before", ALONE, "--loss-guard", "lower-lr", *SPIKE)
     rates = [line["learning_rate"] for line in straight.lines]
     usual = [line["learning_rate"] for line in single_run().lines]
     assert rates == [*usual[:10], *(rate / 2 for rate in usual[10:])]
-    _, second = assert_resumes(tmp_path / "after", SINGLE, "--loss-guard", "lower-lr", *SPIKE, at=11)
+    _, second = assert_resumes(tmp_path / "after", ALONE, "--loss-guard", "lower-lr", *SPIKE, at=11)
     assert [line["learning_rate"] for line in second.lines] == rates
     assert second.summary["loss_alarms"] == 1
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.main_job import ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+from tests.support.main_job import ALONE, RANKS, ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 
 # The same worker as test_main_job's: two such runs at once would be too much for two cores.
 
@@ -225,15 +225,15 @@ def assert_same_end(run: Run, straight: Run) -> None:
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, update: str, ranks: str) -> None:
     """Three ranks: only then does the order of a sum show."""
     flags = [*TINY, "--parallel", parallel, "--update", update]
-    straight = finish(tmp_path / "straight", TORCHRUN, *flags, NPROC=ranks)
+    straight = finish(tmp_path / "straight", RANKS, *flags, NPROC=ranks)
     out = tmp_path / "parts"
-    first = finish(out, TORCHRUN, *flags, "--save-every", "4", "--stop-after", "6", NPROC=ranks)
+    first = finish(out, RANKS, *flags, "--save-every", "4", "--stop-after", "6", NPROC=ranks)
     assert [line["step"] for line in first.lines] == [1, 2, 3, 4, 5, 6]
     # As a killed run leaves it: steps after the last checkpoint, half a line, a save that was not finished.
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 7, "loss": 1.0}) + '\n{"step": 8, "lo')
     write(out / "checkpoints/partial-step-00000008")
-    second = finish(out, TORCHRUN, *flags, "--save-every", "4", "--resume", "auto", NPROC=ranks)
+    second = finish(out, RANKS, *flags, "--save-every", "4", "--resume", "auto", NPROC=ranks)
     assert second.summary["resumed_after_step"] == 6
     assert [line["step"] for line in second.lines] == list(range(1, STEPS + 1))
     assert_same_end(second, straight)
@@ -242,7 +242,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, update: st
 
 @pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
-    first, again = (finish(tmp_path, SINGLE, *TINY, "--save-every", "5", "--resume", "auto") for _ in range(2))
+    first, again = (finish(tmp_path, ALONE, *TINY, "--save-every", "5", "--resume", "auto") for _ in range(2))
     assert again.summary["resumed_after_step"] == STEPS
     assert again.losses == first.losses
     for key in ("parameters_sha256", "final_training_loss", "validation_loss"):
@@ -252,7 +252,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
-    run = finish(tmp_path, SINGLE, *TINY, "--precision", "fp32", "--resume", "auto")
+    run = finish(tmp_path, ALONE, *TINY, "--precision", "fp32", "--resume", "auto")
     assert run.summary["resumed_after_step"] == 0
     assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
     assert run.losses[0] != 9.0
@@ -260,9 +260,9 @@ def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_going_on_from_an_older_checkpoint(tmp_path: Path) -> None:
-    straight = finish(tmp_path, SINGLE, *TINY, "--save-every", "4", "--keep", "3")
+    straight = finish(tmp_path, ALONE, *TINY, "--save-every", "4", "--keep", "3")
     four = tmp_path / "checkpoints/step-00000004"
-    again = finish(tmp_path, SINGLE, *TINY, "--save-every", "4", "--keep", "3", "--resume", str(four))
+    again = finish(tmp_path, ALONE, *TINY, "--save-every", "4", "--keep", "3", "--resume", str(four))
     assert_same_end(again, straight)
     assert again.summary["resumed_after_step"] == 4
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -282,11 +282,11 @@ def test_going_on_from_an_older_checkpoint(tmp_path: Path) -> None:
 def test_others_read_the_same_state(tmp_path: Path, source: str, others: dict[str, str]) -> None:
     """No step is made after loading, so what comes out must be what went in, whoever holds it."""
     stop = ["--save-every", "6", "--stop-after", "6"]
-    saved = finish(tmp_path / "saved", TORCHRUN, *TINY, *stop, "--parallel", source)
+    saved = finish(tmp_path / "saved", RANKS, *TINY, *stop, "--parallel", source)
     folder = str(tmp_path / "saved/checkpoints/step-00000006")
     for parallel, ranks in others.items():
         out = tmp_path / parallel
-        run = finish(out, TORCHRUN, *TINY, *stop, "--parallel", parallel, "--resume", folder, NPROC=ranks)
+        run = finish(out, RANKS, *TINY, *stop, "--parallel", parallel, "--resume", folder, NPROC=ranks)
         assert run.summary["parameters_sha256"] == saved.summary["parameters_sha256"]
         # The mean over ranks is taken in another order.
         assert run.summary["validation_loss"] == pytest.approx(saved.summary["validation_loss"], rel=1e-6)
@@ -296,11 +296,11 @@ def test_others_read_the_same_state(tmp_path: Path, source: str, others: dict[st
 
 @pytest.mark.long
 def test_going_on_as_another_kind(tmp_path: Path) -> None:
-    first = finish(tmp_path / "a", TORCHRUN, *TINY, "--save-every", "6", "--stop-after", "6", "--parallel", "ddp")
+    first = finish(tmp_path / "a", RANKS, *TINY, "--save-every", "6", "--stop-after", "6", "--parallel", "ddp")
     folder = str(tmp_path / "a/checkpoints/step-00000006")
-    further = finish(tmp_path / "b", TORCHRUN, *TINY, "--parallel", "fsdp2", "--resume", folder)
+    further = finish(tmp_path / "b", RANKS, *TINY, "--parallel", "fsdp2", "--resume", folder)
     assert [line["step"] for line in further.lines] == list(range(7, STEPS + 1))
-    straight = finish(tmp_path / "c", TORCHRUN, *TINY, "--parallel", "ddp")
+    straight = finish(tmp_path / "c", RANKS, *TINY, "--parallel", "ddp")
     assert first.losses == straight.losses[:6]
     assert further.losses == pytest.approx(straight.losses[6:], rel=1e-5)
 
@@ -310,31 +310,31 @@ def test_fp8_may_begin_later_and_end_earlier(tmp_path: Path) -> None:
     save = ["--save-every", "6", "--stop-after", "6"]
     folder = {}
     for precision in ("fp32", "fp8"):
-        finish(tmp_path / precision, SINGLE, *TINY, *save, "--precision", precision)
+        finish(tmp_path / precision, ALONE, *TINY, *save, "--precision", precision)
         folder[precision] = str(tmp_path / precision / "checkpoints/step-00000006")
-    begins = finish(tmp_path / "begins", SINGLE, *TINY, "--precision", "fp8", "--resume", folder["fp32"])
+    begins = finish(tmp_path / "begins", ALONE, *TINY, "--precision", "fp8", "--resume", folder["fp32"])
     assert "has no FP8 state: scales start cold" in begins.output
     assert "another precision: fp8 in place of fp32" in begins.output
-    ends = finish(tmp_path / "ends", SINGLE, *TINY, "--precision", "fp32", "--resume", folder["fp8"])
+    ends = finish(tmp_path / "ends", ALONE, *TINY, "--precision", "fp32", "--resume", folder["fp8"])
     assert len(begins.losses) == len(ends.losses) == STEPS - 6
 
 
 @pytest.mark.long
 def test_saving_in_the_background_changes_nothing(tmp_path: Path) -> None:
     flags = [*TINY, "--parallel", "fsdp2"]
-    straight = finish(tmp_path / "straight", TORCHRUN, *flags)
+    straight = finish(tmp_path / "straight", RANKS, *flags)
     out = tmp_path / "parts"
-    finish(out, TORCHRUN, *flags, "--save-every", "2", "--async-save", "--stop-after", "7")
+    finish(out, RANKS, *flags, "--save-every", "2", "--async-save", "--stop-after", "7")
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
-    second = finish(out, TORCHRUN, *flags, "--save-every", "2", "--async-save", "--resume", "auto")
+    second = finish(out, RANKS, *flags, "--save-every", "2", "--async-save", "--resume", "auto")
     assert_same_end(second, straight)
 
 
 @pytest.mark.slow
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    finish(tmp_path / "saved", SINGLE, *TINY, "--save-every", "6", "--stop-after", "6")
+    finish(tmp_path / "saved", ALONE, *TINY, "--save-every", "6", "--stop-after", "6")
     folder = str(tmp_path / "saved/checkpoints/step-00000006")
-    done = start(SINGLE, *TINY, "--width", "64", "--out", str(tmp_path / "new"), "--resume", folder)
+    done = start(ALONE, *TINY, "--width", "64", "--out", str(tmp_path / "new"), "--resume", folder)
     assert_refused(done, f"--resume {folder}: saved with --width 32, and this is 64")
 
 
@@ -356,7 +356,7 @@ def test_a_checkpoint_that_cannot_be_written_is_exit_3(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_state_of_other_ranks_is_refused(tmp_path: Path) -> None:
     save = ["--save-every", "6", "--stop-after", "6"]
-    finish(tmp_path / "saved", TORCHRUN, *TINY, *save, "--no-amax-sync")
+    finish(tmp_path / "saved", RANKS, *TINY, *save, "--no-amax-sync")
     folder = str(tmp_path / "saved/checkpoints/step-00000006")
-    done = start(SINGLE, *TINY, "--out", str(tmp_path / "new"), "--resume", folder)
+    done = start(ALONE, *TINY, "--out", str(tmp_path / "new"), "--resume", folder)
     assert_refused(done, "it has FP8 state rank0, rank1, of 2 rank(s), and this job needs shared, on 1: ")

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.collectives import counted_collectives
-from tests.support.main_job import ROOT, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, metrics, start
+from tests.support.main_job import RANKS, ROOT, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, metrics, start
 from tests.support.ranks import RankPool
 from tests.support.training import batch, bits, make_net
 
@@ -147,12 +147,12 @@ def assert_named(run: Run, rank: int, ranks: int) -> None:
 def test_the_slow_rank_is_named_and_trains_the_same(tmp_path: Path, kind: str) -> None:
     flags = [*TINY, "--parallel", kind]
     update = {"ddp": "same_step", "fsdp2": "next_step"}[kind]
-    slow = finish(tmp_path / "slow", TORCHRUN, *flags, "--update", update, "--inject", f"slow:1:{SLOW_MS}")
+    slow = finish(tmp_path / "slow", RANKS, *flags, "--update", update, "--inject", f"slow:1:{SLOW_MS}")
     assert f"[rank 1] --inject slow: {SLOW_MS} ms in each forward" in slow.output
     assert_named(slow, 1, 2)
     # A wait of 0.2 s would show in the sync; DDP and FSDP have waited for it before.
     assert waiting_of(slow)["ranks"][0]["sync_wait_p50_ms"] < SLOW_MS / 4
-    even = finish(tmp_path / "even", TORCHRUN, *flags)
+    even = finish(tmp_path / "even", RANKS, *flags)
     assert even.losses == slow.losses
     assert even.summary["parameters_sha256"] == slow.summary["parameters_sha256"]
 
@@ -161,7 +161,7 @@ def test_the_slow_rank_is_named_and_trains_the_same(tmp_path: Path, kind: str) -
 @pytest.mark.alone  # Where other tests run, a rank may be behind.
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_without_a_slow_rank_nobody_is_named(tmp_path: Path, kind: str) -> None:
-    even = finish(tmp_path, TORCHRUN, *TINY, "--parallel", kind)
+    even = finish(tmp_path, RANKS, *TINY, "--parallel", kind)
     assert waiting_of(even)["straggler"] is None, waiting_of(even)
     assert "straggler:                                                none" in even.output
     assert {line["straggler"] for line in even.lines} == {None}
@@ -172,9 +172,9 @@ def test_without_a_slow_rank_nobody_is_named(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(("kind", "update"), [("ddp", "same_step"), ("fsdp2", "next_step")])
 def test_one_slow_rank_of_four(tmp_path: Path, kind: str, update: str) -> None:
     flags = [*TINY, "--parallel", kind, "--update", update]
-    slow = finish(tmp_path / "slow", TORCHRUN, *flags, "--inject", f"slow:2:{2 * SLOW_MS}", NPROC="4")
+    slow = finish(tmp_path / "slow", RANKS, *flags, "--inject", f"slow:2:{2 * SLOW_MS}", NPROC="4")
     assert_named(slow, 2, 4)
-    even = finish(tmp_path / "even", TORCHRUN, *flags, NPROC="4")
+    even = finish(tmp_path / "even", RANKS, *flags, NPROC="4")
     assert waiting_of(even)["straggler"] is None, waiting_of(even)
     assert even.losses == slow.losses
 
@@ -182,7 +182,7 @@ def test_one_slow_rank_of_four(tmp_path: Path, kind: str, update: str) -> None:
 @pytest.mark.slow
 def test_high_precision_has_stragglers_too(tmp_path: Path) -> None:
     flags = [*TINY, "--precision", "fp32", "--accumulate", "2", "--inject", f"slow:0:{SLOW_MS // 2}"]
-    run = finish(tmp_path, TORCHRUN, *flags)
+    run = finish(tmp_path, RANKS, *flags)
     assert waiting_of(run)["straggler"]["rank"] == 0
     assert not [name for line in run.lines for name in line if name.startswith("sync")]
 

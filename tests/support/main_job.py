@@ -10,9 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import forked
+from tests.support.forked import ROOT
+
 TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
 SINGLE = (sys.executable, str(ROOT / "launch/train_gpt.py"))
+
+# The same without the seconds that torchrun and imports take, for tests of what happens once the job runs.
+RANKS = ("forked ranks",)
+ALONE = ("a forked process",)
 
 STEPS = 12
 TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
@@ -33,10 +39,11 @@ class Run:
 
 
 def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the job with some environment variables on top, two ranks if it is torchrun.sh."""
-    environment = {
-        **os.environ, "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables,
-    }  # fmt: skip
+    """Run a command of the job with some environment variables on top, two ranks if it is torchrun.sh or RANKS."""
+    variables = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables}
+    if command in (RANKS, ALONE):
+        return forked.run(flags, int(variables["NPROC"]) if command == RANKS else None, variables)
+    environment = {**os.environ, **variables}
     return subprocess.run(
         [*command, *flags], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forked import ROOT, context
 
 MOST_THREADS = 96
 """Of a rank. Each gloo group has some, that poll as long as the process lives: groups of a thousand tests together keep
@@ -87,10 +86,9 @@ class RankPool:
         if self._processes:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="fp8dist-ranks-")
-        context = mp.get_context("spawn")
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = context().Pipe()
+            process = context().Process(
                 target=_serve, args=(rank, self.world_size, self._folder.name, theirs), daemon=True
             )
             process.start()

@@ -1,0 +1,102 @@
+"""Processes forked from one that has imported torch and the main job: they start in a tenth of a second, not in four.
+
+``RANKS`` and ``ALONE`` stand for torchrun.sh and train_gpt.py in ``tests/support/main_job.py``: real ranks with torch's
+environment variables and a store in this process, as torchrun's agent has it. What torchrun itself does is tested with
+torchrun.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PRELOADED = "tests.support.preloaded"
+
+
+def context() -> ForkServerContext:
+    """Of processes that have imported what ``preloaded.py`` imports."""
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload([PRELOADED])
+    return made
+
+
+def run(
+    flags: Sequence[str], ranks: int | None, variables: Mapping[str, str], timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """The main job with these flags, on so many ranks; None: without torchrun's environment variables.
+
+    Its exit status is that of the first rank that failed.
+    """
+    from torch.distributed import TCPStore
+
+    environments: list[dict[str, str]] = [{**os.environ, **variables}]
+    if ranks is not None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        environments = [
+            {**environments[0], **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+        ]
+    with tempfile.TemporaryDirectory(prefix="fp8dist-job-") as folder:
+        streams = [str(Path(folder, name)) for name in ("out", "err")]
+        processes = [
+            context().Process(target=_rank, args=(list(flags), environment, streams, timeout - 2), daemon=True)
+            for environment in environments
+        ]
+        for process in processes:
+            process.start()
+        statuses = _statuses(processes, time.monotonic() + timeout)
+        out, err = (Path(stream).read_text() if Path(stream).exists() else "" for stream in streams)
+    assert None not in statuses, f"not done within {timeout:.0f} s: {statuses}\n{out}\n{err}"
+    return subprocess.CompletedProcess(list(flags), next((status for status in statuses if status), 0), out, err)
+
+
+def _statuses(processes: Sequence[Any], deadline: float) -> list[int | None]:
+    """Of each process, the first that failed first; None: it was still there. As torchrun does, the others are
+    terminated when one has failed."""
+    running, ends = list(processes), []
+    while running and time.monotonic() < deadline:
+        wait([process.sentinel for process in running], deadline - time.monotonic())
+        ended = [process for process in running if not process.is_alive()]
+        running = [process for process in running if process not in ended]
+        ends += [process.exitcode for process in ended]
+        if any(process.exitcode for process in ended):
+            for process in running:
+                process.terminate()
+    for process in running:
+        process.kill()
+        process.join()
+    return ends + [None] * len(running)
+
+
+def _rank(flags: list[str], environment: dict[str, str], streams: list[str], seconds: float) -> NoReturn:
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    tqdm.set_lock(threading.RLock())  # Its own would be a semaphore that nobody removes.
+    faulthandler.dump_traceback_later(seconds)
+    sys.path.insert(0, str(ROOT / "launch"))
+    import train_gpt
+    from ranks import leave
+
+    sys.argv = [train_gpt.__file__, *flags]
+    leave(train_gpt.start(flags))
