@@ -43,8 +43,8 @@ def two_rank_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 @pytest.mark.slow
 def test_fp8_learns_like_fp32_on_two_ranks(tmp_path: Path) -> None:
-    fp32 = finish(tmp_path / "fp32", TORCHRUN, *SMALL, "--precision", "fp32")
-    fp8 = finish(tmp_path / "fp8", TORCHRUN, *SMALL, "--precision", "fp8")
+    fp32 = finish(tmp_path / "fp32", RANKS, *SMALL, "--precision", "fp32")
+    fp8 = finish(tmp_path / "fp8", RANKS, *SMALL, "--precision", "fp8")
     for run in (fp32, fp8):
         assert run.losses[0] - run.summary["final_training_loss"] > 1.0
         assert run.summary["parameters_identical"] is True

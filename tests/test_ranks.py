@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.forked import PRELOADED
 from tests.support.ranks import RankPool, RanksFailed
 
 
@@ -23,6 +26,15 @@ def _one_rank_raises() -> None:
 
 def test_results_come_in_rank_order(two_ranks: RankPool) -> None:
     assert two_ranks.run(_sum_of_ranks) == [(0, 1), (1, 1)]
+
+
+def _was_preloaded() -> bool:
+    return PRELOADED in sys.modules
+
+
+def test_ranks_need_not_import_torch_each(two_ranks: RankPool) -> None:
+    """Else they would still work, and all tests take three times as long."""
+    assert two_ranks.run(_was_preloaded) == [True, True]
 
 
 @pytest.mark.slow

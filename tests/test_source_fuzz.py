@@ -179,9 +179,10 @@ def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@settings(_UNHURRIED, max_examples=15_000)
+@pytest.mark.parametrize("part", range(4))  # For two workers.
+@settings(_UNHURRIED, max_examples=15_000 // 4)
 @given(data=st.data())
-def test_damaged_files_at_length(valid: dict[str, Content], data: st.DataObject) -> None:
+def test_damaged_files_at_length(valid: dict[str, Content], part: int, data: st.DataObject) -> None:
     _fuzz(valid, data)
 
 

@@ -162,9 +162,10 @@ def test_random_lives(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> No
 
 
 @pytest.mark.long
-@given(recipes, lives)
-@settings(max_examples=2000, database=None, **RELAXED)
-def test_many_random_lives(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> None:
+@pytest.mark.parametrize("part", range(2))  # For two workers.
+@given(recipe=recipes, life=lives)
+@settings(max_examples=2000 // 2, database=None, **RELAXED)
+def test_many_random_lives(part: int, recipe: dict[str, Any], life: list[tuple[str, Any]]) -> None:
     _live(recipe, life)
 
 

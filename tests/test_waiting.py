@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support import forked
 from tests.support.collectives import counted_collectives
 from tests.support.main_job import RANKS, ROOT, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, metrics, start
 from tests.support.ranks import RankPool
@@ -187,43 +186,28 @@ def test_high_precision_has_stragglers_too(tmp_path: Path) -> None:
     assert not [name for line in run.lines for name in line if name.startswith("sync")]
 
 
-DRIVER = """
-import json, sys
-from contextlib import nullcontext
-root, out, bare, *flags = sys.argv[1:]
-sys.path[:0] = [root, root + "/launch"]
-import torch
-import train_gpt
-from ranks import leave
-from tests.support.collectives import counted_collectives
-from waiting import Waiting
+def _measured(flags: list[str]) -> int:
+    """The job, writing down what it calls. In each rank."""
+    train_gpt = importlib.import_module("train_gpt")
+    with counted_collectives() as calls:
+        status = train_gpt.start(flags)
+    folder = Path(flags[flags.index("--out") + 1])
+    (folder / f"calls-{os.environ['RANK']}.json").write_text(json.dumps(calls.names))
+    return int(status)
 
-if bare == "bare":
-    Waiting.step = Waiting.collectives = lambda self: nullcontext()
-    Waiting.backward = lambda self, loss: loss.backward()
-    Waiting.take = lambda self, manager, steps: torch.full((3, steps), float("nan"))
-with counted_collectives() as calls:
-    status = train_gpt.start([*flags, "--out", out])
-from os import environ
-open(f"{out}/calls-{environ['RANK']}.json", "w").write(json.dumps(calls.names))
-leave(status)
-"""
+
+def _bare(flags: list[str]) -> int:
+    """The same with no measurement in it."""
+    waiting: Any = importlib.import_module("waiting").Waiting
+    waiting.step = waiting.collectives = lambda self: nullcontext()
+    waiting.backward = lambda self, loss: loss.backward()
+    waiting.take = lambda self, manager, steps: torch.full((3, steps), float("nan"))
+    return _measured(flags)
 
 
 def _driven(folder: Path, bare: bool, *flags: str) -> tuple[list[float], str, list[list[str]]]:
     """Two ranks of the job, with measurement or with none of it: losses, parameters, and what each rank called."""
-    folder.mkdir()
-    script = folder / "driver.py"
-    script.write_text(DRIVER)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        [*launcher, str(ROOT), str(folder), "bare" if bare else "measured", *TINY, *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = forked.run([*TINY, *flags, "--out", str(folder)], 2, {}, main=_bare if bare else _measured)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["waiting"] is None) == bare

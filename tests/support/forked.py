@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -36,11 +36,15 @@ def context() -> ForkServerContext:
 
 
 def run(
-    flags: Sequence[str], ranks: int | None, variables: Mapping[str, str], timeout: float = 120
+    flags: Sequence[str],
+    ranks: int | None,
+    variables: Mapping[str, str],
+    timeout: float = 120,
+    main: Callable[[list[str]], int] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """The main job with these flags, on so many ranks; None: without torchrun's environment variables.
 
-    Its exit status is that of the first rank that failed.
+    Its exit status is that of the first rank that failed. ``main``: what each rank does in place of train_gpt.start.
     """
     from torch.distributed import TCPStore
 
@@ -57,7 +61,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="fp8dist-job-") as folder:
         streams = [str(Path(folder, name)) for name in ("out", "err")]
         processes = [
-            context().Process(target=_rank, args=(list(flags), environment, streams, timeout - 2), daemon=True)
+            context().Process(target=_rank, args=(main, list(flags), environment, streams, timeout - 2), daemon=True)
             for environment in environments
         ]
         for process in processes:
@@ -86,7 +90,13 @@ def _statuses(processes: Sequence[Any], deadline: float) -> list[int | None]:
     return ends + [None] * len(running)
 
 
-def _rank(flags: list[str], environment: dict[str, str], streams: list[str], seconds: float) -> NoReturn:
+def _rank(
+    main: Callable[[list[str]], int] | None,
+    flags: list[str],
+    environment: dict[str, str],
+    streams: list[str],
+    seconds: float,
+) -> NoReturn:
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
@@ -99,4 +109,4 @@ def _rank(flags: list[str], environment: dict[str, str], streams: list[str], sec
     from ranks import leave
 
     sys.argv = [train_gpt.__file__, *flags]
-    leave(train_gpt.start(flags))
+    leave((main or train_gpt.start)(flags))
