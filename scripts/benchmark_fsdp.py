@@ -63,8 +63,8 @@ def sync() -> dict[str, Any]:
     scalars = [torch.ones(1) for _ in range(LAYERS)]
 
     def one_step() -> None:
-        arena_sync.arena.pending.fill_(1.0)
-        arena_sync.arena.shards.fill_(1.0)
+        arena_sync.arena.pending.fill_(0.1)  # Below the weights' own: they have not been written to.
+        arena_sync.arena.shards.fill_(0.1)
         manager.step()
 
     def one_each() -> None:
