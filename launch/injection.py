@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from faults import SLOW
 from fp8dist import Slot, StateManager
 from fp8dist.errors import ConfigurationError
-from options import SLOW, Options
+from options import Options
 from ranks import Ranks
 
 __all__ = ["Injection"]

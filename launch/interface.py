@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 
-from options import FAILED_COLLECTIVE, exit_with
+from exits import FAILED_COLLECTIVE, exit_with
 from text import BadInput
 
 __all__ = ["Unreachable", "addresses", "chosen"]

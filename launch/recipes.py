@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 import fp8dist
-from options import FOR_DELAYED, HIGH, Options
+from flags import HIGH
+from options import FOR_DELAYED, Options
 
 __all__ = ["fallback_of", "overrides_of", "recipe_of"]
 

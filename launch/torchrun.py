@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.run import main
 
-from options import FAILED_COLLECTIVE, exit_with
+from exits import FAILED_COLLECTIVE, exit_with
 from text import BadInput
 
 __all__ = ["launch"]

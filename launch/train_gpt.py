@@ -42,7 +42,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from guard import Guard
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -50,12 +49,14 @@ import fp8dist
 from checkpoints import Checkpoints, Loaded
 from checks import Checks
 from divergence import ErrorFile, forget_report, write_report
+from exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN, exit_with
 from failures import CheckpointFailed, CollectiveFailed, Watch, outlive_torchrun
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
 from fp8dist.settings import Settings
 from gpt import GPT
+from guard import Guard
 from injection import Injection
-from options import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN, Options, exit_with, parse, prepare_input
+from options import Options, parse, prepare_input
 from parallel import Parallel, parallel_of
 from ranks import Ranks, digest_of, joined_ranks, leave, meet_at_the_end
 from recipes import fallback_of, overrides_of, recipe_of

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import recipes
+from exits import exit_with
 from failures import Watch
+from flags import RECIPES
 from fp8dist.recipe import GEMMS, Gemm
-from options import RECIPES, exit_with, parse, prepare_input
+from options import parse, prepare_input
 from ranks import joined_ranks
 from scripts.convergence_lab.gradients import Gradients, Loss, compare, fp8_gradients, gradients_of
 from scripts.speed import results
