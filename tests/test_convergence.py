@@ -231,7 +231,7 @@ def _convergence(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_from_end_to_end(tmp_path: Path) -> None:
     flags = [*TINY, "--seeds", "1", "--jobs", "2", "--out", str(tmp_path), "--variants", "fp32", "block"]
     done = _convergence(*flags)

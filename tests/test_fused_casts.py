@@ -55,7 +55,7 @@ def test_all_shapes_and_strides(source: torch.dtype, dtype: torch.dtype, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("layout", ["contiguous", pytest.param("transposed", marks=pytest.mark.long)])
 def test_all_options(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     x = LAYOUTS[layout](hard_values(37, 48, finite=True).bfloat16())

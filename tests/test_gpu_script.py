@@ -61,7 +61,7 @@ def test_tiles_are_not_measured_of_an_unknown_commit(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == [tmp_path / "tune.log"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_without_pytest_timeout_the_tests_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pytest_timeout", "xdist"):

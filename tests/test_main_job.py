@@ -41,7 +41,7 @@ def two_rank_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fp8_learns_like_fp32_on_two_ranks(tmp_path: Path) -> None:
     fp32 = finish(tmp_path / "fp32", RANKS, *SMALL, "--precision", "fp32")
     fp8 = finish(tmp_path / "fp8", RANKS, *SMALL, "--precision", "fp8")
