@@ -98,6 +98,7 @@ def test_a_failure_in_one_group_reaches_all_ranks_of_the_others() -> None:
     assert max(asked) <= 40
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_another_group_is_not_missed() -> None:
     """Rank 0 does not come, and rank 1 waits for it, in the group that rank 1 does not lead."""
     store, groups = CountingByThread(), [(0, 1), (1, 2)]

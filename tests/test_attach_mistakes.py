@@ -36,6 +36,7 @@ def _warnings(mistake: str) -> list[str]:
     return [message for _, message in log]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [

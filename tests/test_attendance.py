@@ -87,6 +87,7 @@ def call_all(store: Any, callers: Sequence[int], ranks: Sequence[int], grace: fl
         return list(pool.map(lambda rank: Roll(store, rank, ranks, "group").call(grace), callers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "absent"),
     [(2, [1]), (4, [0]), (4, [1, 2]), (5, [4]), (8, [1, 3, 5, 7]), (8, list(range(1, 8)))],
@@ -136,6 +137,7 @@ def test_nobody_leaves_before_all_that_came_know() -> None:
     assert heard.is_set()
 
 
+@pytest.mark.slow
 def test_nobody_stays_long_for_a_rank_that_hears_nothing() -> None:
     store = CountingStore()
     store.values["roll/group/1/came"] = b"1"  # Of a rank whose words arrive.
@@ -145,6 +147,7 @@ def test_nobody_stays_long_for_a_rank_that_hears_nothing() -> None:
     assert time.monotonic() - start < GRACE_S + TURN + LINGER + 1
 
 
+@pytest.mark.slow
 def test_each_call_of_a_group_is_a_new_one() -> None:
     store = CountingStore()
     assert [one.missing for one in call_all(store, [0, 1], range(3))] == [(2,)] * 2
@@ -194,6 +197,7 @@ ABSENTEES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", ABSENTEES.values(), ids=ABSENTEES.keys())
 def test_16384_ranks_are_not_asked_for_one_by_one(absent: list[int]) -> None:
     store, size = CountingStore(), 16_384
@@ -216,6 +220,7 @@ def test_16384_ranks_are_not_asked_for_one_by_one(absent: list[int]) -> None:
     assert len(str(found)) < 1000
 
 
+@pytest.mark.slow
 def test_who_only_waits_asks_a_bounded_number_of_times() -> None:
     store, size = CountingStore(), 16_384
     found: list[Attendance] = []

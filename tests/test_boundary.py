@@ -188,6 +188,7 @@ def test_bad_attach_arguments_are_refused() -> None:
         manager.attach(make_net())
 
 
+@pytest.mark.slow
 def test_one_warning_when_backwards_go_on_without_a_boundary(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(16, 16, bias=False)
     manager = fp8dist.prepare(net)

@@ -430,6 +430,7 @@ def test_the_installed_command(tmp_path: Path) -> None:
 # What reviewers broke -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_more_differences_than_are_looked_into(tmp_path: Path, capsys: Capture) -> None:
     """States of different runs: hundreds of entries differ, in every field."""
     for rank in range(3):

@@ -389,6 +389,7 @@ def test_two_flips_of_different_bits_of_one_word_are_seen() -> None:
     assert len(seen) == 97
 
 
+@pytest.mark.slow
 def test_thousands_of_pairs_of_sign_bits_are_seen() -> None:
     """The top bits meet only the lowest bits of the keys: the worst case of a keyed sum."""
     chance = random.Random(3)

@@ -173,6 +173,7 @@ def test_what_is_no_results_file_is_refused(tmp_path: Path, change: dict[str, An
     assert results.load(tmp_path) == kept()
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     draw(kept(), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -30,6 +30,7 @@ SAME = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", SAME)
 def test_two_ranks_are_bitwise_as_under_ddp(two_ranks: RankPool, job: Job) -> None:
     ours = two_ranks.run(train, job)

@@ -58,6 +58,7 @@ def test_either_copy_alone(block: Any, layout: str, monkeypatch: pytest.MonkeyPa
         compare(x, torch.float8_e5m2, block, rows=rows, columns=columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_offsets_beyond_32_bits(block: Any) -> None:
     room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched memory costs nothing.

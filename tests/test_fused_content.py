@@ -187,6 +187,7 @@ def test_more_than_two_gibibytes() -> None:
 # Rows ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 6, 77])
 def test_rows_are_tensors(width: int) -> None:
     words = any_bytes(8 * 5 * (width + 1), 3).view(torch.int64).view(5, -1)

@@ -86,6 +86,7 @@ def test_wide_tiles_are_exact_where_sums_are(scaling: Scaling, out_dtype: torch.
         _assert_exact(matmul_with(WIDE, *given.operands, out_dtype, fast, given.bias), given, out_dtype)
 
 
+@pytest.mark.slow
 @SCALINGS
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
 def test_random_numbers_within_the_error_of_the_accumulator(scaling: Scaling, fast: bool) -> None:

@@ -102,6 +102,7 @@ def test_a_share_of_nothing_found_is_zero() -> None:
         assert place.max().item() == -1.0
 
 
+@pytest.mark.slow
 def test_programs_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_MOST_PROGRAMS", 2)
     x = hard_values(200, 272)

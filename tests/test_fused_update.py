@@ -101,6 +101,7 @@ def test_launch(n: int, shards: int, hold: float | None, drop: bool) -> None:
     assert not there.scratch.any(), "scratch must be clean for the next launch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("margin", [-2, 0, 3])
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("just_in_time", [False, True])
@@ -164,6 +165,7 @@ def test_what_is_not_trusted_is_not_taken(wrong: int | None, hold: float | None)
     _assert_equal(there, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [12, 300])
 def test_sharded_weights_count_where_a_user_ran(n: int) -> None:
     rng = random.Random(n)

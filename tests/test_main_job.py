@@ -306,6 +306,7 @@ def _most_restarts(own: tuple[str, ...]) -> int:
         return int(importlib.import_module("ranks")._most_restarts(torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_all_ranks_count_the_restarts_of_every_agent(two_ranks: RankPool) -> None:
     assert two_ranks.run(_most_restarts, ("0", "2")) == [2, 2]
     assert two_ranks.run(_most_restarts, ("1", "0")) == [1, 1]

@@ -373,6 +373,7 @@ def test_a_tied_weight_that_no_user_has_seen_comes_back_cold() -> None:
         assert manager.scale("0", "weight").item() == scale
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 def test_compiled_models_follow() -> None:
     eager, compiled = Run(DelayedScaling(history_len=4)), Run(DelayedScaling(history_len=4))

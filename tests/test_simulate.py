@@ -511,6 +511,7 @@ def test_bytes_and_uneven_nodes_are_refused(tmp_path: Path, capsys: Capture) -> 
 # the picture ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "cost.png"
     simulate(capsys, "--ranks", "48", "--straggler", "exponential", "--plot", str(path))

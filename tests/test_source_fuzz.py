@@ -186,6 +186,7 @@ def test_damaged_files_at_length(valid: dict[str, Content], part: int, data: st.
     _fuzz(valid, data)
 
 
+@pytest.mark.slow
 def test_every_byte_of_an_index(valid: dict[str, Content]) -> None:
     """An index has no checksum. What a flipped bit leaves readable, still reads without harm."""
     index = valid["dcp"][".metadata"]
@@ -243,6 +244,7 @@ def test_crafted_pickles(valid: dict[str, Content], name: str, protocol: int, tm
     assert not _read_all({**index, ".metadata": pickle.dumps(metadata, protocol)}, marker)
 
 
+@pytest.mark.slow
 @settings(_UNHURRIED, max_examples=200)
 @given(opcodes=st.lists(st.sampled_from([bytes([i]) for i in INTERESTING]), max_size=40), tail=st.binary(max_size=20))
 def test_random_opcodes(valid: dict[str, Content], opcodes: list[bytes], tail: bytes) -> None:

@@ -317,6 +317,7 @@ def test_every_flipped_bit_of_a_zip_record_is_seen(tmp_path: Path) -> None:
             _refused(path, f"record {name.partition('/')[2]} is damaged", "CRC", "set_crc32_options(False)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_every_truncation_is_seen(tmp_path: Path, legacy: bool) -> None:
     path = _save(tmp_path / "a.pt", {"a": torch.ones(4), "b": torch.arange(3)}, legacy)

@@ -130,6 +130,7 @@ def test_a_folder_for_the_logs_of_each_node(launch: Any) -> None:
     assert launch(LOGS="logs").arguments.log_dir == "logs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "status", "message"),
     [

@@ -490,6 +490,7 @@ def test_names_of_classes_are_no_licence() -> None:
             read_extra_state("fc", pickled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pickled",
     [

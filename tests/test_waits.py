@@ -161,6 +161,7 @@ def _late(update: str, groups: bool) -> tuple[list[float], int, float]:
     return waits, len(calls.names) if groups else fp8_count(calls, manager), manager.metrics()["fp8/sync_wait_ms"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 @pytest.mark.parametrize("groups", [False, True], ids=["one arena", "two arenas"])
 def test_the_others_wait_for_a_late_rank(two_ranks: RankPool, update: str, groups: bool) -> None:
