@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def test_four_hosts_train_as_one(tmp_path: Path, parallel: str) -> None:
     assert "rank 2 on host2" in spread.output
 
 
-def test_next_step_hides_the_sync(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_next_step_hides_the_sync(tmp_path: Path) -> None:
     """Under the optimizer's step of 7 million parameters. Gradients, whose reduction both wait for, are the same."""
     size = ["--layers", "4", "--width", "384", "--heads", "4", "--context", "32", "--batch-size", "2"]
     flags = [*size, "--steps", "14", "--log-every", "14", "--timeout", "60"]
@@ -46,6 +45,6 @@ def test_next_step_hides_the_sync(tmp_path: Path, record_property: Callable[[str
     exposed = {
         update: statistics.median(line["sync_wait_max_ms"] for line in run.lines[2:]) for update, run in runs.items()
     }
-    record_property("exposed_ms", exposed)
+    print(f"ms of a step that wait for the sync: {exposed}")
     assert exposed["same_step"] >= 2 * 1000 * LATENCY  # Two hops of a ring of two.
     assert exposed["next_step"] <= exposed["same_step"] / 10, exposed

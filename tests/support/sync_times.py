@@ -47,7 +47,7 @@ def orders() -> Iterator[int]:
         order = [0]
         if dist.get_rank() == 0:
             print("ready", flush=True)
-            order = [int(sys.stdin.readline())]
+            order = [int(sys.stdin.readline() or 0)]  # Nobody is left to tell: the end.
         dist.broadcast_object_list(order, src=0)
         if order[0] == 0:
             return
