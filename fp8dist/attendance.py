@@ -120,11 +120,12 @@ class Roll:
 
     def _linger(self, call: str) -> None:
         """Stay, but not long, until all that came have heard the verdict."""
-        deadline = time.monotonic() + LINGER
-        heard = self._store.add(f"{call}/heard", 1)
-        while heard < self._store.add(f"{call}/came", 0) and time.monotonic() < deadline:
+        store, known, deadline = self._store, f"{call}/known", time.monotonic() + LINGER
+        if store.add(f"{call}/heard", 1) >= store.add(f"{call}/came", 0):
+            store.set(known, "1")
+            return
+        while not store.check([known]) and time.monotonic() < deadline:
             time.sleep(self._interval)
-            heard = self._store.add(f"{call}/heard", 0)
 
     def _search(self, present: str) -> dict[str, Any]:
         """The first ranks that are not present, and their hosts."""

@@ -16,8 +16,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from tests.support.main_job import ALONE, RANKS, ROOT, TINY, TORCHRUN, assert_refused, finish, metrics, start
 
-# The same worker as test_main_job's: two such runs at once would be too much for two cores.
-
 THREE = {"NPROC": "3"}  # The fewest with a majority.
 SCALE = "blocks.0.attention_out:weight"
 WEIGHT = "blocks.0.mlp_in.weight"

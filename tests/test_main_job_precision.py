@@ -19,7 +19,7 @@ from fp8dist.kernels.blocks import BLOCK
 from fp8dist.recipe import GEMMS
 from tests.support.main_job import ALONE, RANKS, ROOT, STEPS, TORCHRUN, Run, assert_refused, finish, metrics, start
 
-# The same worker as test_main_job's: two such runs at once would be too much for two cores.
+# Runs are shared between tests, and so should be the process that keeps them.
 pytestmark = pytest.mark.xdist_group("main_job_precision")
 
 TWO_BLOCKS = f"--layers 2 --width 64 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 1".split()
