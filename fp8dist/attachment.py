@@ -136,6 +136,8 @@ class Attachment:
         for tie in (self._hooks, self._join_link, cycle.sharded, *self._guards):
             if tie is not None:
                 tie.remove()
+        if cycle.steps is not None:
+            cycle.steps.brings_boundary = None
         self._hooks = self._join_link = cycle.sharded = None
         self._guards = []
         self.by_optimizer = cycle.hooked = cycle.mode.reuse_casts = False

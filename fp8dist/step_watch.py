@@ -57,7 +57,8 @@ class StepWatch:
         self._model = model
         self._linears: tuple[weakref.ref[FP8Linear], ...] | None = None
         self._began = 0
-        self._boundary: weakref.ref[Optimizer] | None = None
+        self.brings_boundary: weakref.ref[Optimizer] | None = None
+        """The attached optimizer whose step is the boundary."""
         alive = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -95,7 +96,7 @@ class StepWatch:
             boundary: the optimizer whose step is the boundary, if one's is.
         """
         self._linears = None
-        self._boundary = None if boundary is None else weakref.ref(boundary)
+        self.brings_boundary = None if boundary is None else weakref.ref(boundary)
         for linear in self.linears:
             note = linear.fp8_slots.note
             note.take(linear, linear.fp8_slots.resharded, attached=True)
@@ -147,8 +148,8 @@ class StepWatch:
         if nested or listener.captures:
             return
         self._began = listener.mode.boundaries
-        brings_boundary = self._boundary is not None and self._boundary() is optimizer
-        if listener.mode.allowed and not brings_boundary and is_real_step(optimizer):
+        exempt = self.brings_boundary is not None and self.brings_boundary() is optimizer
+        if listener.mode.allowed and not exempt and is_real_step(optimizer):
             again = [each for each in self.held_by(optimizer) if each.fp8_slots.note.stepped_at == self._began]
             late = [linear for linear in again if _is_late(linear.fp8_slots)]
             if late:
@@ -183,7 +184,7 @@ def _second_step(optimizer: Optimizer, late: Sequence[FP8Linear]) -> str:
     return (
         f"{type(optimizer).__name__} is about to step {len(late)} FP8 weights ({names}) a second time, but no step of "
         "FP8 state has ended since the first: their scales would stand still. If the optimizer was made after attach(), "
-        "or was not given to it, call manager.attach(optimizer=…) again; or call manager.step() once per optimizer step"
+        "or was not given to it, call attach(optimizer=…) again; or call manager.step() once per optimizer step"
     )
 
 
