@@ -214,8 +214,8 @@ def _add_watch_flags(group: argparse._ArgumentGroup) -> None:
         choices=("off", "warn", "stop", "skip", "fallback", "lower-lr"),
         default="off",
         help="what to do when the loss jumps or is not finite, before the update is made: say so; stop with exit "
-        f"status {LOSS_DIVERGED}; leave the update out; go to high precision for --fallback-steps steps (100 without it); halve the learning "
-        "rate from then on. Each step then shares its loss, and waits for it",
+        f"status {LOSS_DIVERGED}; leave the update out; go to high precision for --fallback-steps steps (100 without "
+        "it); halve the learning rate from then on. Each step then shares its loss, and waits for it",
     )
     add(
         "--loss-factor",
