@@ -52,10 +52,10 @@ def quantize(
         just_in_time: cast with the scale of ``x``'s own amax where the slot is cold (1 if that is 0 or not finite).
         margin, power_of_two: as of ``scale_from_amax``, for a scale of ``x``'s own amax.
         rows, columns: which copies to write, as of ``saturating_cast``.
-        outgrown: cast with the scale of ``x``'s own amax also where ``x`` has outgrown the slot's: where its amax is finite
-            and ``amax * scale > outgrown * fp8_max``. Both sides are float32: the left one is a float32 product (an
-            infinite one is above), the right one is computed in float64 and rounded. Holds for hot slots, and for cold
-            ones without ``just_in_time``. The slot does not change. None: no tensor outgrows its scale.
+        outgrown: a number above 0: cast with the scale of ``x``'s own amax also where ``x`` has outgrown the slot's
+            scale: where its amax is finite and ``amax * scale > outgrown * fp8_max``, with or without ``just_in_time``.
+            Both sides are float32: the left one is a float32 product, which may be Inf; the right one is multiplied in
+            float64, then rounded. The slot does not change. None: only cold slots are cast just in time.
 
     Returns:
         (row-major, transposed, inv_scale): the copies as of ``saturating_cast``, and a new 0-d float32.
@@ -76,7 +76,7 @@ def quantize(
                 used = torch.where(cold, current, used)
             if outgrown is not None:
                 above = torch.full_like(scale, outgrown * fp8_max)
-                used = torch.where(amax * scale > above, current, used)
+                used = torch.where((amax < torch.inf).logical_and_(amax * scale > above), current, used)
     row_major, transposed = saturating_cast(x, used, dtype, rows, columns)
     return row_major, transposed, torch.reciprocal(used)
 

@@ -98,9 +98,9 @@ def observe(x: Tensor, pending: Tensor) -> None:
 
 
 def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
-    """int32[programs]: amax bits of parts of ``x``, to be reduced by who needs them; 0, with nothing read, where ``cold``
-    (0-d bool) is given and the device finds it not set. Parts, because one maximum would have to be cleared by a launch
-    of its own."""
+    """int32[programs]: amax bits of parts of ``x``, to be reduced by who needs them. With ``cold`` (0-d bool) they
+    are 0, and nothing is read, unless the device finds it set. Parts, because one maximum would have to be cleared by
+    a launch of its own."""
     lying = in_rows(x)
     parts = torch.empty(min(MOST_PARTS, max(1, _tiles(lying))), dtype=torch.int32, device=x.device)
     _launch(lying, parts, cold, grow=False)
