@@ -274,11 +274,12 @@ class LinearSlots:
         """
         if not self.recipe.delayed:
             return None
+        saturating = 2.0 ** max(0, -self.recipe.margin)  # A negative margin means to cut off as much.
         if torch.compiler.is_compiling() or capturing(self.weight_sync.arena.device):
-            return OUTGROWN
+            return OUTGROWN * saturating
         if record and self.note.awaited:
             self.note.take(linear, self.resharded)
-        return OUTGROWN_WRITTEN if self.note.written(linear) else OUTGROWN
+        return (OUTGROWN_WRITTEN if self.note.written(linear) else OUTGROWN) * saturating
 
     def weight_cast(
         self,

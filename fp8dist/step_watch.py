@@ -183,7 +183,7 @@ def _second_step(optimizer: Optimizer, late: Sequence[FP8Linear]) -> str:
     names = first_few(sorted({linear.fp8_slots.slots[Role.WEIGHT].fqn for linear in late}))
     return (
         f"{type(optimizer).__name__} is about to step {len(late)} FP8 weights ({names}) a second time, but no step of "
-        "FP8 state has ended since the first: their scales would stand still. If the optimizer was made after attach(), "
+        "FP8 state has ended since the first: their scales would stand still. If the optimizer was made after attach() "
         "or was not given to it, call attach(optimizer=…) again; or call manager.step() once per optimizer step"
     )
 
