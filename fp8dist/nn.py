@@ -33,15 +33,10 @@ __all__ = [
     "FP8Linear",
     "convert",
     "eligible_linears",
-    "former_slot",
     "fp8_linears",
-    "mark_parameters",
     "require_revertible",
     "revert",
 ]
-
-_MARK = "_fp8dist_weight_of"
-"""Attribute of a stored parameter: (name of the manager's mode, fqn). What replaces the parameter has none."""
 
 SHARDED_ALREADY = "fully_shard() was called on it before prepare(): prepare first"
 
@@ -297,25 +292,11 @@ def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
     return (module for module in model.modules() if isinstance(module, FP8Linear))
 
 
-def mark_parameters(linear: FP8Linear) -> None:
-    """Have the parameters that store its weight remember whose they are, for ``former_slot``."""
-    slots = linear.fp8_slots
-    for parameter in stored_parameters(linear):
-        setattr(parameter, _MARK, (slots.mode.name, slots.slots[Role.WEIGHT].fqn))
-
-
-def former_slot(parameter: Tensor, linear: FP8Linear) -> str | None:
-    """The fqn of the weight that a parameter stores, or once stored, in the model of this Linear; None: of no FP8
-    weight there."""
-    name, fqn = getattr(parameter, _MARK, (None, None))
-    return fqn if name == linear.fp8_slots.mode.name else None
-
-
 def convert(module: nn.Linear, slots: LinearSlots) -> None:
     """Make an nn.Linear an FP8Linear, in place."""
     module.__class__ = FP8Linear
     module.fp8_slots = slots  # type: ignore[assignment]
-    mark_parameters(module)  # type: ignore[arg-type]
+    slots.note.remember(stored_parameters(module))
 
 
 def require_revertible(module: FP8Linear) -> None:
