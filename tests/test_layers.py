@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module may import from its own line only inside a package of its own (state), else from lines above.
 LAYERS = [
     ["errors", "formats", "json_lines", "waits"],
-    ["scaling"],
+    ["scaling", "names"],
     ["kernels"],
-    ["fallback", "recipe", "ops", "gathered", "graphs"],
+    ["fallback", "recipe", "ops", "gathered", "graphs", "patterns"],
     ["settings"],
     ["state"],
     ["overrides", "precision", "groups"],
@@ -25,8 +25,8 @@ LAYERS = [
     ["doctor", "monitor", "loss_guard", "simulation"],
     ["watch", "linear_slots"],
     ["nn"],
-    ["ddp", "boundary", "calibration", "precision_control", "wrappers"],
-    ["checker", "fsdp", "shards"],
+    ["ddp", "boundary", "calibration", "precision_control", "wrappers", "arguments"],
+    ["coverage", "checker", "fsdp", "shards"],
     ["cycle"],
     ["checkpoint", "transformer_engine", "attachment"],
     ["manager"],
