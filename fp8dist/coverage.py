@@ -302,19 +302,20 @@ def _matmul_parameters(module: nn.Module) -> int | None:
     elif "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D":
         weights = [p for name, p in own.items() if name.startswith("weight") and p.ndim == 2]
     else:
-        weights = _expert_parameters(module, own)
+        weights = list(_expert_parameters(module).values())
     return sum(p.numel() for p in weights) if weights else None
 
 
-def _expert_parameters(module: nn.Module, own: Mapping[str, Tensor]) -> list[Tensor]:
-    """Parameters [experts, …, a, b]. A leading dim of 1 is a batch's (position embeddings), a last one of 1 that of a
-    scale."""
+def _expert_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters [experts, …, a, b], by name. A leading dim of 1 is a batch's (position embeddings), a last one of 1
+    that of a scale."""
     name = type(module).__name__.lower()
     if isinstance(module, ParametrizationList) or any(word in name for word in ("conv", "norm", "embed")):
-        return []
+        return {}
     if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
-        return []
-    return [p for p in own.values() if p.ndim >= 3 and min(p.shape[0], p.shape[-2], p.shape[-1]) > 1]
+        return {}
+    own = {key: p for key, p in module._parameters.items() if p is not None and not is_lazy(p) and p.ndim >= 3}
+    return {key: p for key, p in own.items() if min(p.shape[0], p.shape[-2], p.shape[-1]) > 1}
 
 
 # Why not -------------------------------------------------------------------------------------------
@@ -347,9 +348,9 @@ def _not_linear(module: nn.Module) -> LeftOut:
         return LeftOut("not nn.Linear", "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear")
     if isinstance(module, nn.Bilinear) or "Linear" in name:
         return LeftOut("not nn.Linear", f"it is a {name}, not an nn.Linear")
-    dims = max(p.ndim for p in module._parameters.values() if p is not None)
-    own = {key: p for key, p in module._parameters.items() if p is not None and p.ndim >= 3}
-    return LeftOut(f"{dims}-D parameters", f"{', '.join(own)}: {dims}-D parameters, not an nn.Linear")
+    experts = _expert_parameters(module)
+    dims = f"{max(p.ndim for p in experts.values())}-D parameters"
+    return LeftOut(dims, f"{', '.join(experts)}: {dims}, not an nn.Linear")
 
 
 def _odd_linear(module: nn.Linear, inner: bool) -> LeftOut | None:

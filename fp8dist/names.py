@@ -129,9 +129,12 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
 )
 
 
-def nearest(name: object, known: Iterable[str], most: int = 3) -> list[str]:
-    """Those of ``known`` that look most like ``name``, which may be a pattern or a dotted name; the best first."""
-    wanted = str(name).lower().strip("!*?.")
+def nearest(name: object, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Those of ``known`` that look most like ``name``, which may be a pattern or a dotted name; the best first.
+
+    ``cutoff``: the least similarity, 0 to 1 (``difflib.SequenceMatcher.ratio``).
+    """
+    wanted = str(name).lower().strip("!*?.").removesuffix(".weight")
     if not wanted:
         return []
     # "*q_porj" is to find "layers.0.attn.q_proj": suffixes of dotted names compete with the whole names.
@@ -141,21 +144,22 @@ def nearest(name: object, known: Iterable[str], most: int = 3) -> list[str]:
         owner.setdefault(parts[-1], full)
         if index < _SEARCHED:
             owner[full.lower()] = full
-    found = difflib.get_close_matches(wanted, owner, n=most, cutoff=0.6)
+    found = difflib.get_close_matches(wanted, owner, n=most, cutoff=cutoff)
     return list(dict.fromkeys(owner[key] for key in found))
 
 
-def did_you_mean(name: object, known: Iterable[str], most: int = 3) -> str:
+def did_you_mean(name: object, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> str:
     """``" (did you mean 'first' or 'fist'?)"``, or "" if nothing looks like ``name``."""
-    found = nearest(name, known, most)
+    found = nearest(name, known, most, cutoff)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
-def require_choice(name: str, value: object, choices: Sequence[str], expected: str = "") -> str:
+def require_choice(name: str, value: object, choices: Sequence[str], expected: str = "", cutoff: float = 0.6) -> str:
     """``value``, which must be one of ``choices``.
 
     Args:
         expected: how the choices are written in the message; "" lists them.
+        cutoff: of the nearest choice, see ``nearest``.
 
     Raises:
         ConfigurationError: it is something else; names the nearest choice.
@@ -163,9 +167,8 @@ def require_choice(name: str, value: object, choices: Sequence[str], expected: s
     if isinstance(value, str) and value in choices:
         return value
     said = getattr(value, "name", None) or value  # An Enum of another library.
-    raise ConfigurationError(
-        f"{name} must be {expected or 'one of ' + ', '.join(choices)}{did_you_mean(said, choices, 1)}, got {value!r}"
-    )
+    known = expected or f"one of {', '.join(choices)}"
+    raise ConfigurationError(f"{name} must be {known}{did_you_mean(said, choices, 1, cutoff)}, got {value!r}")
 
 
 def check_keywords(owner: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -56,11 +56,12 @@ def prepare(
 ) -> StateManager:
     """Turn the eligible nn.Linears of ``model`` into FP8Linears, in place, and make their manager. Local.
 
-    Parameters and state_dict keys stay as they are. Eligible: exactly nn.Linear, with a Parameter as
-    weight, both dims multiples of 16, not matching ``skip``, and ``filter_fn(module, fqn)``. What else multiplies
-    stays in high precision, and is logged with its reason; one warning says so if less than nine tenths of the matmul
-    parameters are in FP8, unless you named all that is left out (then it is an info). ``manager.coverage()``
-    is the whole table. Afterwards wrap, shard and load the model, then call ``manager.attach(…)``.
+    Parameters and state_dict keys stay as they are. Eligible: exactly nn.Linear, with a plain floating-point Parameter
+    as weight, both dims multiples of 16, not matching ``skip``, and ``filter_fn(module, fqn)``. What else multiplies
+    stays in high precision, and is logged with its reason. If less than nine tenths of the matmul parameters are in
+    FP8, the lowest rank of the group warns in one line, unless you named all that is left out: then it is an info.
+    ``manager.coverage()`` is the whole table. Afterwards wrap, shard and load the model, then call
+    ``manager.attach(…)``.
 
     Args:
         recipe: ``DelayedScaling()`` (None means that), ``CurrentScaling()``, ``RowwiseScaling()`` or
@@ -136,13 +137,13 @@ def prepare(
     for fqn, linear in linears.items():
         convert(linear, slots[fqn])
     model.__dict__[ATTRIBUTE] = manager
-    _tell(model, surveyed, settings.enabled)
+    _tell(model, surveyed, settings.enabled, plan.speaks)
     _warn_of_patterns(surveyed.fqns, skipped.given, groups, each.given)
     return manager
 
 
-def _tell(model: nn.Module, surveyed: Survey, enabled: bool) -> None:
-    """Log what is in FP8 now, and what is not."""
+def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> None:
+    """Log what is in FP8 now, and what is not. ``speaks=False``: another rank warns of a low share."""
     for fqn, why in surveyed.left_out:
         logger.info("fp8dist: %s stays in high precision: %s", fqn or "the model", why.reason)
     logger.info("fp8dist: %d Linears are FP8Linears now", len(surveyed.chosen))
@@ -157,11 +158,14 @@ def _tell(model: nn.Module, surveyed: Survey, enabled: bool) -> None:
     elif not coverage.rows:
         logger.warning("fp8dist: no Linear of this model is eligible: it has no matmul weights")
     elif not surveyed.chosen:
-        logger.warning(
-            "fp8dist: no Linear of this model is eligible: FP8: %s; left out: %s", coverage.summary, surveyed.summary()
+        logger.log(
+            logging.WARNING if speaks else logging.INFO,
+            "fp8dist: no Linear of this model is eligible: FP8: %s; left out: %s",
+            coverage.summary,
+            surveyed.summary(),
         )
     elif coverage.share < ENOUGH:
-        level = logging.INFO if surveyed.all_named else logging.WARNING
+        level = logging.WARNING if speaks and not surveyed.all_named else logging.INFO
         logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
 
 
@@ -236,6 +240,12 @@ class _Plan:
         sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
         self.syncs = list(self._syncs.values())
         self.sync_groups = [sync_groups[place] for place, _ in self._syncs]
+
+    @property
+    def speaks(self) -> bool:
+        """True on the rank that says what all ranks of the first group see."""
+        group = next((group for group in self.sync_groups if group is not None), None)
+        return group is None or group.rank == min(group.ranks)
 
     def _arena_of(self, fqn: str) -> tuple[int, Recipe]:
         """Slots of other groups, or under other recipes, live in other arenas."""

@@ -56,7 +56,8 @@ def parse_role(role: str) -> Role:
     Raises:
         ConfigurationError: there is none.
     """
-    return Role(require_choice("role", role, [known.value for known in Role]))
+    # "output" does not mean "grad_output".
+    return Role(require_choice("role", role, [known.value for known in Role], cutoff=0.75))
 
 
 def sorted_specs(specs: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
