@@ -246,6 +246,8 @@ def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter
         if parameters is None:
             continue
         fqn = clean_fqn(raw)
+        if isinstance(module, FP8Linear):
+            raise ConfigurationError(f"{fqn or 'the model'} is prepared already: detach() its manager first")
         weight = module._parameters.get("weight")
         owner = fqn if weight is None else owners.setdefault(id(weight), fqn)
         left_out = _named(fqn, overrides, skip)
@@ -293,20 +295,17 @@ def _matmul_parameters(module: nn.Module) -> int | None:
     """How many parameters the module itself multiplies with; None: it is no matmul."""
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features  # The shape of a quantised weight is another.
-    own: dict[str, Tensor] = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
-    weights: list[Tensor]
+    own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
     if isinstance(module, nn.MultiheadAttention):
-        weights = [own[name] for name in _IN_PROJECTIONS if name in own]
-    elif isinstance(module, nn.Bilinear):
-        weights = [own["weight"]]
+        own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
     elif "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D":
-        weights = [p for name, p in own.items() if name.startswith("weight") and p.ndim == 2]
-    else:
-        weights = list(_expert_parameters(module).values())
-    return sum(p.numel() for p in weights) if weights else None
+        own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
+    elif not isinstance(module, nn.Bilinear):
+        own = _expert_parameters(module)
+    return sum(p.numel() for name, p in own.items() if name != "bias") if own else None
 
 
-def _expert_parameters(module: nn.Module) -> dict[str, Tensor]:
+def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters [experts, …, a, b], by name. A leading dim of 1 is a batch's (position embeddings), a last one of 1
     that of a scale."""
     name = type(module).__name__.lower()
@@ -322,8 +321,6 @@ def _expert_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None) -> LeftOut | None:
-    if isinstance(module, FP8Linear):
-        raise ConfigurationError(f"{fqn or 'the model'} is prepared already: detach() its manager first")
     reason = _not_linear(module) if not isinstance(module, nn.Linear) else _odd_linear(module, inner)
     if reason is not None or not isinstance(module, nn.Linear):
         return reason

@@ -149,6 +149,15 @@ class TELinear(nn.Module):
 TELinear.__name__ = "Linear"
 
 
+class GroupedLinear(nn.Module):
+    """A weight for each of two experts, in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 64, 16))
+        self.bias = nn.Parameter(torch.zeros(2, 64))
+
+
 def reasons(model: nn.Module, **arguments: Any) -> dict[str, str]:
     return {row.fqn: row.reason for row in fp8dist.prepare(model, **arguments).coverage() if not row.fp8}
 
@@ -299,6 +308,7 @@ def test_many_kinds_are_counted(caplog: pytest.LogCaptureFixture) -> None:
         (fp8_linear, 2048, "its weight is float8_e4m3fn"),
         (hooked_linear, 2048, "its forward was replaced (module.forward = …, as accelerate's hooks do)"),
         (TELinear, 2048, "it is a Linear, not an nn.Linear"),
+        (GroupedLinear, 2048, "it is a GroupedLinear, not an nn.Linear"),
         (lambda: nn.LazyLinear(64), 0, "it is a LazyLinear: run a forward first, then prepare"),
         (lambda: nn.Linear(32, 65), 2080, "32 x 65 are not multiples of 16"),
         (
