@@ -254,6 +254,7 @@ PREPARE: Mapping[str, tuple[Callable[[], object], str]] = MappingProxyType(
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # Of the first import of Dynamo.
 @pytest.mark.parametrize("mistake", PREPARE)
 def test_prepare(mistake: str) -> None:
     call, said = PREPARE[mistake]
