@@ -35,6 +35,12 @@ class WeightNote:
         self.awaited = True
         """Take the note at the next forward that records: FP8 state is new, or was loaded, and fits the weight of
         then."""
+        self.used_at = -1
+        """Boundaries passed before the last forward that cast the weight to FP8."""
+        self.recorded = True
+        """A forward has recorded it since the last optimizer step: its scale follows that step."""
+        self.unfollowed = False
+        """An optimizer has stepped the weight, and no amax of it was recorded: a module that trains in eval(), say."""
         self.stepped_at = -1
         """Boundaries passed before the last optimizer step that changed the weight."""
         self.skipped: Tensor | None = None
