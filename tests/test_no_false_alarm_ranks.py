@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,12 +38,12 @@ from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from tests.support.parallel import mesh_of
 from tests.support.quiet import (
     HISTORY,
+    Table,
     Trial,
     batch,
     fp8_bits,
     mlp,
     off,
-    silence,
     state_is_right,
     weight_bits,
 )
@@ -53,22 +51,10 @@ from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.xdist_group("four_ranks")
 
-PROGRAMS: dict[str, Callable[[], Any]] = {}
+TABLE = Table()
+program, variants = TABLE.program, TABLE.variants
 STEPS = 5
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
-
-
-def variants(**arguments: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put it into the table once for each combination."""
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        for values in itertools.product(*arguments.values()):
-            label = ", ".join(f"{key} {value}" for key, value in zip(arguments, values))
-            name = f"{function.__name__.replace('_', ' ')}: {label}".removesuffix(": ")
-            PROGRAMS[name] = partial(function, **dict(zip(arguments, values)))
-        return function
-
-    return add
 
 
 def world(net: nn.Module | None = None, recipe: Any = None, **settings: Any) -> Trial:
@@ -115,7 +101,7 @@ def ddp_no_sync(microbatches: int) -> Any:
     return trial.bits()
 
 
-@variants()
+@program
 def join_with_uneven_data() -> Any:
     trial, net, optimizer = ddp_trial(SGD)  # One with a state would end with another on the rank without data.
     with Join([net, trial.manager]):
@@ -243,7 +229,7 @@ def gan_in_ddp(kind: str) -> Any:
     return [g.bits(), d.bits()]
 
 
-@variants()
+@program
 def lora_in_ddp() -> Any:
     torch.manual_seed(0)
     net = mlp()
@@ -258,7 +244,7 @@ def lora_in_ddp() -> Any:
     return trial.bits()
 
 
-@variants()
+@program
 def averaged_in_ddp_and_evaluated_on_rank_0() -> Any:
     trial, net, optimizer = ddp_trial()
     average = AveragedModel(trial.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -483,12 +469,11 @@ def readme(number: int) -> Any:
 
 def run(name: str) -> Any:
     """One program, on this rank."""
-    with silence():
-        return PROGRAMS[name]()
+    return TABLE.run(name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", TABLE.programs)
 def test_silent_and_right_on_two_ranks(two_ranks: RankPool, name: str) -> None:
     first, second = two_ranks.run(run, name, timeout=40)
     assert first == second

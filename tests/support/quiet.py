@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import AdamW
+from torch.optim.optimizer import Optimizer
 
 import fp8dist
 import fp8dist.kernels
@@ -24,6 +28,8 @@ from tests.support.logs import captured_log
 from tests.support.training import bits
 
 HISTORY = 16
+STEPS = 6
+
 TOLERANCE = 0.08
 """Of the norm of an output. Two Linears of E4M3 inputs and weights, each rounded to within 1/16, are 4 to 5 % off."""
 
@@ -167,3 +173,52 @@ def fp8_bits(manager: StateManager) -> dict[str, Any]:
         state[f"{name} scale"] = float(manager.scale(slot.fqn, slot.role))
         state[f"{name} window"] = manager.amax_history(slot.fqn, slot.role).tolist()
     return state
+
+
+def plain_run(steps: int, make: Callable[[Any], Optimizer] = lambda p: AdamW(p, lr=0.01), net: Any = None) -> Trial:
+    """The plainest program: one optimizer, attached."""
+    trial = Trial(net)
+    optimizer = make(trial.net.parameters())
+    trial.manager.attach(optimizer=optimizer)
+    trial.train(optimizer, steps)
+    return trial
+
+
+def done(trial: Trial) -> Trial:
+    """With the forward that ``right`` makes."""
+    trial.evaluate()
+    return trial
+
+
+def plain_forward(trial: Trial, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.func.functional_call(trial.twin, dict(trial.net.named_parameters()), x)
+
+
+class Table:
+    """Programs by name; several of one function for its variants."""
+
+    def __init__(self) -> None:
+        self.programs: dict[str, Callable[[], Any]] = {}
+
+    def program(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Put it in."""
+        return self.variants()(function)
+
+    def variants(self, **arguments: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Put it in once for each combination."""
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            for values in itertools.product(*arguments.values()):
+                named = dict(zip(arguments, values))
+                label = ", ".join(f"{key} {getattr(value, '__name__', value)}" for key, value in named.items())
+                name = f"{function.__name__.replace('_', ' ').strip()}: {label}".removesuffix(": ")
+                self.programs[name] = partial(function, **named)
+            return function
+
+        return add
+
+    def run(self, name: str) -> Any:
+        """One program, in silence."""
+        with silence("is switched off:" if name.startswith("switched off") else None):
+            return self.programs[name]()
