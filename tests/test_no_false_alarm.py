@@ -7,8 +7,10 @@ them are in ``test_no_false_alarm_*.py``.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -186,7 +188,7 @@ def layer_begun_anew() -> None:
     trial.manager.attach(optimizer=optimizer)
     trial.train(optimizer, 3)
     with torch.no_grad():
-        trial.net[0].weight.mul_(16)
+        trial.net[2].weight.mul_(16)  # The last: what it makes is cast by nobody.
     trial.train(optimizer, 3, start=3)
     trial.right(6)
 
@@ -294,6 +296,45 @@ def gradscaler_with_two_optimizers(kind: str) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
     trial.right(STEPS - 1)
+
+
+@variants(kind=list(SCALED), infinite=["the first's", "the last's"])
+def gradscaler_skips_one_of_two_optimizers(kind: str, infinite: str) -> None:
+    """It looks at the gradients of each; the other takes its step."""
+    trial = Trial()
+    layers = [trial.net[0], trial.net[2]]
+    optimizers = [SCALED[kind](layer.parameters()) for layer in layers]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=True)
+    trial.manager.attach(optimizer=optimizers, scaler=scaler)
+    for index in range(STEPS):
+        x, y = batch(index)
+        scaler.scale(nn.functional.mse_loss(trial.net(x), y)).backward()
+        if index == 2:
+            layers[0 if infinite == "the first's" else 1].bias.grad.fill_(math.inf)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert STEPS - 1 <= trial.manager.steps <= STEPS
+    trial.right(trial.manager.steps)
+
+
+@variants(kind=list(SCALED), skipped=[0, 2])
+def gradscaler_not_passed(kind: str, skipped: int) -> None:
+    """It is found in the first step that it lets through; what was infinite before is then dropped with that step's."""
+    trial = Trial()
+    optimizer = SCALED[kind](trial.net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=True)
+    trial.manager.attach(optimizer=optimizer)
+    for index in range(STEPS):
+        x, y = batch(index)
+        loss = nn.functional.mse_loss(trial.net(x), y)
+        scaler.scale(loss * (math.inf if index == skipped else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    trial.right(STEPS - 1, lambda fqn, role: role != "grad_output" or skipped > 0)
 
 
 @variants(passed=[True, False])
@@ -424,6 +465,19 @@ def high_precision_meanwhile(how: str) -> None:
     trial.right(STEPS, lambda fqn, role: False)
 
 
+@program
+def high_precision_before_attach() -> None:
+    """A first phase without FP8; attach comes with the second, and takes the weights as they are then."""
+    trial = Trial()
+    optimizer = SGD(trial.net.parameters(), lr=0.1)
+    with trial.manager.autocast(enabled=False):
+        trial.train(optimizer, 3)
+    fresh = trial.adamw()
+    trial.manager.attach(optimizer=fresh)
+    trial.train(fresh, STEPS, start=3)
+    trial.right(STEPS)
+
+
 class Tied(nn.Module):
     """One weight for two Linears."""
 
@@ -512,6 +566,42 @@ def switched_off(mistakes: bool, boundary: str) -> None:
             assert max(trial.errors) == 0
 
 
+class Duck:
+    """Steps as an optimizer does, and is none."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.net.parameters():
+            p.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
+
+    def zero_grad(self) -> None:
+        self.net.zero_grad()
+
+
+@program
+def switched_off_with_an_optimizer_that_cannot_be_hooked() -> None:
+    with mock.patch.dict(os.environ, {"FP8DIST_ENABLED": "0"}):
+        trial = Trial()
+        optimizer = Duck(trial.net)
+        trial.manager.attach(optimizer=optimizer)
+        trial.train(optimizer, STEPS)
+        trial.accurate()
+
+
+@program
+def loop_of_its_own() -> None:
+    """No optimizer at all."""
+    trial = Trial()
+    trial.manager.attach()
+    for index in range(STEPS):
+        trial.train(Duck(trial.net), 1, start=index)
+        trial.manager.step()
+    trial.right(STEPS)
+
+
 @program
 def slots_of_foreign_modules() -> None:
     """Their amaxes are recorded by hand and enter the history at each boundary."""
@@ -542,8 +632,10 @@ def test_an_alarm_would_be_seen() -> None:
     with pytest.raises(ConfigurationError), silence():
         _refusal()
     trial = Trial()
-    with pytest.raises(AssertionError, match="holds none of"), silence():
-        trial.manager.attach(optimizer=AdamW(mlp().parameters()))
+    with pytest.raises(AssertionError, match="said so"), silence():
+        logging.getLogger("fp8dist").warning("said so")
+    with pytest.raises(AssertionError, match="fp8"), silence():
+        warnings.warn("of fp8", stacklevel=1)
     trial.errors.append(2 * TOLERANCE)
     with pytest.raises(AssertionError):
         trial.accurate()

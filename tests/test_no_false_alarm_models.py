@@ -6,6 +6,7 @@ See ``test_no_false_alarm.py``.
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -171,6 +172,23 @@ class Generated(nn.Module):
         self.g, self.d = mlp(32, 64, 32), mlp(32, 64, 16)
 
 
+@program
+def one_optimizer_for_two_managers() -> None:
+    """Its step is the boundary of both."""
+    first, second = Trial(), Trial(mlp(32, 48, 16))
+    optimizer = AdamW([*first.parameters(), *second.parameters()], lr=0.01)
+    for trial in (first, second):
+        trial.manager.attach(optimizer=optimizer)
+    for index in range(STEPS):
+        first.backward(index)
+        second.backward(index)
+        optimizer.step()
+        optimizer.zero_grad()
+    first.right(STEPS)
+    second.right(STEPS)
+    assert first.bits() == done(plain_run(STEPS)).bits()
+
+
 @variants(parts=["two models", "one model"], frozen=[False, True], clipped=[False, True])
 def gan(parts: str, frozen: bool, clipped: bool) -> None:
     """D takes two steps for one of G; optionally stands still meanwhile, or has its weights clipped after each step."""
@@ -198,6 +216,71 @@ def gan(parts: str, frozen: bool, clipped: bool) -> None:
             d.net.requires_grad_(True)
     g.right(STEPS)
     d.right(2 * STEPS)
+
+
+@program
+def gan_with_one_manager() -> None:
+    """D and G take turns, and G's step is the last."""
+    both = Generated()
+    trial = Trial(both, judged=False)
+    of_d, of_g = AdamW(both.d.parameters(), lr=0.003), AdamW(both.g.parameters(), lr=0.003)
+    trial.manager.attach(optimizer=[of_d, of_g])
+    for index in range(STEPS):
+        noise, real = batch(index)[0], batch(index + 1)[0]
+        (both.d(both.g(noise).detach()).mean() - both.d(real).mean()).backward()
+        of_d.step()
+        of_d.zero_grad()
+        (-both.d(both.g(noise)).mean()).backward()
+        of_g.step()
+        of_g.zero_grad()
+        of_d.zero_grad()
+    for part, twin in ((both.g, trial.twin.g), (both.d, trial.twin.d)):
+        twin.load_state_dict(part.state_dict())
+        with torch.no_grad():
+            trial.errors.append(off(part(batch(0)[0]), twin(batch(0)[0])))
+    trial.accurate()
+    state_is_right(trial.manager, STEPS)
+
+
+@program
+def two_managers_in_two_threads() -> None:
+    """Each trains as if it were alone."""
+    trials = [Trial(), Trial()]
+    failures: list[BaseException] = []
+
+    def work(trial: Trial) -> None:
+        try:
+            optimizer = trial.adamw()
+            trial.manager.attach(optimizer=optimizer)
+            trial.train(optimizer, STEPS)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(trial,)) for trial in trials]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for trial in trials:
+        trial.right(STEPS)
+        assert trial.bits() == done(plain_run(STEPS)).bits()
+
+
+@program
+def net_and_optimizer_copied_together() -> None:
+    trial = plain_run(3)
+    optimizer = trial.adamw()
+    trial.manager.attach(optimizer=optimizer)
+    trial.train(optimizer, 2, start=3)
+    net, theirs = copy.deepcopy((trial.net, optimizer))
+    manager = fp8dist.get_manager(net).attach(optimizer=theirs)
+    for index in range(5, 8):
+        trial.train(optimizer, 1, start=index)
+        trial.train(theirs, 1, start=index, net=net)
+    trial.right(8)
+    assert fp8_bits(manager) == fp8_bits(trial.manager)
+    assert weight_bits(net) == weight_bits(trial.net)
 
 
 @program
@@ -253,8 +336,8 @@ def copy_that_is_only_evaluated() -> None:
 # Averages ----------------------------------------------------------------------------------------
 
 
-@variants(made=["before attach", "after attach"], kind=["ema", "swa"])
-def averaged_model(made: str, kind: str) -> None:
+@variants(made=["before attach", "after attach"], kind=["ema", "swa"], steps=[STEPS, 5 * STEPS])
+def averaged_model(made: str, kind: str, steps: int) -> None:
     """A deep copy whose weights are written to after each step, and which is evaluated: a plain average's weights."""
     how: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if kind == "ema" else {}
     trial = Trial()
@@ -264,14 +347,14 @@ def averaged_model(made: str, kind: str) -> None:
     average = average or AveragedModel(trial.net, **how)
     plain = mlp()
     expected = AveragedModel(plain, **how)
-    for index in range(STEPS):
+    for index in range(steps):
         trial.train(optimizer, 1, start=index)
         average.update_parameters(trial.net)
         average.eval()
         trial.evaluate(average)
         plain.load_state_dict(trial.net.state_dict())
         expected.update_parameters(plain)
-    trial.right(STEPS)
+    trial.right(steps)
     assert weight_bits(average.module) == weight_bits(expected.module)
     assert fp8dist.get_manager(average.module).steps == 0
 
@@ -342,7 +425,7 @@ def ema_in_swapped_weights(how: str) -> None:
             trial.train(optimizer, 1, start=index)
             trial.evaluate()  # Casts that a write to .data would leave stale.
             for mean, p in zip(average, trial.parameters()):
-                mean.lerp_(p.detach(), 0.5).mul_(1.5)
+                mean.lerp_(p.detach(), 0.5)
             if trial is swapped:
                 with trial.manager.swapped_weights():
                     exchange(trial.net, average, how)
@@ -445,15 +528,15 @@ def one_group_has_lr_zero() -> None:
     trial.right(STEPS)
 
 
-@variants(part=["BatchNorm", "a Linear"])
-def trained_with_a_part_in_eval_mode(part: str) -> None:
+@variants(part=["BatchNorm", "a Linear", "all"], steps=[STEPS, 5 * STEPS])
+def trained_with_a_part_in_eval_mode(part: str, steps: int) -> None:
     trial = Trial(mlp(norm=True))
     optimizer = trial.adamw()
     trial.manager.attach(optimizer=optimizer)
     trial.net.train()
-    trial.net[1 if part == "BatchNorm" else 0].eval()
-    trial.train(optimizer, STEPS)
-    trial.right(STEPS, lambda fqn, role: part == "BatchNorm" or fqn == "3")
+    {"BatchNorm": trial.net[1], "a Linear": trial.net[0], "all": trial.net}[part].eval()
+    trial.train(optimizer, steps)
+    trial.right(steps, lambda fqn, role: part == "BatchNorm" or (part == "a Linear" and fqn == "3"))
 
 
 @pytest.mark.parametrize("name", TABLE.programs)

@@ -340,26 +340,105 @@ def cpu_offload() -> None:
     assert trial.bits() == done(plain_run(STEPS)).bits()
 
 
-@variants(given=["nothing", "the masters' optimizer"])
-def master_copies_in_float32(given: str) -> None:
-    """The net is bfloat16; its optimizer has float32 copies, which are copied back."""
+@variants(given=["nothing", "the masters' optimizer"], masters=["each", "deep copies", "one flat"])
+def master_copies_in_float32(given: str, masters: str) -> None:
+    """The net is bfloat16; its optimizer has float32 copies, maybe in one flat tensor, which are copied back."""
     trial = Trial(mlp().bfloat16())
-    masters = [p.detach().float() for p in trial.parameters()]
-    optimizer = AdamW(masters, lr=0.01)
+    net = trial.parameters()
+    copies = [p.detach().float() for p in net]
+    if masters == "deep copies":
+        copies = [nn.Parameter(p.detach().float()) for p in copy.deepcopy(net)]
+    elif masters == "one flat":
+        copies = [torch.cat([p.detach().float().flatten() for p in net])]
+    optimizer = AdamW(copies, lr=0.01)
     if given == "nothing":
         trial.manager.attach(boundary="manual")
     else:
         trial.manager.attach(optimizer=optimizer)
     for index in range(STEPS):
         trial.backward(index)
-        for master, p in zip(masters, trial.parameters()):
-            master.grad, p.grad = p.grad.float(), None  # type: ignore[union-attr]
+        gradients = [p.grad.float() for p in net]  # type: ignore[union-attr]
+        if masters == "one flat":
+            gradients = [torch.cat([gradient.flatten() for gradient in gradients])]
+        for master, gradient in zip(copies, gradients):
+            master.grad = gradient
+        trial.net.zero_grad()
         optimizer.step()
+        parts = copies[0].detach().split([p.numel() for p in net]) if masters == "one flat" else copies
         with torch.no_grad():
-            for master, p in zip(masters, trial.parameters()):
-                p.copy_(master)
+            for part, p in zip(parts, net):
+                p.copy_(part.view_as(p))
         if given == "nothing":
             trial.manager.step()
+    trial.right(STEPS)
+
+
+@variants(microbatches=[1, 4])
+def sam_of_each_microbatch(microbatches: int) -> None:
+    """m-sharpness: each microbatch climbs, and comes back, on its own."""
+    trial = Trial()
+    optimizer = trial.adamw()
+    trial.manager.attach(optimizer=optimizer)
+    for step in range(STEPS):
+        total = [torch.zeros_like(p) for p in trial.parameters()]
+        for micro in range(microbatches):
+            index = step * microbatches + micro
+            trial.backward(index, times=1 / microbatches)
+            climbed = [p.grad / p.grad.norm() * 0.01 for p in trial.parameters()]  # type: ignore[union-attr,operator]
+            with torch.no_grad():
+                for p, by in zip(trial.parameters(), climbed):
+                    p.add_(by)
+            trial.net.zero_grad()
+            trial.backward(index, times=1 / microbatches)
+            with torch.no_grad():
+                for p, by, sum_ in zip(trial.parameters(), climbed, total):
+                    p.sub_(by)
+                    sum_.add_(p.grad)  # type: ignore[arg-type]
+            trial.net.zero_grad()
+        for p, sum_ in zip(trial.parameters(), total):
+            p.grad = sum_
+        optimizer.step()
+        optimizer.zero_grad()
+    trial.right(STEPS)
+
+
+@program
+def noise_around_each_microbatch() -> None:
+    """Put on the weights before the forward, and taken off after the backward."""
+    trial = Trial()
+    optimizer = trial.adamw()
+    trial.manager.attach(optimizer=optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        for micro in range(4):
+            before = [p.detach().clone() for p in trial.parameters()]
+            with torch.no_grad():
+                for p in trial.parameters():
+                    p.add_(torch.randn(p.shape, generator=generator), alpha=0.005)
+            trial.backward(4 * step + micro, times=0.25)
+            with torch.no_grad():
+                for p, old in zip(trial.parameters(), before):
+                    p.copy_(old)
+        optimizer.step()
+        optimizer.zero_grad()
+    trial.right(STEPS)
+
+
+@program
+def compiled_optimizer() -> None:
+    """As PyTorch's tutorial compiles it."""
+    trial = Trial()
+    optimizer = trial.adamw(foreach=True)
+    trial.manager.attach(optimizer=optimizer)
+
+    @torch.compile(fullgraph=False, backend="eager")
+    def step() -> None:
+        optimizer.step()
+
+    for index in range(STEPS):
+        trial.backward(index)
+        step()
+        optimizer.zero_grad()
     trial.right(STEPS)
 
 

@@ -132,7 +132,7 @@ def gradscaler_skips_on_all_ranks(kind: str) -> Any:
     return trial.bits()
 
 
-@variants(attached=["outer", "inner", "manual"])
+@variants(attached=["outer", "manual"])
 def zero_redundancy(attached: str) -> Any:
     """Bitwise the plain optimizer."""
     with warnings.catch_warnings():
@@ -145,7 +145,7 @@ def zero_redundancy(attached: str) -> Any:
     if attached == "manual":
         trial.manager.attach(net, boundary="manual")
     else:
-        trial.manager.attach(net, optimizer=optimizer if attached == "outer" else optimizer.optim)
+        trial.manager.attach(net, optimizer=optimizer)
     other.manager.attach(plain, optimizer=expected)
     for index in range(STEPS):
         trial.train(optimizer, 1, index, net, me())
@@ -267,6 +267,27 @@ def scheduler_in_ddp(order: str) -> Any:
         schedule.step()
     trial.right(STEPS - 1)
     return trial.bits()
+
+
+@variants(attached=["inner", "manual"])
+def local_sgd(attached: str) -> Any:
+    """Ranks train on their own, and average their weights every second step."""
+    trial = world()
+    optimizer = trial.sgd()
+    if attached == "inner":
+        trial.manager.attach(optimizer=optimizer)
+    else:
+        trial.manager.attach(boundary="manual")
+    for index in range(STEPS):
+        trial.train(optimizer, 1, index, rank=me())
+        if index % 2:
+            for p in trial.parameters():
+                dist.all_reduce(p.data)
+                p.data.div_(2)
+        if attached == "manual":
+            trial.manager.step()
+    trial.right(STEPS)
+    return fp8_bits(trial.manager)
 
 
 # FSDP, tensor parallelism ------------------------------------------------------------------------
