@@ -32,6 +32,9 @@ OUTGROWN, OUTGROWN_WRITTEN = 2.0, 1.25
 weight that grew by 1.3 and saturates makes a product 11 % wrong, one that grew by 8 makes it 82 % wrong; one that
 shrank does little harm."""
 
+OUTGROWN_COPY = 1.0
+"""The same for a written weight of a model that was copied: no boundary is to come that its scale could follow."""
+
 FIRST_LOOK = 64
 """Backwards of one module without a boundary after which its weight is compared for the first time: with itself, half
 as many backwards ago."""
@@ -145,7 +148,7 @@ class LinearSlots:
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_states": None, "_cast": None, "_sample": None, "_outgrown": None, "resharded": False}
-        return {**self.__dict__, **fresh, "note": WeightNote.of_copy()}
+        return {**self.__dict__, **fresh, "note": WeightNote.copied()}
 
     def settle(self) -> None:
         """Commit what is due, before a scale is read. Graphs cannot: then the optimizer's post-hook does (see
@@ -293,9 +296,10 @@ class LinearSlots:
         written = note.written(linear)
         if written:  # What other modules get from this one does not fit their scales either.
             mode.disturbed_at = mode.boundaries
-        weight = (OUTGROWN_WRITTEN if written or note.unfollowed else OUTGROWN) * saturating
+        factor = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
+        weight = (factor if written or note.unfollowed else OUTGROWN) * saturating
         disturbed = note.unfollowed or mode.disturbed_at == mode.boundaries
-        others = OUTGROWN_WRITTEN * saturating if disturbed else None
+        others = factor * saturating if disturbed else None
         self._outgrown = Outgrown(weight, others)
         return self._outgrown
 
