@@ -6,10 +6,8 @@ backward is not: a rank that ran none would not launch, and the others would han
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.step_watch import enclosing_steps, found_inf, is_real_step
+from fp8dist.step_watch import found_inf, is_real_step, step_frames, untraced, weakly
 
 __all__ = ["BoundaryHooks", "BoundaryOwner", "CompilationWatch", "hooked_optimizers", "unwrap_optimizers"]
 
@@ -131,9 +129,10 @@ class BoundaryHooks:
         self._last = weakref.ref(optimizers[-1])  # It holds these hooks.
         self._is_boundary = is_boundary
         self._handles: list[RemovableHandle] = []
+        before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
-            self._handles.append(optimizer.register_step_post_hook(self._after))
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
         self._restore_scaler = self._watch(scaler) if scaler is not None else None
         self._looked = scaler is not None
         self._stepped = False
@@ -147,12 +146,11 @@ class BoundaryHooks:
             self._restore_scaler()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caller = sys._getframe(1)
-        if _inside_own_step(optimizer, caller):
+        if _inside_own_step(optimizer):
             return
         self._stepped |= optimizer is self._last()
         if is_real_step(optimizer):
-            self._look_for_scaler(caller)
+            self._look_for_scaler()
         if _has_closure(args, kwargs):
             # The optimizer may move the weights between two calls of the closure.
             self._owner.reuse_casts(False)
@@ -166,7 +164,7 @@ class BoundaryHooks:
             self._owner.boundary(found_inf(optimizer))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _inside_own_step(optimizer, sys._getframe(1)):
+        if _inside_own_step(optimizer):
             return
         if _has_closure(args, kwargs):
             self._owner.reuse_casts(True)
@@ -182,12 +180,13 @@ class BoundaryHooks:
         is_last = optimizer is self._last() and self._is_boundary
         return is_last and (self._others_stepped or is_real_step(optimizer))
 
-    def _look_for_scaler(self, caller: FrameType) -> None:
+    def _look_for_scaler(self) -> None:
         """In the first step: a GradScaler that ``attach`` was not given is found where it calls the optimizer."""
         if self._looked:
             return
         self._looked = True
-        frame = caller.f_back
+        step = next(iter(step_frames()), None)
+        frame = None if step is None else step.f_back
         for _ in range(_SCALER_FRAMES):
             if frame is None:
                 return
@@ -227,6 +226,6 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return given is not None
 
 
-def _inside_own_step(optimizer: Optimizer, caller: FrameType) -> bool:
+def _inside_own_step(optimizer: Optimizer) -> bool:
     """Whether this is the ``super().step()`` of a step that called the hooks already."""
-    return any(outer is optimizer for outer in enclosing_steps(caller))
+    return any(frame.f_locals["self"] is optimizer for frame in step_frames()[1:])

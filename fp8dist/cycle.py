@@ -409,11 +409,13 @@ class StepCycle:
         """Weights are others inside, and those of before at the end. Local."""
         notes = self.steps.kept_notes() if self.steps is not None else contextlib.nullcontext()
         scales = self.sharded.kept_scales() if self.sharded is not None else contextlib.nullcontext()
+        growth = self.mode.growth
         self.mode.invalidate_casts()
         try:
             with notes, scales:
                 yield
         finally:
+            self.mode.growth = growth
             self.mode.invalidate_casts()
 
     def weights_changed(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fp8dist.boundary import unwrap_optimizers
 from fp8dist.errors import ConfigurationError
 from fp8dist.groups import is_dtensor
+from fp8dist.step_watch import retire_with, untraced, weakly
 
 __all__ = ["GuardedSteps"]
 
@@ -141,23 +142,10 @@ class GuardedSteps:
                 yield optimizer
 
     def _add_hooks(self, optimizers: list[Optimizer]) -> None:
-        before, after = _weakly(self._before), _weakly(self._after)
+        before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
         for optimizer in optimizers:
             for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
-                weakref.finalize(self, handle.remove)
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method as a hook that does not keep its object, nor is traced where the step is compiled."""
-    alive = weakref.WeakMethod(method)
-
-    def hook(*args: Any) -> None:
-        living = alive()
-        if living is not None:
-            living(*args)
-
-    disabled: Callable[..., None] = torch.compiler.disable(hook)
-    return disabled
+                retire_with(self, handle)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from fp8dist.gathered import FP8Weight
 from fp8dist.graphs import capturing
 from fp8dist.groups import local_part
 from fp8dist.kernels.blocks import BLOCK
+from fp8dist.kernels.magnitude import amax_bits
 from fp8dist.precision import Precision
 from fp8dist.recipe import Recipe
 from fp8dist.state.arena import SlotState
@@ -23,7 +24,7 @@ from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync
 from fp8dist.weight_notes import WeightNote
 
-__all__ = ["Cast", "LinearSlots", "Mode", "Outgrown", "States"]
+__all__ = ["Cast", "Growth", "LinearSlots", "Mode", "Outgrown", "States"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -35,6 +36,9 @@ shrank does little harm."""
 OUTGROWN_COPY = 1.0
 """The same for a written weight of a model that was copied: no boundary is to come that its scale could follow."""
 
+SHRUNK = 2.0**-16
+"""So far below its scale, a written weight is as well: E4M3 would flush it to zero. At 1e-4 it is 4 % wrong."""
+
 FIRST_LOOK = 64
 """Backwards of one module without a boundary after which its weight is compared for the first time: with itself, half
 as many backwards ago."""
@@ -42,6 +46,14 @@ as many backwards ago."""
 
 _SAMPLED = 4096
 """Elements of a weight that are compared then."""
+
+
+def _used(x: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
+    """0-d: the share of the format's range that x takes with its slot's scale; whether x is neither zero nor infinite
+    and the slot is hot."""
+    amax = amax_bits(x.detach()).view(torch.float32).to(state.scale.device)
+    return amax * state.scale / state.format.max, (amax > 0) & (amax < torch.inf) & ~state.cold
+
 
 States = tuple[SlotState, SlotState, SlotState]
 """The places of a module's input, weight and grad_output slots."""
@@ -54,8 +66,8 @@ class Mode:
     ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
     come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
     ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
-    ``measuring``: a watch wants to know what the casts of this step do. ``disturbed_at``: the boundaries passed when a
-    weight was last seen that somebody had written to. ``stepping``: an optimizer's step is under way.
+    ``measuring``: a watch wants to know what the casts of this step do. ``growth``: of weights
+    that were written to. ``stepping``: an optimizer's step is under way.
     ``said_unbounded``: a warning of steps without
     a boundary was logged.
     """
@@ -72,14 +84,14 @@ class Mode:
     reuse_casts: bool = False
     generation: int = 0
     boundaries: int = 0
-    disturbed_at: int = -1
+    growth: Growth | None = None
     stepping: bool = False
     said_unbounded: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Nothing tells a copy when its weights change; nor is it in a graph.
         fresh = ("reuse_casts", "graphed", "measuring", "stepping", "said_unbounded")
-        return {**self.__dict__, **dict.fromkeys(fresh, False)}
+        return {**self.__dict__, **dict.fromkeys(fresh, False), "growth": None}
 
     def invalidate_casts(self) -> None:
         """Weights may have changed: forget their casts."""
@@ -87,11 +99,45 @@ class Mode:
 
 
 class Outgrown(NamedTuple):
-    """Factors beyond its scale from which a tensor is cast with its own amax; None: never. ``others``: of input and
-    gradient, until the next boundary, where weights were written to."""
+    """When the tensors of a forward are cast with their own amaxes.
+
+    ``weight``: the factor beyond its scale from which the weight is; None: never. ``others``: the same of input and
+    gradient, in a written copy. ``written``: the weight was written to. ``upstream``: 0-d bool on the device: True if
+    another module's written weight has outgrown its scale, so what it makes may not fit scales either; None: no other
+    was written to.
+    """
 
     weight: float | None
-    others: float | None
+    others: float | None = None
+    written: bool = False
+    upstream: Tensor | None = None
+
+
+class Growth:
+    """Which modules' written weights have outgrown their scales since a boundary: the device knows, the host does not.
+
+    One module is kept apart from the rest, so that each can be told of the others.
+    """
+
+    def __init__(self, boundaries: int) -> None:
+        self.boundaries = boundaries
+        self._first: LinearSlots | None = None
+        self._of_first: Tensor | None = None
+        self._of_rest: Tensor | None = None
+
+    def add(self, slots: LinearSlots, grown: Tensor) -> None:
+        """A written weight was cast. ``grown``: 0-d bool."""
+        if self._first is None or self._first is slots:
+            self._first, self._of_first = slots, grown
+        else:
+            self._of_rest = grown if self._of_rest is None else self._of_rest | grown
+
+    def of_others(self, slots: LinearSlots) -> Tensor | None:
+        """Whether the weight of another module has; None: none was written to."""
+        if self._first is None or self._first is slots:
+            return self._of_rest
+        assert self._of_first is not None
+        return self._of_first if self._of_rest is None else self._of_first | self._of_rest
 
 
 class Cast(NamedTuple):
@@ -199,6 +245,7 @@ class LinearSlots:
         just_in_time: bool = True,
         square: bool = False,
         outgrown: float | None = None,
+        unfit: Tensor | None = None,
     ) -> Cast:
         """Cast x [tokens, features] by the recipe. Where neither copy is asked for, its amax is recorded at most: while
         the module is about to need its scale.
@@ -208,6 +255,7 @@ class LinearSlots:
             just_in_time: False: never with the amax of x alone, which is a part of what shares a scale.
             square: x is a weight: blocks of 128 x 128.
             outgrown: the factor beyond its scale from which x is cast with its own amax. None: never.
+            unfit: 0-d bool: where True, x is so in any case.
         """
         place = state.pending if pending is None else pending
         if not (rows or columns):
@@ -218,14 +266,18 @@ class LinearSlots:
         dtype, recipe, backend = state.format.dtype, self.recipe, self.mode.backend
         block = [0, 0]
         if recipe.by == "tensor":
+            cold = state.cold if recipe.delayed or not just_in_time else state.always
+            warm_up = just_in_time and recipe.warmup == "current"
+            if unfit is not None:  # Rare: as if the slot were cold.
+                cold, warm_up = (cold & warm_up) | unfit, True
             fp8, fp8_t, inv_scale = ops.quantize(
                 x,
                 state.scale,
-                state.cold if recipe.delayed or not just_in_time else state.always,
+                cold,
                 place,
                 dtype,
                 record=record,
-                just_in_time=just_in_time and recipe.warmup == "current",
+                just_in_time=warm_up,
                 margin=recipe.margin,
                 power_of_two=recipe.power_of_two,
                 rows=rows,
@@ -282,26 +334,67 @@ class LinearSlots:
             record: this forward records: FP8 state that was loaded is right for the weight that it finds.
         """
         if not self.recipe.delayed:
-            return Outgrown(None, None)
+            return Outgrown(None)
         saturating = 2.0 ** max(0, -self.recipe.margin)  # A negative margin means to cut off as much.
         if torch.compiler.is_compiling() or capturing(self.weight_sync.arena.device):
-            return Outgrown(OUTGROWN * saturating, None)
+            return Outgrown(OUTGROWN * saturating)
         if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
             return self._outgrown  # A recomputation.
-        mode, note = self.mode, self.note
-        note.used_at = mode.boundaries
+        note = self.note
+        note.used_at = self.mode.boundaries
         note.recorded |= record
         if record and note.awaited:
             note.take(linear, self.resharded)
-        written = note.written(linear)
-        if written:  # What other modules get from this one does not fit their scales either.
-            mode.disturbed_at = mode.boundaries
-        factor = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
-        weight = (factor if written or note.unfollowed else OUTGROWN) * saturating
-        disturbed = note.unfollowed or mode.disturbed_at == mode.boundaries
-        others = factor * saturating if disturbed else None
-        self._outgrown = Outgrown(weight, others)
+        written, factor = note.written(linear), OUTGROWN
+        if written or note.unfollowed:
+            factor = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
+        others = factor * saturating if written and note.of_copy else None
+        self._outgrown = Outgrown(factor * saturating, others, written, self._upstream)
         return self._outgrown
+
+    @property
+    def _upstream(self) -> Tensor | None:
+        growth = self.mode.growth
+        if growth is None or growth.boundaries != self.mode.boundaries:
+            return None
+        return growth.of_others(self)
+
+    def _tell_of_growth(self, cast: Cast, state: SlotState) -> None:
+        """A weight that was written to was cast: others are to know whether it has outgrown its scale."""
+        mode = self.mode
+        if mode.growth is None or mode.growth.boundaries != mode.boundaries:
+            mode.growth = Growth(mode.boundaries)
+        inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
+        if inv_scale.numel() == 1:
+            mode.growth.add(self, (inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
+
+    def input_cast(
+        self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
+    ) -> Cast:
+        """``quantize`` of an input."""
+        unfit = self._unfit(x, state, outgrown.upstream)
+        return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
+
+    def gradient_cast(
+        self, gradient: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
+    ) -> Cast:
+        """``quantize`` of a gradient. By now later modules have cast their weights, too."""
+        upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream
+        unfit = self._unfit(gradient, state, upstream)
+        return self.quantize(gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
+
+    def _unfit(self, x: Tensor, state: SlotState, upstream: Tensor | None) -> Tensor | None:
+        """Whether x is more than a quarter beyond its scale, where ``upstream`` gives reason to look."""
+        if upstream is None or not self.recipe.delayed:
+            return None
+        used, counts = _used(x, state)
+        return upstream & counts & (used > OUTGROWN_WRITTEN * 2.0 ** max(0, -self.recipe.margin))
+
+    def _shrunk(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> Tensor | None:
+        if not outgrown.written:
+            return None
+        used, counts = _used(weight, state)
+        return counts & (used < SHRUNK * 2.0 ** -max(0, self.recipe.margin))
 
     def weight_cast(
         self,
@@ -311,7 +404,7 @@ class LinearSlots:
         record: bool,
         rows: bool,
         columns: bool,
-        outgrown: float | None,
+        outgrown: Outgrown,
     ) -> Cast:
         """The weight in FP8: as it was gathered, cast now, or taken from an earlier microbatch of this step. No columns
         where ``backward_cast`` will make them.
@@ -322,7 +415,7 @@ class LinearSlots:
 
         Args:
             rows, columns: whether fprop and dgrad are in FP8.
-            outgrown: as of ``quantize``.
+            outgrown: of this forward.
         """
         if isinstance(weight, FP8Weight):
             nothing = weight.rows.new_empty(0)
@@ -340,7 +433,12 @@ class LinearSlots:
         key = (self.mode.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
         if reuse and self._cast is not None and self._cast.serves(owner, key, record):
             return self._cast.cast
-        cast = self.quantize(weight.detach(), state, record, rows, columns, square=True, outgrown=outgrown)
+        unfit = self._shrunk(weight, state, outgrown)
+        cast = self.quantize(
+            weight.detach(), state, record, rows, columns, square=True, outgrown=outgrown.weight, unfit=unfit
+        )
+        if outgrown.written and (rows or columns):
+            self._tell_of_growth(cast, state)
         if reuse:
             self._cast = WeightCast(cast, weakref.ref(owner), key, record)
         return cast
@@ -349,16 +447,15 @@ class LinearSlots:
         """Whether the backward derives its copy of the weight anew."""
         return self.resharded or isinstance(weight, FP8Weight)
 
-    def backward_cast(self, weight: Tensor, state: SlotState, outgrown: float | None) -> tuple[Tensor, Tensor]:
+    def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
         """(FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again. Scales
         change at commits only, so within a step these are the forward's bytes. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
             return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
         # Not the slot's own place: a compiled backward may not hold what the forward has written to.
         nowhere = torch.empty_like(state.scale)
-        cast = self.quantize(
-            weight.detach(), state, False, False, True, pending=nowhere, square=True, outgrown=outgrown
-        )
+        limits = {"outgrown": outgrown.weight, "unfit": self._shrunk(weight, state, outgrown)}
+        cast = self.quantize(weight.detach(), state, False, False, True, pending=nowhere, square=True, **limits)
         return cast.columns, cast.columns_inv_scale
 
     def count_backward(self, recorded: bool) -> None:

@@ -56,7 +56,7 @@ class _FP8LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         input_state, ctx.weight_state, ctx.grad_state = states
         columns = wants_weight_grad and "wgrad" not in high
-        cast = slots.quantize(x, input_state, record, "fprop" not in high, columns, outgrown=outgrown.others)
+        cast = slots.input_cast(x, input_state, record, "fprop" not in high, columns, outgrown)
         later = "dgrad" in high or slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
             weight_columns_inv_scale = weight_rows_inv_scale
@@ -89,10 +89,10 @@ class _FP8LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = None
         if wants_input_grad or wants_weight_grad:  # Else only the bias trains.
             copies = fp8_input_grad, fp8_weight_grad
-            cast = slots.quantize(grad_output, ctx.grad_state, ctx.record, *copies, outgrown=ctx.outgrown.others)
+            cast = slots.gradient_cast(grad_output, ctx.grad_state, ctx.record, *copies, ctx.outgrown)
         if fp8_input_grad:
             if weight is not None:
-                weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown.weight)
+                weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
             inv_scales = cast.rows_inv_scale, weight_inv_scale
             grad_input = slots.matmul(cast.rows, weight_columns, *inv_scales, ctx.input_dtype)
             del weight_columns  # Maybe a copy, of the size of the gradient that is next.
@@ -166,7 +166,7 @@ class FP8Linear(nn.Linear):
         tokens = input.reshape(-1, in_features)
         outgrown = slots.outgrown(self, record)
         fprop, dgrad = "fprop" not in high, "dgrad" not in high
-        cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown.weight)
+        cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         output = _FP8LinearFunction.apply(
             tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high, outgrown

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
@@ -25,7 +26,10 @@ from fp8dist.linear_slots import LinearSlots, Mode
 from fp8dist.nn import FP8Linear, fp8_linears
 from fp8dist.state.slots import Slot, first_few
 
-__all__ = ["StepListener", "StepWatch", "enclosing_steps", "found_inf", "is_real_step"]
+__all__ = ["StepListener", "StepWatch", "found_inf", "is_real_step", "retire_with", "step_frames", "untraced", "weakly"]
+
+_WRAPPER = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
+"""What torch puts around the ``step`` of each class of optimizers."""
 
 
 class StepListener(Protocol):
@@ -65,16 +69,19 @@ class StepWatch:
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             living = alive()
             if living is not None:
-                living._before(optimizer, _is_nested(sys._getframe(1)))
+                living._before(optimizer, _is_nested())
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             living = alive()
             if living is not None:
-                living._after(optimizer, _is_nested(sys._getframe(1)))
+                living._after(optimizer, _is_nested())
 
-        self._handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+        self._handles = (
+            register_optimizer_step_pre_hook(untraced(before)),
+            register_optimizer_step_post_hook(untraced(after)),
+        )
         for handle in self._handles:
-            weakref.finalize(self, handle.remove)
+            retire_with(self, handle)
 
     def remove(self) -> None:
         """End it."""
@@ -214,22 +221,65 @@ def found_inf(optimizer: Optimizer) -> Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _is_nested(caller: FrameType) -> bool:
-    return bool(enclosing_steps(caller, most=1))
+def _is_nested() -> bool:
+    return len(step_frames()) > 1
 
 
-def enclosing_steps(caller: FrameType, most: int | None = None) -> list[Optimizer]:
-    """The optimizers inside whose ``step`` another one steps, innermost first.
+def step_frames() -> list[FrameType]:
+    """The frames of torch's wrappers around the steps that are under way in this thread, innermost first. The optimizer
+    is their local "self".
 
-    Args:
-        caller: of a step hook: torch's wrapper around ``step``, whose code all optimizers share. Frames tell where a
-            count could not: a step that raises calls no hook.
-        most: how many to look for.
+    Frames tell what a count could not: a step that raises calls no hook. A compiled step has no such frame.
     """
-    found: list[Optimizer] = []
-    code, frame = caller.f_code, caller.f_back
-    while frame is not None and len(found) != most:
-        if frame.f_code is code:
-            found.append(frame.f_locals["self"])
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _WRAPPER:
+            found.append(frame)
         frame = frame.f_back
     return found
+
+
+def untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, left out of what torch.compile traces of an optimizer's step."""
+    disabled: Callable[..., None] = torch._disable_dynamo(hook)  # Imports Dynamo at its first call only.
+    return disabled
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep the method's object: torch keeps what it must not trace in a cycle."""
+    alive = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        living = alive()
+        if living is not None:
+            living(*args)
+
+    return hook
+
+
+def retire_with(owner: object, handle: RemovableHandle) -> None:
+    """Take a step hook off when its owner dies.
+
+    That may be inside a step, while torch iterates over the hooks, which must not become fewer then: the hook becomes
+    one that does nothing, and is removed when the next owner comes.
+    """
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:
+        for key in [key for key, hook in hooks.items() if hook is _retired]:
+            del hooks[key]
+    weakref.finalize(owner, _retire, weakref.ref(hooks) if hooks is not None else None, handle.id)
+
+
+def _retire(hooks: weakref.ref[Any] | None, key: int) -> None:
+    living = None if hooks is None else hooks()
+    if living is None or key not in living:
+        return
+    if step_frames():
+        living[key] = _retired
+    else:
+        del living[key]
+
+
+def _retired(*_: Any) -> None:
+    """In the place of a hook whose owner is gone."""

@@ -206,6 +206,7 @@ def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.St
         check_every=options.check_every,
         check_policy=options.check_policy,
         backend=options.backend,
+        skip=("lm_head",),  # A default; named here, it is no surprise that is warned of.
         fp8_all_gather=_gathers_fp8(options),
         overrides=overrides_of(options, model),
         fallback=fallback_of(options),

@@ -52,9 +52,9 @@ class Watch:
     def _watch_backward(self, name: str, slots: LinearSlots) -> None:
         original = slots.backward_cast
 
-        def watching(weight: Tensor, state: Any) -> Any:
+        def watching(weight: Tensor, state: Any, outgrown: Any) -> Any:
             self._note(name, "backward", weight)
-            columns, inv_scale = original(weight, state)
+            columns, inv_scale = original(weight, state, outgrown)
             self._note(name, "backward", FP8Weight(Gathered(columns.t().contiguous(), inv_scale), weight.dtype))
             return columns, inv_scale
 

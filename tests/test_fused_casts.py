@@ -181,8 +181,9 @@ def check_outgrown(version: Any, x: Tensor, dtype: torch.dtype, **options: Any) 
     amax = amax_of([float32(v) for v in values])
     assert amax is not None
     scale, margin, power_of_two = options["scale"], options.get("margin", 0), options.get("power_of_two", False)
-    fresh = options["outgrown"] is not None and has_outgrown(amax, scale, options["outgrown"], dtype)
-    fresh |= options.get("cold", False) and options.get("just_in_time", False)
+    cold = options.get("cold", False)
+    fresh = not cold and options["outgrown"] is not None and has_outgrown(amax, scale, options["outgrown"], dtype)
+    fresh |= cold and options.get("just_in_time", False)
     used = scale_for(amax, 1.0, FP8_MAX[dtype], margin, power_of_two) if fresh else scale
     row_major, transposed, inv_scale, pending = run(version, x, dtype, **options)
     assert inv_scale.item() == divide(1.0, used)
@@ -237,13 +238,13 @@ def test_without_the_keyword_nothing_is_outgrown(version: Any) -> None:
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("just_in_time", [False, True])
 def test_outgrown_and_cold(version: Any, amax: float, cold: bool, just_in_time: bool) -> None:
-    """Either is a reason, but cold only with ``just_in_time``."""
+    """Either is a reason, but a cold slot's only with ``just_in_time``: else its scale is 1 on purpose."""
     for power_of_two, margin in ((False, 0), (True, 1), (False, -2)):
         fresh = check_outgrown(
             version, of_amax(amax), FORMATS[0], scale=10.0, outgrown=2.0, cold=cold, just_in_time=just_in_time,
             power_of_two=power_of_two, margin=margin,
         )  # fmt: skip
-        assert fresh == (amax > 50 or (cold and just_in_time))
+        assert fresh == (just_in_time if cold else amax > 50)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])

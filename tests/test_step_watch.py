@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import optimizer as optimizer_module
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling
@@ -297,3 +298,38 @@ def test_the_others_quote_the_rank_that_raised() -> None:
     assert second.startswith("ConfigurationError: SGD is about to step 3 FP8 weights")
     assert first.startswith("SyncError: rank 0: StateManager of Net: the FP8 sync of step 2")
     assert "Before that, rank 1 raised: SGD is about to step 3 FP8 weights (branch, first, last) a second time" in first
+
+
+def test_a_manager_may_die_while_an_optimizer_steps() -> None:
+    """Its hooks are in a dict that torch iterates over then."""
+    holder = [fp8dist.prepare(make_net())]
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    manager.attach(net, optimizer=optimizer)
+    global_hooks = optimizer_module._global_optimizer_pre_hooks
+    handle = optimizer_module.register_optimizer_step_pre_hook(lambda *_: holder.clear())
+    global_hooks.move_to_end(handle.id, last=False)
+    try:
+        _backward(net)
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert manager.steps == 1
+    count = len(global_hooks)
+    kept = [fp8dist.prepare(make_net()) for _ in range(3)]
+    assert len(global_hooks) <= count + 3  # What the dead one left is gone.
+    assert len(kept) == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of Dynamo's own imports.
+def test_a_compiled_step_is_a_boundary_too() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = AdamW(net.parameters(), lr=0.1, foreach=True)
+    manager.attach(net, optimizer=optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    for index in range(3):
+        _backward(net, index)
+        step()
+    assert manager.steps == 3

@@ -71,6 +71,8 @@ def attached(recipe: DelayedScaling | None = None) -> tuple[nn.Sequential, State
         ("mul_", 1.3, True),
         ("mul_", 8.0, True),
         ("mul_", 0.01, False),
+        ("mul_", 1e-4, False),
+        ("mul_", 1e-6, True),  # E4M3 would make zeros of it.
         (".data", 1.3, False),
         (".data", 1.9, False),
         (".data", 2.1, True),

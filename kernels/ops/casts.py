@@ -76,7 +76,8 @@ def quantize(
                 used = torch.where(cold, current, used)
             if outgrown is not None:
                 above = torch.full_like(scale, outgrown * fp8_max)
-                used = torch.where((amax < torch.inf).logical_and_(amax * scale > above), current, used)
+                beyond = (amax < torch.inf).logical_and_(amax * scale > above)
+                used = torch.where(beyond.logical_and_(~cold), current, used)
     row_major, transposed = saturating_cast(x, used, dtype, rows, columns)
     return row_major, transposed, torch.reciprocal(used)
 

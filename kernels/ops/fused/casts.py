@@ -69,9 +69,10 @@ def _cast_kernel(
     if OUTGROWN:
         amax = _largest(parts, part_count, MOST_PARTS)
         # Comparisons with NaN are false.
-        fresh = (amax < float("inf")) & (amax * used > outgrown_above)
+        is_cold = tl.load(cold)
+        fresh = (amax < float("inf")) & (amax * used > outgrown_above) & (is_cold == 0)
         if JUST_IN_TIME:
-            fresh = fresh | tl.load(cold)
+            fresh = fresh | is_cold
         if fresh:
             used = scale_from_amax(amax, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
     elif JUST_IN_TIME:  # noqa: SIM102 - known when compiling; the other is not.
