@@ -1,0 +1,3 @@
+"""x"""
+from tests.support.mistakes import Rows
+ROWS = Rows()

@@ -1,0 +1,312 @@
+"""Weights that are written to after attach, and states that are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from tests.support.mistaken_steps import attached
+from tests.support.mistakes import (
+    LAYOUTS,
+    NOT_SILENT,
+    RIGHT,
+    STEPS,
+    WARNED,
+    Case,
+    Rows,
+    adamw,
+    batch,
+    larger,
+    load,
+    make_net,
+    plain,
+    ranks_of,
+    weights_of,
+)
+from tests.support.training import bits, state_bits
+
+ROWS = Rows()
+row = ROWS.row
+
+Write = Callable[[nn.Module, float], None]
+
+
+def _weights(called: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in called.named_parameters() if name.endswith("weight")]
+
+
+def load_state_dict(called: nn.Module, factor: float) -> None:
+    load(called, {n: w * (factor if n.endswith("weight") else 1) for n, w in weights_of(called).items()})
+
+
+def mul(called: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for weight in _weights(called):
+            weight.mul_(factor)
+
+
+def data_mul(called: nn.Module, factor: float) -> None:
+    for weight in _weights(called):
+        weight.data.mul_(factor)
+
+
+def data_replaced(called: nn.Module, factor: float) -> None:
+    for weight in _weights(called):
+        weight.data = weight.data * factor
+
+
+def copy(called: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for weight in _weights(called):
+            weight.copy_(weight * factor)
+
+
+def to_local(called: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for weight in _weights(called):
+            weight.to_local().mul_(factor)  # type: ignore[attr-defined]
+
+
+def replaced(called: nn.Module, factor: float) -> None:
+    for module in called.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach() * factor)
+
+
+def vector(called: nn.Module, factor: float) -> None:
+    vector_to_parameters(parameters_to_vector(_weights(called)).detach() * factor, _weights(called))
+
+
+def summoned(called: nn.Module, factor: float) -> None:
+    with FullyShardedDataParallel.summon_full_params(called):
+        mul(called, factor)
+
+
+def foreach(called: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(_weights(called), factor)
+
+
+WRITES: dict[str, tuple[Write, tuple[str, ...]]] = {
+    "load_state_dict": (load_state_dict, LAYOUTS),
+    "mul_": (mul, LAYOUTS),
+    "data.mul_": (data_mul, LAYOUTS),
+    "data =": (data_replaced, ("one", "ddp")),
+    "copy_": (copy, LAYOUTS),
+    "to_local().mul_": (to_local, ("fsdp2", "gather", "tp")),
+    "new nn.Parameter": (replaced, ("one", "ddp")),
+    "vector_to_parameters": (vector, ("one", "ddp")),
+    "summon_full_params": (summoned, ("fsdp1",)),
+    "_foreach_mul_": (foreach, ("one", "fsdp2", "gather")),
+}
+
+
+def _program(write: Write, layout: str) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, _, optimizer = attached(case, layout)
+        case.train(called, optimizer, 2, layout=layout)
+        write(called, 8.0)
+        case.output(called, "eval forward after the write", train=False)
+        case.train(called, optimizer, 1, 2, layout=layout)
+        write(called, 8.0)
+        case.output(called, "training forward after the write")
+        optimizer.zero_grad()
+        case.gradient(called, "gradient after the write")
+        case.train(called, optimizer, 2, 3, layout=layout)
+        case.output(called, "two steps later")
+
+    return program
+
+
+for _name, (_write, _layouts) in WRITES.items():
+    for _layout in _layouts:
+        _hidden = _layout == "gather" and _name in ("data.mul_", "to_local().mul_")
+        ROWS.add(
+            f"{_name} by 8, {_layout}",
+            _program(_write, _layout),
+            frozenset({RIGHT, WARNED}) if _hidden else RIGHT,
+            *(("refresh_weights|saturat|scale",) if _hidden else ()),
+            ranks=ranks_of(_layout),
+        )
+
+
+def _shrunk(layout: str) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, _, optimizer = attached(case, layout)
+        case.train(called, optimizer, 2, layout=layout)
+        mul(called, 2.0**-14)
+        case.output(called, "eval forward", train=False)
+        case.output(called, "training forward")
+
+    return program
+
+
+def _swapped_by_hand(layout: str) -> Callable[[Case], None]:
+    """As an EMA is evaluated by those who know of no context manager."""
+
+    def program(case: Case) -> None:
+        called, _, optimizer = attached(case, layout)
+        for index in range(6):
+            case.train(called, optimizer, 1, index, layout=layout)
+            mine = weights_of(called)
+            load(called, larger(8.0 if index % 2 else 0.01))
+            case.output(called, f"EMA {index}", train=False)
+            load(called, mine)
+            case.output(called, f"own weights {index}")
+            optimizer.zero_grad()
+        case.judge(called)
+
+    return program
+
+
+def _swapped(layout: str) -> Callable[[Case], None]:
+    """Training after the evaluation is bitwise that without."""
+
+    def program(case: Case) -> None:
+        outcomes = []
+        for evaluate in (False, True):
+            called, manager, optimizer = attached(case, layout)
+            losses = []
+            for index in range(6):
+                losses.append(case.backward(called, index, layout))
+                case.step(optimizer, called)
+                optimizer.zero_grad()
+                if not evaluate or index % 2:
+                    continue
+                context: Any = manager.swapped_weights()  # type: ignore[attr-defined]
+                mine = weights_of(called)
+                with context:
+                    load(called, larger())
+                    case.output(called, f"EMA {index}", train=False)
+                    load(called, mine)
+            called.train()
+            weights = {name: bits(value) for name, value in weights_of(called).items()}
+            outcomes.append((torch.stack(losses).tolist(), weights, state_bits(manager)))
+        for what, without, with_ in zip(("losses", "weights", "FP8 state"), *outcomes):
+            case.expect(without == with_, f"{what} are not bitwise those without an evaluation")
+
+    return program
+
+
+for _layout in LAYOUTS:
+    ROWS.add(f"shrunk by 2**14, {_layout}", _shrunk(_layout), RIGHT, ranks=ranks_of(_layout))
+    ROWS.add(f"EMA swapped by hand, {_layout}", _swapped_by_hand(_layout), RIGHT, ranks=ranks_of(_layout))
+    ROWS.add(f"EMA in swapped_weights(), {_layout}", _swapped(_layout), RIGHT, ranks=ranks_of(_layout))
+
+
+# Other dtypes ------------------------------------------------------------------------------------------------
+
+
+def _converted(convert: Callable[[nn.Module], Any], layout: str = "one") -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, _, optimizer = attached(case, layout)
+        case.train(called, optimizer, 2)
+        convert(called)
+        case.output(called, "eval", train=False)
+        for index in range(2, 6):
+            x, y = batch(case.rank, index)
+            output = called(x.to(next(called.parameters()).dtype))
+            case.measure(f"output {index}", output, plain(weights_of(called), x), 0.08)
+            (output.float() - y).square().mean().backward()
+            case.step(optimizer, called)
+            optimizer.zero_grad()
+
+    return program
+
+
+ROWS.add("model.half() after attach", _converted(lambda m: m.half()), frozenset({RIGHT, WARNED}))
+ROWS.add("model.bfloat16() after attach", _converted(lambda m: m.bfloat16()), frozenset({RIGHT, WARNED}))
+ROWS.add("model.to(torch.bfloat16) after attach", _converted(lambda m: m.to(torch.bfloat16)), frozenset({RIGHT, WARNED}))
+ROWS.add("model.double() after attach", _converted(lambda m: m.double()), frozenset({RIGHT, WARNED}))
+
+
+@row("model.bfloat16() after attach, with larger weights", frozenset({RIGHT, WARNED}))
+def converted_and_loaded(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 2)
+    called.bfloat16()
+    load(called, larger())
+    case.output(called, "eval", train=False)
+    case.output(called)
+
+
+# FP8 states --------------------------------------------------------------------------------------------------
+
+
+@row("FP8 state of a model with other modules", "raised", "up|down|slot")
+def state_of_other_modules(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    other = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    manager.load_state_dict(case.prepare(other).state_dict())
+    case.train(called, optimizer)
+
+
+def _state_of(factor: float, before_attach: bool) -> Callable[[Case], None]:
+    """FP8 state of a model of the same modules, whose weights were larger or smaller by this."""
+
+    def program(case: Case) -> None:
+        other, others, optimizer = attached(case)
+        load(other, {n: w * (factor if n.endswith("weight") else 1) for n, w in weights_of(other).items()})
+        others.refresh_weights()
+        case.train(other, optimizer, 2)
+        called, manager = case.build()
+        if before_attach:
+            manager.load_state_dict(others.state_dict())
+        optimizer = adamw(called)
+        manager.attach(called, optimizer=optimizer)
+        if not before_attach:
+            manager.load_state_dict(others.state_dict())
+        case.output(called, "first forward")
+        case.output(called, "eval forward", train=False)
+        optimizer.zero_grad()
+        case.train(called, optimizer)
+        case.judge(called, STEPS)
+
+    return program
+
+
+for _before in (True, False):
+    _when = "before" if _before else "after"
+    ROWS.add(f"FP8 state of a model with smaller weights, {_when} attach", _state_of(1 / 8, _before), NOT_SILENT)
+ROWS.add("FP8 state of a model with far larger weights", _state_of(2.0**14, False), NOT_SILENT)
+
+
+def _loads(order: str) -> Callable[[Case], None]:
+    """w: weights, f: FP8 state, a: attach; of the same checkpoint."""
+
+    def program(case: Case) -> None:
+        source, sources, optimizer = attached(case)
+        case.train(source, optimizer, 4)
+        weights, state = weights_of(source), sources.state_dict()
+        case.train(source, optimizer, 2, 4)
+        net = make_net(3)
+        manager = case.prepare(net)
+        new = adamw(net)
+        new.load_state_dict(_before_last(optimizer))
+        for what in order:
+            if what == "w":
+                load(net, weights)
+            elif what == "f":
+                manager.load_state_dict(state)
+            else:
+                manager.attach(net, optimizer=new)
+        case.output(net)
+        new.zero_grad()
+        case.train(net, new, STEPS, 4)
+        case.judge(net)
+
+    return program
+
+
+def _before_last(optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer.state_dict()
+
+
+for _order in ("wfa", "fwa", "waf", "faw", "awf", "afw"):
+    ROWS.add(f"resumed in the order {_order}", _loads(_order), RIGHT)
+
