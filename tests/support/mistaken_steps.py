@@ -153,10 +153,11 @@ def step_before_attach(case: Case) -> None:
     case.train(called, adamw(called), after=manager.step)
 
 
-@row("never attached, one process", SAID, "attach")
+@row("never attached, one process", NOT_SILENT, "attach")
 def never_attached(case: Case) -> None:
     called, _ = case.build()
     case.train(called, adamw(called))
+    case.judge(called, STEPS)
 
 
 @row("never attached, DDP", SAID, "attach", ranks=2)
@@ -811,7 +812,7 @@ def frozen_later(case: Case) -> None:
     case.judge(called)
 
 
-@row("trained in high precision before attach", frozenset({RIGHT, WARNED}), "attach")
+@row("trained before attach", frozenset({RIGHT, WARNED}))
 def trained_before(case: Case) -> None:
     called, manager = case.build()
     optimizer = adamw(called)

@@ -204,7 +204,9 @@ for _layout in LAYOUTS:
 
 def _converted(convert: Callable[[nn.Module], Any], layout: str = "one") -> Callable[[Case], None]:
     def program(case: Case) -> None:
-        called, _, optimizer = attached(case, layout)
+        called, manager = case.build(layout)
+        optimizer = torch.optim.SGD(called.parameters(), lr=0.01)  # Others' states would be of the former dtype.
+        manager.attach(called, optimizer=optimizer)
         case.train(called, optimizer, 2)
         convert(called)
         case.output(called, "eval", train=False)

@@ -37,8 +37,8 @@ from tests.support.ranks import RankPool, RanksFailed
 
 OUTPUT = 0.08
 """Relative error of an output in FP8: correct programs have 3 %, wrong ones 28 % and more."""
-GRADIENT = 0.20
-"""Of an input's gradient, after two products with E5M2 gradients: correct programs have 8 %."""
+GRADIENT = 0.30
+"""Of an input's gradient, after two products with E5M2 gradients: correct programs have 11 to 21 %, wrong ones 100."""
 LOSS = 0.04
 """Difference of the final losses of FP8's and float32's training, as a fraction of the first loss: correct programs
 have 1 %, those that train nothing 70 %."""
@@ -282,6 +282,10 @@ class Case:
             if after is not None:
                 after()
 
+    def snapshot(self, called: nn.Module) -> list[bytes]:
+        """What this rank has of the parameters, exactly."""
+        return [_local(p).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for p in called.parameters()]
+
     # Judging -------------------------------------------------------------------------------------
 
     def flaw(self, text: str) -> None:
@@ -414,6 +418,8 @@ def _logged(seen: Seen) -> Iterator[None]:
 
 def run_case(row: Row, rank: int = 0, group: Any = None, mesh: DeviceMesh | None = None) -> Seen:
     """On one rank."""
+    if not gc.get_freeze_count():
+        gc.freeze()  # Or each collection looks at all of torch.
     seen = Seen()
     case = Case(rank, row.ranks, group, mesh, seen)
     with _logged(seen), warnings.catch_warnings(), case.closing:
