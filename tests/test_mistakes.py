@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -21,12 +20,6 @@ for _rows in (mistaken_steps, mistaken_writes, mistaken_calls, mistaken_ranks, m
 
 ALONE = [name for name, row in ROWS.items() if row.ranks == 1]
 TOGETHER = [name for name, row in ROWS.items() if row.ranks == 2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _thawed() -> Iterator[None]:
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

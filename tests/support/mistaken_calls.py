@@ -184,7 +184,7 @@ def positional_optimizer(case: Case) -> None:
     _train(case, net, optimizer)
 
 
-@row("attach(optimizer, model)", frozenset({RAISED, RIGHT}), r"attach\(")
+@row("attach(optimizer, model)", frozenset({RAISED, RIGHT}), "attach|optimizer")
 def swapped_arguments(case: Case) -> None:
     net, manager = case.build()
     optimizer = adamw(net)
@@ -221,7 +221,7 @@ def _as_model(use: Callable[[Any], Any]) -> Callable[[Case], None]:
 
 
 for _name, _use in USES.items():
-    ROWS.add(f"model = prepare(model), {_name}", _as_model(_use), RAISED, "prepare", "manager|in place|model", errors=("ConfigurationError", "NotAModel", "AttributeError", "TypeError"))  # fmt: skip
+    ROWS.add(f"model = prepare(model), {_name}", _as_model(_use), RAISED, "prepare", "manager|in place|model")
 
 
 @row("DDP(prepare(model))", RAISED, "prepare", ranks=2)
@@ -391,13 +391,13 @@ def nested_outside(case: Case) -> None:
     case.prepare(net.up)
 
 
-@row("a module that is not the prepared one is attached", RAISED, r"attach\(")
+@row("a module that is not the prepared one is attached", RAISED, "prepared")
 def attach_stranger(case: Case) -> None:
     net, manager = case.build()
     manager.attach(make_net(), optimizer=adamw(net))
 
 
-@row("a part of the prepared model is attached", RAISED, r"attach\(")
+@row("a part of the prepared model is attached", RAISED, "prepared")
 def attach_part(case: Case) -> None:
     net, manager = case.build()
     assert isinstance(net, Net)

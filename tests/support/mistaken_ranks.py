@@ -116,9 +116,7 @@ for _name in ("FP8DIST_AMAX_SYNC", "FP8DIST_ENABLED"):
 @row('boundary="manual" on one rank', RAISED, "boundary", **MISMATCH)
 def boundary_on_one(case: Case) -> None:
     net, manager = case.build()
-    manager.attach(
-        optimizer=adamw(net), boundary="manual" if case.rank else "optimizer", timeout=SOON
-    )  # type: ignore[arg-type]
+    manager.attach(optimizer=adamw(net), boundary="manual" if case.rank else "optimizer", timeout=SOON)  # type: ignore[arg-type]
 
 
 @row("attach(optimizer=…) on one rank, attach() on the other", RAISED, "boundary|optimizer", **MISMATCH)
@@ -127,7 +125,7 @@ def optimizer_on_one(case: Case) -> None:
     manager.attach(optimizer=adamw(net) if case.rank else None, timeout=SOON)
 
 
-@row("one rank does not call attach", RAISED, r"ranks? 1\b", ranks=2, loses=True)
+@row("one rank does not call attach", RAISED, r"rank\S* 1\b", ranks=2, loses=True)
 def one_without_attach(case: Case) -> None:
     net, manager = case.build()
     if case.rank == 0:
@@ -227,8 +225,7 @@ def one_rank_loads(case: Case) -> None:
     case.train(called, optimizer, 2)
     if case.rank == 1:
         with torch.no_grad():
-            for p in called.parameters():
-                p.mul_(8)
+            called.module.down.weight.mul_(8)  # type: ignore[operator, union-attr]
     case.output(called)
     optimizer.zero_grad()
     case.train(called, optimizer, 4, 2)

@@ -652,7 +652,9 @@ def no_backward(case: Case) -> None:
         for index in range(8):
             for p in called.parameters():
                 p.mul_(1.6)
-            case.measure(f"output {index}", called(batch(0, index)[0]), plain(weights_of(called), batch(0, index)[0]), 0.08)
+            case.measure(
+                f"output {index}", called(batch(0, index)[0]), plain(weights_of(called), batch(0, index)[0]), 0.08
+            )
 
 
 @row("manager.step() after forwards under no_grad", RIGHT)
@@ -846,9 +848,7 @@ def _guarded(action: str, late: bool, with_optimizer: bool = True) -> Callable[[
 ROWS.add('LossGuard(action="skip") observes before the step', _guarded("skip", False), RIGHT)
 ROWS.add('LossGuard(action="skip") observes after the step', _guarded("skip", True), RAISED, "observe", "before")
 ROWS.add('LossGuard(action="warn") observes after the step', _guarded("warn", True), WARNED, "observe", "before")
-ROWS.add(
-    'LossGuard(action="skip") without optimizer', _guarded("skip", False, False), RAISED, "optimizer="
-)
+ROWS.add('LossGuard(action="skip") without optimizer', _guarded("skip", False, False), RAISED, "optimizer=")
 
 
 def _every(n: int, call: Callable[[], Any]) -> Callable[[], None]:
@@ -861,5 +861,3 @@ def _every(n: int, call: Callable[[], Any]) -> Callable[[], None]:
             call()
 
     return after
-
-
