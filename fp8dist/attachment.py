@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist import ops
-from fp8dist.boundary import BoundaryHooks, CompilationWatch, watch_every_step
+from fp8dist.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.consistency.replication import ddp_parameters
 from fp8dist.cycle import StepCycle
 from fp8dist.ddp import JoinLink, find_ddp
@@ -25,10 +25,12 @@ from fp8dist.formats import Role
 from fp8dist.groups import is_dtensor, local_part, ranks_text
 from fp8dist.kernels.blocks import BLOCK
 from fp8dist.kernels.matmuls import ALIGNMENT, Scaling, torch_can
-from fp8dist.nn import FP8Linear
+from fp8dist.nn import FP8Linear, former_slot, fp8_linears, mark_parameters
 from fp8dist.shards import ShardedWeights, require_whole_blocks, shard_weights
-from fp8dist.state.slots import Slot
+from fp8dist.state.manifest import WeightDescription
+from fp8dist.state.slots import Slot, first_few
 from fp8dist.sync import ArenaSync
+from fp8dist.weight_notes import stored_parameters
 from fp8dist.wrappers import (
     compute_device,
     fsdp2_modules,
@@ -39,7 +41,7 @@ from fp8dist.wrappers import (
     resharded_modules,
 )
 
-__all__ = ["Attachment", "fp8_linears", "local_weights"]
+__all__ = ["Attachment", "local_weights"]
 
 
 logger = logging.getLogger("fp8dist")
@@ -84,14 +86,17 @@ class Attachment:
         if settings.enabled and settings.fp8_all_gather:
             require_whole_blocks(model, whole)
         _require_groups(model, whole, cycle)
-        _warn_of_strangers(whole, optimizers)
+        _require_current(model, whole, optimizers)
+        if settings.enabled:
+            _tell_of_held(model, whole, optimizers)
         self._before = cycle.sharded or self._before
         self.release()
         _place(model, whole, cycle)
         self.by_optimizer, self._module = by_optimizer, weakref.ref(whole)
-        cycle.agree("optimizer" if by_optimizer else "manual", timeout)
+        cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout)
         for linear in fp8_linears(model):
             linear.fp8_slots.resharded = linear in resharded
+            mark_parameters(linear)
         if settings.enabled:
             if settings.fp8_all_gather:
                 cycle.sharded = shard_weights(cycle, model, whole)
@@ -105,8 +110,8 @@ class Attachment:
         if cycle.sharded is not None:
             cycle.sharded.follow(self._before)
         self._before = None
-        if optimizers or cycle.sharded is not None:
-            self._guards += watch_every_step(cycle)
+        if cycle.steps is not None:
+            cycle.steps.attached(optimizers[-1] if by_optimizer else None)
         if optimizers:
             self._hooks = BoundaryHooks(cycle, optimizers, scaler, by_optimizer)
         if any(sync.arena.recipe.update == "next_step" for sync in cycle.syncs):
@@ -131,14 +136,11 @@ class Attachment:
         for tie in (self._hooks, self._join_link, cycle.sharded, *self._guards):
             if tie is not None:
                 tie.remove()
+        if cycle.steps is not None:
+            cycle.steps.brings_boundary = None
         self._hooks = self._join_link = cycle.sharded = None
         self._guards = []
         self.by_optimizer = cycle.hooked = cycle.mode.reuse_casts = False
-
-
-def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
-    """All FP8Linears of a model."""
-    return (module for module in model.modules() if isinstance(module, FP8Linear))
 
 
 def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
@@ -194,12 +196,65 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
         covered.add((id(holder), id(group)))
 
 
-def _warn_of_strangers(whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if optimizers and not any(id(parameter) in held for parameter in whole.parameters()):
+def _described_weights(model: nn.Module) -> dict[Slot, WeightDescription]:
+    """Shapes are those of the Linears: sharding and tensor parallelism change the weights only."""
+    by_weight: dict[int, list[FP8Linear]] = {}
+    for linear in fp8_linears(model):
+        stored = stored_parameters(linear)
+        by_weight.setdefault(id(stored[0]) if stored else id(linear), []).append(linear)
+    described = {}
+    for linears in by_weight.values():
+        users = tuple(sorted(linear.fp8_slots.slots[Role.INPUT].fqn for linear in linears))
+        first = linears[0]
+        shape, dtype = (first.out_features, first.in_features), str(first.weight.dtype).removeprefix("torch.")
+        for linear in linears:
+            described[linear.fp8_slots.slots[Role.WEIGHT]] = WeightDescription(shape, dtype, users)
+    return described
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Tensor]]:
+    return ((optimizer, p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigurationError for an optimizer that was made before the model got the parameters that it has now."""
+    some = next(fp8_linears(model), None)
+    current = {id(p) for module in (model, whole) for p in module.parameters()}
+    if some is None:
+        return
+    for optimizer, parameter in _parameters(optimizers):
+        fqn = former_slot(parameter, some)
+        if fqn is not None and id(parameter) not in current:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} holds what was the weight of {fqn} before the model was sharded, "
+                "materialised or given new parameters: it trains nothing that the model uses. Make the optimizer after "
+                "that, then call attach(optimizer=…)"
+            )
+
+
+def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Warn of trainable FP8 weights that no optimizer holds. Strangers are told of quietly: they may be master copies
+    of such weights, or of another part of the model."""
+    if not optimizers:
+        return
+    held = {id(parameter): parameter for _, parameter in _parameters(optimizers)}
+    own = {id(parameter) for module in (model, whole) for parameter in module.parameters()}
+    strangers = [parameter for key, parameter in held.items() if key not in own]
+    if strangers:
+        logger.info("fp8dist: attach(optimizer=…): %d of its parameters are not the model's", len(strangers))
+    shapes = {parameter.shape for parameter in strangers}
+    missing = sorted(
+        linear.fp8_slots.slots[Role.INPUT].fqn
+        for linear in fp8_linears(model)
+        for weight in stored_parameters(linear)[:1]
+        if weight.requires_grad and id(weight) not in held and weight.shape not in shapes
+    )
+    if missing:
         logger.warning(
-            "attach(optimizer=…): it holds none of the model's parameters. Was it made before the model was sharded, "
-            "or moved? Then it trains nothing"
+            "fp8dist: attach(optimizer=…): %d trainable FP8 weights are in none of the optimizers: %s. If another "
+            "optimizer steps them, give it to attach as well: attach(optimizer=[…])",
+            len(missing),
+            first_few(missing),
         )
 
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from fp8dist.groups import absent, identity_of, ranks_text
 
-__all__ = ["Attendance", "enrol", "roll_call"]
+__all__ = ["Attendance", "enrol", "leave_word", "roll_call"]
 
 GRACE = timedelta(seconds=3)
 """How long a rank that has reported waits for the others: they find out a little later or earlier."""
@@ -41,6 +41,9 @@ SHOWN = 16
 LINGER = 1.5
 """Seconds that a rank which knows stays for those that do not yet: the store may end with it or with its agent."""
 
+_WORD = "word"
+"""Where in the job's store the last word of a rank is."""
+
 UNKNOWN = "A rank is gone, hangs, or did not come here"
 
 
@@ -51,7 +54,8 @@ class Attendance:
     ``called``: how many ranks were called. ``missing``: those that did not report, the first of them if there are
     ``more``; None if that is not known. ``hosts``: of missing ranks, where they are known. ``unreachable``: the store
     that did not answer. ``early``: the collective failed before its time-out, so ranks that are well may be in it
-    still: in a ring only the neighbours of a dead rank see at once that it is gone.
+    still: in a ring only the neighbours of a dead rank see at once that it is gone. ``word``: of a rank of the
+    job, see ``leave_word``.
     """
 
     called: int = 0
@@ -60,8 +64,12 @@ class Attendance:
     hosts: tuple[tuple[int, str], ...] = ()
     unreachable: str | None = None
     early: bool = False
+    word: str | None = None
 
     def __str__(self) -> str:
+        return self._found() if self.word is None else f"{self._found()}. Before that, {self.word}"
+
+    def _found(self) -> str:
         if self.unreachable is not None:
             return f"The job's store on {self.unreachable} cannot be reached: this host is cut off, or that one is gone"
         if self.missing is None:
@@ -133,17 +141,26 @@ class Roll:
         shown = missing[:SHOWN]
         known = [rank for rank in shown if self._store.check([_host_of(rank)])]
         hosts = [(rank, self._store.get(_host_of(rank)).decode()) for rank in known]
-        return {"missing": shown, "more": len(missing) > SHOWN, "hosts": hosts}
+        word = self._store.get(_WORD).decode() if self._store.check([_WORD]) else None
+        return {"missing": shown, "more": len(missing) > SHOWN, "hosts": hosts, "word": word}
 
     def _read(self, verdict: bytes) -> Attendance:
         said = json.loads(verdict)
         missing = tuple(rank for rank in said["missing"] if rank != self._rank)  # This one has come late.
-        return Attendance(len(self._ranks), missing, said["more"], tuple((rank, host) for rank, host in said["hosts"]))
+        hosts = tuple((rank, host) for rank, host in said["hosts"])
+        return Attendance(len(self._ranks), missing, said["more"], hosts, word=said["word"])
 
 
 def enrol() -> None:
     """Tell the job's store on which host this rank is, so that a roll call can name it. Local: one store operation."""
     _job_store().set(_host_of(dist.get_rank()), socket.gethostname())
+
+
+def leave_word(text: str) -> None:
+    """Put into the job's store why this rank stops, for the roll calls of those that miss it. Local: one store
+    operation. Never raises."""
+    with contextlib.suppress(Exception):  # Of many kinds, and all mean that the store is not there.
+        _job_store().set(_WORD, f"rank {dist.get_rank()} raised: {text}")
 
 
 def roll_call(

@@ -6,19 +6,26 @@ backward is not: a rank that ran none would not launch, and the others would han
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.step_watch import enclosing_steps, found_inf, is_real_step
 
-__all__ = ["BoundaryHooks", "BoundaryOwner", "CompilationWatch", "unwrap_optimizers", "watch_every_step"]
+__all__ = ["BoundaryHooks", "BoundaryOwner", "CompilationWatch", "hooked_optimizers", "unwrap_optimizers"]
+
+_SCALER_STEP = GradScaler.step.__code__
+_SCALER_FRAMES = 8
+"""Calls between a scaler and the optimizer: its own helper, and what schedulers wrap around ``step``."""
 
 
 class BoundaryOwner(Protocol):
@@ -30,44 +37,17 @@ class BoundaryOwner(Protocol):
     def weights_changed(self) -> None:
         """An attached optimizer has stepped."""
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Some optimizer of the process is about to step."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """It has stepped."""
-
     def reuse_casts(self, allowed: bool) -> None:
         """Whether weights stand still between now and the next call."""
 
     def step_skipped(self) -> None:
         """The loss scaler did not run the optimizer."""
 
+    def scaler_found(self) -> None:
+        """There is a loss scaler: the non-finite amaxes of steps that it skips are to be dropped."""
+
     def compilation_begins(self) -> None:
         """torch.compile is about to trace something."""
-
-
-def watch_every_step(owner: BoundaryOwner) -> list[RemovableHandle]:
-    """Tell the owner whenever any torch optimizer of this process steps, attached or not.
-
-    A re-created optimizer has none of our hooks, and a fused one leaves no trace in ``_version``. The
-    hooks go with the owner.
-    """
-    alive = weakref.ref(owner)
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        living = alive()
-        if living is not None:
-            living.before_step(optimizer)
-
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        living = alive()
-        if living is not None:
-            living.after_step(optimizer)
-
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    for handle in handles:
-        weakref.finalize(owner, handle.remove)
-    return handles
 
 
 class CompilationWatch:
@@ -120,6 +100,24 @@ def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
     return unwrapped
 
 
+def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
+    """As ``unwrap_optimizers``, of optimizers whose ``step`` calls torch's step hooks.
+
+    Raises:
+        ConfigurationError: one does not.
+    """
+    unwrapped = unwrap_optimizers(optimizer)
+    for inner in unwrapped:
+        # torch's Optimizer.__init__ makes both; a class that does not call it inherits the methods only.
+        step = getattr(type(inner), "step", None)
+        if not getattr(step, "hooked", False) or "_optimizer_step_pre_hooks" not in vars(inner):
+            raise ConfigurationError(
+                f"{type(inner).__name__}.step() does not call torch's step hooks (its __init__ does not call "
+                "Optimizer.__init__): leave optimizer= out and call manager.step() once per optimizer step"
+            )
+    return unwrapped
+
+
 class BoundaryHooks:
     """Hooks on the optimizers of one manager; the last one's step is the boundary.
 
@@ -137,6 +135,7 @@ class BoundaryHooks:
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after))
         self._restore_scaler = self._watch(scaler) if scaler is not None else None
+        self._looked = scaler is not None
         self._stepped = False
 
     def remove(self) -> None:
@@ -147,19 +146,47 @@ class BoundaryHooks:
             self._restore_scaler()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caller = sys._getframe(1)
+        is_last = optimizer is self._last()
+        self._stepped |= is_last
+        if not _counts(optimizer, caller):
+            return
+        self._look_for_scaler(caller)
         if _has_closure(args, kwargs):
             # The optimizer may move the weights between two calls of the closure.
             self._owner.reuse_casts(False)
-        elif optimizer is self._last() and self._is_boundary:
-            self._owner.boundary(_found_inf(optimizer))
-        self._stepped |= optimizer is self._last()
+        elif is_last and self._is_boundary:
+            if torch._C._current_graph_task_id() != -1:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} steps inside backward(), where gradients of other layers are still "
+                    'to come: use attach(…, boundary="manual") and call manager.step() after each backward'
+                )
+            self._owner.boundary(found_inf(optimizer))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _counts(optimizer, sys._getframe(1)):
+            return
         if _has_closure(args, kwargs):
             self._owner.reuse_casts(True)
             if optimizer is self._last() and self._is_boundary:
                 self._owner.boundary()
         self._owner.weights_changed()
+
+    def _look_for_scaler(self, caller: FrameType) -> None:
+        """In the first step: a GradScaler that ``attach`` was not given is found where it calls the optimizer."""
+        if self._looked:
+            return
+        self._looked = True
+        frame = caller.f_back
+        for _ in range(_SCALER_FRAMES):
+            if frame is None:
+                return
+            scaler = frame.f_locals.get("self") if frame.f_code is _SCALER_STEP else None
+            if isinstance(scaler, GradScaler) and scaler.is_enabled():
+                self._restore_scaler = self._watch(scaler)
+                self._owner.scaler_found()
+                return
+            frame = frame.f_back
 
     def _watch(self, scaler: Any) -> Callable[[], None]:
         """GradScaler has no hooks, and a skipped unfused step calls none of the optimizer's."""
@@ -187,7 +214,6 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return given is not None
 
 
-def _found_inf(optimizer: Optimizer) -> Tensor | None:
-    """What GradScaler tells a fused optimizer, which is called also when the step is to be skipped."""
-    found = getattr(optimizer, "found_inf", None)
-    return found if isinstance(found, torch.Tensor) else None
+def _counts(optimizer: Optimizer, caller: FrameType) -> bool:
+    """Whether this call of ``step`` may change parameters, and is no ``super().step()`` inside the optimizer's own."""
+    return is_real_step(optimizer) and all(outer is not optimizer for outer in enclosing_steps(caller))

@@ -29,7 +29,7 @@ from fp8dist.linear_slots import Mode
 from fp8dist.precision_control import PrecisionControl
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
-from fp8dist.state.slots import Slot
+from fp8dist.state.slots import Slot, first_few
 from fp8dist.sync import ArenaSync, Evidence
 
 __all__ = ["Checker", "Event"]
@@ -78,7 +78,7 @@ class Checker:
         self._module: weakref.ref[nn.Module] | None = None
         self._last_good: int | None = None
         self._untold: list[Event] = []
-        self._said_skipped = self._said_saturated = False
+        self._said_skipped = self._said_saturated = self._said_nonfinite = False
 
     def watch(self, module: nn.Module) -> None:
         """``module``: what tells how parameters are replicated (DDP around the model, say)."""
@@ -122,7 +122,7 @@ class Checker:
             if proof.saturated:
                 self._tell_saturated(sync, step, evidence)
             if proof.nonfinite:
-                self._untold.append(Event("nonfinite", step, _slots_where(sync.arena, evidence.flags[NONFINITE])))
+                self._tell_nonfinite(sync, step, _slots_where(sync.arena, evidence.flags[NONFINITE]))
             if proof.tripped:
                 self._tell_fallback(sync, step)
             if proof.differs and joins:
@@ -144,7 +144,7 @@ class Checker:
         used = arena.amax * evidence.scales[0] / arena.fp8_max  # By a step of training it grows by little.
         if not self._said_saturated and bool((used[places] > MUCH).any()):
             self._said_saturated = True
-            if sync.group is None or sync.group.rank == min(sync.group.ranks):
+            if sync.speaks:
                 logger.warning(
                     "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, %s first: they were "
                     "written to in a way that torch does not tell of (.data, to_local()). Call "
@@ -154,6 +154,18 @@ class Checker:
                     slots[0].fqn,
                 )
 
+    def _tell_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
+        """The same on all ranks. One rank says it once: a loss scaler that ``attach`` does not know may be at work."""
+        self._untold.append(Event("nonfinite", step, slots))
+        if not self._said_nonfinite and sync.speaks:
+            self._said_nonfinite = True
+            logger.warning(
+                "fp8dist: step %d: the amaxes of %s were not finite: their scales stay as they are. If a loss scaler "
+                "skips such steps, attach(scaler=…) keeps them out of the FP8 state",
+                step,
+                first_few(slots),
+            )
+
     def _tell_fallback(self, sync: ArenaSync, step: int) -> None:
         """The same on all ranks: what tripped is what their sync says."""
         slots = _slots_where(sync.arena, sync.take_tripped())
@@ -162,7 +174,7 @@ class Checker:
             return
         self._untold.append(Event("fallback", step, slots))
         assert self._settings.fallback is not None
-        if sync.group is None or sync.group.rank == min(sync.group.ranks):
+        if sync.speaks:
             logger.warning(
                 "fp8dist: step %d: %d module(s) go to high precision for %d steps, %s first (%s)",
                 step,

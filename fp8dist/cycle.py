@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
-from fp8dist.attendance import enrol
+from fp8dist.attendance import enrol, leave_word
 from fp8dist.checker import Checker, Event
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
@@ -27,8 +28,9 @@ from fp8dist.recipe import Gemm
 from fp8dist.settings import Settings
 from fp8dist.shards import ShardedWeight, ShardedWeights
 from fp8dist.state.arena import Arena
-from fp8dist.state.manifest import build_manifest, manifest_digest
+from fp8dist.state.manifest import ArenaDescription, WeightDescription, build_manifest, manifest_digest
 from fp8dist.state.slots import Slot
+from fp8dist.step_watch import StepWatch
 from fp8dist.sync import ArenaSync, Phase, all_reduce_max
 from fp8dist.waits import Waits
 from fp8dist.watch import Watch
@@ -72,6 +74,7 @@ class StepCycle:
         self.drop_nonfinite = False
         self.join_config = _JoinConfig.construct_disabled_join_config()
         self.sharded: ShardedWeights | None = None
+        self.steps: StepWatch | None = None  # Of the manager, which knows the model.
         self.watch: Watch | None = None
         self.waits = Waits()
         for sync in self.syncs:
@@ -100,20 +103,22 @@ class StepCycle:
 
     # Agreement -----------------------------------------------------------------------------------
 
-    def agree(self, boundary: str, timeout: timedelta) -> None:
-        """Publish all manifests, then wait for the others'. COLLECTIVE, through the store."""
+    def agree(self, boundary: str, weights: Mapping[Slot, WeightDescription], timeout: timedelta) -> None:
+        """Publish all manifests, then wait for the others'. COLLECTIVE, through the store.
+
+        Args:
+            weights: by weight slot, what the weight is as a whole: the same on all ranks, however it is sharded.
+        """
         watch = None if self.watch is None else self.watch.describe()
         groups = {id(group): group for group in self.groups}
         settings = {**self.settings.describe(), "boundary": boundary, "groups": len(groups), "watch": watch}
         publications = []
         for group in groups.values():  # One for all arenas of a group: ranks may have different numbers of them.
-            arenas = [
-                (sync.arena.specs, sync.arena.recipe.describe()) for sync in self.syncs if self.group_of(sync) is group
-            ]
+            arenas = [_described(sync, weights) for sync in self.syncs if self.group_of(sync) is group]
             if group is not None and group.size > 1:
                 publications.append(publish_manifest(group, build_manifest(arenas, settings)))
         for sync, group in zip(self.syncs, self.groups):
-            manifest = build_manifest([(sync.arena.specs, sync.arena.recipe.describe())], settings)
+            manifest = build_manifest([_described(sync, weights)], settings)
             self.control.manifests[id(sync)] = manifest_digest(manifest)
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
         if publications:
@@ -291,7 +296,7 @@ class StepCycle:
 
     def _captures(self) -> bool:
         """Whether this step goes into a CUDA graph, which has no place for an FP8 all-gather and a Join context."""
-        captures = any(capturing(sync.arena.device) for sync in self.syncs)
+        captures = self.captures
         if captures and (self.sharded is not None or self.joins):
             raise ConfigurationError("a step with fp8_all_gather, or inside Join, cannot be captured into a CUDA graph")
         return captures
@@ -356,27 +361,60 @@ class StepCycle:
         for sync in self.syncs:
             sync.settle()
 
+    @property
+    def captures(self) -> bool:
+        """Whether this step goes into a CUDA graph."""
+        return any(capturing(sync.arena.device) for sync in self.syncs)
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Some optimizer of the process is about to step. Local."""
         if self.sharded is not None:
             self.sharded.before_step(optimizer)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, real: bool) -> None:
         """It has stepped: FP8 casts of weights are stale. Local; after an attached one COLLECTIVE, where scales of
-        gathered weights follow at once."""
+        gathered weights follow at once.
+
+        Args:
+            real: it may have changed parameters.
+        """
         self.mode.invalidate_casts()
         if self.sharded is not None:
-            self.sharded.after_step(optimizer)
+            self.sharded.after_step(optimizer, real)
             if self._renews:
                 self._renews = False
                 self.sharded.renew()
+
+    def tell_others(self, text: str) -> None:
+        """This rank raises an error: ranks that miss it in a collective quote this text. Local."""
+        if self.attached and self.shared:
+            leave_word(text)
+
+    def scaler_found(self) -> None:
+        """A loss scaler is at work that ``attach`` was not given: as if it had been. Local."""
+        self.drop_nonfinite = True
+        self.step_skipped()  # Earlier steps may have been, unseen.
 
     def state_loaded(self, slots: Collection[Slot]) -> None:
         """The state of these slots was loaded, or reset: FP8 casts are stale, and slots may be cold. Local."""
         self.mode.invalidate_casts()
         self._count_from_state()
+        if self.steps is not None:
+            self.steps.state_loaded(slots)
         if self.sharded is not None:
             self.sharded.state_loaded(slots)
+
+    @contextlib.contextmanager
+    def weights_swapped(self) -> Iterator[None]:
+        """Weights are others inside, and those of before at the end. Local."""
+        notes = self.steps.kept_notes() if self.steps is not None else contextlib.nullcontext()
+        scales = self.sharded.kept_scales() if self.sharded is not None else contextlib.nullcontext()
+        self.mode.invalidate_casts()
+        try:
+            with notes, scales:
+                yield
+        finally:
+            self.mode.invalidate_casts()
 
     def weights_changed(self) -> None:
         """An attached optimizer has stepped. Local."""
@@ -447,6 +485,13 @@ class StepCycle:
         dist.broadcast_object_list(theirs, src=source, group=group.process_group, device=sync.arena.device)
         self.precisions.restore({**{fqn: of for fqn, of in described.items() if fqn not in fqns}, **theirs[0]})
         self.control.announce()
+
+
+def _described(sync: ArenaSync, weights: Mapping[Slot, WeightDescription]) -> ArenaDescription:
+    arena = sync.arena
+    return ArenaDescription(
+        arena.specs, arena.recipe.describe(), {s: w for s, w in weights.items() if s in arena.index}
+    )
 
 
 def _broadcast_furthest(arena: Arena, group: SyncGroup) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import uuid
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8dist import ops
 from fp8dist.formats import Role
@@ -21,17 +22,31 @@ from fp8dist.recipe import Recipe
 from fp8dist.state.arena import SlotState
 from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync
+from fp8dist.weight_notes import WeightNote
 
 __all__ = ["Cast", "LinearSlots", "Mode", "States"]
 
 logger = logging.getLogger("fp8dist")
 
-UNBOUNDED_BACKWARDS = 1000
-"""Backwards of one module without a boundary after which something is probably wrong."""
+OUTGROWN, OUTGROWN_WRITTEN = 2.0, 1.25
+"""Beyond its scale by these factors a weight is cast with its own amax: any weight, and one that was written to. A
+weight that grew by 1.3 and saturates makes a product 11 % wrong, one that grew by 8 makes it 82 % wrong; one that
+shrank does little harm."""
 
+FIRST_LOOK = 64
+"""Backwards of one module without a boundary after which its weight is compared for the first time: with itself, half
+as many backwards ago."""
+
+
+_SAMPLED = 4096
+"""Elements of a weight that are compared then."""
 
 States = tuple[SlotState, SlotState, SlotState]
 """The places of a module's input, weight and grad_output slots."""
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
 
 
 @dataclass
@@ -41,7 +56,8 @@ class Mode:
     ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
     come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
     ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
-    ``measuring``: a watch wants to know what the casts of this step do.
+    ``measuring``: a watch wants to know what the casts of this step do. ``said_unbounded``: a warning of steps without
+    a boundary was logged. ``name``: tells this model's parameters from those of any other, copies included.
     """
 
     allowed: bool
@@ -56,10 +72,13 @@ class Mode:
     reuse_casts: bool = False
     generation: int = 0
     boundaries: int = 0
+    said_unbounded: bool = False
+    name: str = field(default_factory=_new_name)
 
     def __getstate__(self) -> dict[str, Any]:
         # Nothing tells a copy when its weights change; nor is it in a graph.
-        return {**self.__dict__, "reuse_casts": False, "graphed": False, "measuring": False}
+        fresh = ("reuse_casts", "graphed", "measuring", "said_unbounded")
+        return {**self.__dict__, **dict.fromkeys(fresh, False), "name": _new_name()}
 
     def invalidate_casts(self) -> None:
         """Weights may have changed: forget their casts."""
@@ -110,12 +129,16 @@ class LinearSlots:
         self.slots = slots
         self.precision = Precision(slots, recipe.high_precision)
         self.resharded = False
-        self._backwards = self._boundary = 0
+        self.note = WeightNote()
+        self._backwards = self._boundary = self._changes = 0
+        self._look_at = FIRST_LOOK // 2
+        self._sample: Tensor | None = None
         self._states: States | None = None
         self._cast: WeightCast | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_states": None, "_cast": None, "resharded": False}
+        fresh = {"_states": None, "_cast": None, "_sample": None, "resharded": False, "note": WeightNote()}
+        return {**self.__dict__, **fresh}
 
     def settle(self) -> None:
         """Commit what is due, before a scale is read. Graphs cannot: then the optimizer's post-hook does (see
@@ -165,6 +188,7 @@ class LinearSlots:
         pending: Tensor | None = None,
         just_in_time: bool = True,
         square: bool = False,
+        outgrown: float | None = None,
     ) -> Cast:
         """Cast x [tokens, features] by the recipe. Where neither copy is asked for, its amax is recorded at most: while
         the module is about to need its scale.
@@ -173,6 +197,7 @@ class LinearSlots:
             pending: where the amax goes; None: the slot's place.
             just_in_time: False: never with the amax of x alone, which is a part of what shares a scale.
             square: x is a weight: blocks of 128 x 128.
+            outgrown: the factor beyond its scale from which x is cast with its own amax. None: never.
         """
         place = state.pending if pending is None else pending
         if not (rows or columns):
@@ -195,6 +220,7 @@ class LinearSlots:
                 power_of_two=recipe.power_of_two,
                 rows=rows,
                 columns=columns,
+                outgrown=outgrown,
                 backend=backend,
             )
             cast = Cast(fp8, inv_scale, fp8_t, inv_scale)
@@ -236,8 +262,34 @@ class LinearSlots:
             a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.mode.backend
         )
 
+    def outgrown(self, linear: nn.Module, record: bool) -> float | None:
+        """``OUTGROWN_WRITTEN`` where the module's weight was written to since its scale was right, else ``OUTGROWN``.
+        None: the recipe makes scales just in time anyway.
+
+        The same in forward, recomputation and backward, on each part of a weight, and on one rank alone. Compiled and
+        captured forwards always get ``OUTGROWN``: a version would be a guard, or burnt in.
+
+        Args:
+            record: this forward records: FP8 state that was loaded is right for the weight that it finds.
+        """
+        if not self.recipe.delayed:
+            return None
+        saturating = 2.0 ** max(0, -self.recipe.margin)  # A negative margin means to cut off as much.
+        if torch.compiler.is_compiling() or capturing(self.weight_sync.arena.device):
+            return OUTGROWN * saturating
+        if record and self.note.awaited:
+            self.note.take(linear, self.resharded)
+        return (OUTGROWN_WRITTEN if self.note.written(linear) else OUTGROWN) * saturating
+
     def weight_cast(
-        self, weight: Tensor, parameter: Tensor, state: SlotState, record: bool, rows: bool, columns: bool
+        self,
+        weight: Tensor,
+        parameter: Tensor,
+        state: SlotState,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        outgrown: float | None,
     ) -> Cast:
         """The weight in FP8: as it was gathered, cast now, or taken from an earlier microbatch of this step. No columns
         where ``backward_cast`` will make them.
@@ -248,6 +300,7 @@ class LinearSlots:
 
         Args:
             rows, columns: whether fprop and dgrad are in FP8.
+            outgrown: as of ``quantize``.
         """
         if isinstance(weight, FP8Weight):
             nothing = weight.rows.new_empty(0)
@@ -265,7 +318,7 @@ class LinearSlots:
         key = (self.mode.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
         if reuse and self._cast is not None and self._cast.serves(owner, key, record):
             return self._cast.cast
-        cast = self.quantize(weight.detach(), state, record, rows, columns, square=True)
+        cast = self.quantize(weight.detach(), state, record, rows, columns, square=True, outgrown=outgrown)
         if reuse:
             self._cast = WeightCast(cast, weakref.ref(owner), key, record)
         return cast
@@ -274,19 +327,26 @@ class LinearSlots:
         """Whether the backward derives its copy of the weight anew."""
         return self.resharded or isinstance(weight, FP8Weight)
 
-    def backward_cast(self, weight: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
+    def backward_cast(self, weight: Tensor, state: SlotState, outgrown: float | None) -> tuple[Tensor, Tensor]:
         """(FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again. Scales
-        change at commits only, so within a step these are the forward's bytes."""
+        change at commits only, so within a step these are the forward's bytes. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
             return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
         # Not the slot's own place: a compiled backward may not hold what the forward has written to.
         nowhere = torch.empty_like(state.scale)
-        cast = self.quantize(weight.detach(), state, False, False, True, pending=nowhere, square=True)
+        cast = self.quantize(
+            weight.detach(), state, False, False, True, pending=nowhere, square=True, outgrown=outgrown
+        )
         return cast.columns, cast.columns_inv_scale
 
-    def count_backward(self) -> None:
-        """Warn once when backwards go on without a boundary."""
-        if torch.compiler.is_compiling():
+    def count_backward(self, recorded: bool) -> None:
+        """Warn once when the weight changes between backwards that no boundary ends.
+
+        Optimizers of torch are judged at their steps (``StepWatch``); this is for those that nobody sees. Versions tell
+        of most at their second change. For the others the weight itself is compared, after 64 recorded backwards, 128,
+        256 and so on, which waits for the device.
+        """
+        if torch.compiler.is_compiling() or not recorded:
             return
         if self.mode.unsynced:
             self.mode.unsynced = False
@@ -295,12 +355,27 @@ class LinearSlots:
                 self.slots[Role.INPUT].fqn,
             )
         if self._boundary != self.mode.boundaries:
-            self._boundary, self._backwards = self.mode.boundaries, 0
+            self._boundary, self._backwards, self._changes, self._sample = self.mode.boundaries, 0, 0, None
         self._backwards += 1
-        if self._backwards == UNBOUNDED_BACKWARDS:
+        if self.mode.said_unbounded or not self.sync.every_step:
+            return
+        self._changes += self.note.changed_between_backwards()
+        if self._changes > 1 or (self._backwards == self._look_at and self._changed_unseen()):
+            self.mode.said_unbounded = True
             logger.warning(
-                "%d backwards of %s without a boundary: its scales are not updated. A re-created "
-                "optimizer has lost fp8dist's hook: call attach(optimizer=…) again, or manager.step() once a step",
-                UNBOUNDED_BACKWARDS,
+                "fp8dist: the weight of %s changes from backward to backward, but no step of FP8 state ends: its scale "
+                "stands still. What updates it is no torch optimizer that attach(optimizer=…) knows: call "
+                "manager.step() once per optimizer step",
                 self.slots[Role.INPUT].fqn,
             )
+
+    def _changed_unseen(self) -> bool:
+        """Whether the weight is another than at the last look, if that was since the last boundary. Waits for the
+        device."""
+        stored = self.note.stored
+        if not stored or capturing(self.sync.arena.device):
+            return False
+        self._look_at *= 2
+        weight = local_part(stored[0]).detach().flatten()[:_SAMPLED]
+        before, self._sample = self._sample, weight.clone()
+        return before is not None and before.shape == weight.shape and not torch.equal(before, weight)

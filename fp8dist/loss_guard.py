@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8dist.errors import CheckpointError, ConfigurationError, LossDiverged
 from fp8dist.groups import GroupLike, SyncGroup, is_dtensor, world_size
+from fp8dist.guarded_steps import GuardedSteps
 
 __all__ = ["LossAlarm", "LossGuard"]
 
@@ -67,12 +68,21 @@ class LossGuard:
     replace the window, and there are no more alarms until the loss rises above them.
 
     The action is taken once for alarms of one kind in a row, at the first, so that a spike that lasts for twenty steps
-    lowers the learning rate once; ``"stop"`` raises each time. Every alarm is returned and counted.
+    lowers the learning rate once; ``"stop"`` and ``"skip"`` act each time. Every alarm is returned and counted.
+
+    ``"skip"`` leaves out the update of each step with an alarm, on all ranks: parameters and the optimizer's state
+    stay as they are, bit for bit. The loop still calls ``optimizer.step()``, or ``scaler.step(optimizer)`` with a
+    GradScaler: the update then finds no gradients, and afterwards they are back for ``zero_grad``. So hooks run and the
+    FP8 step ends there as usual. The amaxes that it recorded are committed: finite ones are valid however large, and
+    others are never taken into a history. A learning rate scheduler goes on.
+
+    An optimizer must leave parameters without a gradient alone, as those of torch do. A step that is part of a CUDA
+    graph is not skipped, and ``optimizer.step(closure)`` is an error.
 
     Args:
-        action: ``"warn"``: one rank logs a warning. ``"stop"``: LossDiverged on all ranks. ``"fallback"``: all of the
-            model goes to high precision for ``steps`` steps, and one rank logs it. Or a callable, called with the
-            LossAlarm on all ranks, and one rank logs it.
+        action: ``"warn"``: one rank logs a warning. ``"stop"``: LossDiverged on all ranks. ``"skip"``: see above, and
+            one rank logs it. ``"fallback"``: all of the model goes to high precision for ``steps`` steps, and one rank
+            logs it. Or a callable, called with the LossAlarm on all ranks, and one rank logs it.
         window: how many good losses the median is of.
         factor: see above; at least 1. With 1, only ``noise`` counts.
         noise: see above; at least 0. With 0, only ``factor`` counts.
@@ -82,6 +92,9 @@ class LossGuard:
             same.
         manager: for ``"fallback"``: what ``prepare`` returned.
         steps: for ``"fallback"``: how many steps after this one.
+        optimizer: one or several, for ``"skip"``. With any action, an ``observe`` that comes after the step is noticed
+            then. The guard keeps no optimizer alive, and belongs to these: make a new guard for a new optimizer. It
+            cannot be copied or pickled.
 
     Raises:
         ConfigurationError: an argument that cannot be.
@@ -89,7 +102,7 @@ class LossGuard:
 
     def __init__(
         self,
-        action: Literal["warn", "stop", "fallback"] | Callable[[LossAlarm], object] = "warn",
+        action: Literal["warn", "stop", "skip", "fallback"] | Callable[[LossAlarm], object] = "warn",
         window: int = 100,
         factor: float = 2.0,
         min_history: int = 10,
@@ -97,9 +110,12 @@ class LossGuard:
         manager: _HasPrecision | None = None,
         steps: int = 100,
         noise: float = 6.0,
+        optimizer: Any = None,
     ) -> None:
-        if not callable(action) and action not in ("warn", "stop", "fallback"):
-            raise ConfigurationError(f'action must be "warn", "stop", "fallback" or a callable, got {action!r}')
+        if not callable(action) and action not in ("warn", "stop", "skip", "fallback"):
+            raise ConfigurationError(f'action must be "warn", "stop", "skip", "fallback" or a callable, got {action!r}')
+        if action == "skip" and optimizer is None:
+            raise ConfigurationError('action="skip" needs optimizer=, one or several: whose updates are skipped')
         if action == "fallback" and manager is None:
             raise ConfigurationError('action="fallback" needs manager=, the StateManager that prepare() returned')
         for name, count in (("window", window), ("min_history", min_history), ("steps", steps)):
@@ -118,12 +134,18 @@ class LossGuard:
         self._spikes: list[float] = []  # Since the last good loss.
         self._streak: tuple[Kind, int] | None = None
         self._step = 0
+        self._guarded = None if optimizer is None else GuardedSteps(optimizer, drops=action == "skip")
+        self._told_late = False
 
     def observe(self, loss: float | Tensor, step: int | None = None) -> LossAlarm | None:
         """Judge the loss of a step; the alarm, if it is one. COLLECTIVE with ``group=``, else local.
 
-        Once per optimizer step on all ranks, best between backward and the optimizer's step: a lower learning rate then
-        holds for this update, and a stopped run has not made it. Reads the loss from the device, so it waits for it.
+        Once per optimizer step on all ranks, between backward and the optimizer's step: then a lower learning rate
+        holds for this update, and a run that stops or skips has not made it. Before backward will do as well. Reads the
+        loss from the device, so it waits for it.
+
+        With ``optimizer=``, a call after the step is noticed: the optimizer has stepped since the last call, and no
+        gradient was written since. It is not noticed where gradients were set to zero meanwhile in place.
 
         Args:
             loss: a number, or a tensor of one element: the mean over this rank's tokens, or with ``group=None`` over
@@ -132,11 +154,15 @@ class LossGuard:
 
         Raises:
             LossDiverged: on all ranks, with action "stop".
-            ConfigurationError: ``loss`` is something else.
+            ConfigurationError: ``loss`` is something else; with action "skip", on all ranks: the call came after the
+                step, or an optimizer no longer exists.
         """
-        value = self._reduced(loss)
+        value, late = self._reduced(loss)
+        self._require_order(late)
         self._step = self._step + 1 if step is None else step
         alarm = self._judge(value)
+        if self._guarded is not None:
+            self._guarded.drop(self._action == "skip" and alarm is not None)
         if alarm is None:
             self._streak = None
             return None
@@ -178,12 +204,39 @@ class LossGuard:
         self._begin_anew(losses)
         self._spikes = spikes
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._guarded is not None:
+            raise ConfigurationError(
+                "a LossGuard with optimizer= cannot be copied or pickled, because its hooks belong to that optimizer: "
+                "save its state_dict()"
+            )
+        return self.__dict__
+
     def _begin_anew(self, losses: Iterable[float]) -> None:
         self._losses.clear()
         self._losses.extend(losses)
         self._spikes = []
 
-    def _reduced(self, loss: float | Tensor) -> float:
+    def _require_order(self, late: bool) -> None:
+        skips = self._action == "skip"
+        if skips and self._guarded is not None and self._guarded.gone:
+            raise ConfigurationError(
+                "LossGuard cannot skip the updates of an optimizer that no longer exists: make a new guard with the "
+                "new optimizer=, and load this one's state_dict()"
+            )
+        if not late or self._told_late:
+            return
+        message = (
+            "observe() came after optimizer.step(): the update with this loss's gradients is made already. Call it "
+            "between loss.backward() and optimizer.step()"
+        )
+        if skips:
+            raise ConfigurationError(f"LossGuard: {message}")
+        self._told_late = True
+        self._warn(f"LossGuard: {message}")
+
+    def _reduced(self, loss: float | Tensor) -> tuple[float, bool]:
+        """The mean loss, and whether it is late on all ranks: one that had no gradients cannot tell."""
         if isinstance(loss, Tensor):
             if is_dtensor(loss):
                 raise ConfigurationError("the loss is a DTensor: observe loss.full_tensor()")
@@ -194,11 +247,16 @@ class LossGuard:
             local = torch.tensor(float(loss), dtype=torch.float64)
         else:
             raise ConfigurationError(f"the loss must be a number or a tensor, got {type(loss).__name__}")
+        late = self._guarded is not None and self._guarded.late(loss)
         if self._group is None or self._group.size == 1:
-            return float(local)
-        total = local.reshape(()).to(self._group.device, torch.float64, copy=True)
+            return float(local), late
+        # [sum of losses], and with optimizers […, number of ranks where it is late]: one read for both.
+        lanes = 1 if self._guarded is None else 2
+        total = torch.full((lanes,), float(late), dtype=torch.float64, device=self._group.device)
+        total[0] = local.reshape(())
         dist.all_reduce(total, dist.ReduceOp.SUM, group=self._group.process_group)
-        return float(total) / self._group.size
+        summed, *lates = total.tolist()
+        return summed / self._group.size, lates == [self._group.size]
 
     def _judge(self, loss: float) -> LossAlarm | None:
         """The alarm, or None and the loss is in the window."""
@@ -229,13 +287,18 @@ class LossGuard:
             assert self._manager is not None
             self._say(alarm, f"; {self._steps} steps follow in high precision")
             self._manager.set_precision("*", "high", steps=self._steps + 1)  # This step is still to end.
+        elif self._action == "skip":
+            self._say(alarm, "; this step's update is skipped")
         else:
             self._say(alarm, "")
 
     def _say(self, alarm: LossAlarm, consequence: str) -> None:
+        self._warn(f"{alarm}{consequence}")
+
+    def _warn(self, message: str) -> None:
         rank = dist.get_rank() if world_size() > 1 else 0
         if rank == (0 if self._group is None else min(self._group.ranks)):
-            logger.warning("fp8dist: %s%s", alarm, consequence)
+            logger.warning("fp8dist: %s", message)
 
 
 def _kind(name: object) -> Kind:

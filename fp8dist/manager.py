@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 
 from fp8dist import ops
-from fp8dist.attachment import Attachment, fp8_linears, local_weights
-from fp8dist.boundary import unwrap_optimizers
+from fp8dist.attachment import Attachment, local_weights
+from fp8dist.boundary import hooked_optimizers, unwrap_optimizers
 from fp8dist.calibration import Untouched
 from fp8dist.checker import Event
 from fp8dist.checkpoint import Checkpoint, with_rank
@@ -28,12 +28,13 @@ from fp8dist.formats import FORMATS, Role
 from fp8dist.groups import SyncGroup
 from fp8dist.linear_slots import Mode
 from fp8dist.monitor import Monitor
-from fp8dist.nn import require_revertible, revert
+from fp8dist.nn import fp8_linears, require_revertible, revert
 from fp8dist.precision import Precisions
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE
 from fp8dist.state.slots import Slot, SlotSpec, parse_role
+from fp8dist.step_watch import StepWatch
 from fp8dist.sync import ArenaSync
 from fp8dist.transformer_engine import ImportReport, NameMap, import_state
 from fp8dist.watch import Watch
@@ -85,6 +86,7 @@ class StateManager(Joinable):
         if model is not None:
             self._cycle.checker.watch(model)
         self._attachment = Attachment(self._cycle)
+        self._cycle.steps = StepWatch(self._cycle, self._model)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "settings", "_default", "_aliases", "_cycle")
@@ -130,7 +132,7 @@ class StateManager(Joinable):
         if boundary not in ("optimizer", "manual"):
             raise ConfigurationError(f'boundary must be "optimizer" or "manual", got {boundary!r}')
         self._cycle.require_groups()
-        optimizers = [] if optimizer is None else unwrap_optimizers(optimizer)
+        optimizers = [] if optimizer is None else hooked_optimizers(optimizer)
         model = self._require_model()
         if module is not None and get_manager(module) is not self:
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
@@ -162,6 +164,8 @@ class StateManager(Joinable):
         self._attachment.release()
         for linear in linears:
             revert(linear)
+        if self._cycle.steps is not None:
+            self._cycle.steps.remove()
         delattr(model, ATTRIBUTE)
         self._cycle.attached = False
         return model
@@ -190,6 +194,8 @@ class StateManager(Joinable):
                 "step() yourself"
             )
         self._cycle.boundary()
+        if self._cycle.steps is not None:
+            self._cycle.steps.take_notes()
 
     def poll(self) -> None:
         """After replays of a CUDA graph that holds steps, and once before it is captured: what the host does at a
@@ -392,6 +398,29 @@ class StateManager(Joinable):
             self._cycle.calibrates = False
             untouched.put_back()
         self._cycle.boundary(calibrated=True)
+
+    @contextlib.contextmanager
+    def swapped_weights(self) -> Iterator[None]:
+        """For weights that are put in and taken out inside, an EMA's say: afterwards training goes on as if nobody had.
+        Local, on all ranks alike.
+
+        Without it nothing goes wrong either, but weights that were written to back and forth are cast with their own
+        amaxes as soon as they are a quarter beyond their scales, and those that FSDP2 gathers in FP8 get new scales. So
+        a run would not be bitwise the one without the evaluation.
+
+            with manager.swapped_weights():
+                ema.store_and_copy_to(model)
+                evaluate(model)
+                ema.restore(model)
+        """
+        module = self._attachment.module or self._require_model()
+        self._cycle.settle()
+        reshard(fsdp2_modules(module))  # What is held gathered is of the weights before.
+        with self._cycle.weights_swapped():
+            try:
+                yield
+            finally:
+                reshard(fsdp2_modules(module))
 
     def set_precision(
         self,

@@ -26,8 +26,22 @@ from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
 from fp8dist.state.slots import clean_fqn
 from fp8dist.tensor_parallel import parallel_linear
+from fp8dist.weight_notes import stored_parameters
 
-__all__ = ["SHARDED_ALREADY", "FP8Linear", "convert", "eligible_linears", "require_revertible", "revert"]
+__all__ = [
+    "SHARDED_ALREADY",
+    "FP8Linear",
+    "convert",
+    "eligible_linears",
+    "former_slot",
+    "fp8_linears",
+    "mark_parameters",
+    "require_revertible",
+    "revert",
+]
+
+_MARK = "_fp8dist_weight_of"
+"""Attribute of a stored parameter: (name of the manager's mode, fqn). What replaces the parameter has none."""
 
 SHARDED_ALREADY = "fully_shard() was called on it before prepare(): prepare first"
 
@@ -55,6 +69,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         record: bool,
         wants_weight_grad: bool,
         high: tuple[Gemm, ...],
+        outgrown: float | None,
     ) -> Tensor:
         input_state, ctx.weight_state, ctx.grad_state = states
         columns = wants_weight_grad and "wgrad" not in high
@@ -70,7 +85,7 @@ class _FP8LinearFunction(torch.autograd.Function):
             weight if later else None,
             x if wants_weight_grad and "wgrad" in high else None,
         )
-        ctx.slots, ctx.record, ctx.high = slots, record, high
+        ctx.slots, ctx.record, ctx.high, ctx.outgrown = slots, record, high, outgrown
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(x.dtype)  # As autocast has it; and what cuBLASLt can add.
@@ -93,7 +108,7 @@ class _FP8LinearFunction(torch.autograd.Function):
             cast = slots.quantize(grad_output, ctx.grad_state, ctx.record, fp8_input_grad, fp8_weight_grad)
         if fp8_input_grad:
             if weight is not None:
-                weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state)
+                weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
             inv_scales = cast.rows_inv_scale, weight_inv_scale
             grad_input = slots.matmul(cast.rows, weight_columns, *inv_scales, ctx.input_dtype)
             del weight_columns  # Maybe a copy, of the size of the gradient that is next.
@@ -106,8 +121,8 @@ class _FP8LinearFunction(torch.autograd.Function):
             grad_weight = (grad_output.t() @ x.to(grad_output.dtype)).to(ctx.weight_dtype)
         if wants_bias_grad:
             grad_bias = grad_output.sum(0).to(ctx.bias_dtype)
-        slots.count_backward()
-        return (grad_input, grad_bias, grad_weight, *[None] * 9)
+        slots.count_backward(ctx.record)
+        return (grad_input, grad_bias, grad_weight, *[None] * 10)
 
 
 class _ObserveGradient(torch.autograd.Function):
@@ -165,10 +180,13 @@ class FP8Linear(nn.Linear):
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
-        cast = slots.weight_cast(weight, parameter, states[1], record, "fprop" not in high, "dgrad" not in high)
+        outgrown = slots.outgrown(self, record)
+        cast = slots.weight_cast(
+            weight, parameter, states[1], record, "fprop" not in high, "dgrad" not in high, outgrown
+        )
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         output = _FP8LinearFunction.apply(
-            tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high
+            tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high, outgrown
         )
         # A new tensor for autograd, as F.linear's: FSDP2 warns of modules that return views.
         return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
@@ -190,6 +208,11 @@ class FP8Linear(nn.Linear):
         if input.ndim == 0 or input.shape[-1] != in_features:
             fqn = self.fp8_slots.slots[Role.INPUT].fqn
             raise ConfigurationError(f"{fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As nn.Module's; the weight counts as written to, also where FSDP puts another parameter in its place."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self.fp8_slots.note.mark_written()
 
     def train(self, mode: bool = True) -> FP8Linear:
         """As nn.Module.train; also ends the reuse of weight casts."""
@@ -269,10 +292,30 @@ def _why_not(
     return None
 
 
+def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
+    """All FP8Linears of a model."""
+    return (module for module in model.modules() if isinstance(module, FP8Linear))
+
+
+def mark_parameters(linear: FP8Linear) -> None:
+    """Have the parameters that store its weight remember whose they are, for ``former_slot``."""
+    slots = linear.fp8_slots
+    for parameter in stored_parameters(linear):
+        setattr(parameter, _MARK, (slots.mode.name, slots.slots[Role.WEIGHT].fqn))
+
+
+def former_slot(parameter: Tensor, linear: FP8Linear) -> str | None:
+    """The fqn of the weight that a parameter stores, or once stored, in the model of this Linear; None: of no FP8
+    weight there."""
+    name, fqn = getattr(parameter, _MARK, (None, None))
+    return fqn if name == linear.fp8_slots.mode.name else None
+
+
 def convert(module: nn.Linear, slots: LinearSlots) -> None:
     """Make an nn.Linear an FP8Linear, in place."""
     module.__class__ = FP8Linear
     module.fp8_slots = slots  # type: ignore[assignment]
+    mark_parameters(module)  # type: ignore[arg-type]
 
 
 def require_revertible(module: FP8Linear) -> None:

@@ -45,8 +45,8 @@ __all__ = [
 _LIBRARY = torch.library.Library("fp8dist", "DEF")
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
-    "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, str backend='auto') "
-    "-> (Tensor, Tensor, Tensor)"
+    "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
+    "str backend='auto') -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "quantize_rowwise(Tensor x, ScalarType dtype, *, bool power_of_two, bool rows, bool columns, str backend='auto') "
@@ -263,8 +263,10 @@ quantize = torch.ops.fp8dist.quantize.default
 
 ``scale``, ``cold`` (bool) and ``pending`` are the 0-d places of one slot. With ``record`` the amax of x
 goes into ``pending``. A cold slot with ``just_in_time`` is cast with its own amax (scale 1 if that is 0 or
-not finite). ``inv_scale`` is a new 0-d tensor, the one these bytes were cast with: it stays right when a
-later commit changes the slot's scale."""
+not finite). With ``outgrown`` (a number above 0), so is an x that has outgrown the slot's scale: its amax is
+finite, and ``amax * scale > outgrown * fp8_max`` in float32. The slot itself does not change, nor become cold.
+``inv_scale`` is a new 0-d tensor, the one these bytes were cast with: it stays right when a later commit
+changes the slot's scale."""
 
 quantize_rowwise = torch.ops.fp8dist.quantize_rowwise.default
 """``(x[tokens, features], dtype, …) -> (rows, inv_scale[tokens, 1], columns, inv_scale[features, 1])``: a scale for

@@ -7,10 +7,11 @@ all ranks' bytes it makes an ``FP8Weight``, which the FP8Linear uses as it is. E
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -199,10 +200,11 @@ class ShardedWeight:
         """An optimizer is about to write to it: what others wrote will not show in its version any more."""
         self._written = self.changed
 
-    def after_step(self) -> None:
-        """That optimizer has stepped. A scale that is not delayed must be derived from what it has written."""
+    def after_step(self, real: bool) -> None:
+        """That optimizer has stepped. A scale that is not delayed must be derived from what it has written. ``real``:
+        it may have written something else than was there."""
         self._version = self.parameter._version
-        self._written = self._written or self._renewed
+        self._written = self._written or (self._renewed and real)
 
     def follow(self, before: ShardedWeight | None) -> None:
         """Take over what an earlier attachment knew of it. None: nothing, and the scale is right."""
@@ -234,6 +236,10 @@ class ShardedWeight:
     def accept(self) -> None:
         """The scale is right for the weight as it is now."""
         self._version, self._written, self.trusted = self.parameter._version, False, False
+
+    def restore(self, written: bool, trusted: bool) -> None:
+        """What was known of it before it was swapped."""
+        self._written, self.trusted = written, trusted
 
     def lies_in(self, modules: Collection[nn.Module]) -> bool:
         """Whether its Linear is one of them."""
@@ -385,10 +391,11 @@ class ShardedWeights:
         for weight in self._of(optimizer):
             weight.before_step()
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """That optimizer has stepped: scales follow, what it wrote needs no new ones. Local."""
+    def after_step(self, optimizer: Optimizer, real: bool) -> None:
+        """That optimizer has stepped: scales follow, what it wrote needs no new ones. ``real``: it may have changed
+        parameters. Local."""
         for weight in self._of(optimizer):
-            weight.after_step()
+            weight.after_step(real)
 
     def _of(self, optimizer: Optimizer) -> list[ShardedWeight]:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -407,6 +414,21 @@ class ShardedWeights:
         for weight in self.weights:
             if weight.slot in slots:
                 weight.state_loaded()
+
+    @contextlib.contextmanager
+    def kept_scales(self) -> Iterator[None]:
+        """What is written to weights inside is undone there: scales of then are right again. Local."""
+        arenas = {id(weight.slots.weight_sync.arena): weight.slots.weight_sync.arena for weight in self.weights}
+        known = [(weight, weight.changed, weight.trusted) for weight in self.weights]
+        before = [(arena, arena.copied_state()) for arena in arenas.values()]
+        try:
+            yield
+        finally:
+            for arena, state in before:
+                arena.put_back_slots(state, arena.arrays.shard_slots)
+            for weight, changed, trusted in known:
+                weight.accept()
+                weight.restore(changed, trusted)
 
     def renew(self) -> None:
         """An attached optimizer has stepped: scales of weights that are not delayed follow at once. COLLECTIVE, where

@@ -158,6 +158,11 @@ class ArenaSync:
         return self.group is not None and self.group.size > 1
 
     @property
+    def speaks(self) -> bool:
+        """Whether this rank says what all of the group see."""
+        return self.group is None or self.group.rank == min(self.group.ranks)
+
+    @property
     def every_step(self) -> bool:
         """Whether each step ends with a launch and a commit. Else scales are made just in time, and nobody asks for
         more than what a watch collects."""

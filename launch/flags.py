@@ -211,11 +211,11 @@ def _add_watch_flags(group: argparse._ArgumentGroup) -> None:
     add("--tensorboard", action="store_true", help="write the same for TensorBoard, into tensorboard under --out")
     add(
         "--loss-guard",
-        choices=("off", "warn", "stop", "fallback", "lower-lr"),
+        choices=("off", "warn", "stop", "skip", "fallback", "lower-lr"),
         default="off",
         help="what to do when the loss jumps or is not finite, before the update is made: say so; stop with exit "
-        f"status {LOSS_DIVERGED}; go to high precision for --fallback-steps steps (100 without it); halve the learning "
-        "rate from then on. Each step then shares its loss, and waits for it",
+        f"status {LOSS_DIVERGED}; leave the update out; go to high precision for --fallback-steps steps (100 without "
+        "it); halve the learning rate from then on. Each step then shares its loss, and waits for it",
     )
     add(
         "--loss-factor",

@@ -45,6 +45,7 @@ class Guard:
                 group=None if ranks.backend is None else dist.group.WORLD,
                 manager=manager,
                 steps=options.fallback_steps or STEPS,
+                optimizer=optimizer if action == "skip" else None,
             )
 
     @property

@@ -55,7 +55,7 @@ class Options:
     watch_ranks: bool
     scale_jump: float | None
     tensorboard: bool
-    loss_guard: Literal["off", "warn", "stop", "fallback", "lower-lr"]
+    loss_guard: Literal["off", "warn", "stop", "skip", "fallback", "lower-lr"]
     loss_factor: float | None
     amax_sync: bool | None
     fp8_all_gather: bool | None

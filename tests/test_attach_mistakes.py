@@ -27,7 +27,8 @@ def _warnings(mistake: str) -> list[str]:
         early = torch.optim.SGD(net.parameters(), lr=0.1)
         if mistake == "optimizer before sharding":
             fully_shard(net)
-            manager.attach(net, optimizer=early)
+            with pytest.raises(ConfigurationError, match="SGD holds what was the weight of first before"):
+                manager.attach(net, optimizer=early)
         elif mistake == "nothing":
             fully_shard(net)
             manager.attach(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
@@ -41,7 +42,7 @@ def _warnings(mistake: str) -> list[str]:
     ("mistake", "text"),
     [
         ("no attach", "is trained, but attach() was not called"),
-        ("optimizer before sharding", "holds none of the model's"),
+        ("optimizer before sharding", "is trained, but attach() was not called"),
     ],
 )
 def test_what_would_train_on_is_said_once(two_ranks: RankPool, mistake: str, text: str) -> None:

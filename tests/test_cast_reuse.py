@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import ConfigurationError
 from fp8dist.linear_slots import LinearSlots
 from fp8dist.nn import FP8Linear
 from tests.support.training import Net, batch, bits, gradient_bits, make_net, parameter_bits, state_bits
@@ -458,7 +459,9 @@ def _recreated_optimizer(reuse: bool, keep_old: bool) -> Any:
     del old
     gc.collect()
     new = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)  # A user's loop that forgot to attach it.
-    steps(new, 4)
+    steps(new, 1)
+    with pytest.raises(ConfigurationError, match=r"SGD is about to step 3 FP8 weights .* a second time"):
+        steps(new, 1)
     assert len(kept) == keep_old
     return losses, parameter_bits(net), state_bits(manager)
 
@@ -541,7 +544,7 @@ def test_refresh_weights_between_backward_and_boundary(forward_again: bool) -> N
     """What the old weights recorded since the last boundary is forgotten, too."""
     net, manager, optimizer = attached()
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group["lr"] = 1e-30  # Changes nothing; with 0 it would be no step.
     x, _ = batch(0, 0)
     net(x).sum().backward()
     for weight in weights(net):

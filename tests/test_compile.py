@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -241,6 +242,66 @@ def test_opcheck_quantize(dtype: torch.dtype, cold: bool, record: bool, columns:
             "columns": columns,
         },
     )
+
+
+@pytest.mark.parametrize("outgrown", [1.25, 2.0])
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_opcheck_quantize_with_a_limit(just_in_time: bool, outgrown: float) -> None:
+    torch.library.opcheck(
+        ops.quantize,
+        (inputs(5, 32), torch.tensor(1e3), torch.tensor(False), torch.tensor(NONE), E4M3),
+        {
+            "record": True,
+            "just_in_time": just_in_time,
+            "margin": 0,
+            "power_of_two": False,
+            "rows": True,
+            "columns": True,
+            "outgrown": outgrown,
+        },
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+def test_a_graph_decides_anew_whether_a_tensor_has_outgrown_its_scale() -> None:
+    graphs = 0
+
+    def quantize(x: Tensor, scale: Tensor, cold: Tensor, pending: Tensor, outgrown: float | None) -> tuple[Tensor, ...]:
+        cast = ops.quantize(
+            x, scale, cold, pending, E4M3, record=True, just_in_time=True, margin=0, power_of_two=False, rows=True,
+            columns=True, outgrown=outgrown,
+        )  # fmt: skip
+        return (*cast, pending + 0)
+
+    def count(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(quantize, fullgraph=True, backend="aot_eager")
+    counted = torch.compile(quantize, fullgraph=True, backend=count)
+    used = {}
+    for outgrown, scale in itertools.product((None, 1.25, 2.0), (100.0, 150.0, 300.0)):
+        x = inputs(5, 32).clamp(-4, 4)
+        x[3, 3] = 4.5
+
+        def arguments() -> tuple[Any, ...]:
+            return x, torch.tensor(scale), torch.tensor(False), torch.tensor(NONE), outgrown  # noqa: B023
+
+        cast, expected = compiled(*arguments()), quantize(*arguments())
+        assert list(map(bits, cast)) == list(map(bits, expected))
+        assert list(map(bits, counted(*arguments()))) == list(map(bits, expected))
+        used[outgrown, scale] = 1 / cast[2].item()
+    torch._dynamo.reset()
+    assert graphs <= 3, "one for each limit, whatever it decides"
+    own = 448 / 4.5
+    assert used == pytest.approx(
+        {
+            (None, 100.0): 100, (None, 150.0): 150, (None, 300.0): 300, (1.25, 100.0): 100, (1.25, 150.0): own,
+            (1.25, 300.0): own, (2.0, 100.0): 100, (2.0, 150.0): 150, (2.0, 300.0): own,
+        }
+    )  # fmt: skip
 
 
 def test_opcheck_observe() -> None:

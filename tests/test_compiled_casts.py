@@ -32,9 +32,12 @@ def check_all(kernels: list[Compiled], names: dict[str, int], record_property: C
 @pytest.mark.parametrize("capability", [90, 100])
 def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.compiled.casts", capability)
-    check_all(kernels, {"cast_kernel": 20, "amax_kernel": 11}, record_property)
+    check_all(kernels, {"cast_kernel": 24, "amax_kernel": 15}, record_property)
     for kernel in kernels:
         if kernel.kernel != "cast_kernel":
+            if "outgrown" in kernel.case:  # It reads all of each weight.
+                assert kernel.registers <= 80, kernel.case
+                assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
             continue
         converts = kernel.count(r"cvt\.rn\.satfinite\.e(4m3|5m2)x2\.f32", of="ptx")
         assert converts, kernel.case
@@ -98,7 +101,9 @@ def test_casts_with_many_scales(capability: int, record_property: Callable[[str,
 
 
 def test_one_kernel_serves_all_slots() -> None:
-    """Where a slot lies in its arena is no reason to compile again: that would stall the first steps."""
+    """Where a slot lies in its arena, and when its tensor has outgrown its scale, are no reasons to compile again: that
+    would stall the first steps."""
     kernels = compiled("tests.compiled.slots")
-    assert len(kernels) == 6 * 3
-    assert len({kernel.ptx for kernel in kernels}) == 3, "the cast, and the amax with and without a slot to grow"
+    assert len(kernels) == 6 * 5
+    # The cast with and without a limit, the amax for either, and with a slot to grow.
+    assert len({kernel.ptx for kernel in kernels}) == 5

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,10 +16,12 @@ from fp8dist.kernels import casts as plain
 from fp8dist.kernels.fused import casts as fused
 from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison, rounded
 from tests.support.devices import DEVICE
-from tests.support.oracle import amax_of, divide, float32, scale_for
+from tests.support.oracle import FLOAT32_MAX, amax_of, divide, float32, scale_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # Of the interpreter's numpy.
 
+VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
+FP8_MAX = MappingProxyType(dict(zip(FORMATS, (448.0, 57344.0))))
 SHAPES = ((1, 16), (5, 48), (33, 80), (130, 272), (17, 3), (0, 32))
 
 
@@ -144,3 +148,184 @@ def test_float64_beyond_float32_is_infinite() -> None:
             power_of_two=False, rows=True, columns=False,
         )  # fmt: skip
         assert rows.float().isnan().all()
+
+
+# outgrown --------------------------------------------------------------------------------------------
+
+
+def has_outgrown(amax: float, scale: float, outgrown: float, dtype: torch.dtype) -> bool:
+    """From its definition. ``amax`` and ``scale`` are float32 values."""
+    return math.isfinite(amax) and float32(amax * scale) > float32(outgrown * FP8_MAX[dtype])
+
+
+def scales_at_the_limit(amax: float, outgrown: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest float32 scale that a tensor with this amax has not outgrown, and the next, which it has."""
+    fits = np.float32(outgrown * FP8_MAX[dtype] / amax)
+    while has_outgrown(amax, float(fits), outgrown, dtype):
+        fits = np.nextafter(fits, np.float32(0))
+    while not has_outgrown(amax, float(following := np.nextafter(fits, np.float32(np.inf))), outgrown, dtype):
+        fits = following
+    return float(fits), float(following)
+
+
+def of_amax(amax: float, source: torch.dtype = torch.float32) -> Tensor:
+    """[5, 48] with this amax (>= 1), of a negative number."""
+    x = hard_values(5, 48, finite=True).clamp(-1, 1)
+    x[4, 33] = -amax
+    return x.to(source)
+
+
+def check_outgrown(version: Any, x: Tensor, dtype: torch.dtype, **options: Any) -> bool:
+    """Cast, and compare with the definition. Returns whether the scale was made just in time."""
+    values = x.flatten().tolist()
+    amax = amax_of([float32(v) for v in values])
+    assert amax is not None
+    scale, margin, power_of_two = options["scale"], options.get("margin", 0), options.get("power_of_two", False)
+    fresh = options["outgrown"] is not None and has_outgrown(amax, scale, options["outgrown"], dtype)
+    fresh |= options.get("cold", False) and options.get("just_in_time", False)
+    used = scale_for(amax, 1.0, FP8_MAX[dtype], margin, power_of_two) if fresh else scale
+    row_major, transposed, inv_scale, pending = run(version, x, dtype, **options)
+    assert inv_scale.item() == divide(1.0, used)
+    assert repr(pending.item()) == repr(amax if options.get("record", True) else -1.0)
+    expected = [rounded(float32(float32(v) * used) if math.isfinite(v) else v, dtype) for v in values]
+    if options.get("rows", True):
+        assert repr(row_major.float().flatten().tolist()) == repr(expected)
+    if options.get("columns", True):
+        assert repr(transposed[:, : x.shape[0]].float().t().flatten().tolist()) == repr(expected)
+    return fresh
+
+
+@VERSIONS
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("outgrown", [1.25, 2.0, 1.1])  # The last is no float32, nor is its product with 448.
+@pytest.mark.parametrize("source", [*DTYPES, torch.float64], ids=str)
+def test_a_tensor_has_outgrown_its_scale_above_the_limit(
+    version: Any, dtype: torch.dtype, outgrown: float, source: torch.dtype
+) -> None:
+    # Of these in float32, one for each format and limit would be decided otherwise by a division.
+    for amax in (2.0, 3.27386332, 1.55342495, 2.52407646, 2.33289218, 2.73025084, 1.60478246):
+        x = of_amax(amax, source)
+        fits, does_not = scales_at_the_limit(x.abs().max().item(), outgrown, dtype)
+        assert not check_outgrown(version, x, dtype, scale=fits, outgrown=outgrown)
+        assert check_outgrown(version, x, dtype, scale=does_not, outgrown=outgrown)
+    exactly = float32(outgrown * FP8_MAX[dtype]) / 2.0
+    assert not check_outgrown(version, of_amax(2.0, source), dtype, scale=exactly, outgrown=outgrown)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
+def test_all_programs_of_a_cast_decide_alike(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    x = hard_values(130, 272, finite=True).clamp(-1, 1)
+    for place in ((0, 0), (129, 271)):
+        x[place] = 3.0
+        for scale, fresh in zip(scales_at_the_limit(3.0, 1.25, FORMATS[0]), (False, True)):
+            options = {"scale": scale, "outgrown": 1.25}
+            of_x = LAYOUTS[layout](x.bfloat16())
+            got = run(fused, of_x, FORMATS[0], **options)
+            assert_same(got, run(plain, of_x, FORMATS[0], **options))
+            assert got[2].item() == divide(1.0, scale_for(3.0, 1.0, 448.0) if fresh else scale)
+        x[place] = 0.5
+
+
+@VERSIONS
+def test_without_the_keyword_nothing_is_outgrown(version: Any) -> None:
+    assert not check_outgrown(version, of_amax(1e6), FORMATS[0], scale=1e6, outgrown=None, just_in_time=True)
+
+
+@VERSIONS
+@pytest.mark.parametrize("amax", [1.0, 100.0])
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_outgrown_and_cold(version: Any, amax: float, cold: bool, just_in_time: bool) -> None:
+    """Either is a reason, but cold only with ``just_in_time``."""
+    for power_of_two, margin in ((False, 0), (True, 1), (False, -2)):
+        fresh = check_outgrown(
+            version, of_amax(amax), FORMATS[0], scale=10.0, outgrown=2.0, cold=cold, just_in_time=just_in_time,
+            power_of_two=power_of_two, margin=margin,
+        )  # fmt: skip
+        assert fresh == (amax > 50 or (cold and just_in_time))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("amax", [1.0, 100.0])
+@pytest.mark.parametrize(("record", "rows", "columns"), [*itertools.product((False, True), repeat=3)])
+def test_outgrown_whichever_copies_are_written(
+    record: bool, rows: bool, columns: bool, amax: float, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch)
+    x = LAYOUTS[layout](of_amax(amax).bfloat16())
+    options: dict[str, Any] = {"scale": 10.0, "outgrown": 2.0, "record": record, "rows": rows, "columns": columns}
+    for version in (plain, fused):
+        assert check_outgrown(version, x, FORMATS[1], **(options | {"scale": 2e3})) == (amax > 50)
+    compare(x, FORMATS[0], **options)
+
+
+@VERSIONS
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_an_amax_that_is_not_finite_outgrows_nothing(
+    version: Any, value: float, cold: bool, just_in_time: bool
+) -> None:
+    """The slot's scale is used: 1 just in time."""
+    options = {"scale": 8.0, "outgrown": 1.25, "cold": cold, "just_in_time": just_in_time}
+    assert check_outgrown(version, of_amax(value), FORMATS[0], **options) == (cold and just_in_time)
+    if math.isnan(value):
+        x = of_amax(1e6)
+        x.view(torch.int32)[0, 0] = -1  # Negative, and of the largest payload.
+        assert check_outgrown(version, x, FORMATS[0], **options) == (cold and just_in_time)
+
+
+@VERSIONS
+def test_a_product_beyond_float32_is_outgrown(version: Any) -> None:
+    assert check_outgrown(version, of_amax(2.0), FORMATS[0], scale=FLOAT32_MAX, outgrown=1.25)
+    assert check_outgrown(version, of_amax(1e38), FORMATS[1], scale=1e38, outgrown=2.0)
+
+
+@VERSIONS
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("cold", [False, True])
+def test_zeros_and_nothing_outgrow_no_scale(version: Any, tokens: int, cold: bool) -> None:
+    x = torch.zeros(tokens, 48, device=DEVICE)
+    options: dict[str, Any] = {"scale": FLOAT32_MAX, "outgrown": 1.25, "cold": cold, "just_in_time": True}
+    rows, _, inv_scale, pending = run(version, x, FORMATS[0], **options)
+    assert inv_scale.item() == (1.0 if cold else divide(1.0, FLOAT32_MAX))
+    assert pending.item() == (0.0 if tokens else -1.0)
+    assert not rows.float().any()
+
+
+@pytest.mark.parametrize("outgrown", [None, 1.25])
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_parts_of_a_hot_slot_are_read_only_where_it_may_be_outgrown(
+    outgrown: float | None, just_in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = []
+
+    def listened(*args: Any) -> Tensor:
+        parts = partial_amaxes(*args)
+        largest.append(parts.max().view(torch.float32).item())
+        return parts
+
+    partial_amaxes = fused.partial_amaxes
+    monkeypatch.setattr(fused, "partial_amaxes", listened)
+    run(fused, of_amax(3.0), FORMATS[0], just_in_time=just_in_time, outgrown=outgrown)
+    assert largest == ([3.0] if outgrown else [0.0] * just_in_time)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the flag is not looked at")
+@pytest.mark.parametrize(
+    ("record", "cold", "outgrown"), [*itertools.product((False, True), (False, True), (None, 1.25))]
+)
+def test_on_a_cpu_an_amax_is_taken_once_and_only_if_wanted(
+    record: bool, cold: bool, outgrown: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Tensor] = []
+
+    def listened(x: Tensor) -> Tensor:
+        calls.append(x)
+        return amax_bits(x)
+
+    amax_bits = plain.amax_bits
+    monkeypatch.setattr(plain, "amax_bits", listened)
+    run(plain, of_amax(3.0), FORMATS[0], record=record, cold=cold, just_in_time=True, outgrown=outgrown)
+    assert len(calls) == (record or cold or outgrown is not None)

@@ -88,13 +88,13 @@ def test_pending_only_grows(before: float) -> None:
     assert seen_by(fused.observe, x, before) == repr(amax_of([before, 2.0]))
 
 
-@pytest.mark.parametrize("cold", [False, True])
-def test_parts_are_read_for_cold_slots_only(cold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cold", [False, True, None])
+def test_parts_are_read_for_cold_slots_or_all(cold: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     for tokens in (0, 5, 600):
         x = hard_values(tokens, 33, finite=True).bfloat16()
-        parts = fused.partial_amaxes(x, torch.tensor(cold, device=DEVICE))
-        expected = x.float().abs().max().item() if cold and tokens else 0.0
+        parts = fused.partial_amaxes(x, None if cold is None else torch.tensor(cold, device=DEVICE))
+        expected = x.float().abs().max().item() if cold is not False and tokens else 0.0
         assert 1 <= parts.numel() <= fused.MOST_PARTS
         assert parts.max().view(torch.float32).item() == expected
 

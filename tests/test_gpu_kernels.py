@@ -85,13 +85,19 @@ def test_casts(shape: str, dtype: torch.dtype, layout: str) -> None:
     from fp8dist.kernels.fused import casts as fused
 
     x = _tensor(SHAPES[shape], dtype, layout)
-    for fp8, cold, just_in_time in ((torch.float8_e4m3fn, False, True), (torch.float8_e5m2, True, True)):
+    for fp8, cold, just_in_time, outgrown in (
+        (torch.float8_e4m3fn, False, True, None),
+        (torch.float8_e5m2, True, True, None),
+        (torch.float8_e4m3fn, False, True, 1.25),
+        (torch.float8_e5m2, False, False, 2.0),
+    ):
         results = []
         for device, version in ((DEVICE, fused), ("cpu", casts)):
             pending = torch.tensor(0.5, device=device)
             place = (torch.tensor(1.7, device=device), torch.tensor(cold, device=device), pending)
             poison(x.shape, fp8, torch.device(device))
-            options: dict[str, Any] = {"record": True, "just_in_time": just_in_time, "margin": 1, "power_of_two": False}
+            options: dict[str, Any] = {"record": True, "just_in_time": just_in_time, "outgrown": outgrown}
+            options |= {"margin": 1, "power_of_two": False}
             there = x.to(device) if layout in ("plain", "special") else _there(x, device)
             results.append((*version.quantize(there, *place, fp8, rows=True, columns=True, **options), pending))
         for name, mine, theirs in zip(("rows", "columns", "inv_scale", "pending"), *results):

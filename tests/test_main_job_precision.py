@@ -388,6 +388,21 @@ def test_a_loss_that_jumps_sends_all_to_high_precision(single_run: Runner) -> No
     assert run.summary["fallbacks"] == 0  # Those are of modules that fall back by themselves.
 
 
+@pytest.mark.slow
+def test_a_loss_that_jumps_skips_the_update_on_all_ranks(tmp_path: Path) -> None:
+    """After step 11 the model is that of step 10, though only rank 1 met the spike; then training goes on."""
+    flags = [*TWO_BLOCKS, "--precision", "fp8", "--loss-guard", "skip", "--save-every", "100"]
+    spike = ["--inject", "spike:1:11"]
+    before = finish(tmp_path / "before", RANKS, *flags, "--stop-after", "10")
+    skipped = finish(tmp_path / "skipped", RANKS, *flags, *spike, "--stop-after", "11")
+    after = finish(tmp_path / "after", RANKS, *flags, *spike)
+    assert [run.summary["loss_alarms"] for run in (before, skipped, after)] == [0, 1, 1]
+    digests = [run.summary["parameters_sha256"] for run in (before, skipped, after)]
+    assert digests[0] == digests[1] != digests[2]
+    assert skipped.output.count("; this step's update is skipped") == 1
+    assert after.lines[-1]["loss"] < 1.1 * before.lines[-1]["loss"]
+
+
 def test_a_guard_refuses_what_is_no_state(launch: Callable[[str], ModuleType]) -> None:
     options, ranks, guard = launch("options"), launch("ranks"), launch("guard")
     alone = ranks.Ranks(0, 1, torch.device("cpu"), None)

@@ -400,6 +400,12 @@ class Arena:
         for name, value in state.items():
             getattr(self, name).copy_(value)
 
+    def put_back_slots(self, state: Mapping[str, Tensor], index: Tensor) -> None:
+        """Of the slots ``index`` (int64[m]), take over scales and windows of a ``copied_state``, in place."""
+        for name in ("history", "block_max", "amax", "cold"):
+            getattr(self, name)[index] = state[name][index]
+        self.scales[:, index] = state["scales"][:, index]
+
     # Copying and pickling: views are rebuilt, so that they are views again -------------------------
 
     def __getstate__(self) -> dict[str, Any]:

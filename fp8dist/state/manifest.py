@@ -4,28 +4,59 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from fp8dist.state.slots import SlotSpec
+from fp8dist.state.slots import Slot, SlotSpec
 
-__all__ = ["NUMERICS_VERSION", "build_manifest", "digest_word", "first_difference", "manifest_digest"]
+__all__ = [
+    "NUMERICS_VERSION",
+    "ArenaDescription",
+    "WeightDescription",
+    "build_manifest",
+    "digest_word",
+    "first_difference",
+    "manifest_digest",
+]
 
 NUMERICS_VERSION = 1
 """Goes up whenever the same inputs would give other scales. See CHANGELOG, "Numerics"."""
 
 
-def build_manifest(
-    arenas: Sequence[tuple[Sequence[SlotSpec], dict[str, Any]]], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Plain JSON values: (slots with formats, recipe) of arenas that the same ranks share, settings, numerics
-    version."""
+class WeightDescription(NamedTuple):
+    """A weight as a whole, whatever part of it a rank holds.
+
+    ``shape``: [out_features, in_features]. ``users``: fqns of the modules that use it, more than one if it is tied.
+    """
+
+    shape: tuple[int, int]
+    dtype: str
+    users: tuple[str, ...]
+
+
+class ArenaDescription(NamedTuple):
+    """What ranks that share an arena must agree on. ``recipe``: plain JSON values."""
+
+    specs: Sequence[SlotSpec]
+    recipe: dict[str, Any]
+    weights: Mapping[Slot, WeightDescription]
+
+
+def build_manifest(arenas: Sequence[ArenaDescription], settings: dict[str, Any]) -> dict[str, Any]:
+    """Plain JSON values: arenas that the same ranks share, settings, numerics version."""
     return {
         "numerics_version": NUMERICS_VERSION,
         "settings": settings,
         "arenas": [
-            {"recipe": recipe, "slots": [[spec.slot.fqn, spec.slot.role, spec.format.name] for spec in specs]}
-            for specs, recipe in arenas
+            {
+                "recipe": arena.recipe,
+                "slots": [[spec.slot.fqn, spec.slot.role, spec.format.name] for spec in arena.specs],
+                "weights": {
+                    slot.fqn: {"shape": list(weight.shape), "dtype": weight.dtype, "users": list(weight.users)}
+                    for slot, weight in sorted(arena.weights.items())
+                },
+            }
+            for arena in arenas
         ],
     }
 
@@ -44,7 +75,7 @@ def digest_word(digest: str) -> int:
 
 def first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     """One line that says what differs first: version, a setting, the recipe of most modules, then slots: their formats,
-    and the recipes of single modules."""
+    and the recipes of single modules; then weights: shape, dtype, and which modules share one."""
     if mine["numerics_version"] != theirs["numerics_version"]:
         return _against("numerics version", mine["numerics_version"], theirs["numerics_version"])
     differing = _different_value("settings.{}", mine["settings"], theirs["settings"])
@@ -66,6 +97,12 @@ def first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
             return differing
         if a_format != b_format:
             return _against(f"format of slot {name}", a_format, b_format)
+    a_weights, b_weights = _weights(mine), _weights(theirs)
+    for fqn in sorted({*a_weights, *b_weights}):
+        if differing := _different_value(
+            f"{{}} of the weight of {fqn}", a_weights.get(fqn, {}), b_weights.get(fqn, {})
+        ):
+            return differing
     return "the manifests are equal"
 
 
@@ -85,6 +122,10 @@ def _slots(manifest: dict[str, Any]) -> dict[tuple[str, str], tuple[str, dict[st
         for arena in manifest["arenas"]
         for fqn, role, format_name in arena["slots"]
     }
+
+
+def _weights(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {fqn: weight for arena in manifest["arenas"] for fqn, weight in arena["weights"].items()}
 
 
 def _against(what: str, mine: object, theirs: object) -> str:

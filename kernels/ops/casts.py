@@ -40,6 +40,7 @@ def quantize(
     power_of_two: bool,
     rows: bool,
     columns: bool,
+    outgrown: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast with a slot's scale, and record the amax in the slot.
 
@@ -49,8 +50,12 @@ def quantize(
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         record: whether the amax of ``x`` goes into ``pending``; that of an empty ``x`` does not.
         just_in_time: cast with the scale of ``x``'s own amax where the slot is cold (1 if that is 0 or not finite).
-        margin, power_of_two: as of ``scale_from_amax``, for that.
+        margin, power_of_two: as of ``scale_from_amax``, for a scale of ``x``'s own amax.
         rows, columns: which copies to write, as of ``saturating_cast``.
+        outgrown: a number above 0: cast with the scale of ``x``'s own amax also where ``x`` has outgrown the slot's
+            scale: where its amax is finite and ``amax * scale > outgrown * fp8_max``, with or without ``just_in_time``.
+            Both sides are float32: the left one is a float32 product, which may be Inf; the right one is multiplied in
+            float64, then rounded. The slot does not change. None: only cold slots are cast just in time.
 
     Returns:
         (row-major, transposed, inv_scale): the copies as of ``saturating_cast``, and a new 0-d float32.
@@ -58,15 +63,20 @@ def quantize(
     # On the CPU the flag can be looked at, and an eval pass over hot slots need not read x twice.
     may_be_cold = just_in_time and (x.device.type != "cpu" or bool(cold))
     used = scale
-    if record or may_be_cold:
+    if record or may_be_cold or outgrown is not None:
         bits = amax_bits(x)
         if record:
             record_amax(bits, pending)
-        if may_be_cold:
-            one = torch.ones_like(scale)
-            limit = torch.full_like(scale, torch.finfo(dtype).max)
-            current = scale_from_amax(bits.view(torch.float32), one, limit, margin, power_of_two)
-            used = torch.where(cold, current, scale)
+        if may_be_cold or outgrown is not None:
+            amax, fp8_max = bits.view(torch.float32), torch.finfo(dtype).max
+            current = scale_from_amax(
+                amax, torch.ones_like(scale), torch.full_like(scale, fp8_max), margin, power_of_two
+            )
+            if may_be_cold:
+                used = torch.where(cold, current, used)
+            if outgrown is not None:
+                above = torch.full_like(scale, outgrown * fp8_max)
+                used = torch.where((amax < torch.inf).logical_and_(amax * scale > above), current, used)
     row_major, transposed = saturating_cast(x, used, dtype, rows, columns)
     return row_major, transposed, torch.reciprocal(used)
 

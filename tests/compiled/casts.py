@@ -27,6 +27,12 @@ def launch(compiler: Compiler) -> None:
         ):
             with compiler.naming(f"{name}: {what}"):
                 _quantize(x, dtype, rows, columns, record, just_in_time)
+    # Weights: in training, and those that FSDP has gathered again.
+    for name, x, dtype in inputs:
+        with compiler.naming(f"{name}: both, amax, outgrown"):
+            _quantize(x, dtype, True, True, True, True, outgrown=1.25)
+    with compiler.naming("bf16: columns, outgrown"):
+        _quantize(inputs[0][1], E4M3, False, True, False, False, outgrown=2.0)
     for name, x, dtype in (
         ("bf16 wide", torch.empty(8192, 14336, dtype=bf16), E5M2),
         ("bf16 padded", torch.empty(8192, 4096 + 64, dtype=bf16)[:, 32:-32], E4M3),
@@ -41,9 +47,17 @@ def launch(compiler: Compiler) -> None:
             _quantize(x, dtype, True, True, True, True)
 
 
-def _quantize(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool, record: bool, just_in_time: bool) -> None:
+def _quantize(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    record: bool,
+    just_in_time: bool,
+    outgrown: float | None = None,
+) -> None:
     scale, cold, pending = torch.ones(()), torch.ones((), dtype=torch.bool), torch.zeros(())
     quantize(
         x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=1, power_of_two=True,
-        rows=rows, columns=columns,
+        rows=rows, columns=columns, outgrown=outgrown,
     )  # fmt: skip

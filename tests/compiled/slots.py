@@ -1,4 +1,4 @@
-"""Casts with slots at all kinds of places in their arena, to be compiled ahead of time."""
+"""Casts with slots at all kinds of places in their arena, and limits, to be compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def launch(compiler: Compiler) -> None:
     scale, cold, pending = torch.ones(SLOTS), torch.ones(SLOTS, dtype=torch.bool), torch.zeros(SLOTS)
     for slot in range(SLOTS):
         with compiler.naming(f"slot {slot}"):
-            quantize(
-                x, scale[slot], cold[slot], pending[slot], torch.float8_e4m3fn, record=True, just_in_time=True,
-                margin=0, power_of_two=False, rows=True, columns=True,
-            )  # fmt: skip
+            for outgrown in (None, 1.0 + slot / 4):
+                quantize(
+                    x, scale[slot], cold[slot], pending[slot], torch.float8_e4m3fn, record=True, just_in_time=True,
+                    margin=0, power_of_two=False, rows=True, columns=True, outgrown=outgrown,
+                )  # fmt: skip
             observe(x, pending[slot])

@@ -20,6 +20,13 @@ _FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 
 _WARPS = 8  # With 32 elements a thread: 64 registers, so four tiles at a time on a multiprocessor.
 
 
+@triton.jit
+def _largest(parts, part_count, MOST_PARTS: tl.constexpr):
+    """The float32 amax that int32 ``parts`` hold the bits of."""
+    part = tl.arange(0, MOST_PARTS)
+    return tl.max(tl.load(parts + part, mask=part < part_count, other=0), 0).to(tl.float32, bitcast=True)
+
+
 # Slots lie anywhere in their arena: no variants for those that happen to lie at multiples of 16 bytes.
 @triton.jit(do_not_specialize_on_alignment=["scale", "cold", "pending", "parts", "inv_scale"])
 def _cast_kernel(
@@ -29,7 +36,7 @@ def _cast_kernel(
     scale,  # float32[1]
     cold,  # bool[1]
     pending,  # int32[1], grows
-    parts,  # int32[part_count], part_count <= MOST_PARTS: amaxes of x in parts, if the slot is cold
+    parts,  # int32[part_count], part_count <= MOST_PARTS: amaxes of x in parts, if the slot is cold, or OUTGROWN
     inv_scale,  # float32[1], written
     height,
     width,
@@ -38,6 +45,7 @@ def _cast_kernel(
     straight_width,
     flipped_width,
     part_count,
+    outgrown_above,  # float32: x has outgrown its scale where amax * scale is above it
     FP8_MAX: tl.constexpr,
     MARGIN: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -45,6 +53,7 @@ def _cast_kernel(
     FLIPPED: tl.constexpr,
     RECORD: tl.constexpr,
     JUST_IN_TIME: tl.constexpr,
+    OUTGROWN: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
@@ -57,10 +66,17 @@ def _cast_kernel(
     if RECORD:
         seen = newest(pending)
     used = tl.load(scale)
-    if JUST_IN_TIME:  # noqa: SIM102 - known when compiling; the other is not.
+    if OUTGROWN:
+        amax = _largest(parts, part_count, MOST_PARTS)
+        # Comparisons with NaN are false.
+        fresh = (amax < float("inf")) & (amax * used > outgrown_above)
+        if JUST_IN_TIME:
+            fresh = fresh | tl.load(cold)
+        if fresh:
+            used = scale_from_amax(amax, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
+    elif JUST_IN_TIME:  # noqa: SIM102 - known when compiling; the other is not.
         if tl.load(cold):
-            part = tl.arange(0, MOST_PARTS)
-            amax = tl.max(tl.load(parts + part, mask=part < part_count, other=0), 0).to(tl.float32, bitcast=True)
+            amax = _largest(parts, part_count, MOST_PARTS)
             used = scale_from_amax(amax, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
     if tl.program_id(0) == 0:
         tl.store(inv_scale, inverse(used))
@@ -88,6 +104,7 @@ def quantize(
     power_of_two: bool,
     rows: bool,
     columns: bool,
+    outgrown: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``fp8dist.kernels.casts.quantize``."""
     tokens, features = x.shape
@@ -97,8 +114,12 @@ def quantize(
     page = Page.of(x)
     straight, flipped = page.sides(row_major, transposed)
     tall, wide = (_TALL, _WIDE) if flipped.numel() else (_FLAT_TALL, _FLAT_WIDE)
+    fp8_max = torch.finfo(dtype).max
     with on_device_of(x):
-        parts = partial_amaxes(x, cold) if just_in_time else pending.view(torch.int32)
+        if outgrown is not None:
+            parts = partial_amaxes(x)
+        else:
+            parts = partial_amaxes(x, cold) if just_in_time else pending.view(torch.int32)
         _cast_kernel[(page.tiles(tall, wide),)](
             page.x,
             straight,
@@ -110,13 +131,16 @@ def quantize(
             inv_scale,
             *page.lying,
             parts.numel(),
-            FP8_MAX=torch.finfo(dtype).max,
+            # Not a constant when compiling: one kernel serves all of them. 0.0 is not read.
+            0.0 if outgrown is None else outgrown * fp8_max,
+            FP8_MAX=fp8_max,
             MARGIN=margin,
             POWER_OF_TWO=power_of_two,
             STRAIGHT=straight.numel() > 0,
             FLIPPED=flipped.numel() > 0,
             RECORD=record and x.numel() > 0,
             JUST_IN_TIME=just_in_time,
+            OUTGROWN=outgrown is not None,
             MOST_PARTS=MOST_PARTS,
             TALL=tall,
             WIDE=wide,

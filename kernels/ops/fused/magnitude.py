@@ -62,19 +62,20 @@ def tile_bits(
 def _amax_kernel(
     x,  # [rows, columns], strides as given
     out,  # GROW: int32[1], grows; else int32[programs], each writes its own
-    cold,  # bool[1]: nothing is read unless it is set
+    cold,  # IF_COLD: bool[1]: nothing is read unless it is set
     rows,
     columns,
     row_stride,
     column_stride,
     GROW: tl.constexpr,
+    IF_COLD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     across = tl.cdiv(columns, COLUMNS)
     tiles = tl.cdiv(rows, ROWS) * across
-    if not GROW:
+    if IF_COLD:
         tiles = tl.where(tl.load(cold), tiles, 0)
     if GROW:
         seen = newest(out)
@@ -93,15 +94,16 @@ def _amax_kernel(
 def observe(x: Tensor, pending: Tensor) -> None:
     """See ``fp8dist.kernels.magnitude.observe``. A tensor of more than two dims that do not merge is copied first."""
     if x.numel():
-        _launch(in_rows(x), pending.view(torch.int32), None)
+        _launch(in_rows(x), pending.view(torch.int32), None, grow=True)
 
 
-def partial_amaxes(x: Tensor, cold: Tensor) -> Tensor:
-    """int32[programs]: amax bits of parts of ``x``, to be reduced by who needs them; 0, with nothing read, unless the
-    device finds ``cold`` (0-d bool) set. Parts, because one maximum would have to be cleared by a launch of its own."""
+def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
+    """int32[programs]: amax bits of parts of ``x``, to be reduced by who needs them. With ``cold`` (0-d bool) they
+    are 0, and nothing is read, unless the device finds it set. Parts, because one maximum would have to be cleared by
+    a launch of its own."""
     lying = in_rows(x)
     parts = torch.empty(min(MOST_PARTS, max(1, _tiles(lying))), dtype=torch.int32, device=x.device)
-    _launch(lying, parts, cold)
+    _launch(lying, parts, cold, grow=False)
     return parts
 
 
@@ -135,17 +137,18 @@ def _tiles(lying: Tensor) -> int:
     return int(triton.cdiv(lying.shape[0], rows) * triton.cdiv(lying.shape[1], columns))
 
 
-def _launch(lying: Tensor, out: Tensor, cold: Tensor | None) -> None:
+def _launch(lying: Tensor, out: Tensor, cold: Tensor | None, grow: bool) -> None:
     rows, columns = _tile(lying)
     farthest = _BLOCK * max(1, *lying.stride()) + max(lying.shape)
     with on_device_of(lying):
-        _amax_kernel[(max(1, _tiles(lying)) if cold is None else out.numel(),)](
+        _amax_kernel[(max(1, _tiles(lying)) if grow else out.numel(),)](
             lying,
             out,
             out if cold is None else cold,
             *lying.shape,
             *lying.stride(),
-            GROW=cold is None,
+            GROW=grow,
+            IF_COLD=cold is not None,
             ROWS=rows,
             COLUMNS=columns,
             INDEX=tl.int64 if farthest > _LARGEST_OFFSET else tl.int32,

@@ -1,0 +1,95 @@
+"""What a weight was when its scale last followed it: a write by anybody but an optimizer shows against that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist.groups import local_part
+
+__all__ = ["WeightNote", "stored_parameters"]
+
+
+def stored_parameters(linear: nn.Module) -> tuple[Tensor, ...]:
+    """What the weight of a Linear is stored in: its Parameter, or the originals of a parametrization."""
+    weight = linear._parameters.get("weight")
+    if weight is not None:
+        return (weight,)
+    parametrizations = linear._modules.get("parametrizations")
+    return () if parametrizations is None else tuple(parametrizations["weight"].parameters())  # type: ignore[index]
+
+
+class WeightNote:
+    """Whether a Linear's weight was written to since its scale was last right for it.
+
+    Optimizers write too: a note is taken after each of their steps, because scales follow those. What torch does not
+    count (``.data``, numpy, fused optimizers) does not show here; the cast notices it if it is large.
+
+    Read in every forward and taken in every step, so it is written for few calls.
+    """
+
+    def __init__(self) -> None:
+        self.awaited = True
+        """Take the note at the next forward that records: FP8 state is new, or was loaded, and fits the weight of
+        then."""
+        self.stepped_at = -1
+        """Boundaries passed before the last optimizer step that changed the weight."""
+        self.skipped: Tensor | None = None
+        """Non-zero (on the weight's device): a loss scaler made that step change nothing."""
+        self.stored: tuple[Tensor, ...] = ()
+        """The stored parameters that the note is of; none before the first."""
+        self._counted: tuple[Tensor, ...] = ()  # Those, and the local tensors of DTensors: each has its own version.
+        self._versions: list[int] = []
+        self._address = 0  # 0: FSDP or tensor parallelism moves it.
+        self._written = False
+        self._in_backward: list[int] | None = None
+
+    def take(self, linear: nn.Module, resharded: bool, attached: bool = False) -> None:
+        """The scale is right for the weight as it is now.
+
+        Args:
+            resharded: FSDP shows gathered weights as other tensors: the parameters that were found at ``attach`` stay.
+            attached: this is ``attach``, when FSDP shows its shards.
+        """
+        weight = linear._parameters.get("weight")
+        if attached or not self.stored or not (resharded or weight is self.stored[0]):
+            self._look_at(stored_parameters(linear))
+        self._versions = [tensor._version for tensor in self._counted]
+        whole = weight is not None and not resharded and len(self._counted) == 1
+        self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
+        self.awaited = self._written = False
+        self._in_backward = None
+
+    def _look_at(self, parameters: tuple[Tensor, ...]) -> None:
+        self.stored = parameters
+        locals_ = (local_part(parameter) for parameter in parameters)
+        distinct = {id(tensor): tensor for tensor in (*parameters, *locals_)}
+        self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
+
+    def mark_written(self) -> None:
+        """The weight was replaced in a way that versions do not show."""
+        self._written = True
+
+    def written(self, linear: nn.Module) -> bool:
+        """Whether the weight was written to, replaced or given other memory since the note was taken."""
+        if self.awaited:
+            return False
+        if self._written or self._versions != [tensor._version for tensor in self._counted]:
+            return True
+        if not self._address:
+            return False
+        weight = linear._parameters.get("weight")
+        if weight is not self.stored[0]:
+            return True
+        # Under a dispatch mode it may be a tensor without memory.
+        return torch._C._len_torch_dispatch_stack() == 0 and weight.data_ptr() != self._address
+
+    def holders(self, linear: nn.Module, resharded: bool) -> tuple[Tensor, ...]:
+        """The parameters that an optimizer of the weight holds."""
+        return self.stored if resharded and self.stored else stored_parameters(linear)
+
+    def changed_between_backwards(self) -> bool:
+        """Whether versions tell of a change since this was last asked, without a note between. Asked in each recorded
+        backward."""
+        before, self._in_backward = self._in_backward, [tensor._version for tensor in self._counted]
+        return before is not None and before != self._in_backward

@@ -1,0 +1,299 @@
+"""Optimizer steps for which no boundary comes are refused; nested, repeated and empty ones are not counted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+import fp8dist
+from fp8dist import CurrentScaling, DelayedScaling
+from fp8dist.errors import ConfigurationError, SyncError
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net, parameter_bits, state_bits
+
+
+def _backward(net: nn.Module, index: int = 0) -> None:
+    x, y = batch(0, index)
+    nn.functional.mse_loss(net(x), y).backward()
+
+
+@pytest.mark.parametrize("boundary", ["optimizer", "manual", None])
+def test_a_second_step_without_a_boundary_is_refused_before_it_changes_anything(boundary: Any) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    if boundary is None:
+        manager.attach(net)
+    else:
+        manager.attach(net, optimizer=SGD(net.parameters(), lr=0.1), boundary=boundary)
+    new = AdamW([net.first.weight, net.last.weight, net.last.bias], lr=0.1)
+    _backward(net)
+    new.step()
+    before = parameter_bits(net)
+    with pytest.raises(ConfigurationError) as raised:
+        new.step()
+    assert parameter_bits(net) == before
+    text = str(raised.value)
+    assert text.startswith("AdamW is about to step 2 FP8 weights (first, last) a second time")
+    assert "attach(optimizer=…) again" in text
+    assert "manager.step()" in text
+    if boundary != "optimizer":
+        manager.step()
+        new.step()
+        assert parameter_bits(net) != before
+
+
+def test_attaching_the_new_optimizer_is_enough() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    manager.attach(net, optimizer=SGD(net.parameters(), lr=0.1))
+    new = SGD(net.parameters(), lr=0.1)
+    _backward(net)
+    new.step()
+    manager.attach(net, optimizer=new)
+    for _ in range(3):
+        _backward(net)
+        new.step()
+    assert manager.steps == 3
+
+
+def test_what_needs_no_steps_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen or foreign parameters, recipes whose scales are made just in time, and FP8 that is switched off."""
+    for recipe, enabled in ((CurrentScaling(), "1"), (DelayedScaling(), "0")):
+        monkeypatch.setenv("FP8DIST_ENABLED", enabled)
+        net = make_net()
+        manager = fp8dist.prepare(net, recipe)
+        optimizer = SGD(net.parameters(), lr=0.1)
+        for index in range(3):
+            _backward(net, index)
+            optimizer.step()
+        manager.detach()
+    monkeypatch.delenv("FP8DIST_ENABLED")
+    net = make_net()
+    fp8dist.prepare(net).attach(net)
+    biases = SGD([net.first.bias, net.last.bias], lr=0.1)
+    for index in range(3):
+        _backward(net, index)
+        biases.step()
+
+
+class Lookahead(Optimizer):
+    """Steps another optimizer, and is one."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {"lr": 0.5})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.inner.step()
+        with torch.no_grad():
+            for p, old in zip((p for group in self.param_groups for p in group["params"]), before):
+                p.lerp_(old, 0.5)
+
+
+@pytest.mark.parametrize("attached", ["outer", "inner"])
+def test_a_nested_step_belongs_to_the_outer_one(attached: str) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    inner = SGD(net.parameters(), lr=0.1)
+    outer = Lookahead(inner)
+    manager.attach(net, optimizer=outer if attached == "outer" else inner)
+    for index in range(4):
+        _backward(net, index)
+        outer.step()
+        assert not any(linear.fp8_slots.note.written(linear) for linear in (net.first, net.branch, net.last))
+    assert manager.steps == 4
+
+
+def test_a_nested_step_without_a_boundary_is_refused_once() -> None:
+    net = make_net()
+    fp8dist.prepare(net).attach(net)
+    outer = Lookahead(SGD(net.parameters(), lr=0.1))
+    _backward(net)
+    outer.step()  # Two steps of the same weights, one inside the other.
+    with pytest.raises(ConfigurationError, match=r"^Lookahead is about to step 3 FP8 weights"):
+        outer.step()
+
+
+class Wrapped(SGD):
+    """A subclass that calls its parent's step, which has hooks of its own once an SGD was made."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_parents_is_one_boundary() -> None:
+    net = make_net()
+    SGD(net.parameters(), lr=0.1)
+    manager = fp8dist.prepare(net)
+    optimizer = Wrapped(net.parameters(), lr=0.1)
+    manager.attach(net, optimizer=optimizer)
+    for index in range(3):
+        _backward(net, index)
+        optimizer.step()
+    assert manager.steps == 3
+
+
+def test_a_step_that_raised_is_not_around_later_ones() -> None:
+    """The outer one's end is never told; what comes after it is judged."""
+    net = make_net()
+    fp8dist.prepare(net).attach(net)
+    optimizer = SGD(net.parameters(), lr=0.1)
+
+    def closure() -> float:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        Lookahead(optimizer).inner.step(closure)
+    _backward(net)
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="a second time"):
+        optimizer.step()
+
+
+def test_a_step_with_a_learning_rate_of_0_is_no_boundary() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = AdamW([{"params": [net.first.weight], "lr": 0.0}, {"params": [net.last.weight], "lr": 0.0}])
+    manager.attach(net, optimizer=optimizer)
+    _backward(net)
+    for _ in range(3):
+        optimizer.step()
+    assert manager.steps == 0
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.0)
+    optimizer.step()
+    assert manager.steps == 0
+    optimizer.param_groups[1]["lr"] = 1e-3  # One group is enough.
+    optimizer.step()
+    assert manager.steps == 1
+    # What was recorded before has not been lost.
+    assert manager.amax("first", "input") == batch(0, 0)[0].abs().max()
+
+
+def _optimizer_state_before_the_first_step() -> Any:
+    """Rank 0 alone looks at the optimizer's state, as who saves an empty checkpoint does."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(net)
+    optimizer = AdamW(ddp.parameters(), lr=1e-3)
+    manager.attach(ddp, optimizer=optimizer)
+    if dist.get_rank() == 0:
+        get_optimizer_state_dict(net, optimizer)
+    for index in range(3):
+        nn.functional.mse_loss(ddp(batch(dist.get_rank(), index)[0]), batch(0, index)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return manager.steps, state_bits(manager)
+
+
+def test_an_optimizers_state_can_be_read_on_one_rank_before_its_first_step(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_optimizer_state_before_the_first_step)
+    assert first == second
+    assert first[0] == 3
+
+
+def test_optimizers_without_hooks_are_refused() -> None:
+    class NoInit(Optimizer):
+        def __init__(self, params: Any) -> None:
+            self.param_groups = [{"params": list(params), "lr": 0.1}]
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    with pytest.raises(ConfigurationError, match=r"NoInit\.step\(\) does not call torch's step hooks.*manager\.step"):
+        manager.attach(net, optimizer=NoInit(net.parameters()))
+
+
+def test_a_step_inside_backward_needs_a_manual_boundary() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizers = {p: SGD([p], lr=0.1) for p in net.parameters()}
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    manager.attach(net, optimizer=list(optimizers.values()))
+    with pytest.raises(ConfigurationError, match=r'steps inside backward.*boundary="manual"'):
+        _backward(net)
+    manager.attach(net, optimizer=list(optimizers.values()), boundary="manual")
+    for index in range(3):
+        _backward(net, index)
+        manager.step()
+    assert manager.steps == 3
+
+
+def test_a_step_that_a_scaler_skipped_on_the_device_is_not_counted() -> None:
+    """A fused optimizer is called also then. Boundaries are only called for when parameters change here."""
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = SGD(net.parameters(), lr=0.01, fused=True)
+    manager.attach(net, optimizer=optimizer, boundary="manual")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for index in range(6):
+        before = parameter_bits(net)
+        x, y = batch(0, index)
+        loss = nn.functional.mse_loss(net(x), y) * (float("inf") if index in (1, 2, 4) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if parameter_bits(net) != before:
+            manager.step()
+    assert manager.steps == 3
+
+
+def _warnings_of_attach(net: nn.Module, optimizer: Any) -> list[tuple[int, str]]:
+    with captured_log() as log:
+        fp8dist.prepare(net).attach(net, optimizer=optimizer)
+    return [(level, text) for level, text in log if "attach(optimizer" in text]
+
+
+def test_attach_names_trainable_weights_that_no_optimizer_holds() -> None:
+    net = make_net()
+    ((level, text),) = _warnings_of_attach(net, SGD([net.first.weight, *net.last.parameters()], lr=0.1))
+    assert level == logging.WARNING
+    assert "1 trainable FP8 weights are in none of the optimizers: branch." in text
+    net = make_net()
+    net.branch.weight.requires_grad_(False)
+    assert _warnings_of_attach(net, SGD([net.first.weight, net.last.weight], lr=0.1)) == []
+    net = make_net()  # Master copies.
+    assert _warnings_of_attach(net, SGD([p.detach().clone() for p in net.parameters()], lr=0.1)) == []
+
+
+def _recreated_on_rank_1() -> str:
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=group)
+    manager.attach(net, optimizer=(optimizer := SGD(net.parameters(), lr=0.1)))
+    try:
+        for step in range(4):
+            _backward(net, step)
+            if dist.get_rank() == 1 and step == 1:
+                optimizer = SGD(net.parameters(), lr=0.1)
+            optimizer.step()
+    except (SyncError, ConfigurationError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.slow
+def test_the_others_quote_the_rank_that_raised() -> None:
+    pool = RankPool(2)  # Of its own: a connection that timed out is of no use to others.
+    try:
+        first, second = pool.run(_recreated_on_rank_1)
+    finally:
+        pool.close()
+    assert second.startswith("ConfigurationError: SGD is about to step 3 FP8 weights")
+    assert first.startswith("SyncError: rank 0: StateManager of Net: the FP8 sync of step 2")
+    assert "Before that, rank 1 raised: SGD is about to step 3 FP8 weights (branch, first, last) a second time" in first
