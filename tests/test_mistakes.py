@@ -24,7 +24,7 @@ TOGETHER = [name for name, row in ROWS.items() if row.ranks == 2]
 
 @pytest.fixture(scope="module")
 def bench(two_ranks: RankPool) -> Iterator[Bench]:
-    yield Bench(two_ranks, __name__)
+    return Bench(two_ranks, __name__)
 
 
 def _run(name: str, bench: Bench | None) -> None:

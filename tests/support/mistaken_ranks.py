@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,7 +48,7 @@ def _settings(make: Callable[[int], dict[str, Any]]) -> Callable[[Case], None]:
 
 
 def _widths(*sizes: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
 
 
 def _tied(tie: bool) -> nn.Module:

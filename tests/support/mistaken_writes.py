@@ -15,6 +15,7 @@ from tests.support.mistaken_steps import attached
 from tests.support.mistakes import (
     LAYOUTS,
     NOT_SILENT,
+    OUTPUT,
     RIGHT,
     STEPS,
     WARNED,
@@ -225,7 +226,7 @@ def _converted(convert: Callable[[nn.Module], Any], layout: str = "one") -> Call
         for index in range(2, 6):
             x, y = batch(case.rank, index)
             output = called(x.to(next(called.parameters()).dtype))
-            case.measure(f"output {index}", output, plain(weights_of(called), x), 0.08)
+            case.measure(f"output {index}", output, plain(weights_of(called), x), OUTPUT)
             (output.float() - y).square().mean().backward()
             case.step(optimizer, called)
             optimizer.zero_grad()
@@ -233,12 +234,14 @@ def _converted(convert: Callable[[nn.Module], Any], layout: str = "one") -> Call
     return program
 
 
-ROWS.add("model.half() after attach", _converted(lambda m: m.half()), frozenset({RIGHT, WARNED}))
-ROWS.add("model.bfloat16() after attach", _converted(lambda m: m.bfloat16()), frozenset({RIGHT, WARNED}))
-ROWS.add(
-    "model.to(torch.bfloat16) after attach", _converted(lambda m: m.to(torch.bfloat16)), frozenset({RIGHT, WARNED})
-)
-ROWS.add("model.double() after attach", _converted(lambda m: m.double()), frozenset({RIGHT, WARNED}))
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "half()": lambda model: model.half(),
+    "bfloat16()": lambda model: model.bfloat16(),
+    "to(torch.bfloat16)": lambda model: model.to(torch.bfloat16),
+    "double()": lambda model: model.double(),
+}
+for _name, _convert in CONVERSIONS.items():
+    ROWS.add(f"model.{_name} after attach", _converted(_convert), frozenset({RIGHT, WARNED}))
 
 
 @row("model.bfloat16() after attach, with larger weights", frozenset({RIGHT, WARNED}))

@@ -321,7 +321,8 @@ class Case:
         loss_of(called(mine.to(next(called.parameters()).dtype)), y).backward()
         called.zero_grad()
         loss_of(plain(weights, theirs), y).backward()
-        assert mine.grad is not None and theirs.grad is not None
+        assert mine.grad is not None
+        assert theirs.grad is not None
         self.measure(what, mine.grad, theirs.grad, GRADIENT)
 
     def judge(self, called: nn.Module, steps: int | None = None, kind: str = "AdamW", **twin: Any) -> None:
@@ -425,7 +426,7 @@ def run_case(row: Row, rank: int = 0, group: Any = None, mesh: DeviceMesh | None
         warnings.simplefilter("ignore")
         try:
             row.program(case)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             _note(error, seen)
     del case
     gc.collect(1)  # What the row has made is young; a whole collection looks at all of torch.
