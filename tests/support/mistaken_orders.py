@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+import torch
+
 from tests.support.mistakes import LAYOUTS, NOT_SILENT, STEPS, Case, Rows, adamw, larger, load, make_net, ranks_of
 
 ROWS = Rows()
 
 BEFORE = (("prepare", "attach"), ("materialise", "load"), ("wrap", "materialise"))
 """(a, b): a comes before b wherever both are there. DDP and FSDP1 materialise what they wrap on their own."""
+
+GARBAGE = 1e10
+"""What to_empty has found in memory. Always the same, or the rows were not."""
 
 
 def orders(*what: str) -> list[tuple[str, ...]]:
@@ -36,6 +41,9 @@ def _program(order: Sequence[str], layout: str, meta: bool, early_optimizer: boo
                 called = case.wrap(net, layout)
             elif operation == "materialise":
                 called.to_empty(device="cpu")
+                with torch.no_grad():
+                    for p in called.parameters():
+                        p.fill_(GARBAGE)
             elif operation == "load":
                 load(called, larger())
             elif operation == "attach":

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fp8dist
 from tests.support.mistakes import (
+    LAYOUTS,
     LR,
     NOT_SILENT,
     OUTPUT,
@@ -31,6 +32,7 @@ from tests.support.mistakes import (
     loss_of,
     make_net,
     plain,
+    ranks_of,
     weights_of,
 )
 
@@ -78,6 +80,31 @@ def resumed(case: Case) -> None:
     case.judge(called, STEPS)
 
 
+def _recreated(layout: str) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, _, optimizer = attached(case, layout)
+        case.train(called, optimizer, 3, layout=layout)
+        case.train(called, adamw(called), STEPS - 3, 3, layout=layout)
+        case.judge(called)
+
+    return program
+
+
+def _no_optimizer(layout: str) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, manager = case.build(layout)
+        manager.attach(called)
+        case.train(called, adamw(called), layout=layout)
+        case.judge(called)
+
+    return program
+
+
+for _layout in LAYOUTS[1:]:
+    ROWS.add(f"optimizer re-created, {_layout}", _recreated(_layout), RAISED, *RECREATED, ranks=2, everywhere=True)
+    ROWS.add(f"attach(model) only, {_layout}", _no_optimizer(_layout), RAISED, *REMEDY, ranks=2, everywhere=True)
+
+
 @row("a phase with an optimizer of another class", RAISED, "SGD", *RECREATED[1:])
 def another_class(case: Case) -> None:
     called, _, optimizer = attached(case)
@@ -101,14 +128,6 @@ def attached_again(case: Case) -> None:
 def no_optimizer(case: Case) -> None:
     called, manager = case.build()
     manager.attach()
-    case.train(called, adamw(called))
-    case.judge(called, STEPS)
-
-
-@row("attach(ddp) without optimizer, and no manager.step()", RAISED, *REMEDY, ranks=2, everywhere=True)
-def ddp_without_optimizer(case: Case) -> None:
-    called, manager = case.build("ddp")
-    manager.attach(called)
     case.train(called, adamw(called))
     case.judge(called, STEPS)
 
@@ -506,27 +525,28 @@ def in_backward_forgotten(case: Case) -> None:
         case.backward(called, index)
 
 
-def _by_hand(data: bool) -> Callable[[Case], None]:
+def _by_hand(data: bool, layout: str = "one") -> Callable[[Case], None]:
     def program(case: Case) -> None:
-        called, manager = case.build()
+        called, manager = case.build(layout)
         manager.attach(called)
-        for index in range(70):
-            case.backward(called, index)
+        for index in range(70 if data else STEPS):
+            case.backward(called, index, layout)
             for p in called.parameters():
-                assert p.grad is not None
                 if data:
-                    p.data.add_(p.grad.sign(), alpha=-0.01)
+                    p.data.add_(p.grad.sign(), alpha=-0.01)  # type: ignore[union-attr]
                 else:
                     with torch.no_grad():
-                        p.add_(p.grad.sign(), alpha=-0.01)
+                        p.add_(p.grad.sign(), alpha=-0.01)  # type: ignore[union-attr]
                 p.grad = None
         case.judge(called)
 
     return program
 
 
-ROWS.add("updates by p.add_(…), no manager.step()", _by_hand(False), WARNED, r"manager\.step\(\)", once=True)
-ROWS.add("updates by p.data.add_(…), no manager.step()", _by_hand(True), WARNED, r"manager\.step\(\)", once=True)
+for _layout in LAYOUTS:
+    _options: dict[str, Any] = {"ranks": ranks_of(_layout), "once": True}
+    ROWS.add(f"p.add_(…), no manager.step(), {_layout}", _by_hand(False, _layout), WARNED, REMEDY[1], **_options)
+    ROWS.add(f"p.data.add_(…), no manager.step(), {_layout}", _by_hand(True, _layout), WARNED, REMEDY[1], **_options)
 
 
 @row("updates by p.add_(…), with manager.step()", RIGHT)
@@ -599,6 +619,36 @@ def sharpness_aware(case: Case) -> None:
         case.step(optimizer, called)
         optimizer.zero_grad()
     case.judge(called)
+
+
+def _closures(optimizer_of: Callable[[nn.Module, Any], Any]) -> Callable[[Case], None]:
+    """Steps with a closure: the backward is inside, once or several times."""
+
+    def program(case: Case) -> None:
+        called, manager = case.build()
+        optimizer = torch.optim.LBFGS(called.parameters(), lr=0.1, max_iter=3)
+        manager.attach(called, optimizer=optimizer)
+        stepping = optimizer_of(called, optimizer)
+        for index in range(STEPS):
+
+            def closure(index: int = index) -> Tensor:
+                stepping.zero_grad()
+                return case.backward(called, index)
+
+            stepping.step(closure)
+        case.judge(called)
+
+    return program
+
+
+ROWS.add("LBFGS with a closure", _closures(lambda model, optimizer: optimizer), RIGHT)
+ROWS.add(
+    "LBFGS with a closure, re-created",
+    _closures(lambda model, optimizer: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)),
+    RAISED,
+    "LBFGS",
+    *REMEDY,
+)
 
 
 @row("100 microbatches a step", RIGHT)
@@ -815,7 +865,7 @@ def frozen_later(case: Case) -> None:
     case.judge(called)
 
 
-@row("trained before attach", frozenset({RIGHT, WARNED}))
+@row("trained before attach", NOT_SILENT, "attach")
 def trained_before(case: Case) -> None:
     called, manager = case.build()
     optimizer = adamw(called)

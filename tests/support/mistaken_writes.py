@@ -131,7 +131,7 @@ def _program(write: Write, layout: str, of: str) -> Callable[[Case], None]:
 
 for _name, (_write, _layouts) in WRITES.items():
     for _layout in _layouts:
-        _hidden = _layout == "gather" and _name in ("data.mul_", "to_local().mul_")
+        _hidden = _layout == "gather" and _name in ("data.mul_", "to_local().mul_", "_foreach_mul_")
         ROWS.add(
             f"{_name} by 8, {_layout}",
             _program(_write, _layout, LAST),
@@ -149,10 +149,26 @@ for _layout in LAYOUTS:  # Activations grow with them.
 
 
 def _shrunk(layout: str) -> Callable[[Case], None]:
+    """From what they were at ``attach``, as when that came before initialisation."""
+
+    def program(case: Case) -> None:
+        called, manager = case.build(layout)
+        mul(called, 2.0**20, LAST)
+        manager.attach(called, optimizer=adamw(called))
+        mul(called, 2.0**-20, LAST)
+        case.output(called, "eval forward", train=False)
+        case.output(called, "training forward")
+
+    return program
+
+
+def _grown(layout: str) -> Callable[[Case], None]:
+    """By less than what shows by itself."""
+
     def program(case: Case) -> None:
         called, _, optimizer = attached(case, layout)
-        case.train(called, optimizer, 2, layout=layout)
-        mul(called, 2.0**-14, LAST)
+        case.train(called, optimizer, STEPS, layout=layout)
+        mul(called, 1.9, LAST)
         case.output(called, "eval forward", train=False)
         case.output(called, "training forward")
 
@@ -164,7 +180,8 @@ def _swapped_by_hand(layout: str) -> Callable[[Case], None]:
 
     def program(case: Case) -> None:
         called, _, optimizer = attached(case, layout)
-        for index in range(6):
+        case.train(called, optimizer, 4, layout=layout)
+        for index in range(4, 8):
             case.train(called, optimizer, 1, index, layout=layout)
             mine = weights_of(called)
             load(called, larger(8.0 if index % 2 else 0.01, LAST))
@@ -207,7 +224,8 @@ def _swapped(layout: str) -> Callable[[Case], None]:
 
 
 for _layout in LAYOUTS:
-    ROWS.add(f"shrunk by 2**14, {_layout}", _shrunk(_layout), RIGHT, ranks=ranks_of(_layout))
+    ROWS.add(f"mul_ by 2**-20, {_layout}", _shrunk(_layout), RIGHT, ranks=ranks_of(_layout))
+    ROWS.add(f"mul_ by 1.9, {_layout}", _grown(_layout), RIGHT, ranks=ranks_of(_layout))
     ROWS.add(f"EMA swapped by hand, {_layout}", _swapped_by_hand(_layout), RIGHT, ranks=ranks_of(_layout))
     ROWS.add(f"EMA in swapped_weights(), {_layout}", _swapped(_layout), RIGHT, ranks=ranks_of(_layout))
 
