@@ -79,7 +79,7 @@ for _layout in LAYOUTS:
         ranks=ranks_of(_layout),
     )
 
-for _layout in ("one", "fsdp2", "gather", "tp"):
+for _layout in ("one", "fsdp2", "gather"):
     _operations = ["prepare", "materialise", "load", "attach"] + ["wrap"] * (_layout != "one")
     for _order in orders(*_operations):
         ROWS.add(

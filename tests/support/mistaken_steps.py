@@ -532,11 +532,13 @@ def _by_hand(data: bool, layout: str = "one") -> Callable[[Case], None]:
         for index in range(70 if data else STEPS):
             case.backward(called, index, layout)
             for p in called.parameters():
+                if p.grad is None:  # FSDP1 has all of it on the other rank.
+                    continue
                 if data:
-                    p.data.add_(p.grad.sign(), alpha=-0.01)  # type: ignore[union-attr]
+                    p.data.add_(p.grad.sign(), alpha=-0.01)
                 else:
                     with torch.no_grad():
-                        p.add_(p.grad.sign(), alpha=-0.01)  # type: ignore[union-attr]
+                        p.add_(p.grad.sign(), alpha=-0.01)
                 p.grad = None
         case.judge(called)
 
@@ -546,7 +548,10 @@ def _by_hand(data: bool, layout: str = "one") -> Callable[[Case], None]:
 for _layout in LAYOUTS:
     _options: dict[str, Any] = {"ranks": ranks_of(_layout), "once": True}
     ROWS.add(f"p.add_(…), no manager.step(), {_layout}", _by_hand(False, _layout), WARNED, REMEDY[1], **_options)
-    ROWS.add(f"p.data.add_(…), no manager.step(), {_layout}", _by_hand(True, _layout), WARNED, REMEDY[1], **_options)
+    if _layout in ("one", "ddp", "gather"):  # 64 backwards each.
+        ROWS.add(
+            f"p.data.add_(…), no manager.step(), {_layout}", _by_hand(True, _layout), WARNED, REMEDY[1], **_options
+        )
 
 
 @row("updates by p.add_(…), with manager.step()", RIGHT)
