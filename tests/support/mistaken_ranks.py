@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling
 from tests.support.mistaken_steps import attached
-from tests.support.mistakes import NOT_SILENT, RAISED, RIGHT, SAID, STEPS, Case, Rows, adamw, make_net
+from tests.support.mistakes import NOT_SILENT, RAISED, RIGHT, STEPS, Case, Rows, adamw, make_net
 
 ROWS = Rows()
 row = ROWS.row
