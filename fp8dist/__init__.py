@@ -13,6 +13,7 @@ from fp8dist import ddp, errors, fsdp
 from fp8dist.attendance import Attendance, roll_call
 from fp8dist.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
+from fp8dist.coverage import Coverage, CoverageRow
 from fp8dist.errors import ConfigurationError, DivergenceError, LossDiverged
 from fp8dist.fallback import Fallback
 from fp8dist.loss_guard import LossAlarm, LossGuard
@@ -31,6 +32,8 @@ __all__ = [
     "Attendance",
     "BlockScaling",
     "ConfigurationError",
+    "Coverage",
+    "CoverageRow",
     "CurrentScaling",
     "DelayedScaling",
     "DivergenceError",

@@ -25,7 +25,7 @@ from fp8dist.formats import Role
 from fp8dist.groups import is_dtensor, local_part, ranks_text
 from fp8dist.kernels.blocks import BLOCK
 from fp8dist.kernels.matmuls import ALIGNMENT, Scaling, torch_can
-from fp8dist.nn import FP8Linear, former_slot, fp8_linears, mark_parameters
+from fp8dist.nn import FP8Linear, fp8_linears
 from fp8dist.shards import ShardedWeights, require_whole_blocks, shard_weights
 from fp8dist.state.manifest import WeightDescription
 from fp8dist.state.slots import Slot, first_few
@@ -96,7 +96,6 @@ class Attachment:
         cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout)
         for linear in fp8_linears(model):
             linear.fp8_slots.resharded = linear in resharded
-            mark_parameters(linear)
         if settings.enabled:
             if settings.fp8_all_gather:
                 cycle.sharded = shard_weights(cycle, model, whole)
@@ -218,13 +217,12 @@ def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Te
 
 def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise ConfigurationError for an optimizer that was made before the model got the parameters that it has now."""
-    some = next(fp8_linears(model), None)
     current = {id(p) for module in (model, whole) for p in module.parameters()}
-    if some is None:
-        return
+    known = ((p, each.fp8_slots) for each in fp8_linears(model) for p in each.fp8_slots.note.remembered)
+    former = {id(p): (p, slots.slots[Role.WEIGHT].fqn) for p, slots in known if id(p) not in current}
     for optimizer, parameter in _parameters(optimizers):
-        fqn = former_slot(parameter, some)
-        if fqn is not None and id(parameter) not in current:
+        if id(parameter) in former:
+            _, fqn = former[id(parameter)]
             raise ConfigurationError(
                 f"{type(optimizer).__name__} holds what was the weight of {fqn} before the model was sharded, "
                 "materialised or given new parameters: it trains nothing that the model uses. Make the optimizer after "

@@ -148,7 +148,7 @@ class Roll:
         said = json.loads(verdict)
         missing = tuple(rank for rank in said["missing"] if rank != self._rank)  # This one has come late.
         hosts = tuple((rank, host) for rank, host in said["hosts"])
-        return Attendance(len(self._ranks), missing, said["more"], hosts, word=said["word"])
+        return Attendance(len(self._ranks), missing, said["more"], hosts, word=said.get("word"))
 
 
 def enrol() -> None:

@@ -3,6 +3,8 @@
 Exception
 └── Fp8DistError
     ├── ConfigurationError      (also a ValueError) the call cannot work as it was made
+    │   ├── UnknownArgumentError    (also a TypeError) the call has no such argument
+    │   └── NotAModelError          (also an AttributeError) the manager was used as the model
     ├── ManifestMismatchError   ranks that must share FP8 state were prepared differently
     ├── DivergenceError         FP8 state differs between ranks; carries the report
     ├── LossDiverged            a loss guard with action "stop" saw a spike or a non-finite loss
@@ -25,7 +27,9 @@ __all__ = [
     "Fp8DistError",
     "LossDiverged",
     "ManifestMismatchError",
+    "NotAModelError",
     "SyncError",
+    "UnknownArgumentError",
 ]
 
 
@@ -35,6 +39,14 @@ class Fp8DistError(Exception):
 
 class ConfigurationError(Fp8DistError, ValueError):
     """A call that cannot work as it was made. The message says what to do instead."""
+
+
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """A keyword that the call does not have; names the right one. A TypeError, as Python's own is."""
+
+
+class NotAModelError(ConfigurationError, AttributeError):
+    """The manager that ``prepare`` returned was used as the model. An AttributeError, so that ``hasattr`` is False."""
 
 
 class ManifestMismatchError(Fp8DistError):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.names import check_fields
 
 __all__ = ["Fallback"]
 
 
+@check_fields
 @dataclass(frozen=True)
 class Fallback:
     """A policy that sends a module to high precision when one of its tensors does not fit FP8.

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -101,8 +101,7 @@ class SyncGroup:
             self.ranks = _compact(dist.get_process_group_ranks(group))
         else:
             raise ConfigurationError(
-                f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
-                "A rank that is not in the group must not prepare or check with it"
+                f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__} {group!r}. {_instead(group)}"
             )
 
     @property
@@ -173,6 +172,20 @@ class SyncGroup:
             "a StateManager with a process group cannot be pickled: save manager.state_dict() (or "
             "manager.save(path)) and call prepare() and load_state_dict() in the other process"
         )
+
+
+def _instead(given: object) -> str:
+    """What to pass where no group was."""
+    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
+        return (
+            "It says that this rank is not in the group that new_group() made: a rank that is not in the group must "
+            "not prepare or check with it. Give it a group of its own"
+        )
+    if isinstance(given, str):
+        return f"Pass dist.group.WORLD, or an axis of a DeviceMesh: mesh[{given!r}]"
+    if isinstance(given, Iterable):
+        return f"Make a group of these ranks, on all ranks of the job: dist.new_group({given!r})"
+    return "Pass dist.group.WORLD, a group of dist.new_group(ranks), or a DeviceMesh"
 
 
 def identity_of(ranks: Sequence[int]) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import uuid
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +44,6 @@ States = tuple[SlotState, SlotState, SlotState]
 """The places of a module's input, weight and grad_output slots."""
 
 
-def _new_name() -> str:
-    return uuid.uuid4().hex
-
-
 @dataclass
 class Mode:
     """What the modules of one manager do now. One object, shared by them all.
@@ -57,7 +52,7 @@ class Mode:
     come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
     ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
     ``measuring``: a watch wants to know what the casts of this step do. ``said_unbounded``: a warning of steps without
-    a boundary was logged. ``name``: tells this model's parameters from those of any other, copies included.
+    a boundary was logged.
     """
 
     allowed: bool
@@ -73,12 +68,11 @@ class Mode:
     generation: int = 0
     boundaries: int = 0
     said_unbounded: bool = False
-    name: str = field(default_factory=_new_name)
 
     def __getstate__(self) -> dict[str, Any]:
         # Nothing tells a copy when its weights change; nor is it in a graph.
         fresh = ("reuse_casts", "graphed", "measuring", "said_unbounded")
-        return {**self.__dict__, **dict.fromkeys(fresh, False), "name": _new_name()}
+        return {**self.__dict__, **dict.fromkeys(fresh, False)}
 
     def invalidate_casts(self) -> None:
         """Weights may have changed: forget their casts."""

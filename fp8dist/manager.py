@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 
 from fp8dist import ops
+from fp8dist.arguments import is_module_name, require_attachable
 from fp8dist.attachment import Attachment, local_weights
 from fp8dist.boundary import hooked_optimizers, unwrap_optimizers
 from fp8dist.calibration import Untouched
@@ -21,19 +23,22 @@ from fp8dist.checker import Event
 from fp8dist.checkpoint import Checkpoint, with_rank
 from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.report import DivergenceReport
+from fp8dist.coverage import Coverage
 from fp8dist.cycle import StepCycle
 from fp8dist.ddp import ManagerJoinHook
-from fp8dist.errors import ConfigurationError
+from fp8dist.errors import ConfigurationError, NotAModelError
 from fp8dist.formats import FORMATS, Role
 from fp8dist.groups import SyncGroup
 from fp8dist.linear_slots import Mode
 from fp8dist.monitor import Monitor
+from fp8dist.names import check_keywords, did_you_mean, require_choice
 from fp8dist.nn import fp8_linears, require_revertible, revert
+from fp8dist.patterns import unmatched
 from fp8dist.precision import Precisions
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE
-from fp8dist.state.slots import Slot, SlotSpec, parse_role
+from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
 from fp8dist.step_watch import StepWatch
 from fp8dist.sync import ArenaSync
 from fp8dist.transformer_engine import ImportReport, NameMap, import_state
@@ -65,6 +70,7 @@ class StateManager(Joinable):
         syncs: Sequence[ArenaSync],
         groups: Sequence[SyncGroup | None],
         aliases: Mapping[Slot, Slot],
+        coverage: Coverage,
     ) -> None:
         self.recipe = recipe
         self.settings = settings
@@ -73,6 +79,7 @@ class StateManager(Joinable):
         for sync in syncs:
             sync.owner = f"StateManager of {type(model).__name__}"
         self._aliases = dict(aliases)
+        self._coverage = coverage
         self._cycle = StepCycle(settings, mode, precisions, syncs, groups)
         self._init_transient()
         super().__init__()
@@ -89,7 +96,7 @@ class StateManager(Joinable):
         self._cycle.steps = StepWatch(self._cycle, self._model)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("recipe", "settings", "_default", "_aliases", "_cycle")
+        kept = ("recipe", "settings", "_default", "_aliases", "_coverage", "_cycle")
         return {"model": self._model(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,10 +106,29 @@ class StateManager(Joinable):
 
     def __repr__(self) -> str:
         where = "attached" if self._cycle.attached else "not attached"
-        return f"StateManager({len(self.slots)} slots in {len(self._syncs)} arena(s), {self.recipe}, {where})"
+        state = f"{len(self.slots)} slots in {len(self._syncs)} arena(s)"
+        return f"StateManager({state}, {self.recipe}, {where}, FP8: {self.coverage().summary})"
+
+    if not TYPE_CHECKING:  # For type checkers, unknown attributes stay errors.
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if is_module_name(name):
+                raise NotAModelError(
+                    f"a StateManager has no {name!r}: prepare() changes the model in place and returns its manager: "
+                    "keep using the model"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ConfigurationError: the model is what is called."""
+        raise NotAModelError(
+            "a StateManager cannot be called: prepare() changes the model in place and returns its manager: keep using "
+            "the model"
+        )
 
     # Tying to a job ------------------------------------------------------------------------------
 
+    @check_keywords("manager.attach")
     def attach(
         self,
         module: nn.Module | None = None,
@@ -129,8 +155,8 @@ class StateManager(Joinable):
             ManifestMismatchError: on all ranks, when they were prepared differently.
             ConfigurationError: the call cannot work; says what to do.
         """
-        if boundary not in ("optimizer", "manual"):
-            raise ConfigurationError(f'boundary must be "optimizer" or "manual", got {boundary!r}')
+        require_choice("boundary", boundary, ("optimizer", "manual"), '"optimizer" or "manual"')
+        require_attachable(module, optimizer, scaler, timeout)
         self._cycle.require_groups()
         optimizers = [] if optimizer is None else hooked_optimizers(optimizer)
         model = self._require_model()
@@ -211,6 +237,7 @@ class StateManager(Joinable):
         """
         self._cycle.poll()
 
+    @check_keywords("manager.watch")
     def watch(
         self,
         every: int,
@@ -252,6 +279,8 @@ class StateManager(Joinable):
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Have ``callback`` called with each Event. Local."""
+        if not callable(callback):
+            raise ConfigurationError(f"callback must be a function of an Event, got {callback!r}")
         self._cycle.checker.callbacks.append(callback)
 
     def check(
@@ -284,6 +313,8 @@ class StateManager(Joinable):
             DivergenceError: on all ranks, if the policy says so.
             ConfigurationError: inside a Join context: ranks without data would not come.
         """
+        if policy is not None:
+            require_choice("policy", policy, ("raise", "warn", "repair"))
         self._cycle.require_attached()
         if self._cycle.joins:
             raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
@@ -344,6 +375,7 @@ class StateManager(Joinable):
 
     # Modes ---------------------------------------------------------------------------------------
 
+    @check_keywords("manager.autocast")
     @contextlib.contextmanager
     def autocast(self, enabled: bool = True, calibrating: bool = False) -> Iterator[None]:
         """Switch FP8 off, or recording on, for the forwards inside. Local.
@@ -354,6 +386,9 @@ class StateManager(Joinable):
             enabled: False: high precision.
             calibrating: record amaxes whatever the mode (eval, grad off, high precision).
         """
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"{name} must be True or False, got {value!r}")
         mode = self._mode
         before = (mode.enabled, mode.calibrating)
         mode.enabled, mode.calibrating = enabled, calibrating
@@ -422,6 +457,7 @@ class StateManager(Joinable):
             finally:
                 reshard(fsdp2_modules(module))
 
+    @check_keywords("manager.set_precision")
     def set_precision(
         self,
         pattern: str,
@@ -452,18 +488,42 @@ class StateManager(Joinable):
         Raises:
             ConfigurationError: no FP8Linear matches, or a value cannot be.
         """
-        if precision not in ("high", "fp8"):
-            raise ConfigurationError(f'precision must be "high" or "fp8", got {precision!r}')
+        require_choice("precision", precision, ("high", "fp8"), '"high" or "fp8"')
+        self._require_match(pattern)
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ConfigurationError(f"steps must be a number of optimizer steps, or None, got {steps!r}")
         chosen = gemms_in_order("gemms", gemms)
         return tuple(self._cycle.set_precision(pattern, chosen, precision == "high", steps))
 
+    def _require_match(self, pattern: object) -> None:
+        """Raise ConfigurationError unless a pattern matches an FP8Linear."""
+        if not isinstance(pattern, str):
+            raise ConfigurationError(f'pattern must be a string such as "blocks.0.*", got {pattern!r}')
+        fqns = list(self._cycle.precisions.by_fqn)
+        if any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
+            return
+        others = [row for row in self._coverage if fnmatch.fnmatchcase(row.fqn, pattern)]
+        if others:
+            raise ConfigurationError(
+                f"no FP8Linear matches {pattern!r}: {others[0].fqn} stays in high precision, {others[0].reason}"
+            )
+        raise ConfigurationError(f"no FP8Linear matches {unmatched([pattern], fqns)[0]}; there are {len(fqns)}")
+
+    def coverage(self) -> Coverage:
+        """Which of the model's matmul weights are in FP8 now, and why the others are not. Local.
+
+        Prints as a table, and iterates ``CoverageRow``s. Weights are those that ``prepare`` found; what is in high
+        precision now, by ``set_precision`` or a fallback, is left out of the sum.
+        """
+        return self._coverage.with_precisions(
+            {fqn: precision.high for fqn, precision in self._cycle.precisions.by_fqn.items()}
+        )
+
     def high_precision(self, fqn: str) -> tuple[Gemm, ...]:
         """The GEMMs of an FP8Linear that are in high precision now. Local."""
-        precision = self._cycle.precisions.by_fqn.get(fqn)
+        precision = self._cycle.precisions.by_fqn.get(fqn) if isinstance(fqn, str) else None
         if precision is None:
-            raise ConfigurationError(f"there is no FP8Linear {fqn!r}")
+            raise ConfigurationError(f"there is no FP8Linear {fqn!r}{self._meant(fqn)}")
         return precision.high
 
     def recipe_of(self, fqn: str) -> Recipe:
@@ -471,7 +531,7 @@ class StateManager(Joinable):
         for sync in self._syncs:
             if any(slot.fqn == fqn for slot in sync.arena.index):
                 return sync.arena.recipe
-        raise ConfigurationError(f"there is no slot of {fqn!r}; manager.slots lists them")
+        raise ConfigurationError(f"there is no slot of {fqn!r}{self._meant(fqn)}; manager.slots lists them")
 
     # Foreign modules -----------------------------------------------------------------------------
 
@@ -483,8 +543,9 @@ class StateManager(Joinable):
             role: "input", "weight" or "grad_output".
             format: "e4m3" or "e5m2".
         """
-        if format not in FORMATS:
-            raise ConfigurationError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        require_choice("format", format, tuple(FORMATS))
+        if not isinstance(fqn, str):
+            raise ConfigurationError(f"fqn must be a string, got {fqn!r}")
         if not self._default.arena.recipe.delayed:
             raise ConfigurationError("register() is for delayed scaling: other recipes keep no scales")
         slot = Slot(fqn, parse_role(role).value)
@@ -503,6 +564,8 @@ class StateManager(Joinable):
         ``manager.scale(fqn, role)``.
         """
         sync, index = self._find(fqn, role)
+        if not isinstance(x, Tensor):
+            raise ConfigurationError(f"record() takes a tensor, got {x!r}")
         if self._mode.allowed:
             sync.arena.place(x.device)
             ops.observe(x.detach(), sync.arena.pending[index], backend=self.settings.backend)
@@ -521,14 +584,25 @@ class StateManager(Joinable):
         return max(int(sync.arena.step) for sync in self._syncs)
 
     def _find(self, fqn: str, role: str) -> tuple[ArenaSync, int]:
-        slot = Slot(fqn, parse_role(role).value)
+        slot = Slot(str(fqn), parse_role(role).value)
         slot = self._aliases.get(slot, slot)
         for sync in self._syncs:
             index = sync.arena.index.get(slot)
             if index is not None:
                 sync.settle()
                 return sync, index
-        raise ConfigurationError(f"there is no slot {slot}; manager.slots lists them")
+        raise ConfigurationError(f"there is no slot {slot}{self._meant(fqn)}; manager.slots lists them")
+
+    def _meant(self, fqn: object) -> str:
+        """For a message: the nearest names of modules, and what there is of this one."""
+        known = sorted({slot.fqn for slot in self.slots})
+        clean = clean_fqn(str(fqn))
+        if fqn in known:
+            return f" (of {fqn!r} there is {', '.join(slot.role for slot in self.slots if slot.fqn == fqn)})"
+        reason = next((row.reason for row in self._coverage if row.fqn == fqn), "")
+        if reason:
+            return f" ({reason})"
+        return f" (did you mean {clean!r}?)" if clean in known else did_you_mean(clean, known)
 
     def amax(self, fqn: str, role: str) -> Tensor:
         """The newest amax in the slot's history: 0-d float32 view into the state. Local."""
@@ -549,7 +623,10 @@ class StateManager(Joinable):
 
     def set_scale(self, fqn: str, role: str, scale: float) -> None:
         """Set a scale by hand; the slot is no longer cold. Local: do it on all ranks alike."""
-        rounded = torch.tensor(scale, dtype=torch.float64).float()
+        try:
+            rounded = torch.tensor(float(scale), dtype=torch.float64).float()
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigurationError(f"scale must be a number, got {scale!r}") from None
         if not (rounded > 0 and rounded.reciprocal().isfinite() and rounded.isfinite()):
             raise ConfigurationError(f"a scale and its inverse must be positive and finite in float32, got {scale!r}")
         sync, index = self._find(fqn, role)

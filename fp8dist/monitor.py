@@ -92,7 +92,8 @@ class Monitor:
         writes: bool = True,
         resume_after: int | None = None,
     ) -> None:
-        if jump is not None and (isinstance(jump, bool) or not 1 < jump < math.inf):
+        number = isinstance(jump, (int, float)) and not isinstance(jump, bool)
+        if jump is not None and not (number and 1 < jump < math.inf):
             raise ConfigurationError(f"jump must be a factor above 1, or None for no alarms, got {jump!r}")
         self._jump, self._writes = jump, writes
         self._scales: dict[Slot, float] = {}

@@ -7,7 +7,7 @@ parameters, state_dict keys, hooks and everybody's references stay what they wer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,31 +19,14 @@ from torch.autograd.function import once_differentiable
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.gathered import FP8Weight
-from fp8dist.groups import has_base, is_dtensor
-from fp8dist.kernels.matmuls import ALIGNMENT
+from fp8dist.groups import is_dtensor
 from fp8dist.linear_slots import Cast, LinearSlots, States
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
-from fp8dist.state.slots import clean_fqn
 from fp8dist.tensor_parallel import parallel_linear
 from fp8dist.weight_notes import stored_parameters
 
-__all__ = [
-    "SHARDED_ALREADY",
-    "FP8Linear",
-    "convert",
-    "eligible_linears",
-    "former_slot",
-    "fp8_linears",
-    "mark_parameters",
-    "require_revertible",
-    "revert",
-]
-
-_MARK = "_fp8dist_weight_of"
-"""Attribute of a stored parameter: (name of the manager's mode, fqn). What replaces the parameter has none."""
-
-SHARDED_ALREADY = "fully_shard() was called on it before prepare(): prepare first"
+__all__ = ["FP8Linear", "convert", "fp8_linears", "require_revertible", "revert"]
 
 
 class _FP8LinearFunction(torch.autograd.Function):
@@ -257,65 +240,16 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(input, weight, bias)
 
 
-def eligible_linears(
-    model: nn.Module, skip: Callable[[str], str | None], filter_fn: Callable[[nn.Module, str], bool] | None
-) -> Iterator[tuple[str, nn.Linear, str | None]]:
-    """(clean fqn, module, why it is skipped or None) of every Linear-like module in the model. ``skip``: why the module
-    of that fqn is not wanted."""
-    for raw, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        fqn = clean_fqn(raw)
-        yield fqn, module, _why_not(module, fqn, skip, filter_fn)
-
-
-def _why_not(
-    module: nn.Linear,
-    fqn: str,
-    skip: Callable[[str], str | None],
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-) -> str | None:
-    if isinstance(module, FP8Linear):
-        raise ConfigurationError(f"{fqn or 'the model'} is prepared already: detach() its manager first")
-    if has_base(module, "FSDPModule"):
-        return SHARDED_ALREADY
-    if type(module) is not nn.Linear:
-        return f"it is a {type(module).__name__}, not exactly nn.Linear"
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
-        return "its weight is not a plain Parameter (an old-style weight_norm or spectral_norm)"
-    if unwanted := skip(fqn):
-        return unwanted
-    if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
-        return f"{module.in_features} x {module.out_features} are not multiples of {ALIGNMENT}"
-    if filter_fn is not None and not filter_fn(module, fqn):
-        return "filter_fn said no"
-    return None
-
-
 def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
     """All FP8Linears of a model."""
     return (module for module in model.modules() if isinstance(module, FP8Linear))
-
-
-def mark_parameters(linear: FP8Linear) -> None:
-    """Have the parameters that store its weight remember whose they are, for ``former_slot``."""
-    slots = linear.fp8_slots
-    for parameter in stored_parameters(linear):
-        setattr(parameter, _MARK, (slots.mode.name, slots.slots[Role.WEIGHT].fqn))
-
-
-def former_slot(parameter: Tensor, linear: FP8Linear) -> str | None:
-    """The fqn of the weight that a parameter stores, or once stored, in the model of this Linear; None: of no FP8
-    weight there."""
-    name, fqn = getattr(parameter, _MARK, (None, None))
-    return fqn if name == linear.fp8_slots.mode.name else None
 
 
 def convert(module: nn.Linear, slots: LinearSlots) -> None:
     """Make an nn.Linear an FP8Linear, in place."""
     module.__class__ = FP8Linear
     module.fp8_slots = slots  # type: ignore[assignment]
-    mark_parameters(module)  # type: ignore[arg-type]
+    slots.note.remember(stored_parameters(module))
 
 
 def require_revertible(module: FP8Linear) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from torch import nn
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.recipe import Recipe
+from fp8dist.patterns import require_patterns
+from fp8dist.recipe import Recipe, require_recipe
 from fp8dist.state.slots import clean_fqn
 
 __all__ = ["Overrides", "first_and_last"]
@@ -18,28 +20,25 @@ class Overrides:
     """``{pattern: recipe, or None for high precision}``; the first pattern (fnmatch) that matches counts."""
 
     def __init__(self, given: Mapping[str, Recipe | None]) -> None:
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(
+                'overrides must be a mapping such as {"blocks.0.*": None, "lm_head": CurrentScaling()}, '
+                f"got {given!r}"
+            )
+        require_patterns("overrides", given)
         for pattern, recipe in given.items():
-            if recipe is not None and not isinstance(recipe, Recipe):
-                raise ConfigurationError(f"overrides[{pattern!r}] must be a recipe, or None, got {recipe!r}")
-        self._given = dict(given)
-        self._unused = dict.fromkeys(given)
+            if recipe is not None:
+                require_recipe(f"overrides[{pattern!r}]", recipe, "a recipe, or None")
+        self.given = MappingProxyType(dict(given))
 
     def pattern_of(self, fqn: str) -> str | None:
         """The pattern that counts for a module; None: it has no override."""
-        found = next((pattern for pattern in self._given if fnmatch.fnmatchcase(fqn, pattern)), None)
-        if found is not None:
-            self._unused.pop(found, None)
-        return found
+        return next((pattern for pattern in self.given if fnmatch.fnmatchcase(fqn, pattern)), None)
 
     def recipe(self, fqn: str, default: Recipe) -> Recipe | None:
         """The recipe of a module; None: high precision."""
         pattern = self.pattern_of(fqn)
-        return default if pattern is None else self._given[pattern]
-
-    @property
-    def unused(self) -> list[str]:
-        """Patterns that nobody's fqn has matched so far."""
-        return list(self._unused)
+        return default if pattern is None else self.given[pattern]
 
 
 def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str, Recipe | None]:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
+from fp8dist.arguments import require_groups, require_model
+from fp8dist.coverage import Survey, survey
 from fp8dist.errors import ConfigurationError
 from fp8dist.fallback import Fallback
 from fp8dist.formats import Role
 from fp8dist.groups import GroupLike, SyncGroup
 from fp8dist.linear_slots import LinearSlots, Mode
 from fp8dist.manager import ATTRIBUTE, StateManager
-from fp8dist.nn import SHARDED_ALREADY, convert, eligible_linears
+from fp8dist.names import check_keywords
+from fp8dist.nn import convert
 from fp8dist.overrides import Overrides
+from fp8dist.patterns import Skip, shadowed, unmatched
 from fp8dist.precision import Precisions
-from fp8dist.recipe import DelayedScaling, Recipe
+from fp8dist.recipe import DelayedScaling, Recipe, require_recipe
 from fp8dist.settings import Settings
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot, SlotSpec
@@ -28,16 +31,18 @@ __all__ = ["prepare"]
 
 logger = logging.getLogger("fp8dist")
 
-DEFAULT_SKIP = ("*lm_head", "*lora_*")
+ENOUGH = 0.9
+"""The share of matmul parameters in FP8 below which a model is warned about."""
 
 
+@check_keywords("prepare")
 def prepare(
     model: nn.Module,
     recipe: Recipe | None = None,
     group: GroupLike | None = None,
     groups: Mapping[str, GroupLike] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    skip: Sequence[str] = DEFAULT_SKIP,
+    skip: str | Iterable[str] | None = (),
     enabled: bool | None = None,
     amax_sync: bool | None = None,
     check_every: int | None = None,
@@ -47,12 +52,15 @@ def prepare(
     fp8_all_gather: bool = False,
     overrides: Mapping[str, Recipe | None] | None = None,
     fallback: Fallback | None = None,
+    strict: bool = False,
 ) -> StateManager:
     """Turn the eligible nn.Linears of ``model`` into FP8Linears, in place, and make their manager. Local.
 
-    Parameters and state_dict keys stay as they are. Eligible: exactly nn.Linear, with a Parameter as
-    weight, both dims multiples of 16, not matching ``skip``, and ``filter_fn(module, fqn)``. What is
-    skipped is logged with its reason. Afterwards wrap, shard and load the model, then call
+    Parameters and state_dict keys stay as they are. Eligible: exactly nn.Linear, with a plain floating-point Parameter
+    as weight, both dims multiples of 16, not matching ``skip``, and ``filter_fn(module, fqn)``. What else multiplies
+    stays in high precision, and is logged with its reason. If less than nine tenths of the matmul parameters are in
+    FP8, the lowest rank of the group warns in one line, unless you named all that is left out: then it is an info.
+    ``manager.coverage()`` is the whole table. Afterwards wrap, shard and load the model, then call
     ``manager.attach(…)``.
 
     Args:
@@ -61,7 +69,10 @@ def prepare(
         group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened).
         groups: an arena of its own, and so a group of its own, for modules whose fqn matches a pattern,
             such as ``{"*.experts.*": expert_group}``. The first match counts.
-        skip: fqn patterns (fnmatch) that stay in high precision.
+        filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears; False: high precision.
+        skip: fqn patterns (fnmatch) that stay in high precision, one or several, in addition to the defaults
+            ``"*lm_head"`` and ``"*lora_*"``. A pattern that begins with "!" takes what it matches back in: "!*lm_head"
+            puts a head into FP8. The last pattern that matches counts, and the defaults come first. None: no defaults.
         enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` beats True.
         amax_sync: False: every rank keeps amaxes of its own, and there is no collective.
         check_every: compare FP8 state and parameters after every so many steps (see ``StateManager.check``); 0: never.
@@ -79,16 +90,23 @@ def prepare(
             is high precision. The first match counts; one with a recipe beats ``skip``. Slots with other delayed
             scaling have an arena, and so a collective, of their own. See also ``first_and_last``.
         fallback: when modules go to high precision by themselves; None: never.
+        strict: True: what would be left out without a pattern (``skip`` and its defaults, ``overrides``) or
+            ``filter_fn`` that names it is an error. Nothing is changed then.
 
     For ``enabled``, ``amax_sync``, ``check_every``, ``check_policy`` and ``backend`` None means the environment
     variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND), else the
     default (on, synced, 0, "raise", "auto"). FP8DIST_REPORT_DIR: where evidence of a divergence is written.
 
     Raises:
-        ConfigurationError: more than one rank and no group, a model that is prepared already, or an
-            argument that cannot be.
+        ConfigurationError: more than one rank and no group, a model that is prepared, wrapped or sharded already, or
+            an argument that cannot be.
     """
-    recipe = DelayedScaling() if recipe is None else recipe
+    require_model(model)
+    recipe = DelayedScaling() if recipe is None else require_recipe("recipe", recipe)
+    groups = {} if groups is None else groups
+    require_groups(groups)
+    if not isinstance(strict, bool):
+        raise ConfigurationError(f"strict must be True or False, got {strict!r}")
     settings = Settings.resolve(
         enabled=enabled,
         amax_sync=amax_sync,
@@ -99,26 +117,69 @@ def prepare(
         fp8_all_gather=fp8_all_gather,
         fallback=fallback,
     )
-    if not isinstance(recipe, Recipe):
-        raise ConfigurationError(f"recipe must be a recipe such as DelayedScaling(), got {recipe!r}")
     if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigurationError("the model, or a part of it, is prepared already: detach() its manager first")
-    each = Overrides(overrides or {})
-    linears = _choose(model, each, skip, filter_fn)
+    each, skipped = Overrides({} if overrides is None else overrides), Skip(skip)
+    surveyed = survey(model, each, skipped, filter_fn)
+    if strict:
+        surveyed.require_named()
+    linears = surveyed.chosen
     recipes = {fqn: each.recipe(fqn, recipe) or recipe for fqn in linears}
     _require_gatherable(settings, recipes)
-    plan = _Plan(linears, group, groups or {}, recipe, recipes, settings)
+    plan = _Plan(linears, group, groups, recipe, recipes, settings)
     mode = Mode(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather)
     slots = {fqn: plan.slots_of(fqn, linear, mode) for fqn, linear in linears.items()}
     precisions = Precisions({fqn: of.precision for fqn, of in slots.items()})
-    manager = StateManager(model, recipe, settings, mode, precisions, plan.syncs, plan.sync_groups, plan.aliases)
+    coverage = surveyed.coverage(settings.enabled)
+    manager = StateManager(
+        model, recipe, settings, mode, precisions, plan.syncs, plan.sync_groups, plan.aliases, coverage
+    )
     for fqn, linear in linears.items():
         convert(linear, slots[fqn])
     model.__dict__[ATTRIBUTE] = manager
-    logger.info("fp8dist: %d Linears are FP8Linears now", len(linears))
-    if not settings.enabled:
-        logger.warning("fp8dist is switched off: %d Linears stay in high precision", len(linears))
+    _tell(model, surveyed, settings.enabled, plan.speaks)
+    _warn_of_patterns(surveyed.fqns, skipped.given, groups, each.given)
     return manager
+
+
+def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> None:
+    """Log what is in FP8 now, and what is not. ``speaks=False``: another rank warns of a low share."""
+    for fqn, why in surveyed.left_out:
+        logger.info("fp8dist: %s stays in high precision: %s", fqn or "the model", why.reason)
+    logger.info("fp8dist: %d Linears are FP8Linears now", len(surveyed.chosen))
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        logger.warning(
+            "fp8dist: torch's fast path of nn.TransformerEncoderLayer in eval() does not call its Linears, so "
+            "it is not FP8; torch.backends.mha.set_fastpath_enabled(False) turns it off"
+        )
+    coverage = surveyed.coverage(True)
+    if not enabled:
+        logger.warning("fp8dist is switched off: %d Linears stay in high precision", len(surveyed.chosen))
+    elif not coverage.rows:
+        logger.warning("fp8dist: no Linear of this model is eligible: it has no matmul weights")
+    elif not surveyed.chosen:
+        logger.log(
+            logging.WARNING if speaks else logging.INFO,
+            "fp8dist: no Linear of this model is eligible: FP8: %s; left out: %s",
+            coverage.summary,
+            surveyed.summary(),
+        )
+    elif coverage.share < ENOUGH:
+        level = logging.WARNING if speaks and not surveyed.all_named else logging.INFO
+        logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
+
+
+def _warn_of_patterns(
+    fqns: Sequence[str], skip: Iterable[str], groups: Mapping[str, object], overrides: Mapping[str, object]
+) -> None:
+    for name, patterns in (("skip", skip), ("groups", groups), ("overrides", overrides)):
+        if strangers := unmatched(patterns, fqns):
+            logger.warning("fp8dist: %s: no module with a matmul weight matches %s", name, ", ".join(strangers))
+    for name, mapping in (("groups", groups), ("overrides", overrides)):
+        if hidden := shadowed(mapping, fqns):
+            logger.warning(
+                "fp8dist: %s: %s never counts: an earlier pattern matches all of it", name, ", ".join(map(repr, hidden))
+            )
 
 
 def _require_gatherable(settings: Settings, recipes: Mapping[str, Recipe]) -> None:
@@ -128,40 +189,6 @@ def _require_gatherable(settings: Settings, recipes: Mapping[str, Recipe]) -> No
             f"{rowwise}: fp8_all_gather=True does not go with RowwiseScaling: dgrad wants scales by columns, which no "
             "rank can make of FP8 rows. Use another recipe for it, or leave fp8_all_gather out"
         )
-
-
-def _choose(
-    model: nn.Module,
-    overrides: Overrides,
-    skip: Sequence[str],
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-) -> dict[str, nn.Linear]:
-    def unwanted(fqn: str) -> str | None:
-        if overrides.pattern_of(fqn) is not None:
-            return None if overrides.recipe(fqn, DelayedScaling()) is not None else "overrides say so"
-        return "it matches skip" if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in skip) else None
-
-    chosen: dict[str, nn.Linear] = {}
-    skipped: Counter[str] = Counter()
-    for fqn, linear, reason in eligible_linears(model, unwanted, filter_fn):
-        if reason is None:
-            chosen[fqn] = linear
-        else:
-            skipped[reason] += 1
-            level = logging.WARNING if reason == SHARDED_ALREADY else logging.INFO
-            logger.log(level, "fp8dist: %s stays in high precision: %s", fqn or "the model", reason)
-    if overrides.unused:
-        logger.warning("fp8dist: overrides %s match no Linear", ", ".join(map(repr, overrides.unused)))
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            logger.warning(
-                "fp8dist: torch's fast path of nn.TransformerEncoderLayer in eval() does not call its Linears, so "
-                "it is not FP8; torch.backends.mha.set_fastpath_enabled(False) turns it off"
-            )
-            break
-    if not chosen:
-        logger.warning("fp8dist: no Linear of this model is eligible: %s", dict(skipped) or "there is none")
-    return chosen
 
 
 class _Plan:
@@ -213,6 +240,12 @@ class _Plan:
         sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
         self.syncs = list(self._syncs.values())
         self.sync_groups = [sync_groups[place] for place, _ in self._syncs]
+
+    @property
+    def speaks(self) -> bool:
+        """True on the rank that says what all ranks of the first group see."""
+        group = next((group for group in self.sync_groups if group is not None), None)
+        return group is None or group.rank == min(group.ranks)
 
     def _arena_of(self, fqn: str) -> tuple[int, Recipe]:
         """Slots of other groups, or under other recipes, live in other arenas."""

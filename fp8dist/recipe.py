@@ -6,14 +6,16 @@ A recipe compares, hashes and prints by its values, and comes back from ``descri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Format, Role, formats_by_role
+from fp8dist.names import check_fields, nearest, require_choice
 
 __all__ = [
     "GEMMS",
@@ -25,6 +27,7 @@ __all__ = [
     "Recipe",
     "RowwiseScaling",
     "gemms_in_order",
+    "require_recipe",
 ]
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
@@ -58,7 +61,7 @@ class Recipe:
         raise ConfigurationError("Recipe is what recipes have in common: take DelayedScaling(), say")
 
     def __post_init__(self) -> None:
-        _require_choice("format", self.format, ("hybrid", "e4m3"))
+        require_choice("format", self.format, ("hybrid", "e4m3"))
         if not isinstance(self.power_of_two, bool):
             raise ConfigurationError(f"power_of_two must be True or False, got {self.power_of_two!r}")
         object.__setattr__(self, "high_precision", gemms_in_order("high_precision", self.high_precision))
@@ -96,6 +99,7 @@ class Recipe:
         return made
 
 
+@check_fields
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of earlier steps.
@@ -130,13 +134,14 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         _require_int("history_len", self.history_len, 1, 1_000_000)
         _require_int("margin", self.margin, -64, 64)
-        _require_choice("update", self.update, ("same_step", "next_step"))
-        _require_choice("warmup", self.warmup, ("current", "unit"))
+        require_choice("update", self.update, ("same_step", "next_step"))
+        require_choice("warmup", self.warmup, ("current", "unit"))
         if not callable(self.amax_algo):
-            _require_choice("amax_algo", self.amax_algo, ("max", "most_recent"))
+            require_choice("amax_algo", self.amax_algo, ("max", "most_recent"))
         super().__post_init__()
 
 
+@check_fields
 @dataclass(frozen=True)
 class CurrentScaling(Recipe):
     """One scale per tensor, from its own amax: ``fp8_max / amax``.
@@ -157,6 +162,7 @@ class CurrentScaling(Recipe):
     high_precision: tuple[Gemm, ...] = ()
 
 
+@check_fields
 @dataclass(frozen=True)
 class RowwiseScaling(Recipe):
     """A scale for each row of an operand: each token of an input or gradient, each output channel of a weight.
@@ -178,6 +184,7 @@ class RowwiseScaling(Recipe):
     high_precision: tuple[Gemm, ...] = ()
 
 
+@check_fields
 @dataclass(frozen=True)
 class BlockScaling(Recipe):
     """A scale for each block: 1 x 128 elements of inputs and gradients, 128 x 128 of weights.
@@ -206,7 +213,10 @@ def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:
         ConfigurationError: it names something else, or is none; says that it is about ``name``.
     """
     if not isinstance(value, (tuple, list, set, frozenset)) or not all(gemm in GEMMS for gemm in value):
-        raise ConfigurationError(f"{name} must be a tuple of {', '.join(GEMMS)}, got {value!r}")
+        given = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
+        meant = [near for gemm in given for near in nearest(gemm, GEMMS, 1)]
+        instead = f" (write {name}={tuple(meant)})" if meant and len(meant) == len(given) else ""
+        raise ConfigurationError(f"{name} must be a tuple of {', '.join(GEMMS)}{instead}, got {value!r}")
     return tuple(gemm for gemm in GEMMS if gemm in value)
 
 
@@ -215,6 +225,54 @@ def _require_int(name: str, value: object, low: int, high: int) -> None:
         raise ConfigurationError(f"{name} must be an integer from {low} to {high}, got {value!r}")
 
 
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+_CALLED: Mapping[str, str] = MappingProxyType(
+    {
+        "delayed": "DelayedScaling()",
+        "delayedscaling": "DelayedScaling()",
+        "current": "CurrentScaling()",
+        "currentscaling": "CurrentScaling()",
+        "float8currentscaling": "CurrentScaling()",
+        "dynamic": "CurrentScaling()",
+        "tensorwise": "CurrentScaling()",
+        "rowwise": "RowwiseScaling()",
+        "rowwisescaling": "RowwiseScaling()",
+        "rowwise_with_gw_hp": 'RowwiseScaling(high_precision=("wgrad",))',
+        "float8linearconfig": "CurrentScaling() or RowwiseScaling()",
+        "block": "BlockScaling()",
+        "blockwise": "BlockScaling()",
+        "blockscaling": "BlockScaling()",
+        "float8blockscaling": "BlockScaling()",
+    }
+)
+"""What recipes are called in strings, in TransformerEngine and in torchao, in lower case."""
+
+
+def require_recipe(name: str, value: object, expected: str = "a recipe such as DelayedScaling()") -> Recipe:
+    """``value``, which must be a recipe of this library.
+
+    Raises:
+        ConfigurationError: it is something else; says which recipe it probably means.
+    """
+    if isinstance(value, Recipe):
+        return value
+    got, instead = repr(value), ""
+    if isinstance(value, type):
+        got = f"the class {value.__name__}"
+        instead = f": write {value.__name__}()" if issubclass(value, Recipe) else _instead(value)
+    elif isinstance(value, str):
+        near = nearest(value, _CALLED, 1)
+        instead = f": write fp8dist.{_CALLED[near[0]]}" if near else ""
+    elif isinstance(value, Mapping):
+        instead = ": write DelayedScaling(**it), or the recipe that it is for"
+    elif value is not None:
+        instead = _instead(type(value))
+    raise ConfigurationError(f"{name} must be {expected}, got {got}{instead}")
+
+
+def _instead(theirs: type) -> str:
+    """For a class of another library."""
+    library = theirs.__module__.split(".")[0]
+    known = _CALLED.get(theirs.__name__.lower())
+    if known is not None:
+        return f", {theirs.__name__} of {library}: use fp8dist.{known}"
+    return ""

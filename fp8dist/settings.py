@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fp8dist.errors import ConfigurationError
 from fp8dist.fallback import Fallback
 from fp8dist.kernels.backends import BACKENDS
+from fp8dist.names import did_you_mean
 
 __all__ = ["Settings", "report_dir"]
 
@@ -105,7 +106,8 @@ def _parsed(source: str, value: object, parse: Callable[[object], Any]) -> Any:
     try:
         return parse(value)
     except ValueError as error:
-        raise ConfigurationError(f"{source} {error}, got {value!r}") from None
+        text, *choices = error.args
+        raise ConfigurationError(f"{source} {text}{did_you_mean(value, choices)}, got {value!r}") from None
 
 
 def _bool(value: object) -> bool:
@@ -123,8 +125,8 @@ def _flag(text: object) -> bool:
 
 def _one_of(*choices: str) -> Callable[[object], object]:
     def parse(value: object) -> object:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}", *choices)
         return value
 
     return parse

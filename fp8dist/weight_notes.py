@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
-from fp8dist.groups import local_part
+from fp8dist.groups import is_dtensor, local_part
 
 __all__ = ["WeightNote", "stored_parameters"]
 
@@ -43,6 +46,19 @@ class WeightNote:
         self._address = 0  # 0: FSDP or tensor parallelism moves it.
         self._written = False
         self._in_backward: list[int] | None = None
+        self._remembered: list[weakref.ref[Tensor]] = []
+
+    def remember(self, parameters: Iterable[Tensor]) -> None:
+        """The weight is stored in these: an optimizer that holds them may be made before others take their place."""
+        for parameter in parameters:
+            # torch cannot move a DTensor that has weak references.
+            if not is_dtensor(parameter) and all(parameter is not known() for known in self._remembered):
+                self._remembered.append(weakref.ref(parameter))
+
+    @property
+    def remembered(self) -> list[Tensor]:
+        """The parameters that store the weight, or once did, as far as they are alive."""
+        return [parameter for known in self._remembered if (parameter := known()) is not None]
 
     def take(self, linear: nn.Module, resharded: bool, attached: bool = False) -> None:
         """The scale is right for the weight as it is now.
@@ -54,6 +70,7 @@ class WeightNote:
         weight = linear._parameters.get("weight")
         if attached or not self.stored or not (resharded or weight is self.stored[0]):
             self._look_at(stored_parameters(linear))
+            self.remember(self.stored)
         self._versions = [tensor._version for tensor in self._counted]
         whole = weight is not None and not resharded and len(self._counted) == 1
         self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]

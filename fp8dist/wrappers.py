@@ -16,6 +16,7 @@ __all__ = [
     "compute_device",
     "fsdp2_cut",
     "fsdp2_modules",
+    "is_sharded",
     "managed_from_outside",
     "mesh_ranks",
     "multiplied_shape",
@@ -116,8 +117,18 @@ def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module]) -> bool:
     """Whether FSDP2 shards its weight, though no FSDP2 module of those that are known holds it."""
     if linear in resharded or not is_dtensor(linear.weight):
         return False
-    # It leaves a hook on each module whose parameters it shards.
-    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in linear._load_state_dict_post_hooks.values())
+    return _has_fsdp2_hook(linear)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """True if FSDP1 or FSDP2 manages the module's own parameters, also where the wrapper is outside of what we see."""
+    # FSDP1 marks each module inside it, for Dynamo.
+    return bool(module.__dict__.get("_is_fsdp_managed_module")) or _has_fsdp2_hook(module)
+
+
+def _has_fsdp2_hook(module: nn.Module) -> bool:
+    # FSDP2 leaves a hook on each module whose parameters it shards.
+    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in module._load_state_dict_post_hooks.values())
 
 
 def resharded_modules(whole: nn.Module) -> set[nn.Module]:

@@ -365,7 +365,7 @@ def _in_a_join_context(update: Any) -> tuple[list[tuple[str, ...]], str]:
         net, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD, fallback=Fallback(steps=2)
     )
     ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes nothing; with 0 it would be no step.
     manager.attach(ddp, optimizer=optimizer)
 
     def step(index: int) -> None:

@@ -135,7 +135,7 @@ def _run(kind: str, parallel: str, precision: str = "fp8") -> tuple[Any, ...]:
             model,
             DelayedScaling(history_len=HISTORY),
             group=dist.group.WORLD,
-            skip=(),
+            skip=None,
             fp8_all_gather=parallel == "fsdp2",
         )
     wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)

@@ -67,8 +67,8 @@ def test_saved_state_dicts_do_not_mention_fp8dist(two_ranks: RankPool) -> None:
 
 
 def _round_trip(kind: str) -> tuple[Any, ...]:
-    model, called, _, optimizer = _started()
-    _plain_model, plain, _, plain_optimizer = _started()
+    model, called, manager, optimizer = _started()
+    _plain_model, plain, plain_manager, plain_optimizer = _started()
     before = {name: bits(value) for name, value in full(model).items()}
     buffer = io.BytesIO()
     torch.save(called.state_dict(), buffer)
@@ -87,6 +87,8 @@ def _round_trip(kind: str) -> tuple[Any, ...]:
         if kind == "assign":
             optimizer = OPTIMIZERS["sgd"](called.parameters())
             plain_optimizer = OPTIMIZERS["sgd"](plain.parameters())
+            manager.attach(called, optimizer=optimizer)
+            plain_manager.attach(plain, optimizer=plain_optimizer)
     after = {name: bits(value) for name, value in full(model).items()}
     losses = [(_step(called, optimizer, i), _step(plain, plain_optimizer, i)) for i in range(2, 5)]
     locals_ = {type(p._local_tensor).__name__ for n, p in model.named_parameters() if n.endswith("weight")}

@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module may import from its own line only inside a package of its own (state), else from lines above.
 LAYERS = [
     ["errors", "formats", "json_lines", "waits"],
-    ["scaling"],
+    ["scaling", "names"],
     ["kernels"],
-    ["fallback", "recipe", "ops", "gathered", "graphs"],
+    ["fallback", "recipe", "ops", "gathered", "graphs", "patterns"],
     ["settings"],
     ["state"],
     ["overrides", "precision", "groups"],
@@ -26,8 +26,8 @@ LAYERS = [
     ["watch", "linear_slots"],
     ["nn"],
     ["step_watch"],
-    ["ddp", "boundary", "calibration", "precision_control", "wrappers"],
-    ["checker", "fsdp", "shards", "guarded_steps"],
+    ["ddp", "boundary", "calibration", "precision_control", "wrappers", "arguments"],
+    ["coverage", "checker", "fsdp", "shards", "guarded_steps"],
     ["cycle", "loss_guard"],
     ["checkpoint", "transformer_engine", "attachment"],
     ["manager"],

@@ -83,7 +83,10 @@ def test_overrides_do_not_make_a_linear_eligible() -> None:
 def test_a_pattern_that_matches_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     fp8dist.prepare(make_net(), overrides={"frist": CurrentScaling(), "*": RowwiseScaling(), "blocks.*": None})
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "fp8dist: overrides 'frist', 'blocks.*' match no Linear")
+        (
+            "WARNING",
+            "fp8dist: overrides: no module with a matmul weight matches 'frist' (nearest: 'first'), 'blocks.*'",
+        )
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def test_ineligible_modules_are_left_with_a_reason(caplog: pytest.LogCaptureFixt
         "narrow": "24 x 32 are not multiples of 16",
         "odd": "32 x 33 are not multiples of 16",
         "mine": "MyLinear",
-        "attention.out_proj": "NonDynamicallyQuantizableLinear",
+        "attention": "nn.MultiheadAttention multiplies with its input projections itself",
+        "attention.out_proj": "nn.MultiheadAttention multiplies with its weight itself",
         "spectral": "spectral_norm",
         "parametrized": "ParametrizedLinear",
         "lm_head": "skip",
@@ -56,14 +58,64 @@ def test_ineligible_modules_are_left_with_a_reason(caplog: pytest.LogCaptureFixt
         "unwanted": "filter_fn",
     }.items():
         assert reason in said.pop(name)
-    assert list(said.values()) == ["fp8dist: 1 Linears are FP8Linears now"]
+    assert said.pop("1") == "fp8dist: 1 Linears are FP8Linears now"
+    assert list(said) == ["FP8:"]  # The warning of test_coverage.
 
 
-def test_skip_replaces_the_default_patterns() -> None:
+@pytest.mark.parametrize(
+    ("skip", "expected"),
+    [
+        ((), ["good", "unwanted"]),
+        (("g*",), ["unwanted"]),
+        ("g*", ["unwanted"]),  # Not the patterns "g" and "*".
+        (["nothing"], ["good", "unwanted"]),
+        (iter(["g*", "unwanted"]), []),
+        (None, ["good", "lm_head", "lora_down", "unwanted"]),
+        (("!*lm_head",), ["good", "lm_head", "unwanted"]),
+        ("!*lora_*", ["good", "lora_down", "unwanted"]),
+        (("!lora_*", "!lm_head", "unwanted"), ["good", "lm_head", "lora_down"]),
+        (("*", "!good"), ["good"]),  # The last pattern that matches counts.
+        (("!good", "*"), []),
+        (("!l*", "lm_*"), ["good", "lora_down", "unwanted"]),
+    ],
+)
+def test_skip_adds_to_the_default_patterns(skip: Any, expected: list[str]) -> None:
     zoo = Zoo()
-    fp8dist.prepare(zoo, skip=("g*", "unwanted"))
-    converted = [name for name, module in zoo.named_modules() if isinstance(module, FP8Linear)]
-    assert converted == ["lm_head", "lora_down"]
+    fp8dist.prepare(zoo, skip=skip)
+    assert [name for name, module in zoo.named_modules() if isinstance(module, FP8Linear)] == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ({"skip": "unwnted"}, "skip: no module with a matmul weight matches 'unwnted' (nearest: 'unwanted')"),
+        ({"skip": ("!godo", "mine")}, "skip: no module with a matmul weight matches '!godo' (nearest: 'good')"),
+        ({"groups": {"narow": None}}, "groups: no module with a matmul weight matches 'narow' (nearest: 'narrow')"),
+        ({"overrides": {"*.out_prj": None}}, "matches '*.out_prj' (nearest: 'attention.out_proj')"),
+        ({"overrides": {"attentio?.*": None, "xyz": None}}, "overrides: no module with a matmul weight matches 'xyz'"),
+        ({"overrides": {"g*": None, "good": None}}, "overrides: 'good' never counts: an earlier pattern matches all"),
+        ({"overrides": {"spectral.weight": None}}, "matches 'spectral.weight' (nearest: 'spectral')"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_one_warning(
+    argument: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fp8dist.prepare(Zoo(), **argument)
+    (text,) = [text for _, _, text in caplog.record_tuples if "FP8: " not in text]
+    assert said in text
+
+
+def test_a_pattern_of_a_block_is_told_its_modules(caplog: pytest.LogCaptureFixture) -> None:
+    fp8dist.prepare(nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])}), skip="blocks")
+    assert "matches 'blocks' (its modules are 'blocks.*')" in caplog.text
+
+
+def test_patterns_that_match_ineligible_modules_and_unused_defaults_are_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fp8dist.prepare(nn.Sequential(nn.Linear(32, 32)))
+    fp8dist.prepare(Zoo(), skip=("odd", "narrow", "attention", "mine", "spectral"), overrides={"parametrized": None})
+    assert all("FP8: " in text for _, _, text in caplog.record_tuples)
 
 
 def test_filter_fn_is_asked_about_eligible_modules_only() -> None:

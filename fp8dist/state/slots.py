@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Format, Role
+from fp8dist.names import require_choice
 
 __all__ = ["Slot", "SlotSpec", "clean_fqn", "first_few", "slot_key"]
 
@@ -55,11 +56,8 @@ def parse_role(role: str) -> Role:
     Raises:
         ConfigurationError: there is none.
     """
-    try:
-        return Role(role)
-    except ValueError:
-        names = ", ".join(r.value for r in Role)
-        raise ConfigurationError(f"role must be one of {names}, got {role!r}") from None
+    # "output" does not mean "grad_output".
+    return Role(require_choice("role", role, [known.value for known in Role], cutoff=0.75))
 
 
 def sorted_specs(specs: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:

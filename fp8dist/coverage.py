@@ -1,0 +1,389 @@
+"""Which of a model's matmul weights are in FP8, and why the others are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.groups import has_base, local_part
+from fp8dist.kernels.matmuls import ALIGNMENT
+from fp8dist.nn import FP8Linear
+from fp8dist.overrides import Overrides
+from fp8dist.patterns import Skip
+from fp8dist.recipe import GEMMS, Gemm
+from fp8dist.state.slots import clean_fqn
+from fp8dist.wrappers import is_sharded
+
+__all__ = ["Coverage", "CoverageRow", "Survey", "survey"]
+
+Filter = Callable[[nn.Module, str], bool]
+
+_LISTED = 20
+"""Modules that the error of strict=True lists before it counts the rest."""
+
+_GROUPS = 6
+"""Kinds of modules that the summary lists before it counts the rest."""
+
+_IN_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_BITSANDBYTES = ("Linear8bitLt", "Linear4bit")
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """The matmul weights of one module.
+
+    Attributes:
+        fqn: the module's name without wrapper prefixes; "" is the model itself.
+        kind: the name of its class.
+        parameters: elements of the weights that it multiplies with.
+        flops: its share, 0 to 1, of the model's matmul FLOPs per token.
+        fp8: True if it computes in FP8, at least in one GEMM.
+        reason: why it does not, or which GEMMs do not; "" if all of them do.
+        tied_to: the embedding, or the earlier Linear, that has the same weight; "" if there is none.
+    """
+
+    fqn: str
+    kind: str
+    parameters: int
+    flops: float
+    fp8: bool
+    reason: str = ""
+    tied_to: str = ""
+
+    def __str__(self) -> str:
+        said = [text for text in (self.reason, self.tied_to and f"tied to {self.tied_to}") if text]
+        return f"{'FP8' if self.fp8 else 'high precision'}{': ' if said else ''}{'; '.join(said)}"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The matmul weights of a model, a row for each module that has some. Iterates its rows, prints as a table.
+
+    Counted are the weights of ``nn.Linear`` and its subclasses, ``nn.Bilinear``, the input projections of
+    ``nn.MultiheadAttention``, transformers' ``Conv1D``, other classes with "Linear" in their name, and parameters of
+    three or more dims (fused experts) of modules that are no convolution, norm or embedding. Convolutions, embeddings
+    and RNNs are not counted.
+
+    FLOPs are 2 x parameters per token for each weight, so shares of FLOPs are shares of parameters. A weight that
+    several modules multiply with counts once for each. How many experts a token visits is not known: all are counted.
+    """
+
+    rows: tuple[CoverageRow, ...]
+
+    def __iter__(self) -> Iterator[CoverageRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def parameters(self) -> int:
+        """Matmul parameters in all."""
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def fp8_parameters(self) -> int:
+        """Those of modules that compute in FP8."""
+        return sum(row.parameters for row in self.rows if row.fp8)
+
+    @property
+    def share(self) -> float:
+        """The share, 0 to 1, of matmul parameters in FP8; 0 in a model that has none."""
+        return self.fp8_parameters / max(self.parameters, 1)
+
+    def __str__(self) -> str:
+        header = ("module", "kind", "parameters", "FLOPs", "computes in")
+        lines = [header] + [
+            (row.fqn or "(model)", row.kind, f"{row.parameters:,}", f"{100 * row.flops:.1f} %", str(row))
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in lines) for i in range(4)]
+        table = [
+            f"{fqn:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {share:>{widths[3]}}  {where}"
+            for fqn, kind, count, share, where in lines
+        ]
+        return "\n".join([*table, f"FP8: {self.summary}"])
+
+    @property
+    def summary(self) -> str:
+        """One phrase, such as "98.2 % of matmul weights"."""
+        return f"{100 * self.share:.1f} % of matmul weights" if self.rows else "no matmul weights"
+
+    def with_precisions(self, high: Mapping[str, Sequence[Gemm]]) -> Coverage:
+        """The same with what is in high precision now, by fqn of FP8Linears."""
+        rows = []
+        for row in self.rows:
+            gemms = high.get(row.fqn, ()) if row.fp8 else ()
+            if set(gemms) == set(GEMMS):
+                row = dataclasses.replace(row, fp8=False, reason="set_precision, a fallback or its recipe says so")
+            elif gemms:
+                row = dataclasses.replace(row, reason=f"{', '.join(gemms)} in high precision")
+            rows.append(row)
+        return Coverage(tuple(rows))
+
+
+class LeftOut(NamedTuple):
+    """Why a module stays in high precision.
+
+    ``label``: in a word, for the summary. ``reason``: in a sentence. ``named``: who named it by a pattern or filter_fn.
+    """
+
+    label: str
+    reason: str
+    named: Literal["caller", "default"] | None = None
+
+
+class _Found(NamedTuple):
+    """A module with matmul weights."""
+
+    fqn: str
+    module: nn.Module
+    parameters: int
+    tied_to: str
+    left_out: LeftOut | None
+
+
+class Survey:
+    """What ``prepare`` makes of a model's matmul weights. Changes nothing."""
+
+    def __init__(self, found: Sequence[_Found]) -> None:
+        self._found = found
+
+    @property
+    def chosen(self) -> dict[str, nn.Linear]:
+        """The Linears to convert, by fqn."""
+        return {
+            one.fqn: one.module for one in self._found if one.left_out is None and isinstance(one.module, nn.Linear)
+        }
+
+    @property
+    def fqns(self) -> list[str]:
+        """All modules with matmul weights: what patterns are matched with."""
+        return [one.fqn for one in self._found]
+
+    @property
+    def left_out(self) -> list[tuple[str, LeftOut]]:
+        """(fqn, why) of the others."""
+        return [(one.fqn, one.left_out) for one in self._found if one.left_out is not None]
+
+    @property
+    def all_named(self) -> bool:
+        """True if the caller named everything that is left out."""
+        return all(why.named == "caller" for _, why in self.left_out)
+
+    def coverage(self, enabled: bool) -> Coverage:
+        """The table. ``enabled=False``: FP8 is switched off as a whole."""
+        total = max(sum(one.parameters for one in self._found), 1)
+        off = "" if enabled else "FP8 is switched off (enabled=False, or FP8DIST_ENABLED=0)"
+        return Coverage(
+            tuple(
+                CoverageRow(
+                    one.fqn,
+                    type(one.module).__name__,
+                    one.parameters,
+                    one.parameters / total,
+                    one.left_out is None and enabled,
+                    off if one.left_out is None else one.left_out.reason,
+                    one.tied_to,
+                )
+                for one in self._found
+            )
+        )
+
+    def summary(self) -> str:
+        """What is left out, largest first, such as "4 MixtralExperts (3-D parameters), lm_head (skip)"."""
+        groups: dict[tuple[str, str], list[_Found]] = {}
+        for one in self._found:
+            if one.left_out is not None:
+                groups.setdefault((type(one.module).__name__, one.left_out.label), []).append(one)
+        ordered = sorted(groups.items(), key=lambda item: -sum(one.parameters for one in item[1]))
+        said = [
+            f"{f'{len(same)} {kind}' if len(same) > 1 else same[0].fqn or 'the model'} ({label})"
+            for (kind, label), same in ordered[:_GROUPS]
+        ]
+        rest = sum(len(same) for _, same in ordered[_GROUPS:])
+        return ", ".join(said) + (f" and {rest} more" if rest else "")
+
+    def require_named(self) -> None:
+        """Raise ConfigurationError if something is left out that no pattern and no filter_fn named."""
+        unnamed = [f"{fqn or 'the model'} ({why.reason})" for fqn, why in self.left_out if why.named is None]
+        if unnamed:
+            more = f" and {len(unnamed) - _LISTED} more" if len(unnamed) > _LISTED else ""
+            raise ConfigurationError(
+                f"strict=True: {len(unnamed)} module(s) would stay in high precision, and no pattern names them: "
+                f"{', '.join(unnamed[:_LISTED])}{more}. Name them in skip= or overrides=, or make them eligible"
+            )
+
+
+def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter | None) -> Survey:
+    """Find all matmul weights of a model, and decide which are to be in FP8. Reads shapes only, so it works on the
+    meta device.
+
+    Raises:
+        ConfigurationError: a Linear to convert is prepared, or sharded by FSDP, already; or filter_fn does not take
+            (module, fqn).
+    """
+    _require_filter(filter_fn)
+    owners: dict[int, str] = {}  # By id of a weight.
+    inner = set()  # Linears whose weight nn.MultiheadAttention multiplies with.
+    for raw, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            owners.setdefault(id(module.weight), clean_fqn(raw))
+        elif isinstance(module, nn.MultiheadAttention):
+            inner.add(id(module.out_proj))
+    found = []
+    for raw, module in model.named_modules():
+        parameters = _matmul_parameters(module)
+        if parameters is None:
+            continue
+        fqn = clean_fqn(raw)
+        if isinstance(module, FP8Linear):
+            raise ConfigurationError(f"{fqn or 'the model'} is prepared already: detach() its manager first")
+        weight = module._parameters.get("weight")
+        owner = fqn if weight is None else owners.setdefault(id(weight), fqn)
+        left_out = _named(fqn, overrides, skip)
+        if left_out is None:
+            left_out = _why_not(module, fqn, id(module) in inner, filter_fn)
+        found.append(_Found(fqn, module, parameters, owner if owner != fqn else "", left_out))
+    return Survey(found)
+
+
+def _require_filter(filter_fn: object) -> None:
+    if filter_fn is None:
+        return
+    if not callable(filter_fn):
+        raise ConfigurationError(f"filter_fn must be a function of (module, fqn), got {filter_fn!r}")
+    try:
+        signature = inspect.signature(filter_fn)
+    except (TypeError, ValueError):  # Some built-in functions have none.
+        return
+    try:
+        signature.bind(None, "")
+    except TypeError as error:
+        raise ConfigurationError(
+            f"filter_fn is called as filter_fn(module, fqn), got one that takes {signature}: {error}"
+        ) from None
+
+
+def _named(fqn: str, overrides: Overrides, skip: Skip) -> LeftOut | None:
+    """Whether a pattern keeps this module in high precision."""
+    pattern = overrides.pattern_of(fqn)
+    if pattern is not None:
+        recipe = overrides.given[pattern]
+        return LeftOut("overrides", f"overrides say so ({pattern!r})", "caller") if recipe is None else None
+    pattern = skip.pattern_of(fqn)
+    if pattern is None:
+        return None
+    if skip.is_default(pattern):
+        return LeftOut("skip", f"it matches skip {pattern!r}, a default", "default")
+    return LeftOut("skip", f"it matches skip {pattern!r}", "caller")
+
+
+# What multiplies -----------------------------------------------------------------------------------
+
+
+def _matmul_parameters(module: nn.Module) -> int | None:
+    """How many parameters the module itself multiplies with; None: it is no matmul."""
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features  # The shape of a quantised weight is another.
+    own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
+    if isinstance(module, nn.MultiheadAttention):
+        own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
+    elif "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D":
+        own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
+    elif not isinstance(module, nn.Bilinear):
+        own = _expert_parameters(module)
+    return sum(p.numel() for name, p in own.items() if name != "bias") if own else None
+
+
+def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters [experts, …, a, b], by name. A leading dim of 1 is a batch's (position embeddings), a last one of 1
+    that of a scale."""
+    name = type(module).__name__.lower()
+    if isinstance(module, ParametrizationList) or any(word in name for word in ("conv", "norm", "embed")):
+        return {}
+    if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
+        return {}
+    own = {key: p for key, p in module._parameters.items() if p is not None and not is_lazy(p) and p.ndim >= 3}
+    return {key: p for key, p in own.items() if min(p.shape[0], p.shape[-2], p.shape[-1]) > 1}
+
+
+# Why not -------------------------------------------------------------------------------------------
+
+
+def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None) -> LeftOut | None:
+    reason = _not_linear(module) if not isinstance(module, nn.Linear) else _odd_linear(module, inner)
+    if reason is not None or not isinstance(module, nn.Linear):
+        return reason
+    if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
+        shape = f"{module.in_features} x {module.out_features}"
+        return LeftOut(f"dims not multiples of {ALIGNMENT}", f"{shape} are not multiples of {ALIGNMENT}")
+    if filter_fn is not None and not filter_fn(module, fqn):
+        return LeftOut("filter_fn", "filter_fn said no", "caller")
+    if is_sharded(module):
+        raise ConfigurationError(
+            f"{fqn or 'the model'} is managed by FSDP already: call prepare(model) first, then wrap or shard it. "
+            "What is to stay in high precision goes into skip="
+        )
+    return None
+
+
+def _not_linear(module: nn.Module) -> LeftOut:
+    name = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return LeftOut("not nn.Linear", "nn.MultiheadAttention multiplies with its input projections itself")
+    if name == "Conv1D":
+        return LeftOut("not nn.Linear", "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear")
+    if isinstance(module, nn.Bilinear) or "Linear" in name:
+        return LeftOut("not nn.Linear", f"it is a {name}, not an nn.Linear")
+    experts = _expert_parameters(module)
+    dims = f"{max(p.ndim for p in experts.values())}-D parameters"
+    return LeftOut(dims, f"{', '.join(experts)}: {dims}, not an nn.Linear")
+
+
+def _odd_linear(module: nn.Linear, inner: bool) -> LeftOut | None:
+    """What is wrong with an nn.Linear, apart from its dims."""
+    name = type(module).__name__
+    if inner:
+        return LeftOut(
+            "in nn.MultiheadAttention", "nn.MultiheadAttention multiplies with its weight itself and never calls it"
+        )
+    if any(has_base(module, known) for known in _BITSANDBYTES):
+        return LeftOut("quantised", f"it is a {name} of bitsandbytes: its weight is quantised")
+    if isinstance(module, nn.LazyLinear):
+        return LeftOut("not initialised", "it is a LazyLinear: run a forward first, then prepare")
+    if type(module) is not nn.Linear and not has_base(module, "FSDPModule"):
+        return LeftOut("not exactly nn.Linear", f"it is a {name}, not exactly nn.Linear")
+    if "forward" in module.__dict__:
+        return LeftOut("forward replaced", "its forward was replaced (module.forward = …, as accelerate's hooks do)")
+    weight = module._parameters.get("weight")
+    if not isinstance(weight, nn.Parameter):
+        if is_sharded(module):
+            return None  # FSDP1 took the weight away, which is an error of its own.
+        return LeftOut(
+            "no plain weight", "its weight is not a plain Parameter (an old-style weight_norm or spectral_norm)"
+        )
+    subclass = _tensor_subclass(weight)
+    if subclass is not None:
+        return LeftOut("quantised weight", f"its weight is a {subclass}, a tensor subclass (quantised?)")
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        return LeftOut("quantised weight", f"its weight is {str(weight.dtype).removeprefix('torch.')}")
+    return None
+
+
+def _tensor_subclass(weight: Tensor) -> str | None:
+    """The class of a weight whose operations are not a plain tensor's; DTensors and fake tensors are fine."""
+    kind = type(local_part(weight))
+    # A subclass of Parameter may only carry attributes (Megatron's, DeepSpeed's); one of Tensor is a data type.
+    plain = kind is torch.Tensor or issubclass(kind, nn.Parameter)
+    plain = plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return None if plain or has_base(local_part(weight), "FakeTensor") else kind.__name__

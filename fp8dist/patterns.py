@@ -1,0 +1,85 @@
+"""Patterns of module names (fnmatch): what ``skip`` means, and which patterns match nothing."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.names import nearest
+
+__all__ = ["DEFAULT_SKIP", "Skip", "require_patterns", "shadowed", "unmatched"]
+
+DEFAULT_SKIP = ("*lm_head", "*lora_*")
+
+
+class Skip:
+    """``prepare(skip=…)``: the default patterns, then the caller's; the last one that matches counts.
+
+    A pattern that begins with "!" takes the modules that it matches back in. None: no patterns at all, not even the
+    defaults.
+
+    Raises:
+        ConfigurationError: it is no string, no iterable of strings, and not None.
+    """
+
+    def __init__(self, given: str | Iterable[str] | None) -> None:
+        if isinstance(given, str):
+            given = (given,)
+        self.given: tuple[str, ...] = () if given is None else require_patterns("skip", given)
+        self._patterns = () if given is None else (*DEFAULT_SKIP, *self.given)
+
+    def pattern_of(self, fqn: str) -> str | None:
+        """The pattern that skips a module; None: it is not skipped."""
+        for pattern in reversed(self._patterns):
+            if fnmatch.fnmatchcase(fqn, pattern.removeprefix("!")):
+                return None if pattern.startswith("!") else pattern
+        return None
+
+    def is_default(self, pattern: str) -> bool:
+        """Whether the caller did not write this pattern."""
+        return pattern not in self.given
+
+
+def require_patterns(name: str, given: object) -> tuple[str, ...]:
+    """Patterns as a tuple.
+
+    Raises:
+        ConfigurationError: it is no iterable of strings.
+    """
+    patterns = tuple(given) if isinstance(given, Iterable) else (given,)
+    wrong = next((pattern for pattern in patterns if not isinstance(pattern, str)), None)
+    if wrong is not None or not isinstance(given, Iterable):
+        got = f"got {given!r}" if not isinstance(given, Iterable) else f"got {wrong!r} among them"
+        raise ConfigurationError(
+            f'{name} must hold patterns of module names, such as ("*.router", "blocks.0.*"), {got}'
+        )
+    return patterns
+
+
+def unmatched(patterns: Iterable[str], fqns: Sequence[str]) -> list[str]:
+    """For a message: the patterns that match none of these modules, each with the nearest names."""
+    return [
+        f"{pattern!r}{_instead(pattern.removeprefix('!'), fqns)}"
+        for pattern in patterns
+        if not any(fnmatch.fnmatchcase(fqn, pattern.removeprefix("!")) for fqn in fqns)
+    ]
+
+
+def _instead(pattern: str, fqns: Sequence[str]) -> str:
+    if any(fnmatch.fnmatchcase(fqn, f"{pattern}.*") for fqn in fqns):  # A pattern of a block means what is in it.
+        return f" (its modules are {f'{pattern}.*'!r})"
+    found = nearest(pattern, fqns)
+    return f" (nearest: {', '.join(map(repr, found))})" if found else ""
+
+
+def shadowed(patterns: Iterable[str], fqns: Iterable[str]) -> list[str]:
+    """The patterns that match modules, but only such as an earlier pattern takes: where the first match counts."""
+    left = set(fqns)
+    everything, hidden = frozenset(left), []
+    for pattern in patterns:
+        mine = {fqn for fqn in left if fnmatch.fnmatchcase(fqn, pattern)}
+        if not mine and any(fnmatch.fnmatchcase(fqn, pattern) for fqn in everything):
+            hidden.append(pattern)
+        left -= mine
+    return hidden

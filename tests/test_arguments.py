@@ -1,0 +1,446 @@
+"""Wrong arguments are told where they come in, with the right one. No bare TypeError or AttributeError."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import inspect
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, RowwiseScaling, StateManager
+from fp8dist.errors import ConfigurationError, NotAModelError, UnknownArgumentError
+from fp8dist.nn import FP8Linear
+from tests.support.ranks import RankPool
+from tests.support.training import make_net
+
+
+def model() -> nn.Module:
+    return make_net()
+
+
+def prepared() -> tuple[nn.Module, StateManager]:
+    """The manager knows its model weakly."""
+    net = make_net()
+    return net, fp8dist.prepare(net)
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def message(call: Callable[[], object]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        call()
+    return str(caught.value)
+
+
+# Keywords -----------------------------------------------------------------------------------------
+
+KEYWORDS: list[tuple[Callable[..., object], str, str]] = [
+    # TransformerEngine's recipes
+    (DelayedScaling, "amax_history_len", "DelayedScaling(): amax_history_len is called history_len here"),
+    (DelayedScaling, "amax_compute_algo", "amax_compute_algo is called amax_algo here"),
+    (DelayedScaling, "fp8_format", 'fp8_format is called format here: it is "hybrid" or "e4m3"'),
+    (DelayedScaling, "override_linear_precision", "override_linear_precision is called high_precision here"),
+    (DelayedScaling, "reduce_amax", "reduce_amax is an argument of another call: prepare(amax_sync=…)"),
+    (DelayedScaling, "interval", "interval: it is gone: scales follow each step"),
+    (DelayedScaling, "scaling_factor_compute_algo", "scaling_factor_compute_algo: it is not offered"),
+    (DelayedScaling, "fp8_dpa", "fp8_dpa: it is not offered"),
+    (DelayedScaling, "fp8_mha", "fp8_mha: it is not offered"),
+    (CurrentScaling, "use_power_2_scales", "use_power_2_scales is called power_of_two here"),
+    (CurrentScaling, "amax_history_len", "is an argument of another call: DelayedScaling(history_len=…)"),
+    (CurrentScaling, "fp8_gemm_fprop", "fp8_gemm_fprop: it is not offered"),
+    (BlockScaling, "x_block_scaling_dim", "it is fixed: BlockScaling has blocks of 1 x 128 in inputs"),
+    (BlockScaling, "use_f32_scales", "it is the opposite: power_of_two=False is the default"),
+    (RowwiseScaling, "margin", "RowwiseScaling(): margin is an argument of another call: DelayedScaling(margin=…)"),
+    # torchao's configuration
+    (CurrentScaling, "cast_config_input", "cast_config_input: it is not offered"),
+    (CurrentScaling, "enable_fsdp_float8_all_gather", "argument of another call: prepare(fp8_all_gather=…)"),
+    (CurrentScaling, "round_scales_to_power_of_2", "round_scales_to_power_of_2 is called power_of_two here"),
+    (CurrentScaling, "force_recompute_fp8_weight_in_bwd", "it is not needed: under FSDP weights are cast again"),
+    (CurrentScaling, "pad_inner_dim", "pad_inner_dim: it is not offered: dims must be multiples of 16"),
+    (CurrentScaling, "emulate", 'prepare(backend=…): use backend="reference"'),
+    # Typing mistakes
+    (DelayedScaling, "histroy_len", "there is no argument 'histroy_len' (did you mean 'history_len'?). It takes"),
+    (DelayedScaling, "zzz", "there is no argument 'zzz'. It takes history_len, amax_algo, margin, format, update"),
+    (Fallback, "step", "Fallback(): there is no argument 'step' (did you mean 'steps'?)"),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "said"), KEYWORDS)
+def test_an_unknown_keyword_of_a_recipe(call: Callable[..., object], name: str, said: str) -> None:
+    assert said in message(lambda: call(**{name: 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fp8_recipe", "prepare(): fp8_recipe is called recipe here"),
+        ("fp8_group", "fp8_group is called group here"),
+        ("amax_reduction_group", "amax_reduction_group is called group here"),
+        ("reduce_amax", "reduce_amax is called amax_sync here"),
+        ("calibrating", "manager.autocast(calibrating=…): or calibrate inside `with manager.calibrate():`"),
+        ("config", "config is called recipe here"),
+        ("module_filter_fn", "module_filter_fn is called filter_fn here"),
+        ("emulate", 'emulate is called backend here: use backend="reference"'),
+        ("enable_fsdp_float8_all_gather", "enable_fsdp_float8_all_gather is called fp8_all_gather here"),
+        ("history_len", "history_len is an argument of another call: DelayedScaling(history_len=…)"),
+        ("optimizer", "optimizer is an argument of another call: manager.attach(optimizer=…)"),
+        ("exclude", "exclude is called skip here"),
+        ("overides", "there is no argument 'overides' (did you mean 'overrides'?). It takes model, recipe, group"),
+    ],
+)
+def test_an_unknown_keyword_of_prepare(name: str, said: str) -> None:
+    net = model()
+    assert said in message(lambda: fp8dist.prepare(net, **{name: None}))  # type: ignore[arg-type]
+    assert not any(isinstance(module, FP8Linear) for module in net.modules())
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "said"),
+    [
+        ("attach", "optim", "manager.attach(): optim is called optimizer here"),
+        ("attach", "grad_scaler", "grad_scaler is called scaler here"),
+        ("attach", "group", "group is an argument of another call: prepare(group=…)"),
+        ("attach", "modul", "there is no argument 'modul' (did you mean 'module'?). It takes module, optimizer"),
+        ("set_precision", "step", "manager.set_precision(): there is no argument 'step' (did you mean 'steps'?)"),
+        ("watch", "interval", "interval: it is gone"),
+        ("autocast", "enable", "(did you mean 'enabled'?)"),
+    ],
+)
+def test_an_unknown_keyword_of_a_method(method: str, name: str, said: str) -> None:
+    _net, manager = prepared()
+    assert said in message(lambda: getattr(manager, method)(**{name: 1}))
+
+
+def test_several_unknown_keywords_are_all_told() -> None:
+    text = message(lambda: DelayedScaling(amax_history_len=16, fp8_mha=True, marign=1))  # type: ignore[call-arg]
+    assert all(name in text for name in ("history_len here", "fp8_mha: it is not offered", "mean 'margin'?"))
+
+
+def test_unknown_keywords_are_type_errors_too_and_signatures_stay() -> None:
+    with pytest.raises(TypeError):
+        DelayedScaling(nothing=1)  # type: ignore[call-arg]
+    assert issubclass(UnknownArgumentError, ConfigurationError)
+    assert list(inspect.signature(DelayedScaling).parameters)[:2] == ["history_len", "amax_algo"]
+    assert inspect.signature(fp8dist.prepare).parameters["skip"].default == ()
+    recipe = DelayedScaling(history_len=4)
+    assert dataclasses.replace(recipe, margin=1) == DelayedScaling(history_len=4, margin=1)
+    assert pickle.loads(pickle.dumps(recipe)) == copy.deepcopy(recipe) == recipe
+    assert pickle.loads(pickle.dumps(fp8dist.prepare)) is fp8dist.prepare
+    assert "did you mean 'margin'?" in message(lambda: dataclasses.replace(recipe, margn=1))  # type: ignore[call-arg]
+
+
+# Recipes ------------------------------------------------------------------------------------------
+
+
+class Format(enum.Enum):
+    """TransformerEngine's."""
+
+    HYBRID = "hybrid"
+
+
+def foreign(name: str, library: str) -> object:
+    return type(name, (), {"__module__": f"{library}.recipe"})()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("delayed", "got 'delayed': write fp8dist.DelayedScaling()"),
+        ("Delayed", "write fp8dist.DelayedScaling()"),
+        ("tensorwise", "write fp8dist.CurrentScaling()"),
+        ("rowwise", "write fp8dist.RowwiseScaling()"),
+        ("rowwise_with_gw_hp", 'write fp8dist.RowwiseScaling(high_precision=("wgrad",))'),
+        ("blockwize", "write fp8dist.BlockScaling()"),
+        ("nonsense", "got 'nonsense'"),
+        (DelayedScaling, "got the class DelayedScaling: write DelayedScaling()"),
+        ({"margin": 1}, "write DelayedScaling(**it)"),
+        (foreign("DelayedScaling", "transformer_engine"), "DelayedScaling of transformer_engine: use fp8dist.Delayed"),
+        (foreign("Float8CurrentScaling", "transformer_engine"), "use fp8dist.CurrentScaling()"),
+        (foreign("Float8BlockScaling", "transformer_engine"), "use fp8dist.BlockScaling()"),
+        (foreign("Float8LinearConfig", "torchao"), "use fp8dist.CurrentScaling() or RowwiseScaling()"),
+        (type(foreign("DelayedScaling", "transformer_engine")), "use fp8dist.DelayedScaling()"),
+        (16, "got 16"),
+    ],
+)
+def test_what_is_no_recipe(recipe: Any, said: str) -> None:
+    text = message(lambda: fp8dist.prepare(model(), recipe))
+    assert text.startswith("recipe must be a recipe such as DelayedScaling(), got ")
+    assert said in text
+    text = message(lambda: fp8dist.prepare(model(), overrides={"first": recipe}))
+    assert text.startswith("overrides['first'] must be a recipe, or None, got ")
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"amax_algo": "maximum"}, "amax_algo must be one of max, most_recent (did you mean 'max'?), got 'maximum'"),
+        ({"amax_algo": "recent"}, "(did you mean 'most_recent'?)"),
+        ({"amax_algo": ["max"]}, "amax_algo must be one of max, most_recent (did you mean 'max'?), got ['max']"),
+        ({"format": Format.HYBRID}, "format must be one of hybrid, e4m3 (did you mean 'hybrid'?), got <Format.HYBRID"),
+        ({"format": "e4m3fn"}, "(did you mean 'e4m3'?)"),
+        ({"update": "next"}, "(did you mean 'next_step'?)"),
+        ({"high_precision": "wgrad"}, "(write high_precision=('wgrad',)), got 'wgrad'"),
+        ({"high_precision": ("w_grad",)}, "(write high_precision=('wgrad',))"),
+        ({"high_precision": (False, False, True)}, "high_precision must be a tuple of fprop, dgrad, wgrad, got (Fal"),
+        ({"power_of_two": "yes"}, "power_of_two must be True or False, got 'yes'"),
+    ],
+)
+def test_a_wrong_value_in_a_recipe(fields: dict[str, Any], said: str) -> None:
+    assert said in message(lambda: DelayedScaling(**fields))
+
+
+# prepare ------------------------------------------------------------------------------------------
+
+PREPARE: Mapping[str, tuple[Callable[[], object], str]] = MappingProxyType(
+    {
+        "None": (lambda: fp8dist.prepare(None), "got None"),  # type: ignore[arg-type]
+        "class": (lambda: fp8dist.prepare(nn.Linear), "got the class Linear: pass an instance of it"),  # type: ignore[arg-type]
+        "parameters": (lambda: fp8dist.prepare(model().parameters()), "not its parameters"),  # type: ignore[arg-type]
+        "list of parameters": (lambda: fp8dist.prepare(list(model().parameters())), "not its parameters"),  # type: ignore[arg-type]
+        "state dict": (lambda: fp8dist.prepare(model().state_dict()), "not its parameters"),  # type: ignore[arg-type]
+        "list": (lambda: fp8dist.prepare([model()]), "nn.ModuleList"),  # type: ignore[arg-type]
+        "optimizer": (lambda: fp8dist.prepare(sgd(model())), "got SGD"),  # type: ignore[arg-type]
+        "manager": (lambda: fp8dist.prepare(prepared()[1]), "got StateManager"),  # type: ignore[arg-type]
+        "compiled": (
+            lambda: fp8dist.prepare(torch.compile(model())),  # type: ignore[arg-type]
+            "got OptimizedModule: call prepare(model) with the plain model first, then model = torch.compile(model)",
+        ),
+        "DataParallel": (lambda: fp8dist.prepare(nn.DataParallel(model())), "got DataParallel: call prepare(model)"),
+        "ranks": (lambda: fp8dist.prepare(model(), group=[0, 1]), "dist.new_group([0, 1])"),  # type: ignore[arg-type]
+        "group by name": (lambda: fp8dist.prepare(model(), group="dp"), "mesh['dp']"),  # type: ignore[arg-type]
+        "not a member": (
+            lambda: fp8dist.prepare(model(), group=dist.GroupMember.NON_GROUP_MEMBER),  # type: ignore[arg-type]
+            "this rank is not in the group that new_group() made",
+        ),
+        "group True": (lambda: fp8dist.prepare(model(), group=True), "got bool True"),  # type: ignore[arg-type]
+        "groups": (lambda: fp8dist.prepare(model(), groups=[("*", None)]), "groups must be a mapping"),  # type: ignore[arg-type]
+        "ranks in groups": (lambda: fp8dist.prepare(model(), groups={"*": [0]}), "dist.new_group([0])"),  # type: ignore[dict-item]
+        "groups by number": (lambda: fp8dist.prepare(model(), groups={0: None}), "groups must hold patterns"),  # type: ignore[dict-item]
+        "overrides": (lambda: fp8dist.prepare(model(), overrides=["first"]), "overrides must be a mapping"),  # type: ignore[arg-type]
+        "no overrides": (lambda: fp8dist.prepare(model(), overrides=()), "overrides must be a mapping"),  # type: ignore[arg-type]
+        "filter": (lambda: fp8dist.prepare(model(), filter_fn="first"), "filter_fn must be a function of (module"),  # type: ignore[arg-type]
+        "filter of one": (
+            lambda: fp8dist.prepare(model(), filter_fn=lambda module: True),  # type: ignore[arg-type, misc]
+            "filter_fn is called as filter_fn(module, fqn), got one that takes (module)",
+        ),
+        "filter of three": (lambda: fp8dist.prepare(model(), filter_fn=lambda a, b, c: True), "that takes (a, b, c)"),  # type: ignore[arg-type, misc]
+        "skip a number": (lambda: fp8dist.prepare(model(), skip=3), "skip must hold patterns of module names"),  # type: ignore[arg-type]
+        "skip a module": (lambda: fp8dist.prepare(model(), skip=[nn.Linear]), "got <class 'torch.nn"),  # type: ignore[list-item]
+        "enabled": (lambda: fp8dist.prepare(model(), enabled="yes"), "enabled must be True or False, got 'yes'"),  # type: ignore[arg-type]
+        "strict": (lambda: fp8dist.prepare(model(), strict="yes"), "strict must be True or False, got 'yes'"),  # type: ignore[arg-type]
+        "backend": (lambda: fp8dist.prepare(model(), backend="tritn"), "(did you mean 'triton'?), got 'tritn'"),
+        "check_policy": (lambda: fp8dist.prepare(model(), check_policy="raize"), "(did you mean 'raise'?)"),
+        "unhashable": (lambda: fp8dist.prepare(model(), backend=["torch"]), "backend must be one of"),  # type: ignore[arg-type]
+        "fallback": (lambda: fp8dist.prepare(model(), fallback=True), "fallback must be a Fallback or None"),  # type: ignore[arg-type]
+    }
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # Of the first import of Dynamo.
+@pytest.mark.parametrize("mistake", PREPARE)
+def test_prepare(mistake: str) -> None:
+    call, said = PREPARE[mistake]
+    assert said in message(call)
+
+
+def test_a_type_error_inside_filter_fn_stays_the_callers() -> None:
+    def filter_fn(module: nn.Module, fqn: str) -> bool:
+        return fqn < 3  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="'<' not supported"):
+        fp8dist.prepare(model(), filter_fn=filter_fn)
+    net = model()
+    fp8dist.prepare(net, filter_fn=lambda *both: both[1] == "first")
+    assert [fqn for fqn, module in net.named_modules() if isinstance(module, FP8Linear)] == ["first"]
+
+
+# attach -------------------------------------------------------------------------------------------
+
+
+def scheduler(net: nn.Module) -> Any:
+    return torch.optim.lr_scheduler.StepLR(sgd(net), 1)
+
+
+ATTACH: Mapping[str, tuple[Callable[[nn.Module, StateManager], object], str]] = MappingProxyType(
+    {
+        "optimizer first": (lambda net, m: m.attach(sgd(net)), "got SGD: pass the optimizer by name, attach(optimizer"),  # type: ignore[arg-type]
+        "scheduler first": (lambda net, m: m.attach(scheduler(net)), "attach(optimizer=…)"),
+        "parameters first": (lambda net, m: m.attach(net.parameters()), "not its parameters"),  # type: ignore[arg-type]
+        "scaler first": (lambda net, m: m.attach(torch.amp.GradScaler("cpu")), "attach(scaler=…)"),  # type: ignore[arg-type]
+        "a class first": (lambda net, m: m.attach(nn.Linear), "got the class Linear"),  # type: ignore[arg-type]
+        "another model": (lambda net, m: m.attach(model()), "the model was not prepared"),
+        "optimizer's class": (
+            lambda net, m: m.attach(optimizer=torch.optim.AdamW),
+            "got the class AdamW: make one: AdamW(model.parameters(), …)",
+        ),
+        "scheduler": (lambda net, m: m.attach(optimizer=scheduler(net)), "got StepLR: pass the optimizer that the"),
+        "scheduler in a list": (lambda net, m: m.attach(optimizer=[sgd(net), scheduler(net)]), "got StepLR"),
+        "plateau": (
+            lambda net, m: m.attach(optimizer=torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(net))),
+            "got ReduceLROnPlateau",
+        ),
+        "model": (lambda net, m: m.attach(optimizer=net), "got Net: the model is the first argument"),
+        "parameters": (lambda net, m: m.attach(optimizer=net.parameters()), "the optimizer that trains these"),
+        "list of parameters": (lambda net, m: m.attach(optimizer=list(net.parameters())), "that trains these"),
+        "name": (lambda net, m: m.attach(optimizer="adamw"), "got 'adamw': pass the optimizer itself"),
+        "mapping": (lambda net, m: m.attach(optimizer={"a": sgd(net)}), "got dict: pass a list of optimizers"),
+        "iterator": (lambda net, m: m.attach(optimizer={sgd(net)}), "got set: pass one optimizer, or a list"),
+        "scaler as optimizer": (lambda net, m: m.attach(optimizer=torch.amp.GradScaler("cpu")), "attach(scaler=…)"),
+        "scaler True": (lambda net, m: m.attach(scaler=True), "takes a GradScaler, or None, got True"),
+        "scaler's class": (lambda net, m: m.attach(scaler=torch.amp.GradScaler), "got the class GradScaler"),
+        "optimizer as scaler": (lambda net, m: m.attach(scaler=sgd(net)), "takes a GradScaler, or None, got SGD"),
+        "boundary": (lambda net, m: m.attach(boundary="manul"), "(did you mean 'manual'?), got 'manul'"),  # type: ignore[arg-type]
+        "timeout": (lambda net, m: m.attach(timeout=300), "write datetime.timedelta(seconds=300)"),  # type: ignore[arg-type]
+    }
+)
+
+
+@pytest.mark.parametrize("mistake", ATTACH)
+def test_attach(mistake: str) -> None:
+    net, manager = prepared()
+    call, said = ATTACH[mistake]
+    assert said in message(lambda: call(net, manager))
+    manager.attach(net, optimizer=sgd(net), scaler=torch.amp.GradScaler("cpu"), timeout=timedelta(seconds=5))
+
+
+# The manager is not the model ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["parameters", "named_parameters", "forward", "train", "eval", "to", "cuda", "modules", "training", "half"]
+)
+def test_the_manager_is_not_the_model(name: str) -> None:
+    _net, manager = prepared()
+    with pytest.raises(AttributeError, match=r"prepare.. changes the model in place and returns its manager") as caught:
+        getattr(manager, name)
+    assert isinstance(caught.value, NotAModelError)
+    assert isinstance(caught.value, ConfigurationError)
+    assert f"no {name!r}" in str(caught.value)
+    assert not hasattr(manager, name)
+
+
+def test_a_call_of_the_manager_is_told() -> None:
+    _net, manager = prepared()
+    assert "keep using the model" in message(lambda: manager(torch.zeros(2, 32)))
+    assert "keep using the model" in message(lambda: torch.optim.SGD(manager.parameters()))  # type: ignore[attr-defined]
+
+
+def test_other_names_are_plain_attribute_errors_and_copies_work() -> None:
+    net, manager = prepared()
+    for name in ("nothing", "_parameters", "__deepcopy__", "scales"):
+        with pytest.raises(AttributeError) as caught:
+            getattr(manager, name)
+        assert not isinstance(caught.value, ConfigurationError)
+        assert not hasattr(manager, name)
+    assert isinstance(manager, Joinable)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert fp8dist.get_manager(other).slots == manager.slots
+
+
+# Names of modules, roles, formats -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m: m.scale("frist", "input"), "there is no slot frist:input (did you mean 'first'?)"),
+        (lambda m: m.amax("module.first", "input"), "(did you mean 'first'?)"),
+        (lambda m: m.inv_scale("first.weight", "weight"), "(did you mean 'first'?)"),
+        (lambda m: m.amax_history("first", "wieght"), "(did you mean 'weight'?), got 'wieght'"),
+        (lambda m: m.scale("first", ["input"]), "role must be one of input, weight, grad_output, got ['input']"),
+        (lambda m: m.scale(None, "input"), "there is no slot None:input"),
+        (lambda m: m.scale("attention", "output"), "role must be one of"),
+        (lambda m: m.set_scale("brnch", "input", 1.0), "(did you mean 'branch'?)"),
+        (lambda m: m.set_scale("branch", "input", "big"), "scale must be a number, got 'big'"),
+        (lambda m: m.record("brnch", "input", torch.zeros(2)), "(did you mean 'branch'?)"),
+        (lambda m: m.record("branch", "input", 3), "record() takes a tensor, got 3"),
+        (lambda m: m.register("x", "inputs", "e4m3"), "(did you mean 'input'?)"),
+        (lambda m: m.register("x", "input", "e4m3fn"), "(did you mean 'e4m3'?), got 'e4m3fn'"),
+        (lambda m: m.register("x", "input", []), "format must be one of e4m3, e5m2, got []"),
+        (lambda m: m.register(3, "input", "e4m3"), "fqn must be a string, got 3"),
+        (lambda m: m.recipe_of("frst"), "there is no slot of 'frst' (did you mean 'first'?)"),
+        (lambda m: m.high_precision("frst"), "there is no FP8Linear 'frst' (did you mean 'first'?)"),
+        (lambda m: m.high_precision([]), "there is no FP8Linear []"),
+        (lambda m: m.set_precision("frst", "high"), "no FP8Linear matches 'frst' (nearest: 'first')"),
+        (lambda m: m.set_precision("head", "high"), "head stays in high precision, it matches skip 'head'"),
+        (lambda m: m.set_precision(["first"], "high"), "pattern must be a string"),
+        (lambda m: m.set_precision("first", "hgih"), 'precision must be "high" or "fp8" (did you mean'),
+        (lambda m: m.set_precision("first", "high", gemms="dgrad"), "(write gemms=('dgrad',)), got 'dgrad'"),
+        (lambda m: m.check(policy="raize"), "policy must be one of raise, warn, repair (did you mean 'raise'?)"),
+        (lambda m: m.on_event("print"), "callback must be a function of an Event, got 'print'"),
+        (lambda m: m.autocast("no").__enter__(), "enabled must be True or False, got 'no'"),
+        (lambda m: m.watch(10, jump="8"), "jump must be a factor above 1, or None for no alarms, got '8'"),
+    ],
+)
+def test_names_that_there_are_not(call: Callable[[StateManager], object], said: str) -> None:
+    net = make_net()
+    net.head = nn.Linear(16, 16)
+    manager = fp8dist.prepare(net, skip="head")
+    assert said in message(lambda: call(manager))
+
+
+# Wrapped and sharded models -----------------------------------------------------------------------
+
+
+def _of_wrapped(how: str) -> str:
+    net: Any = nn.Sequential(OrderedDict(inner=make_net(), head=nn.Linear(16, 16)))
+    given: nn.Module = net
+    if how == "DDP":
+        given = DistributedDataParallel(net)
+    elif how.startswith("FSDP1"):
+        original = not how.endswith("flat")
+        wrapped = FullyShardedDataParallel(net, use_orig_params=original, device_id=torch.device("cpu"))
+        given = net.inner if "inside" in how else wrapped
+    elif how == "FSDP2":
+        given = fully_shard(net)
+    elif how == "FSDP2 inside":
+        fully_shard(net)
+        given = net.inner
+    elif how == "FSDP2 of a Linear":
+        fully_shard(net.inner.first)
+    elif how == "None":
+        return message(lambda: fp8dist.prepare(net))
+    elif how == "skipped":
+        fully_shard(net.inner)
+        return str(fp8dist.prepare(net, group=dist.group.WORLD, skip="inner.*").slots[0].fqn)
+    text = message(lambda: fp8dist.prepare(given, group=dist.group.WORLD))
+    assert not any(isinstance(module, FP8Linear) for module in net.modules())
+    return text
+
+
+@pytest.mark.xdist_group("four_ranks")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("DDP", "got DistributedDataParallel: call prepare(model) with the plain model first, then model = Distrib"),
+        ("FSDP1", "got FullyShardedDataParallel: call prepare(model) with the plain model first"),
+        ("FSDP1 inside", "inner.first is managed by FSDP already: call prepare(model) first"),
+        ("FSDP1 inside flat", "first is managed by FSDP already"),
+        ("FSDP2", "got FSDPModule: call prepare(model) with the plain model first, then fully_shard(model)"),
+        ("FSDP2 inside", "first is managed by FSDP already: call prepare(model) first"),
+        ("FSDP2 of a Linear", "inner.first is managed by FSDP already"),
+        ("None", "2 ranks and no group: pass prepare(group=…)"),
+        ("skipped", "head"),
+    ],
+)
+def test_prepare_comes_first(two_ranks: RankPool, how: str, said: str) -> None:
+    for text in two_ranks.run(_of_wrapped, how):
+        assert said.removeprefix("inner.") in text

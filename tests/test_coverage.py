@@ -1,0 +1,496 @@
+"""How much of a model is in FP8, and the true reason for the rest. The numbers are worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.utils import parametrizations
+
+import fp8dist
+from fp8dist import BlockScaling, DelayedScaling
+from fp8dist.errors import ConfigurationError
+from fp8dist.nn import FP8Linear
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+# Look-alikes of what other libraries have ---------------------------------------------------------
+
+
+class MixtralExperts(nn.Module):
+    """4 experts in two parameters: 4 x 96 x 32 + 4 x 32 x 48 = 18,432. Biases and scales are no matmul weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 96, 32))
+        self.down_proj = nn.Parameter(torch.zeros(4, 32, 48))
+        self.gate_up_bias = nn.Parameter(torch.zeros(4, 96))
+        self.scales = nn.Parameter(torch.zeros(4, 96, 1))
+
+
+class MixtralLayer(nn.Module):
+    """Attention 4 x 1,024, router 4 x 32 = 128, experts 18,432."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({f"{name}_proj": nn.Linear(32, 32, bias=False) for name in "qkvo"})
+        self.gate = nn.Linear(32, 4, bias=False)
+        self.experts = MixtralExperts()
+
+
+class Mixtral(nn.Module):
+    """94,720 matmul parameters, 16,384 of them in FP8: 17.3 %."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(128, 32)
+        self.layers = nn.ModuleList(MixtralLayer() for _ in range(4))
+        self.norm = nn.RMSNorm(32)
+        self.lm_head = nn.Linear(32, 128, bias=False)
+
+
+class Conv1D(nn.Module):
+    """transformers': a Linear whose weight is [in, out]."""
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(in_features, out_features))
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+
+class GPT2(nn.Module):
+    """c_attn 3,072 and c_proj 1,024 per block; the head, 2,048, has the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(64, 32)
+        self.wpe = nn.Embedding(16, 32)
+        self.h = nn.ModuleList(
+            nn.ModuleDict({"c_attn": Conv1D(96, 32), "c_proj": Conv1D(32, 32), "ln": nn.LayerNorm(32)})
+            for _ in range(2)
+        )
+        self.lm_head = nn.Linear(32, 64, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+
+class Params4bit(nn.Parameter):
+    """bitsandbytes'."""
+
+
+class Linear4bit(nn.Linear):
+    """bitsandbytes': two values in a byte."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.weight = Params4bit(torch.zeros(in_features * out_features // 2, 1, dtype=torch.uint8), False)
+
+
+class Linear8bitLt(nn.Linear):
+    """bitsandbytes'."""
+
+
+class Int8Tensor(Tensor):
+    """torchao's: a wrapper subclass, which an nn.Linear holds as its Parameter."""
+
+    @staticmethod
+    def __new__(cls, size: tuple[int, int]) -> Int8Tensor:
+        return Tensor._make_wrapper_subclass(cls, size, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].shape)
+        raise NotImplementedError(func)
+
+
+def torchao_linear() -> nn.Linear:
+    linear = nn.Linear(32, 64, bias=False)
+    linear.weight = nn.Parameter(Int8Tensor((64, 32)), requires_grad=False)
+    return linear
+
+
+def int8_linear() -> nn.Linear:
+    linear = nn.Linear(32, 64, bias=False)
+    linear.weight = nn.Parameter(torch.zeros(64, 32, dtype=torch.int8), requires_grad=False)
+    return linear
+
+
+def fp8_linear() -> nn.Linear:
+    linear = nn.Linear(32, 64, bias=False)
+    linear.weight = nn.Parameter(torch.zeros(64, 32).to(torch.float8_e4m3fn), requires_grad=False)
+    return linear
+
+
+def hooked_linear() -> nn.Linear:
+    """As accelerate's ``add_hook_to_module`` leaves one: its forward calls the old class's."""
+    linear = nn.Linear(32, 64)
+    linear._old_forward = linear.forward
+    linear.forward = lambda x: linear._old_forward(x)  # type: ignore[method-assign, operator]
+    return linear
+
+
+class TELinear(nn.Module):
+    """TransformerEngine's Linear is no nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 32))
+
+
+TELinear.__name__ = "Linear"
+
+
+class GroupedLinear(nn.Module):
+    """A weight for each of two experts, in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 64, 16))
+        self.bias = nn.Parameter(torch.zeros(2, 64))
+
+
+def reasons(model: nn.Module, **arguments: Any) -> dict[str, str]:
+    return {row.fqn: row.reason for row in fp8dist.prepare(model, **arguments).coverage() if not row.fp8}
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """(level, text) of what is said about coverage."""
+    return [(level, text) for _, level, text in caplog.record_tuples if "FP8: " in text]
+
+
+# The line -----------------------------------------------------------------------------------------
+
+
+def test_fused_experts_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    manager = fp8dist.prepare(Mixtral())
+    assert told(caplog) == [
+        (
+            logging.WARNING,
+            "fp8dist: FP8: 17.3 % of matmul weights; left out: 4 MixtralExperts (3-D parameters), lm_head (skip), "
+            "4 Linear (dims not multiples of 16)",
+        )
+    ]
+    assert len(caplog.record_tuples) == 1
+    coverage = manager.coverage()
+    assert (coverage.fp8_parameters, coverage.parameters) == (4 * 4 * 1024, 4 * (4096 + 128 + 18_432) + 4096)
+    assert coverage.share == 16_384 / 94_720
+    rows = {row.fqn: row for row in coverage}
+    assert rows["layers.2.experts"].parameters == 18_432
+    assert rows["layers.2.experts"].flops == 18_432 / 94_720
+    assert rows["layers.2.experts"].reason == "gate_up_proj, down_proj: 3-D parameters, not an nn.Linear"
+    assert rows["layers.2.experts"].kind == "MixtralExperts"
+    assert rows["layers.3.gate"].reason == "32 x 4 are not multiples of 16"
+    assert rows["layers.0.attention.q_proj"].fp8
+    assert sum(row.flops for row in coverage) == pytest.approx(1)
+    assert len(coverage) == 4 * 6 + 1
+    assert repr(manager).endswith("not attached, FP8: 17.3 % of matmul weights)")
+
+
+def test_conv1d_is_what_is_said_of_gpt2(caplog: pytest.LogCaptureFixture) -> None:
+    manager = fp8dist.prepare(GPT2())
+    assert told(caplog) == [
+        (
+            logging.WARNING,
+            "fp8dist: no Linear of this model is eligible: FP8: 0.0 % of matmul weights; "
+            "left out: 4 Conv1D (not nn.Linear), lm_head (skip)",
+        )
+    ]
+    rows = {row.fqn: row for row in manager.coverage()}
+    assert rows["h.0.c_attn"].reason == "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear"
+    assert {fqn: row.parameters for fqn, row in rows.items()} == {
+        "h.0.c_attn": 3072,
+        "h.0.c_proj": 1024,
+        "h.1.c_attn": 3072,
+        "h.1.c_proj": 1024,
+        "lm_head": 2048,
+    }
+    assert str(rows["lm_head"]) == "high precision: it matches skip '*lm_head', a default; tied to wte"
+
+
+def test_a_tied_head_in_fp8_says_what_it_is_tied_to() -> None:
+    (head,) = [row for row in fp8dist.prepare(GPT2(), skip="!lm_head").coverage() if row.fp8]
+    assert (head.fqn, head.tied_to, head.reason) == ("lm_head", "wte", "")
+    assert str(head) == "FP8: tied to wte"
+    linears = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    linears[1].weight = linears[0].weight
+    first, second = fp8dist.prepare(linears).coverage()
+    assert (first.tied_to, second.tied_to) == ("", "0")
+    assert (first.flops, second.flops) == (0.5, 0.5)  # A token meets it twice.
+
+
+def nine_in_ten(linear: Callable[[], nn.Module]) -> nn.Module:
+    """9 x 2,048 in FP8, and 2,048 of ``linear``: exactly nine tenths."""
+    return nn.ModuleDict({"good": nn.ModuleList(nn.Linear(32, 64) for _ in range(9)), "other": linear()})
+
+
+@pytest.mark.parametrize(
+    ("linears", "arguments", "level"),
+    [
+        (9, {}, None),
+        (8, {}, logging.WARNING),
+        (8, {"skip": "lm_head"}, logging.INFO),
+        (8, {"overrides": {"lm_*": None}}, logging.INFO),
+        (8, {"skip": None, "filter_fn": lambda module, fqn: fqn != "lm_head"}, logging.INFO),
+        (8, {"skip": "linears.0"}, logging.WARNING),  # Nobody named the head.
+        (8, {"skip": ("linears.0", "lm_head")}, logging.INFO),
+        (8, {"skip": "!lm_head"}, None),
+        (8, {"skip": "*"}, logging.WARNING),  # Nothing is in FP8.
+        (8, {"enabled": False}, None),  # That is a warning of its own.
+    ],
+)
+def test_the_warning_is_for_what_the_caller_did_not_name(
+    linears: int, arguments: dict[str, Any], level: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleDict(
+        {"linears": nn.ModuleList(nn.Linear(32, 64) for _ in range(linears)), "lm_head": nn.Linear(32, 64)}
+    )
+    with caplog.at_level(logging.INFO, "fp8dist"):
+        manager = fp8dist.prepare(model, **arguments)
+    assert [found for found, _ in told(caplog)] == ([] if level is None else [level])
+    if arguments.get("enabled") is False:
+        assert manager.coverage().share == 0
+        assert {row.reason.split(" (")[0] for row in manager.coverage()} == {
+            "FP8 is switched off",
+            "it matches skip '*lm_head', a default",
+        }
+
+
+def test_small_adapters_of_a_frozen_model_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Base 262,144, adapters 2 x 512 x 8 = 8,192: 97 %."""
+    layer = nn.ModuleDict(
+        {
+            "base_layer": nn.Linear(512, 512),
+            "lora_A": nn.ModuleDict({"default": nn.Linear(512, 8, bias=False)}),
+            "lora_B": nn.ModuleDict({"default": nn.Linear(8, 512, bias=False)}),
+        }
+    )
+    layer["base_layer"].requires_grad_(False)
+    manager = fp8dist.prepare(nn.ModuleDict({"q_proj": layer}))
+    assert caplog.record_tuples == []
+    assert manager.coverage().share == 262_144 / 270_336
+
+
+def test_a_model_without_matmul_weights_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    coverage = fp8dist.prepare(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16))).coverage()
+    assert "no Linear of this model is eligible: it has no matmul weights" in caplog.text
+    assert (len(coverage), coverage.share, coverage.summary) == (0, 0, "no matmul weights")
+
+
+def test_many_kinds_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleList(type(f"Linear{i}", (nn.Linear,), {})(16, 16 * (9 - i)) for i in range(8))
+    fp8dist.prepare(model)
+    assert "left out: 0 (not exactly nn.Linear), 1 (not" in caplog.text
+    assert caplog.text.rstrip().endswith("5 (not exactly nn.Linear) and 2 more")
+
+
+# The reasons --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("linear", "parameters", "reason"),
+    [
+        (MixtralExperts, 18_432, "gate_up_proj, down_proj: 3-D parameters, not an nn.Linear"),
+        (lambda: Conv1D(64, 32), 2048, "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear"),
+        (lambda: nn.Bilinear(16, 32, 4), 2048, "it is a Bilinear, not an nn.Linear"),
+        (lambda: Linear4bit(32, 64), 2048, "it is a Linear4bit of bitsandbytes: its weight is quantised"),
+        (lambda: Linear8bitLt(32, 64), 2048, "it is a Linear8bitLt of bitsandbytes: its weight is quantised"),
+        (torchao_linear, 2048, "its weight is a Int8Tensor, a tensor subclass (quantised?)"),
+        (int8_linear, 2048, "its weight is int8"),
+        (fp8_linear, 2048, "its weight is float8_e4m3fn"),
+        (hooked_linear, 2048, "its forward was replaced (module.forward = …, as accelerate's hooks do)"),
+        (TELinear, 2048, "it is a Linear, not an nn.Linear"),
+        (GroupedLinear, 2048, "it is a GroupedLinear, not an nn.Linear"),
+        (lambda: nn.LazyLinear(64), 0, "it is a LazyLinear: run a forward first, then prepare"),
+        (lambda: nn.Linear(32, 65), 2080, "32 x 65 are not multiples of 16"),
+        (
+            lambda: nn.utils.spectral_norm(nn.Linear(32, 64)),
+            2048,
+            "its weight is not a plain Parameter (an old-style weight_norm or spectral_norm)",
+        ),
+        (
+            lambda: parametrizations.weight_norm(nn.Linear(32, 64)),
+            2048,
+            "it is a ParametrizedLinear, not exactly nn.Linear",
+        ),
+    ],
+)
+def test_the_reason_is_the_true_one(linear: Callable[[], nn.Module], parameters: int, reason: str) -> None:
+    manager = fp8dist.prepare(nine_in_ten(linear))
+    (row,) = [row for row in manager.coverage() if not row.fp8]
+    assert (row.fqn, row.parameters, row.reason) == ("other", parameters, reason)
+    assert row.flops == parameters / (9 * 2048 + parameters)
+
+
+def test_the_parts_of_multihead_attention() -> None:
+    """in_proj 3 x 32 x 32, out_proj 32 x 32; with other key dims the three are parameters of their own."""
+    model = nn.ModuleDict({"same": nn.MultiheadAttention(32, 4), "cross": nn.MultiheadAttention(32, 4, kdim=16)})
+    rows = {row.fqn: (row.parameters, row.reason) for row in fp8dist.prepare(model).coverage()}
+    projections = "nn.MultiheadAttention multiplies with its input projections itself"
+    output = "nn.MultiheadAttention multiplies with its weight itself and never calls it"
+    assert rows == {
+        "same": (3072, projections),
+        "same.out_proj": (1024, output),
+        "cross": (1024 + 512 + 1024, projections),
+        "cross.out_proj": (1024, output),
+    }
+
+
+class Counted(nn.Module):
+    """Nothing here but ``linear`` and ``experts`` is a matmul weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 64)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 16, 32))
+        self.gamma = nn.Parameter(torch.zeros(32, 1, 1))
+        self.rnn = nn.LSTM(32, 32)
+        self.conv = parametrizations.weight_norm(nn.Conv1d(32, 32, 3))
+        self.old_conv = nn.Conv3d(4, 4, 3)
+        self.embed = nn.Embedding(64, 32)
+        self.norm = nn.GroupNorm(2, 32)
+        self.experts = nn.ParameterList([torch.zeros(2, 4, 16, 16), torch.zeros(7)])
+
+
+def test_what_is_no_matmul_weight_is_not_counted() -> None:
+    rows = {row.fqn: (row.kind, row.parameters, row.reason) for row in fp8dist.prepare(Counted()).coverage()}
+    assert rows == {
+        "linear": ("Linear", 2048, ""),
+        "experts": ("ParameterList", 2048, "0: 4-D parameters, not an nn.Linear"),
+    }
+
+
+def test_who_named_it_comes_first() -> None:
+    arguments = {"skip": ("h.0.*", "!*c_proj"), "overrides": {"h.1.c_attn": None, "h.0.c_proj": BlockScaling()}}
+    assert reasons(GPT2(), **arguments) == {
+        "h.0.c_attn": "it matches skip 'h.0.*'",
+        "h.0.c_proj": "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear",
+        "h.1.c_attn": "overrides say so ('h.1.c_attn')",
+        "h.1.c_proj": "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear",
+        "lm_head": "it matches skip '*lm_head', a default",
+    }
+
+
+# strict -------------------------------------------------------------------------------------------
+
+
+def test_strict_lists_what_nobody_named_and_changes_nothing() -> None:
+    model = Mixtral()
+    with pytest.raises(ConfigurationError) as caught:
+        fp8dist.prepare(model, strict=True)
+    text = str(caught.value)
+    assert text.startswith("strict=True: 8 module(s) would stay in high precision, and no pattern names them: ")
+    for i in range(4):
+        assert f"layers.{i}.experts (gate_up_proj, down_proj: 3-D parameters, not an nn.Linear)" in text
+        assert f"layers.{i}.gate (32 x 4 are not multiples of 16)" in text
+    assert "lm_head" not in text
+    assert not any(isinstance(module, FP8Linear) for module in model.modules())
+    fp8dist.prepare(model, strict=True, skip=("*.experts", "*.gate"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ({}, False),
+        ({"skip": "other"}, True),
+        ({"overrides": {"other": None}}, True),
+        ({"overrides": {"other": BlockScaling()}}, False),
+        ({"skip": ("other", "!other")}, False),
+        ({"filter_fn": lambda module, fqn: fqn != "other"}, False),  # It is not asked about what is not eligible.
+    ],
+)
+def test_what_strict_takes_as_named(arguments: dict[str, Any], fits: bool) -> None:
+    model = nine_in_ten(lambda: nn.Linear(32, 40))
+    if fits:
+        fp8dist.prepare(model, strict=True, **arguments)
+    else:
+        with pytest.raises(ConfigurationError, match=r"1 module\(s\) .* other \(32 x 40 are not multiples of 16\)"):
+            fp8dist.prepare(model, strict=True, **arguments)
+
+
+def test_strict_takes_what_filter_fn_left_out_as_named() -> None:
+    fp8dist.prepare(nine_in_ten(lambda: nn.Linear(32, 64)), strict=True, filter_fn=lambda module, fqn: fqn != "other")
+
+
+# The table ----------------------------------------------------------------------------------------
+
+
+def test_the_table_is_aligned() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(32, 64), "experts": MixtralExperts(), "lm_head": nn.Linear(32, 128)})
+    assert str(fp8dist.prepare(model).coverage()) == "\n".join(
+        [
+            "module   kind            parameters   FLOPs  computes in",
+            "first    Linear               2,048   8.3 %  FP8",
+            "experts  MixtralExperts      18,432  75.0 %  high precision: gate_up_proj, down_proj: 3-D parameters, not "
+            "an nn.Linear",
+            "lm_head  Linear               4,096  16.7 %  high precision: it matches skip '*lm_head', a default",
+            "FP8: 8.3 % of matmul weights",
+        ]
+    )
+
+
+def test_the_table_follows_set_precision_and_recipes() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    manager = fp8dist.prepare(model, DelayedScaling(high_precision=("dgrad",)))
+    assert [str(row) for row in manager.coverage()] == ["FP8: dgrad in high precision"] * 2
+    manager.set_precision("0", "high")
+    first, second = manager.coverage()
+    assert (first.fp8, second.fp8) == (False, True)
+    assert first.reason == "set_precision, a fallback or its recipe says so"
+    assert "FP8: 50.0 % of matmul weights)" in repr(manager)
+    manager.set_precision("0", "fp8")
+    assert manager.coverage().share == 1
+
+
+def test_a_linear_that_is_the_model_and_copies_and_pickles() -> None:
+    model = nn.Linear(32, 32)
+    manager = fp8dist.prepare(model)
+    assert str(manager.coverage()).splitlines()[1].startswith("(model)  Linear")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert fp8dist.get_manager(other).coverage() == manager.coverage()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_on_the_meta_device_and_inside_wrappers() -> None:
+    here = fp8dist.prepare(Mixtral()).coverage()
+    with torch.device("meta"):
+        model = Mixtral()
+    assert fp8dist.prepare(model).coverage() == here
+    model = Mixtral()
+    for i in range(4):
+        model.layers[i] = checkpoint_wrapper(torch.compile(model.layers[i]))
+    assert fp8dist.prepare(model).coverage() == here
+
+
+def _sharded(how: str) -> tuple[bool, list[str]]:
+    """Whether the table is the same after wrapping, and what is logged."""
+    with captured_log() as log:
+        model = Mixtral()
+        manager = fp8dist.prepare(model, group=dist.group.WORLD)
+        before = str(manager.coverage())
+        if how == "fsdp2":
+            for layer in model.layers:
+                fully_shard(layer)
+            manager.attach(fully_shard(model))
+        else:
+            manager.attach(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")))
+    return str(manager.coverage()) == before, [text for _, text in log]
+
+
+@pytest.mark.xdist_group("four_ranks")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp1"])
+def test_sharding_does_not_change_the_table(two_ranks: RankPool, how: str) -> None:
+    (same, log), (same_there, nothing) = two_ranks.run(_sharded, how)
+    assert same
+    assert same_there
+    assert [text.split(";")[0] for text in log] == ["fp8dist: FP8: 17.3 % of matmul weights"]
+    assert nothing == []  # The lowest rank of the group warns for all.
