@@ -349,7 +349,7 @@ def prepare_ddp_attach_alone(case: Case) -> None:
 
 @row("a compiled model is prepared", NOT_SILENT, "compile")
 def prepare_compiled(case: Case) -> None:
-    called = torch.compile(make_net(), backend="eager")
+    called = case.compile(make_net())
     manager = case.prepare(called)  # type: ignore[arg-type]
     optimizer = adamw(called)
     manager.attach(optimizer=optimizer)
@@ -360,7 +360,7 @@ def prepare_compiled(case: Case) -> None:
 @row("prepared after it was compiled and run", NOT_SILENT, "compile")
 def prepared_after_run(case: Case) -> None:
     net = make_net()
-    called = torch.compile(net, backend="eager")
+    called = case.compile(net)
     called(torch.randn(4, 32)).sum().backward()
     net.zero_grad()
     manager = case.prepare(net)

@@ -195,7 +195,7 @@ def never_attached_gather(case: Case) -> None:
 @row("torch.compile, then the optimizer is re-created", RAISED, *RECREATED)
 def compiled(case: Case) -> None:
     called, _, optimizer = attached(case)
-    fast = torch.compile(called, backend="eager")
+    fast = case.compile(called)
     case.train(fast, optimizer, 3)
     case.train(fast, adamw(called), STEPS - 3, 3)
     case.judge(called, STEPS)
@@ -218,6 +218,45 @@ def one_rank_recreates(case: Case) -> None:
         raise
     finally:
         case.expect(case.rank == 0 or manager.steps == 3, "rank 1 went on")
+
+
+@row("re-created, but fp8dist is switched off", RIGHT, may=("switched off",))
+def switched_off(case: Case) -> None:
+    case.environ("FP8DIST_ENABLED", "0")
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called)
+
+
+@row("re-created, under a recipe without histories", NOT_SILENT, *RECREATED)
+def recreated_current(case: Case) -> None:
+    called, manager = case.build(recipe=fp8dist.CurrentScaling())
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called)
+
+
+@row("re-created, CurrentScaling with an FP8 all-gather", NOT_SILENT, *RECREATED, ranks=2)
+def recreated_current_gather(case: Case) -> None:
+    called, manager = case.build("gather", recipe=fp8dist.CurrentScaling())
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called)
+
+
+@row("re-created, next_step", RAISED, *RECREATED)
+def recreated_next_step(case: Case) -> None:
+    called, manager = case.build(recipe=fp8dist.DelayedScaling(update="next_step"))
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called)
 
 
 # Several optimizers ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from fp8dist import CurrentScaling, DelayedScaling, Recipe
 from tests.support.mistaken_steps import attached
 from tests.support.mistakes import (
     LAYOUTS,
@@ -228,6 +229,105 @@ for _layout in LAYOUTS:
     ROWS.add(f"mul_ by 1.9, {_layout}", _grown(_layout), RIGHT, ranks=ranks_of(_layout))
     ROWS.add(f"EMA swapped by hand, {_layout}", _swapped_by_hand(_layout), RIGHT, ranks=ranks_of(_layout))
     ROWS.add(f"EMA in swapped_weights(), {_layout}", _swapped(_layout), RIGHT, ranks=ranks_of(_layout))
+
+
+# Other recipes, and torch.compile ---------------------------------------------------------------------------
+
+NEXT_STEP = DelayedScaling(update="next_step")
+
+
+def _recipe(recipe: Recipe, layout: str, write: Write, factor: float) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, manager = case.build(layout, recipe=recipe)
+        optimizer = adamw(called)
+        manager.attach(called, optimizer=optimizer)
+        for index in range(4):
+            case.train(called, optimizer, STEPS if index == 0 else 1, STEPS * index, layout=layout)
+            write(called, factor, LAST)
+            case.output(called, f"after write {index}", train=index % 2 == 0)
+            called.zero_grad()
+
+    return program
+
+
+for _layout in LAYOUTS:
+    for _what, _factor in (("load_state_dict", 8.0), ("mul_", 1.9)):
+        ROWS.add(
+            f"{_what} by {_factor:g}, next_step, {_layout}",
+            _recipe(NEXT_STEP, _layout, WRITES[_what][0], _factor),
+            RIGHT,
+            ranks=ranks_of(_layout),
+        )
+for _layout in ("one", "fsdp2", "gather"):
+    ROWS.add(
+        f"mul_ by 8, CurrentScaling, {_layout}",
+        _recipe(CurrentScaling(), _layout, mul, 8.0),
+        RIGHT,
+        ranks=ranks_of(_layout),
+    )
+
+
+def _compiled(write: Write, factor: float, recipe: Recipe) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        net, manager = case.build(recipe=recipe)
+        called = case.compile(net)
+        optimizer = adamw(net)
+        manager.attach(net, optimizer=optimizer)
+        for index in range(3):
+            case.train(called, optimizer, STEPS if index == 0 else 1, STEPS * index)  # type: ignore[arg-type]
+            write(net, factor, LAST)
+            case.output(called, f"after write {index}", train=index % 2 == 0)  # type: ignore[arg-type]
+            net.zero_grad()
+
+    return program
+
+
+for _name, _write, _factor in (("mul_", mul, 8.0), ("mul_", mul, 1.9), ("data.mul_", data_mul, 8.0)):
+    ROWS.add(f"{_name} by {_factor:g}, compiled", _compiled(_write, _factor, DelayedScaling()), RIGHT)
+ROWS.add("mul_ by 1.9, compiled, next_step", _compiled(mul, 1.9, NEXT_STEP), RIGHT)
+
+
+@row("a tied weight is written to", RIGHT)
+def tied(case: Case) -> None:
+    net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    net[1].weight = net[0].weight
+    manager = case.prepare(net)
+    optimizer = adamw(net)
+    manager.attach(net, optimizer=optimizer)
+    for index in range(3):
+        x, y = batch(0, index)
+        (net(x) - y).square().mean().backward()
+        case.step(optimizer, net)
+        optimizer.zero_grad()
+    with torch.no_grad():
+        net[0].weight.mul_(8)
+    net.eval()
+    x, _ = batch(0, 9)
+    w = net[0].weight.detach()
+    case.measure("first", net[0](x), x @ w.t(), OUTPUT)
+
+
+@row("a parametrized weight is written to", RIGHT)
+def parametrized(case: Case) -> None:
+    net = make_net()
+    manager = case.prepare(net)
+    nn.utils.parametrizations.weight_norm(net.down)
+    optimizer = adamw(net)
+    manager.attach(net, optimizer=optimizer)
+    case.train(net, optimizer, 3)
+    for factor in (8.0, 1.9):
+        with torch.no_grad():
+            net.down.parametrizations.weight.original0.mul_(factor)  # type: ignore[union-attr]
+        x, _ = batch(0, 9)
+        with torch.no_grad():
+            weights = {name: getattr(net, name).weight for name in ("up", "down")}
+            biases = {name: getattr(net, name).bias for name in ("up", "down")}
+            expected = plain(
+                {f"{n}.weight": w for n, w in weights.items()} | {f"{n}.bias": b for n, b in biases.items()}, x
+            )
+            case.measure(f"by {factor}", net.eval()(x), expected, OUTPUT)
+        net.train()
+        case.train(net, optimizer, 3)
 
 
 # Other dtypes ------------------------------------------------------------------------------------------------

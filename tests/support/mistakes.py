@@ -237,6 +237,11 @@ class Case:
         manager = self.prepare(net, layout=layout, **options)
         return self.wrap(net, layout), manager
 
+    def compile(self, net: nn.Module) -> Any:
+        """Anew: after some compilations of one forward Dynamo would leave the next ones eager."""
+        torch._dynamo.reset()
+        return torch.compile(net, backend="eager")
+
     def environ(self, name: str, value: str) -> None:
         """Until the row ends."""
         before = os.environ.get(name)
