@@ -23,7 +23,7 @@ from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync
 from fp8dist.weight_notes import WeightNote
 
-__all__ = ["Cast", "LinearSlots", "Mode", "States"]
+__all__ = ["Cast", "LinearSlots", "Mode", "Outgrown", "States"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -51,7 +51,8 @@ class Mode:
     ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
     come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
     ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
-    ``measuring``: a watch wants to know what the casts of this step do. ``said_unbounded``: a warning of steps without
+    ``measuring``: a watch wants to know what the casts of this step do. ``disturbed_at``: the boundaries passed when a
+    weight was last seen that somebody had written to. ``said_unbounded``: a warning of steps without
     a boundary was logged.
     """
 
@@ -67,6 +68,7 @@ class Mode:
     reuse_casts: bool = False
     generation: int = 0
     boundaries: int = 0
+    disturbed_at: int = -1
     said_unbounded: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,6 +79,14 @@ class Mode:
     def invalidate_casts(self) -> None:
         """Weights may have changed: forget their casts."""
         self.generation += 1
+
+
+class Outgrown(NamedTuple):
+    """Factors beyond its scale from which a tensor is cast with its own amax; None: never. ``others``: of input and
+    gradient, until the next boundary, where weights were written to."""
+
+    weight: float | None
+    others: float | None
 
 
 class Cast(NamedTuple):
@@ -127,12 +137,13 @@ class LinearSlots:
         self._backwards = self._boundary = self._changes = 0
         self._look_at = FIRST_LOOK // 2
         self._sample: Tensor | None = None
+        self._outgrown: Outgrown | None = None
         self._states: States | None = None
         self._cast: WeightCast | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_states": None, "_cast": None, "_sample": None, "resharded": False, "note": WeightNote()}
-        return {**self.__dict__, **fresh}
+        fresh = {"_states": None, "_cast": None, "_sample": None, "_outgrown": None, "resharded": False}
+        return {**self.__dict__, **fresh, "note": WeightNote.of_copy()}
 
     def settle(self) -> None:
         """Commit what is due, before a scale is read. Graphs cannot: then the optimizer's post-hook does (see
@@ -256,24 +267,32 @@ class LinearSlots:
             a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.mode.backend
         )
 
-    def outgrown(self, linear: nn.Module, record: bool) -> float | None:
-        """``OUTGROWN_WRITTEN`` where the module's weight was written to since its scale was right, else ``OUTGROWN``.
-        None: the recipe makes scales just in time anyway.
+    def outgrown(self, linear: nn.Module, record: bool) -> Outgrown:
+        """From which factors beyond their scales the tensors of this forward are cast with their own amaxes.
 
-        The same in forward, recomputation and backward, on each part of a weight, and on one rank alone. Compiled and
-        captured forwards always get ``OUTGROWN``: a version would be a guard, or burnt in.
+        The same in forward, recomputation and backward, on each part of a weight, and on one rank alone. In compiled
+        and captured forwards it is a constant: a version would be a guard, or burnt in.
 
         Args:
             record: this forward records: FP8 state that was loaded is right for the weight that it finds.
         """
         if not self.recipe.delayed:
-            return None
+            return Outgrown(None, None)
         saturating = 2.0 ** max(0, -self.recipe.margin)  # A negative margin means to cut off as much.
         if torch.compiler.is_compiling() or capturing(self.weight_sync.arena.device):
-            return OUTGROWN * saturating
-        if record and self.note.awaited:
-            self.note.take(linear, self.resharded)
-        return (OUTGROWN_WRITTEN if self.note.written(linear) else OUTGROWN) * saturating
+            return Outgrown(OUTGROWN * saturating, None)
+        if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
+            return self._outgrown  # A recomputation.
+        mode, note = self.mode, self.note
+        if record and note.awaited:
+            note.take(linear, self.resharded)
+        written = note.written(linear)
+        if written:  # What other modules get from this one does not fit their scales either.
+            mode.disturbed_at = mode.boundaries
+        weight = (OUTGROWN_WRITTEN if written else OUTGROWN) * saturating
+        others = OUTGROWN_WRITTEN * saturating if mode.disturbed_at == mode.boundaries else None
+        self._outgrown = Outgrown(weight, others)
+        return self._outgrown
 
     def weight_cast(
         self,

@@ -674,10 +674,11 @@ class StateManager(Joinable):
         return self._cycle.waits.take()
 
     def refresh_weights(self) -> None:
-        """Derive weight scales anew, after weights were written behind the library's back. COLLECTIVE.
+        """Derive weight scales anew, after weights were written to by anything but an optimizer. COLLECTIVE.
 
-        Their histories are emptied: they told of other weights. Needed after ``.data`` writes, loaded
-        weights, or anything else that no optimizer step tells of.
+        Their histories are emptied: they told of other weights. Needed where FSDP2 gathers weights in FP8 and they were
+        written to through ``.data``. Elsewhere casts notice by themselves (see README, "Mistakes"); this gives the
+        slots their new scales at once.
         """
         self._cycle.require_attached()
         self._cycle.settle()
@@ -690,6 +691,8 @@ class StateManager(Joinable):
         self._cycle.derive_weight_scales(local_weights(self._require_model()), "all")
         if sharded is not None:
             sharded.accept()
+        if self._cycle.steps is not None:
+            self._cycle.steps.take_notes()
 
     # Saving and loading --------------------------------------------------------------------------
 

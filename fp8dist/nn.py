@@ -20,7 +20,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.gathered import FP8Weight
 from fp8dist.groups import is_dtensor
-from fp8dist.linear_slots import Cast, LinearSlots, States
+from fp8dist.linear_slots import Cast, LinearSlots, Outgrown, States
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
 from fp8dist.tensor_parallel import parallel_linear
@@ -52,11 +52,11 @@ class _FP8LinearFunction(torch.autograd.Function):
         record: bool,
         wants_weight_grad: bool,
         high: tuple[Gemm, ...],
-        outgrown: float | None,
+        outgrown: Outgrown,
     ) -> Tensor:
         input_state, ctx.weight_state, ctx.grad_state = states
         columns = wants_weight_grad and "wgrad" not in high
-        cast = slots.quantize(x, input_state, record, "fprop" not in high, columns)
+        cast = slots.quantize(x, input_state, record, "fprop" not in high, columns, outgrown=outgrown.others)
         later = "dgrad" in high or slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
             weight_columns_inv_scale = weight_rows_inv_scale
@@ -88,10 +88,11 @@ class _FP8LinearFunction(torch.autograd.Function):
         fp8_weight_grad = wants_weight_grad and "wgrad" not in ctx.high
         grad_input = grad_weight = grad_bias = None
         if wants_input_grad or wants_weight_grad:  # Else only the bias trains.
-            cast = slots.quantize(grad_output, ctx.grad_state, ctx.record, fp8_input_grad, fp8_weight_grad)
+            copies = fp8_input_grad, fp8_weight_grad
+            cast = slots.quantize(grad_output, ctx.grad_state, ctx.record, *copies, outgrown=ctx.outgrown.others)
         if fp8_input_grad:
             if weight is not None:
-                weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
+                weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown.weight)
             inv_scales = cast.rows_inv_scale, weight_inv_scale
             grad_input = slots.matmul(cast.rows, weight_columns, *inv_scales, ctx.input_dtype)
             del weight_columns  # Maybe a copy, of the size of the gradient that is next.
@@ -164,9 +165,8 @@ class FP8Linear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(kind))
         tokens = input.reshape(-1, in_features)
         outgrown = slots.outgrown(self, record)
-        cast = slots.weight_cast(
-            weight, parameter, states[1], record, "fprop" not in high, "dgrad" not in high, outgrown
-        )
+        fprop, dgrad = "fprop" not in high, "dgrad" not in high
+        cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown.weight)
         wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
         output = _FP8LinearFunction.apply(
             tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high, outgrown

@@ -46,7 +46,16 @@ class WeightNote:
         self._address = 0  # 0: FSDP or tensor parallelism moves it.
         self._written = False
         self._in_backward: list[int] | None = None
+        self._is_copy = False  # And not looked at yet.
         self._remembered: list[weakref.ref[Tensor]] = []
+
+    @classmethod
+    def of_copy(cls) -> WeightNote:
+        """Of a copied or unpickled Linear, whose scale is right for the weight as it was made: nobody has counted an
+        operation on it yet."""
+        note = cls()
+        note.awaited, note._is_copy = False, True
+        return note
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
         """The weight is stored in these: an optimizer that holds them may be made before others take their place."""
@@ -78,7 +87,7 @@ class WeightNote:
         self._in_backward = None
 
     def _look_at(self, parameters: tuple[Tensor, ...]) -> None:
-        self.stored = parameters
+        self.stored, self._is_copy = parameters, False
         locals_ = (local_part(parameter) for parameter in parameters)
         distinct = {id(tensor): tensor for tensor in (*parameters, *locals_)}
         self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
@@ -91,6 +100,9 @@ class WeightNote:
         """Whether the weight was written to, replaced or given other memory since the note was taken."""
         if self.awaited:
             return False
+        if self._is_copy:
+            self._look_at(stored_parameters(linear))
+            self._versions = [0] * len(self._counted)
         if self._written or self._versions != [tensor._version for tensor in self._counted]:
             return True
         if not self._address:
