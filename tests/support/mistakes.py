@@ -534,6 +534,8 @@ def complaints(row: Row, seen: list[Seen]) -> list[str]:
         found.append(f"no text has all of {row.words}")
     if outcome == RAISED and row.errors and not any(e.error and e.error.startswith(row.errors) for e in seen):
         found.append(f"expected {' or '.join(row.errors)}")
+    if not row.loses and any(each.error and each.error.startswith("SyncError") for each in seen):
+        found.append("a rank waits in vain")
     if row.everywhere and outcome == RAISED and not all(each.origin == "ours" for each in seen):
         found.append("not all ranks raised")
     if row.once and any(sum(_says(text, row.words) for text in each.warnings) > 1 for each in seen):
