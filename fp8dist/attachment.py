@@ -102,7 +102,7 @@ class Attachment:
             cycle.derive_weight_scales(local_weights(model), "cold")
         cycle.drop_nonfinite = scaler is not None
         cycle.hooked = by_optimizer
-        cycle.control.resumed = any(optimizer.state for optimizer in optimizers)
+        cycle.control.resumed = any(map(_has_stepped, optimizers))
         mode.awaits_attach = False
         mode.invalidate_casts()
         mode.reuse_casts = bool(optimizers)
@@ -195,6 +195,11 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
         covered.add((id(holder), id(group)))
 
 
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether it has been at work. Some have state before their first step."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+
+
 def _described_weights(model: nn.Module) -> dict[Slot, WeightDescription]:
     """Shapes are those of the Linears: sharding and tensor parallelism change the weights only."""
     by_weight: dict[int, list[FP8Linear]] = {}
@@ -241,18 +246,19 @@ def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optim
     if strangers:
         logger.info("fp8dist: attach(optimizer=…): %d of its parameters are not the model's", len(strangers))
     shapes = {parameter.shape for parameter in strangers}
-    missing = sorted(
-        linear.fp8_slots.slots[Role.INPUT].fqn
+    missing = {
+        linear.fp8_slots.slots[Role.INPUT].fqn: weight
         for linear in fp8_linears(model)
         for weight in stored_parameters(linear)[:1]
         if weight.requires_grad and id(weight) not in held and weight.shape not in shapes
-    )
-    if missing:
+    }
+    # Masters may also be one flat tensor.
+    if sum(weight.numel() for weight in missing.values()) > sum(parameter.numel() for parameter in strangers):
         logger.warning(
             "fp8dist: attach(optimizer=…): %d trainable FP8 weights are in none of the optimizers: %s. If another "
             "optimizer steps them, give it to attach as well: attach(optimizer=[…])",
             len(missing),
-            first_few(missing),
+            first_few(sorted(missing)),
         )
 
 

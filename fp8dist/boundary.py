@@ -137,6 +137,7 @@ class BoundaryHooks:
         self._restore_scaler = self._watch(scaler) if scaler is not None else None
         self._looked = scaler is not None
         self._stepped = False
+        self._others_stepped = False  # Since the last boundary: the last one may be skipped then, and is the boundary.
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -147,30 +148,39 @@ class BoundaryHooks:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caller = sys._getframe(1)
-        is_last = optimizer is self._last()
-        self._stepped |= is_last
-        if not _counts(optimizer, caller):
+        if _inside_own_step(optimizer, caller):
             return
-        self._look_for_scaler(caller)
+        self._stepped |= optimizer is self._last()
+        if is_real_step(optimizer):
+            self._look_for_scaler(caller)
         if _has_closure(args, kwargs):
             # The optimizer may move the weights between two calls of the closure.
             self._owner.reuse_casts(False)
-        elif is_last and self._is_boundary:
+        elif self._ends_step(optimizer):
             if torch._C._current_graph_task_id() != -1:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} steps inside backward(), where gradients of other layers are still "
-                    'to come: use attach(…, boundary="manual") and call manager.step() after each backward'
+                    f"{type(optimizer).__name__} steps inside backward(), where gradients of other layers are still to "
+                    'come: use attach(…, boundary="manual") and call manager.step() after each backward'
                 )
+            self._others_stepped = False
             self._owner.boundary(found_inf(optimizer))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _counts(optimizer, sys._getframe(1)):
+        if _inside_own_step(optimizer, sys._getframe(1)):
             return
         if _has_closure(args, kwargs):
             self._owner.reuse_casts(True)
-            if optimizer is self._last() and self._is_boundary:
+            if self._ends_step(optimizer):
+                self._others_stepped = False
                 self._owner.boundary()
-        self._owner.weights_changed()
+        if is_real_step(optimizer):
+            self._others_stepped |= optimizer is not self._last()
+            self._owner.weights_changed()
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Whether this step of an optimizer is the boundary: the last one's, if it or another may change parameters."""
+        is_last = optimizer is self._last() and self._is_boundary
+        return is_last and (self._others_stepped or is_real_step(optimizer))
 
     def _look_for_scaler(self, caller: FrameType) -> None:
         """In the first step: a GradScaler that ``attach`` was not given is found where it calls the optimizer."""
@@ -197,6 +207,9 @@ class BoundaryHooks:
             result = original(optimizer, *args, **kwargs)
             if not self._stepped and unwrap_optimizers(optimizer)[0] is self._last():
                 self._owner.step_skipped()
+                if self._is_boundary and self._others_stepped:
+                    self._others_stepped = False
+                    self._owner.boundary()
             return result
 
         scaler.step = step
@@ -214,6 +227,6 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return given is not None
 
 
-def _counts(optimizer: Optimizer, caller: FrameType) -> bool:
-    """Whether this call of ``step`` may change parameters, and is no ``super().step()`` inside the optimizer's own."""
-    return is_real_step(optimizer) and all(outer is not optimizer for outer in enclosing_steps(caller))
+def _inside_own_step(optimizer: Optimizer, caller: FrameType) -> bool:
+    """Whether this is the ``super().step()`` of a step that called the hooks already."""
+    return any(outer is optimizer for outer in enclosing_steps(caller))

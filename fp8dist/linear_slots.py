@@ -32,6 +32,9 @@ OUTGROWN, OUTGROWN_WRITTEN = 2.0, 1.25
 weight that grew by 1.3 and saturates makes a product 11 % wrong, one that grew by 8 makes it 82 % wrong; one that
 shrank does little harm."""
 
+OUTGROWN_COPY = 1.0
+"""The same for a written weight of a model that was copied: no boundary is to come that its scale could follow."""
+
 FIRST_LOOK = 64
 """Backwards of one module without a boundary after which its weight is compared for the first time: with itself, half
 as many backwards ago."""
@@ -52,7 +55,8 @@ class Mode:
     come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
     ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
     ``measuring``: a watch wants to know what the casts of this step do. ``disturbed_at``: the boundaries passed when a
-    weight was last seen that somebody had written to. ``said_unbounded``: a warning of steps without
+    weight was last seen that somebody had written to. ``stepping``: an optimizer's step is under way.
+    ``said_unbounded``: a warning of steps without
     a boundary was logged.
     """
 
@@ -69,11 +73,12 @@ class Mode:
     generation: int = 0
     boundaries: int = 0
     disturbed_at: int = -1
+    stepping: bool = False
     said_unbounded: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Nothing tells a copy when its weights change; nor is it in a graph.
-        fresh = ("reuse_casts", "graphed", "measuring", "said_unbounded")
+        fresh = ("reuse_casts", "graphed", "measuring", "stepping", "said_unbounded")
         return {**self.__dict__, **dict.fromkeys(fresh, False)}
 
     def invalidate_casts(self) -> None:
@@ -143,7 +148,7 @@ class LinearSlots:
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_states": None, "_cast": None, "_sample": None, "_outgrown": None, "resharded": False}
-        return {**self.__dict__, **fresh, "note": WeightNote.of_copy()}
+        return {**self.__dict__, **fresh, "note": WeightNote.copied()}
 
     def settle(self) -> None:
         """Commit what is due, before a scale is read. Graphs cannot: then the optimizer's post-hook does (see
@@ -284,13 +289,17 @@ class LinearSlots:
         if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
             return self._outgrown  # A recomputation.
         mode, note = self.mode, self.note
+        note.used_at = mode.boundaries
+        note.recorded |= record
         if record and note.awaited:
             note.take(linear, self.resharded)
         written = note.written(linear)
         if written:  # What other modules get from this one does not fit their scales either.
             mode.disturbed_at = mode.boundaries
-        weight = (OUTGROWN_WRITTEN if written else OUTGROWN) * saturating
-        others = OUTGROWN_WRITTEN * saturating if mode.disturbed_at == mode.boundaries else None
+        factor = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
+        weight = (factor if written or note.unfollowed else OUTGROWN) * saturating
+        disturbed = note.unfollowed or mode.disturbed_at == mode.boundaries
+        others = factor * saturating if disturbed else None
         self._outgrown = Outgrown(weight, others)
         return self._outgrown
 
@@ -370,7 +379,7 @@ class LinearSlots:
         if self._boundary != self.mode.boundaries:
             self._boundary, self._backwards, self._changes, self._sample = self.mode.boundaries, 0, 0, None
         self._backwards += 1
-        if self.mode.said_unbounded or not self.sync.every_step:
+        if self.mode.said_unbounded or self.mode.stepping or not self.sync.every_step:
             return
         self._changes += self.note.changed_between_backwards()
         if self._changes > 1 or (self._backwards == self._look_at and self._changed_unseen()):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.optim import Optimizer
 
 from fp8dist import ops
 from fp8dist.arguments import is_module_name, require_attachable
@@ -158,7 +159,7 @@ class StateManager(Joinable):
         require_choice("boundary", boundary, ("optimizer", "manual"), '"optimizer" or "manual"')
         require_attachable(module, optimizer, scaler, timeout)
         self._cycle.require_groups()
-        optimizers = [] if optimizer is None else hooked_optimizers(optimizer)
+        optimizers = [] if optimizer is None else self._hookable(optimizer)
         model = self._require_model()
         if module is not None and get_manager(module) is not self:
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
@@ -167,6 +168,14 @@ class StateManager(Joinable):
         self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout)
         self._cycle.checker.watch(whole)
         return self
+
+    def _hookable(self, optimizer: Any) -> list[Optimizer]:
+        try:
+            return hooked_optimizers(optimizer)
+        except ConfigurationError:
+            if self.settings.enabled:
+                raise
+            return []  # Nothing needs a boundary.
 
     def detach(self) -> nn.Module:
         """Take all hooks off and give the model its plain nn.Linears back. Returns the model. Local.

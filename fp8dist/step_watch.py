@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
+from fp8dist.graphs import compiled_any
 from fp8dist.linear_slots import LinearSlots, Mode
 from fp8dist.nn import FP8Linear, fp8_linears
 from fp8dist.state.slots import Slot, first_few
@@ -100,7 +101,7 @@ class StepWatch:
         for linear in self.linears:
             note = linear.fp8_slots.note
             note.take(linear, linear.fp8_slots.resharded, attached=True)
-            note.stepped_at, note.skipped = -1, None
+            note.stepped_at, note.skipped, note.unfollowed = -1, None, False
 
     def take_notes(self) -> None:
         """A boundary that the loop called for: what changed the weights before it was a step. Local."""
@@ -147,12 +148,13 @@ class StepWatch:
         listener.before_step(optimizer)
         if nested or listener.captures:
             return
-        self._began = listener.mode.boundaries
+        self._began, listener.mode.stepping = listener.mode.boundaries, True
         exempt = self.brings_boundary is not None and self.brings_boundary() is optimizer
         if listener.mode.allowed and not exempt and is_real_step(optimizer):
             again = [each for each in self.held_by(optimizer) if each.fp8_slots.note.stepped_at == self._began]
-            late = [linear for linear in again if _is_late(linear.fp8_slots)]
+            late = [linear for linear in again if _is_late(linear.fp8_slots, self._began)]
             if late:
+                listener.mode.stepping = False
                 text = _second_step(optimizer, late)
                 listener.tell_others(text)
                 raise ConfigurationError(text)
@@ -162,6 +164,9 @@ class StepWatch:
         if listener is None:
             return
         counts = real and not nested and not listener.captures
+        if not nested:
+            listener.mode.stepping = False
+        unseen = compiled_any()  # Forwards that leave no notes.
         skipped = found_inf(optimizer)
         for linear in self.held_by(optimizer):
             note = linear.fp8_slots.note
@@ -169,14 +174,16 @@ class StepWatch:
                 note.take(linear, linear.fp8_slots.resharded)
             if counts:
                 note.stepped_at, note.skipped = self._began, skipped
+                note.unfollowed = not (note.recorded or unseen)
+                note.recorded = False
         listener.after_step(optimizer, real)
 
 
-def _is_late(slots: LinearSlots) -> bool:
-    """Whether a weight that was stepped since the last boundary must not be stepped again. Reads the device if a loss
-    scaler may have skipped that step."""
-    skipped = slots.note.skipped
-    return slots.weight_sync.every_step and (skipped is None or not bool(skipped))
+def _is_late(slots: LinearSlots, boundaries: int) -> bool:
+    """Whether a weight that was stepped since the last boundary must not be stepped again: it is cast to FP8. Reads the
+    device if a loss scaler may have skipped that step. ``boundaries``: passed so far."""
+    skipped, used = slots.note.skipped, slots.note.used_at == boundaries or compiled_any()
+    return used and slots.weight_sync.every_step and (skipped is None or not bool(skipped))
 
 
 def _second_step(optimizer: Optimizer, late: Sequence[FP8Linear]) -> str:

@@ -35,6 +35,14 @@ class WeightNote:
         self.awaited = True
         """Take the note at the next forward that records: FP8 state is new, or was loaded, and fits the weight of
         then."""
+        self.used_at = -1
+        """Boundaries passed before the last forward that cast the weight to FP8."""
+        self.recorded = True
+        """A forward has recorded it since the last optimizer step: its scale follows that step."""
+        self.unfollowed = False
+        """An optimizer has stepped the weight, and no amax of it was recorded: a module that trains in eval(), say."""
+        self.of_copy = False
+        """The Linear was copied or unpickled, and no note was taken since."""
         self.stepped_at = -1
         """Boundaries passed before the last optimizer step that changed the weight."""
         self.skipped: Tensor | None = None
@@ -46,15 +54,14 @@ class WeightNote:
         self._address = 0  # 0: FSDP or tensor parallelism moves it.
         self._written = False
         self._in_backward: list[int] | None = None
-        self._is_copy = False  # And not looked at yet.
         self._remembered: list[weakref.ref[Tensor]] = []
 
     @classmethod
-    def of_copy(cls) -> WeightNote:
+    def copied(cls) -> WeightNote:
         """Of a copied or unpickled Linear, whose scale is right for the weight as it was made: nobody has counted an
         operation on it yet."""
         note = cls()
-        note.awaited, note._is_copy = False, True
+        note.awaited, note.of_copy = False, True
         return note
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
@@ -83,11 +90,11 @@ class WeightNote:
         self._versions = [tensor._version for tensor in self._counted]
         whole = weight is not None and not resharded and len(self._counted) == 1
         self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
-        self.awaited = self._written = False
+        self.awaited = self._written = self.of_copy = False
         self._in_backward = None
 
     def _look_at(self, parameters: tuple[Tensor, ...]) -> None:
-        self.stored, self._is_copy = parameters, False
+        self.stored = parameters
         locals_ = (local_part(parameter) for parameter in parameters)
         distinct = {id(tensor): tensor for tensor in (*parameters, *locals_)}
         self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
@@ -100,7 +107,7 @@ class WeightNote:
         """Whether the weight was written to, replaced or given other memory since the note was taken."""
         if self.awaited:
             return False
-        if self._is_copy:
+        if self.of_copy and not self.stored:
             self._look_at(stored_parameters(linear))
             self._versions = [0] * len(self._counted)
         if self._written or self._versions != [tensor._version for tensor in self._counted]:

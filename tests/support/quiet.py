@@ -1,0 +1,224 @@
+"""Correct programs must be silent and right: what both mean, and a net whose every forward is judged.
+
+The reference is plain torch in float32, with the weights that the prepared net has at that moment. It shares no code
+with fp8dist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import AdamW
+from torch.optim.optimizer import Optimizer
+
+import fp8dist
+import fp8dist.kernels
+from fp8dist import DelayedScaling, StateManager
+from tests.support.logs import captured_log
+from tests.support.training import bits
+
+HISTORY = 16
+STEPS = 6
+
+TOLERANCE = 0.08
+"""Of the norm of an output. Two Linears of E4M3 inputs and weights, each rounded to within 1/16, are 4 to 5 % off."""
+
+SOURCES = tuple(str(Path(str(package.__file__)).parent) for package in (fp8dist, fp8dist.kernels))
+
+
+@contextlib.contextmanager
+def silence(allowed: str | None = None) -> Iterator[None]:
+    """Fail where fp8dist logs a warning or worse, or issues a Python warning. Other libraries may.
+
+    ``allowed``: one line with this in it.
+    """
+    with captured_log() as log, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield
+    told = [message for _, message in log]
+    if allowed is not None:
+        assert len(told) == 1, f"logged: {told}"
+        assert allowed in told.pop()
+    assert not told, f"logged: {told}"
+    ours = [str(w.message) for w in seen if w.filename.startswith(SOURCES) or "fp8" in str(w.message).lower()]
+    assert not ours, f"warned: {ours}"
+
+
+def mlp(*sizes: int, norm: bool = False) -> nn.Sequential:
+    """Two Linears, 32 → 64 → 16 by default, with a ReLU (and a BatchNorm) between. Weights are always the same."""
+    first, middle, last = sizes or (32, 64, 16)
+    torch.manual_seed(0)
+    between = [nn.BatchNorm1d(middle)] if norm else []
+    return nn.Sequential(nn.Linear(first, middle), *between, nn.ReLU(), nn.Linear(middle, last))
+
+
+def batch(index: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    """(x [16, 32], y [16, 16]): four batches per rank in turn, so amaxes stay within those of the history."""
+    generator = torch.Generator().manual_seed(100 * rank + index % 4)
+    return torch.randn(16, 32, generator=generator), torch.randn(16, 16, generator=generator)
+
+
+def off(output: Tensor, expected: Tensor) -> float:
+    """The relative error, by norms."""
+    return float((output.detach().float() - expected).norm() / expected.norm())
+
+
+def judge(net: nn.Module, twin: nn.Module, errors: list[float]) -> None:
+    """Compare each forward of ``net``, and of its deep copies, with one of ``twin`` that has the same weights."""
+
+    def compare(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        for mine, theirs in zip(twin.modules(), module.modules()):
+            mine.training = theirs.training
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        with torch.no_grad():
+            same = {name: t.detach().clone() for name, t in tensors.items()}  # BatchNorm writes to its own.
+            same = {name: t.float() if t.is_floating_point() else t for name, t in same.items()}
+            expected = functional_call(twin, same, tuple(x.detach().float() for x in args))
+            errors.append(off(output, expected))
+
+    net.register_forward_hook(compare)
+
+
+class Trial:
+    """A net, prepared; its plain twin; and what its forwards were off."""
+
+    def __init__(
+        self, net: nn.Module | None = None, recipe: Any = None, *, judged: bool = True, **settings: Any
+    ) -> None:
+        self.net: Any = mlp() if net is None else net
+        self.twin = copy.deepcopy(self.net).float()
+        self.errors: list[float] = []
+        recipe = DelayedScaling(history_len=HISTORY) if recipe is None else recipe
+        self.manager: StateManager = fp8dist.prepare(self.net, recipe, **settings)
+        if judged:
+            judge(self.net, self.twin, self.errors)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.net.parameters())
+
+    def adamw(self, lr: float = 0.01, **options: Any) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.net.parameters(), lr=lr, **options)
+
+    def sgd(self, lr: float = 0.1, **options: Any) -> torch.optim.SGD:
+        return torch.optim.SGD(self.net.parameters(), lr=lr, **options)
+
+    def backward(self, index: int, rank: int = 0, times: float = 1.0, net: nn.Module | None = None) -> Tensor:
+        """Forward and backward of one batch."""
+        x, y = batch(index, rank)
+        output = (self.net if net is None else net)(x.to(next(self.net.parameters()).dtype))
+        loss = nn.functional.mse_loss(output.float(), y) * times
+        loss.backward()
+        return loss.detach()
+
+    def train(self, optimizer: Any, steps: int, start: int = 0, net: nn.Module | None = None, rank: int = 0) -> None:
+        """The plainest loop."""
+        for index in range(start, start + steps):
+            self.backward(index, rank, net=net)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def evaluate(self, net: nn.Module | None = None) -> None:
+        """A forward without gradients, in the mode that the net is in."""
+        with torch.no_grad():
+            (self.net if net is None else net)(batch(1)[0].to(next(self.net.parameters()).dtype))
+
+    def accurate(self) -> None:
+        """Every forward was near its reference."""
+        assert self.errors, "no forward was compared"
+        assert max(self.errors) < TOLERANCE, [round(error, 3) for error in self.errors]
+
+    def right(self, steps: int, ran: Callable[[str, str], bool] = lambda fqn, role: True) -> None:
+        """Forwards were accurate; there were ``steps`` steps, and each slot that ``ran`` took part in each of them."""
+        self.evaluate()
+        self.accurate()
+        state_is_right(self.manager, steps, ran)
+
+    def bits(self) -> dict[str, Any]:
+        """Weights and FP8 state, exactly."""
+        return {**weight_bits(self.net), **fp8_bits(self.manager)}
+
+
+def state_is_right(manager: StateManager, steps: int, ran: Callable[[str, str], bool] = lambda fqn, role: True) -> None:
+    """So many steps; every slot that ran is hot and has taken part in each; nothing was NaN or infinite."""
+    assert manager.steps == steps
+    assert manager.metrics()["fp8/nonfinite_amaxes"] == 0
+    for slot in manager.slots:
+        if ran(slot.fqn, slot.role) and manager.recipe_of(slot.fqn).delayed:
+            filled = int((manager.amax_history(slot.fqn, slot.role) > 0).sum())
+            assert filled == min(steps, HISTORY), f"{slot}: {filled} of {steps} steps"
+            assert float(manager.scale(slot.fqn, slot.role)) != 1.0 or steps == 0, f"{slot} has no scale"
+
+
+def weight_bits(net: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers, exactly."""
+    tensors = [*net.named_parameters(), *net.named_buffers()]
+    return {name: bits(t.full_tensor() if hasattr(t, "full_tensor") else t) for name, t in tensors}
+
+
+def fp8_bits(manager: StateManager) -> dict[str, Any]:
+    """Steps, scales and histories, exactly."""
+    state: dict[str, Any] = {"steps": manager.steps}
+    for slot in manager.slots:
+        name = f"{slot.fqn}:{slot.role}"
+        state[f"{name} scale"] = float(manager.scale(slot.fqn, slot.role))
+        state[f"{name} window"] = manager.amax_history(slot.fqn, slot.role).tolist()
+    return state
+
+
+def plain_run(steps: int, make: Callable[[Any], Optimizer] = lambda p: AdamW(p, lr=0.01), net: Any = None) -> Trial:
+    """The plainest program: one optimizer, attached."""
+    trial = Trial(net)
+    optimizer = make(trial.net.parameters())
+    trial.manager.attach(optimizer=optimizer)
+    trial.train(optimizer, steps)
+    return trial
+
+
+def done(trial: Trial) -> Trial:
+    """With the forward that ``right`` makes."""
+    trial.evaluate()
+    return trial
+
+
+def plain_forward(trial: Trial, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.func.functional_call(trial.twin, dict(trial.net.named_parameters()), x)
+
+
+class Table:
+    """Programs by name; several of one function for its variants."""
+
+    def __init__(self) -> None:
+        self.programs: dict[str, Callable[[], Any]] = {}
+
+    def program(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Put it in."""
+        return self.variants()(function)
+
+    def variants(self, **arguments: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Put it in once for each combination."""
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            for values in itertools.product(*arguments.values()):
+                named = dict(zip(arguments, values))
+                label = ", ".join(f"{key} {getattr(value, '__name__', value)}" for key, value in named.items())
+                name = f"{function.__name__.replace('_', ' ').strip()}: {label}".removesuffix(": ")
+                self.programs[name] = partial(function, **named)
+            return function
+
+        return add
+
+    def run(self, name: str) -> Any:
+        """One program, in silence."""
+        with silence("is switched off:" if name.startswith("switched off") else None):
+            return self.programs[name]()
