@@ -129,7 +129,7 @@ def optimizer_on_one(case: Case) -> None:
 def one_without_attach(case: Case) -> None:
     net, manager = case.build()
     if case.rank == 0:
-        manager.attach(optimizer=adamw(net), timeout=timedelta(seconds=2))
+        manager.attach(optimizer=adamw(net), timeout=timedelta(seconds=1))
 
 
 @row("one rank attaches again", RAISED, "attach", r"rank\S* 0\b", ranks=2, loses=True)
@@ -137,7 +137,7 @@ def one_attaches_again(case: Case) -> None:
     net, manager, optimizer = attached(case)
     case.train(net, optimizer, 3)
     if case.rank == 1:
-        manager.attach(net, optimizer=adamw(net), timeout=timedelta(seconds=2))
+        manager.attach(net, optimizer=adamw(net), timeout=timedelta(seconds=1))
 
 
 @row("the group lacks a rank", RAISED, "group", ranks=2)
@@ -205,7 +205,7 @@ def _seeds(layout: str, early: bool = False) -> Callable[[Case], None]:
             manager.attach(called, optimizer=optimizer)
         case.output(called, "first forward")
         optimizer.zero_grad()
-        case.train(called, optimizer, layout=layout)
+        case.train(called, optimizer, 6, layout=layout)
         case.judge(called)
 
     return program

@@ -584,7 +584,7 @@ def _by_hand(data: bool, layout: str = "one") -> Callable[[Case], None]:
     return program
 
 
-for _layout in LAYOUTS:
+for _layout in ("one", "ddp", "fsdp1", "gather"):
     _options: dict[str, Any] = {"ranks": ranks_of(_layout), "once": True}
     ROWS.add(f"p.add_(…), no manager.step(), {_layout}", _by_hand(False, _layout), WARNED, REMEDY[1], **_options)
     if _layout in ("one", "ddp", "gather"):  # 64 backwards each.
