@@ -49,8 +49,8 @@ NOT_SILENT = SAID | {RIGHT}
 """Where any outcome but a silent wrong one will do."""
 
 LR = 0.03
-STEPS = 16
-"""Steps of a training in which weights grow to four times what they were."""
+STEPS = 12
+"""Steps of a training in which weights grow to three times what they were."""
 
 RAISES_TIMEOUT = timedelta(seconds=2)
 """Of the process groups of rows that lose a rank."""
