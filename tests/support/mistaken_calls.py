@@ -1,0 +1,411 @@
+"""Mistakes with arguments, patterns and the return value of prepare(), and models that FP8 covers in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import CurrentScaling, DelayedScaling
+from tests.support.mistakes import NOT_SILENT, RAISED, RIGHT, SAID, STEPS, WARNED, Case, Net, Rows, adamw, make_net
+
+ROWS = Rows()
+row = ROWS.row
+
+
+# What FP8 does not cover -----------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """As Mixtral's in transformers: all experts in 3-D parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 32, 64) * 0.1)
+        self.down_proj = nn.Parameter(torch.randn(4, 32, 32) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.einsum("ti,eio->teo", x, self.gate_up_proj)
+        gate, up = h.chunk(2, -1)
+        return torch.einsum("teo,eoi->ti", torch.relu(gate) * up, self.down_proj)
+
+
+class Conv1D(nn.Module):
+    """As GPT-2's in transformers: a Linear with its weight transposed."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.1)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Attention(nn.Module):
+    """Around torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x[None], x[None], x[None])[0]
+        return y[0]
+
+
+class Both(nn.Module):
+    """Bilinear in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Bilinear(32, 32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x)
+
+
+def _covered(name: str, make: Callable[[], nn.Module], strict: bool) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        model = nn.ModuleDict({"proj": nn.Linear(32, 32), name: make()})
+        options = {"strict": True} if strict else {}
+        manager = case.prepare(model, **options)
+        optimizer = adamw(model)
+        manager.attach(optimizer=optimizer)
+        for _ in range(3):
+            model[name](model["proj"](torch.randn(8, 32))).square().mean().backward()
+            optimizer.step()
+
+    return program
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "experts": Experts,
+    "c_attn": lambda: Conv1D(32, 32),
+    "attention": Attention,
+    "mixing": Both,
+}
+for _name, _make in PARTS.items():
+    ROWS.add(f"FP8 leaves out {_name}", _covered(_name, _make, False), WARNED, _name, "%", once=True)
+    ROWS.add(f"FP8 leaves out {_name}, strict", _covered(_name, _make, True), RAISED, _name)
+
+
+@row("strict, and all is FP8", RIGHT)
+def strict(case: Case) -> None:
+    called, manager = case.build(strict=True)
+    optimizer = adamw(called)
+    manager.attach(optimizer=optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("no Linear is eligible", SAID, "eligible|FP8")
+def none_eligible(case: Case) -> None:
+    case.prepare(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)))
+
+
+# Patterns -----------------------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    """q_proj, k_proj, lm_head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 64)
+        self.lm_head = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.k_proj(self.q_proj(x)))
+
+
+def _kept(case: Case, model: Named, expected: dict[str, bool], **options: Any) -> None:
+    case.prepare(model, **options)
+    found = {name: type(child) is nn.Linear for name, child in model.named_children()}
+    case.expect(found == expected, f"in high precision: {found}, expected {expected}")
+
+
+@row("skip keeps its defaults", frozenset({RIGHT, WARNED}), "%")
+def skip_adds(case: Case) -> None:
+    _kept(case, Named(), {"q_proj": True, "k_proj": False, "lm_head": True}, skip=("*q_proj",))
+
+
+@row("skip that matches nothing", WARNED, "q_porj", "q_proj", once=True)
+def skip_typo(case: Case) -> None:
+    case.prepare(Named(), skip=("q_porj",))
+
+
+@row("groups that match nothing", WARNED, "q_porj", "q_proj", ranks=2, once=True)
+def groups_typo(case: Case) -> None:
+    case.prepare(Named(), groups={"q_porj": case.group})
+
+
+@row("overrides that match nothing", WARNED, "q_porj", "q_proj", once=True)
+def overrides_typo(case: Case) -> None:
+    case.prepare(Named(), overrides={"q_porj": CurrentScaling()})
+
+
+@row("set_precision of what there is not", RAISED, "q_porj", "q_proj")
+def set_precision_typo(case: Case) -> None:
+    model = Named()
+    manager = case.prepare(model)
+    manager.attach(optimizer=adamw(model))
+    manager.set_precision("q_porj", "high")
+
+
+@row("skip is a string", NOT_SILENT, "skip")
+def skip_is_a_string(case: Case) -> None:
+    _kept(case, Named(), {"q_proj": True, "k_proj": False, "lm_head": True}, skip="*q_proj")
+
+
+@row("a recipe's name in overrides", RAISED, "overrides|recipe")
+def override_is_a_string(case: Case) -> None:
+    case.prepare(Named(), overrides={"q_proj": "high"})
+
+
+# Arguments ----------------------------------------------------------------------------------------------------
+
+
+def _train(case: Case, net: nn.Module, optimizer: Any) -> None:
+    case.train(net, optimizer)
+    case.judge(net, STEPS)
+
+
+@row("attach(optimizer), positionally", frozenset({RAISED, RIGHT}), r"attach\(.*optimizer=|optimizer")
+def positional_optimizer(case: Case) -> None:
+    net, manager = case.build()
+    optimizer = adamw(net)
+    manager.attach(optimizer)  # type: ignore[arg-type]
+    _train(case, net, optimizer)
+
+
+@row("attach(optimizer, model)", frozenset({RAISED, RIGHT}), "attach|optimizer")
+def swapped_arguments(case: Case) -> None:
+    net, manager = case.build()
+    optimizer = adamw(net)
+    manager.attach(optimizer, net)  # type: ignore[arg-type]
+    _train(case, net, optimizer)
+
+
+@row("attach(model.parameters())", RAISED, r"attach\(")
+def attach_parameters(case: Case) -> None:
+    net, manager = case.build()
+    manager.attach(net.parameters())  # type: ignore[arg-type]
+
+
+@row("attach(optimizer=model.parameters())", RAISED, r"optimizer")
+def optimizer_is_parameters(case: Case) -> None:
+    net, manager = case.build()
+    manager.attach(net, optimizer=net.parameters())
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "named_parameters()": lambda model: list(model.named_parameters()),
+    "parameters()": lambda model: list(model.parameters()),
+    "called": lambda model: model(torch.randn(4, 32)),
+    "train()": lambda model: model.train(),
+    "to()": lambda model: model.to("cpu"),
+}
+
+
+def _as_model(use: Callable[[Any], Any]) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        use(case.prepare(make_net()))
+
+    return program
+
+
+for _name, _use in USES.items():
+    ROWS.add(f"model = prepare(model), {_name}", _as_model(_use), RAISED, "prepare", "manager|in place|model")
+
+
+@row("DDP(prepare(model))", RAISED, "prepare", ranks=2)
+def ddp_of_manager(case: Case) -> None:
+    DistributedDataParallel(case.prepare(make_net()), process_group=case.group)  # type: ignore[arg-type]
+
+
+MODELS_WRONG: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters": lambda net: net.parameters(),
+    "an optimizer": adamw,
+    "a class": lambda net: type(net),
+    "None": lambda net: None,
+    "a list of modules": lambda net: list(net.children()),
+}
+
+
+def _prepared(make: Callable[[nn.Module], Any]) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        case.prepare(make(make_net()))
+
+    return program
+
+
+for _name, _wrong in MODELS_WRONG.items():
+    ROWS.add(f"prepare of {_name}", _prepared(_wrong), RAISED, "module|model")
+
+RECIPES: dict[str, tuple[Callable[[], Any], str]] = {
+    "amax_history_len=": (lambda: DelayedScaling(amax_history_len=16), "history_len"),  # type: ignore[call-arg]
+    "fp8_format=": (lambda: DelayedScaling(fp8_format="hybrid"), "format"),  # type: ignore[call-arg]
+    "amax_compute_algo=": (lambda: DelayedScaling(amax_compute_algo="max"), "amax_algo"),  # type: ignore[call-arg]
+    "override_linear_precision=": (
+        lambda: DelayedScaling(override_linear_precision=(False, False, True)),  # type: ignore[call-arg]
+        "high_precision",
+    ),
+    '"delayed"': (lambda: "delayed", r"DelayedScaling\(\)"),
+    '"DelayedScaling"': (lambda: "DelayedScaling", r"DelayedScaling\(\)"),
+    "torch.float8_e4m3fn": (lambda: torch.float8_e4m3fn, r"Scaling\("),
+    "a dict": (lambda: {"history_len": 16}, r"DelayedScaling\("),
+    "True": (lambda: True, r"Scaling\("),
+}
+
+
+def _recipe(make: Callable[[], Any]) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        case.prepare(make_net(), make())
+
+    return program
+
+
+for _name, (_made, _word) in RECIPES.items():
+    ROWS.add(f"recipe {_name}", _recipe(_made), RAISED, _word)
+
+
+@row("a recipe's class", frozenset({RAISED, RIGHT}), r"CurrentScaling\(\)")
+def recipe_class(case: Case) -> None:
+    net, manager = case.build(recipe=CurrentScaling)
+    optimizer = adamw(net)
+    manager.attach(optimizer=optimizer)
+    _train(case, net, optimizer)
+
+
+@row("the group in the recipe's place", RAISED, "group=|recipe", ranks=2, everywhere=True)
+def group_as_recipe(case: Case) -> None:
+    fp8dist.prepare(make_net(), dist.group.WORLD)  # type: ignore[arg-type]
+
+
+@row('group="world"', RAISED, "group", ranks=2, everywhere=True)
+def group_is_a_string(case: Case) -> None:
+    fp8dist.prepare(make_net(), group="world").attach()  # type: ignore[arg-type]
+
+
+@row("a list of ranks as group", RAISED, "group", ranks=2, everywhere=True)
+def group_is_ranks(case: Case) -> None:
+    fp8dist.prepare(make_net(), group=[0, 1]).attach()  # type: ignore[arg-type]
+
+
+@row("several ranks and no group", RAISED, "group=", ranks=2, everywhere=True)
+def no_group(case: Case) -> None:
+    fp8dist.prepare(make_net()).attach()
+
+
+@row('boundary="Optimizer"', RAISED, "boundary")
+def boundary_misspelt(case: Case) -> None:
+    net, manager = case.build()
+    manager.attach(optimizer=adamw(net), boundary="Optimizer")  # type: ignore[arg-type]
+
+
+@row("timeout in seconds", frozenset({RAISED, RIGHT}), "timeout", ranks=2)
+def timeout_in_seconds(case: Case) -> None:
+    net, manager = case.build()
+    manager.attach(optimizer=adamw(net), timeout=30)  # type: ignore[arg-type]
+
+
+# What is prepared ---------------------------------------------------------------------------------------------
+
+
+@row("prepare(ddp)", NOT_SILENT, "DistributedDataParallel|DDP", ranks=2)
+def prepare_ddp(case: Case) -> None:
+    called = DistributedDataParallel(make_net(), process_group=case.group)
+    manager = case.prepare(called)
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("prepare(ddp.module)", NOT_SILENT, "DistributedDataParallel|DDP", ranks=2)
+def prepare_inside_ddp(case: Case) -> None:
+    called = DistributedDataParallel(make_net(), process_group=case.group)
+    manager = case.prepare(called.module)
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("prepare(ddp), attach without the module", NOT_SILENT, "DistributedDataParallel|DDP|module", ranks=2)
+def prepare_ddp_attach_alone(case: Case) -> None:
+    called = DistributedDataParallel(make_net(), process_group=case.group)
+    optimizer = adamw(called)
+    case.prepare(called.module).attach(optimizer=optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("a compiled model is prepared", NOT_SILENT, "compile")
+def prepare_compiled(case: Case) -> None:
+    called = case.compile(make_net())
+    manager = case.prepare(called)  # type: ignore[arg-type]
+    optimizer = adamw(called)
+    manager.attach(optimizer=optimizer)
+    case.train(called, optimizer)  # type: ignore[arg-type]
+    case.judge(called, STEPS)  # type: ignore[arg-type]
+
+
+@row("prepared after it was compiled and run", NOT_SILENT, "compile")
+def prepared_after_run(case: Case) -> None:
+    net = make_net()
+    called = case.compile(net)
+    called(torch.randn(4, 32)).sum().backward()
+    net.zero_grad()
+    manager = case.prepare(net)
+    optimizer = adamw(net)
+    manager.attach(optimizer=optimizer)
+    case.train(called, optimizer)  # type: ignore[arg-type]
+    case.judge(called, STEPS)  # type: ignore[arg-type]
+
+
+@row("prepared twice", RAISED, "prepared already")
+def prepared_twice(case: Case) -> None:
+    net = make_net()
+    case.prepare(net)
+    case.prepare(net)
+
+
+@row("a part is prepared, then the whole", RAISED, "prepared already")
+def nested_inside(case: Case) -> None:
+    net = make_net()
+    case.prepare(net.up)
+    case.prepare(net)
+
+
+@row("the whole is prepared, then a part", RAISED, "prepared already")
+def nested_outside(case: Case) -> None:
+    net = make_net()
+    case.prepare(net)
+    case.prepare(net.up)
+
+
+@row("a module that is not the prepared one is attached", RAISED, "prepared")
+def attach_stranger(case: Case) -> None:
+    net, manager = case.build()
+    manager.attach(make_net(), optimizer=adamw(net))
+
+
+@row("a part of the prepared model is attached", RAISED, "prepared")
+def attach_part(case: Case) -> None:
+    net, manager = case.build()
+    assert isinstance(net, Net)
+    manager.attach(net.up, optimizer=adamw(net))
+
+
+@row("attached after detach", RAISED, r"prepare\(")
+def attach_detached(case: Case) -> None:
+    net, manager = case.build()
+    manager.detach()
+    manager.attach(optimizer=adamw(net))

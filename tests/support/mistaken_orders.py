@@ -1,0 +1,90 @@
+"""prepare, wrap, materialise, load and attach in every order in which they can be called."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tests.support.mistakes import LAYOUTS, NOT_SILENT, Case, Rows, adamw, larger, load, make_net, ranks_of
+
+ROWS = Rows()
+
+BEFORE = (("prepare", "attach"), ("materialise", "load"), ("wrap", "materialise"))
+"""(a, b): a comes before b wherever both are there. DDP and FSDP1 materialise what they wrap on their own."""
+
+GARBAGE = 1e10
+"""What to_empty has found in memory. Always the same, or the rows were not."""
+
+
+def orders(*what: str) -> list[tuple[str, ...]]:
+    """All permutations that ``BEFORE`` allows."""
+    return [
+        order
+        for order in itertools.permutations(what)
+        if all(order.index(a) < order.index(b) for a, b in BEFORE if a in order and b in order)
+    ]
+
+
+def _program(order: Sequence[str], layout: str, meta: bool, early_optimizer: bool = False) -> Callable[[Case], None]:
+    """What is loaded is eight times as large as what was there, so a scale of before would show at once."""
+
+    def program(case: Case) -> None:
+        net = make_net(device="meta" if meta else None)
+        called, manager = net, None
+        optimizer = adamw(net)
+        for operation in order:
+            if operation == "prepare":
+                manager = case.prepare(net, layout=layout)
+            elif operation == "wrap":
+                called = case.wrap(net, layout)
+            elif operation == "materialise":
+                called.to_empty(device="cpu")
+                with torch.no_grad():
+                    for p in called.parameters():
+                        p.fill_(GARBAGE)
+            elif operation == "load":
+                load(called, larger())
+            elif operation == "attach":
+                assert manager is not None
+                if not early_optimizer:
+                    optimizer = adamw(called)
+                manager.attach(called, optimizer=optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not early_optimizer and any(id(p) not in held for p in called.parameters()):
+            optimizer = adamw(called)
+        case.output(called, "first training forward")
+        case.output(called, "first eval forward", train=False)
+        called.zero_grad()
+        before = case.snapshot(called)
+        case.train(called, optimizer, 4, layout=layout)
+        case.judge(called)
+        case.expect(case.snapshot(called) != before, "trains nothing, and says nothing")
+
+    return program
+
+
+for _layout in LAYOUTS:
+    _operations = ["prepare", "load", "attach"] + ["wrap"] * (_layout != "one")
+    for _order in orders(*_operations):
+        ROWS.add(
+            f"{_layout}: {', '.join(_order)}", _program(_order, _layout, False), NOT_SILENT, ranks=ranks_of(_layout)
+        )
+    _usual = tuple(name for name in ("prepare", "wrap", "load", "attach") if name in _operations)
+    ROWS.add(
+        f"{_layout}: optimizer, {', '.join(_usual)}",
+        _program(_usual, _layout, False, True),
+        NOT_SILENT,
+        ranks=ranks_of(_layout),
+    )
+
+for _layout in ("one", "fsdp2"):
+    _operations = ["prepare", "materialise", "load", "attach"] + ["wrap"] * (_layout != "one")
+    for _order in orders(*_operations):
+        ROWS.add(
+            f"{_layout}, meta: {', '.join(_order)}",
+            _program(_order, _layout, True),
+            NOT_SILENT | {"foreign"},
+            ranks=ranks_of(_layout),
+        )

@@ -1,0 +1,970 @@
+"""Mistakes with optimizers and steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import fp8dist
+from tests.support.mistakes import (
+    LAYOUTS,
+    LR,
+    NOT_SILENT,
+    OUTPUT,
+    RAISED,
+    RIGHT,
+    SAID,
+    STEPS,
+    WARNED,
+    Case,
+    Net,
+    Rows,
+    adamw,
+    batch,
+    larger,
+    load,
+    loss_of,
+    make_net,
+    plain,
+    ranks_of,
+    weights_of,
+)
+
+ROWS = Rows()
+row = ROWS.row
+
+REMEDY = (r"attach\(.*optimizer=", r"manager\.step\(\)")
+RECREATED = ("AdamW", r"\b2\b.*FP8|FP8.*\b2\b", *REMEDY)
+
+
+def attached(case: Case, layout: str = "one", **options: Any) -> tuple[nn.Module, Any, torch.optim.AdamW]:
+    """A correct program, ready to train."""
+    called, manager = case.build(layout)
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer, **options)
+    return called, manager, optimizer
+
+
+# No boundary comes -----------------------------------------------------------------------------------------
+
+
+@row("optimizer re-created after attach", RAISED, *RECREATED)
+def recreated(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called, STEPS)
+
+
+@row("optimizer re-created before the first step", RAISED, *RECREATED)
+def recreated_early(case: Case) -> None:
+    called, _, _ = attached(case)
+    case.train(called, adamw(called))
+    case.judge(called, STEPS)
+
+
+@row("resumed: a new optimizer has loaded the old one's state, with a scheduler", RAISED, *RECREATED)
+def resumed(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    new = adamw(called)
+    new.load_state_dict(optimizer.state_dict())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(new, lambda step: 1.0)
+    case.train(called, new, STEPS - 3, 3, after=scheduler.step)
+    case.judge(called, STEPS)
+
+
+def _recreated(layout: str) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, _, optimizer = attached(case, layout)
+        case.train(called, optimizer, 3, layout=layout)
+        case.train(called, adamw(called), STEPS - 3, 3, layout=layout)
+        case.judge(called)
+
+    return program
+
+
+def _no_optimizer(layout: str) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, manager = case.build(layout)
+        manager.attach(called)
+        case.train(called, adamw(called), layout=layout)
+        case.judge(called)
+
+    return program
+
+
+for _layout in LAYOUTS[1:]:
+    ROWS.add(f"optimizer re-created, {_layout}", _recreated(_layout), RAISED, *RECREATED, ranks=2, everywhere=True)
+    ROWS.add(f"attach(model) only, {_layout}", _no_optimizer(_layout), RAISED, *REMEDY, ranks=2, everywhere=True)
+
+
+@row("a phase with an optimizer of another class", RAISED, "SGD", *RECREATED[1:])
+def another_class(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    case.train(called, torch.optim.SGD(called.parameters(), lr=0.5), 60, 3)
+    case.judge(called)
+
+
+@row("re-created, and attached again", RIGHT)
+def attached_again(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    new = adamw(called)
+    new.load_state_dict(optimizer.state_dict())
+    manager.attach(called, optimizer=new)
+    case.train(called, new, STEPS - 3, 3)
+    case.judge(called, STEPS)
+
+
+@row("attach() without optimizer, and no manager.step()", RAISED, *REMEDY)
+def no_optimizer(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach()
+    case.train(called, adamw(called))
+    case.judge(called, STEPS)
+
+
+@row('boundary="manual", and no manager.step()', RAISED, r"manager\.step\(\)")
+def manual(case: Case) -> None:
+    called, _, optimizer = attached(case, boundary="manual")
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("manager.step() only every fourth step", RAISED, r"manager\.step\(\)")
+def seldom(case: Case) -> None:
+    called, manager, optimizer = attached(case, boundary="manual")
+    case.train(called, optimizer, STEPS, after=_every(4, manager.step))
+    case.judge(called, STEPS)
+
+
+@row('boundary="manual" with manager.step()', RIGHT)
+def manual_right(case: Case) -> None:
+    called, manager, optimizer = attached(case, boundary="manual")
+    case.train(called, optimizer, after=manager.step)
+    case.judge(called, STEPS)
+
+
+@row("attach() without optimizer, with manager.step()", RIGHT)
+def no_optimizer_right(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach()
+    case.train(called, adamw(called), after=manager.step)
+    case.judge(called, STEPS)
+
+
+@row("manager.step() although an optimizer is attached", RAISED, 'boundary="manual"')
+def both(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    case.train(called, optimizer, after=manager.step)
+
+
+@row("manager.step() before attach on two ranks", RAISED, "attach", ranks=2, everywhere=True)
+def step_before_attach(case: Case) -> None:
+    called, manager = case.build("ddp")
+    case.train(called, adamw(called), after=manager.step)
+
+
+@row("never attached, one process", NOT_SILENT, "attach")
+def never_attached(case: Case) -> None:
+    called, _ = case.build()
+    case.train(called, adamw(called))
+    case.judge(called, STEPS)
+
+
+@row("never attached, DDP", SAID, "attach", ranks=2)
+def never_attached_ddp(case: Case) -> None:
+    called, _ = case.build("ddp")
+    case.train(called, adamw(called))
+
+
+@row("never attached, FSDP2 with an FP8 all-gather", RAISED, r"attach\(\)", ranks=2, everywhere=True)
+def never_attached_gather(case: Case) -> None:
+    called, _ = case.build("gather")
+    case.train(called, adamw(called))
+
+
+@row("torch.compile, then the optimizer is re-created", RAISED, *RECREATED)
+def compiled(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    fast = case.compile(called)
+    case.train(fast, optimizer, 3)
+    case.train(fast, adamw(called), STEPS - 3, 3)
+    case.judge(called, STEPS)
+
+
+@row("one rank re-creates its optimizer", RAISED, "AdamW", *REMEDY, ranks=2, loses=True, everywhere=True)
+def one_rank_recreates(case: Case) -> None:
+    called, manager = case.build("one")  # No DDP: it would wait for the other rank's gradients.
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer, timeout=timedelta(seconds=20))
+    case.train(called, optimizer, 3)
+    if case.rank == 1:
+        optimizer = adamw(called)
+    try:
+        case.train(called, optimizer, STEPS - 3, 3)
+    except fp8dist.errors.SyncError as error:
+        quoted = str(error)
+        case.expect("AdamW" in quoted and "manager.step()" in quoted, f"does not quote the other rank: {quoted}")
+        case.expect("1" in quoted, f"does not name the other rank: {quoted}")
+        raise
+    finally:
+        case.expect(case.rank == 0 or manager.steps == 3, "rank 1 went on")
+
+
+@row("re-created, but fp8dist is switched off", RIGHT, may=("switched off",))
+def switched_off(case: Case) -> None:
+    case.environ("FP8DIST_ENABLED", "0")
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called)
+
+
+@row("re-created, under a recipe without histories", NOT_SILENT, *RECREATED)
+def recreated_current(case: Case) -> None:
+    called, manager = case.build(recipe=fp8dist.CurrentScaling())
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called)
+
+
+@row("re-created, CurrentScaling with an FP8 all-gather", NOT_SILENT, *RECREATED, ranks=2)
+def recreated_current_gather(case: Case) -> None:
+    called, manager = case.build("gather", recipe=fp8dist.CurrentScaling())
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called)
+
+
+@row("re-created, next_step", RAISED, *RECREATED)
+def recreated_next_step(case: Case) -> None:
+    called, manager = case.build(recipe=fp8dist.DelayedScaling(update="next_step"))
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 3)
+    case.train(called, adamw(called), STEPS - 3, 3)
+    case.judge(called)
+
+
+# Several optimizers ----------------------------------------------------------------------------------------
+
+
+@row("two optimizers hold FP8 weights, one is attached", WARNED, r"\bdown\b", "optimizer")
+def one_of_two(case: Case) -> None:
+    called, manager = case.build()
+    first, second = (adamw(part) for part in called.children())
+    manager.attach(called, optimizer=first)
+    for index in range(STEPS):
+        case.backward(called, index)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    case.judge(called, STEPS)
+
+
+@row("two optimizers, both attached", RIGHT)
+def two_of_two(case: Case) -> None:
+    called, manager = case.build()
+    both = [adamw(part) for part in called.children()]
+    manager.attach(called, optimizer=both)
+    for index in range(STEPS):
+        case.backward(called, index)
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    case.judge(called, STEPS)
+
+
+@row("two optimizers are attached, only the first steps", RAISED, "AdamW", *REMEDY)
+def first_of_two(case: Case) -> None:
+    called, manager = case.build()
+    both = [adamw(part) for part in called.children()]
+    manager.attach(called, optimizer=both)
+    case.train(called, both[0])
+
+
+@row("two optimizers are attached, the second steps every fourth step", RAISED, "AdamW", *REMEDY)
+def alternating(case: Case) -> None:
+    called, manager = case.build()
+    first, second = (adamw(part) for part in called.children())
+    manager.attach(called, optimizer=[first, second])
+    case.train(called, first, after=_every(4, second.step))
+
+
+@row("a parameter group is added later", WARNED, r"\bdown\b", "optimizer")
+def added_later(case: Case) -> None:
+    called, manager = case.build()
+    assert isinstance(called, Net)
+    optimizer = adamw(called.up)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 2)
+    optimizer.add_param_group({"params": list(called.down.parameters())})
+    case.train(called, optimizer, STEPS, 2)
+    case.judge(called)
+
+
+@row("optimizer.param_groups is replaced", RIGHT)
+def groups_replaced(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    optimizer.param_groups = [{**optimizer.param_groups[0], "params": list(called.parameters())}]
+    case.train(called, optimizer, STEPS - 3, 3)
+    case.judge(called, STEPS)
+
+
+@row("two managers, one shared optimizer", RIGHT)
+def shared_optimizer(case: Case) -> None:
+    models = [case.build() for _ in range(2)]
+    optimizer = adamw([p for called, _ in models for p in called.parameters()])
+    for called, manager in models:
+        manager.attach(called, optimizer=optimizer)
+    for index in range(STEPS):
+        for called, _ in models:
+            case.backward(called, index)
+        optimizer.step()
+        optimizer.zero_grad()
+    for called, _ in models:
+        case.judge(called, STEPS)
+
+
+@row("two models with swapped managers", RAISED, "attach")
+def swapped_managers(case: Case) -> None:
+    (one, first), (two, second) = case.build(), case.build(seed=1)
+    optimizers = adamw(one), adamw(two)
+    first.attach(two, optimizer=optimizers[1])
+    second.attach(one, optimizer=optimizers[0])
+
+
+@row("two models with swapped optimizers", SAID, r"\bup\b", "optimizer")
+def swapped_optimizers(case: Case) -> None:
+    (one, first), (two, second) = case.build(), case.build(seed=1)
+    optimizers = adamw(one), adamw(two)
+    first.attach(one, optimizer=optimizers[1])
+    second.attach(two, optimizer=optimizers[0])
+    case.train(one, optimizers[0])
+    case.train(two, optimizers[1])
+    case.judge(one, STEPS)
+
+
+@row("the optimizer of a copy is attached", SAID, r"\bup\b", "optimizer")
+def of_a_copy(case: Case) -> None:
+    called, manager = case.build()
+    optimizer = adamw(make_net())
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("parameters that are not the model's", RIGHT, info=("parameter",))
+def extra_parameters(case: Case) -> None:
+    called, manager = case.build()
+    optimizer = adamw([*called.parameters(), nn.Parameter(torch.ones(3))])
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+# What is no optimizer with hooks -------------------------------------------------------------------------------
+
+
+class Duck:
+    """An optimizer in all but name."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params), "lr": LR}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= LR * parameter.grad.sign()
+
+    def zero_grad(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+
+class Hooked(Duck):
+    """Has the methods that register hooks, and never calls the hooks."""
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return torch.utils.hooks.RemovableHandle({})
+
+    register_step_post_hook = register_step_pre_hook
+
+
+class Uninitialised(torch.optim.Optimizer):
+    """Never called super().__init__()."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params), "lr": LR}]
+        self.state: Any = {}
+
+    step = Duck.step  # type: ignore[assignment]
+    zero_grad = Duck.zero_grad  # type: ignore[assignment]
+
+
+def _of_class(kind: Callable[[Any], Any]) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, manager = case.build()
+        optimizer = kind(called.parameters())
+        manager.attach(called, optimizer=optimizer)
+        case.train(called, optimizer)
+        case.judge(called)
+
+    return program
+
+
+ROWS.add("a duck-typed optimizer", _of_class(Duck), RAISED, "Duck", r"manager\.step\(\)")
+ROWS.add("a duck-typed optimizer with hook methods", _of_class(Hooked), RAISED, "Hooked", r"manager\.step\(\)")
+ROWS.add(
+    "an optimizer that never called super().__init__()",
+    _of_class(Uninitialised),
+    RAISED,
+    "Uninitialised",
+    r"manager\.step\(\)",
+)
+
+
+class Twice(torch.optim.AdamW):
+    """Both steps have torch's hooks."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Outer(torch.optim.Optimizer):
+    """As Lookahead, and many wrappers: its step calls another one's."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = adamw(list(params))
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+ROWS.add("an optimizer whose step calls super().step()", _of_class(lambda p: Twice(p, lr=LR)), RIGHT)
+ROWS.add("an optimizer whose step calls another one's", _of_class(Outer), RIGHT)
+
+
+@row("the inner one of two nested optimizers is attached", RIGHT)
+def inner_attached(case: Case) -> None:
+    called, manager = case.build()
+    outer = Outer(called.parameters())
+    manager.attach(called, optimizer=outer.inner)
+    case.train(called, outer)
+    case.judge(called, STEPS)
+
+
+@row("a learning rate scheduler in place of the optimizer", frozenset({RAISED, RIGHT}), "LambdaLR|scheduler")
+def scheduler(case: Case) -> None:
+    called, manager = case.build()
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("an optimizer's class", RAISED, "AdamW", "class|instance|made|type")
+def optimizer_class(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach(called, optimizer=torch.optim.AdamW)
+
+
+@row("the optimizer was made before fully_shard", RAISED, "before|former|anew", "fully_shard|shard", ranks=2)
+def before_sharding(case: Case) -> None:
+    net = make_net()
+    manager = case.prepare(net)
+    optimizer = adamw(net)
+    called = case.wrap(net, "fsdp2")
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("the optimizer was made before to_empty", RAISED, "before|former|anew", "optimizer")
+def before_to_empty(case: Case) -> None:
+    net = make_net(device="meta")
+    manager = case.prepare(net)
+    optimizer = adamw(net)
+    net.to_empty(device="cpu")
+    load(net, dict(make_net().named_parameters()))
+    manager.attach(net, optimizer=optimizer)
+    case.train(net, optimizer)
+    case.judge(net, STEPS)
+
+
+@row("attach, then fully_shard, then a new optimizer", SAID, ranks=2)
+def shard_after_attach(case: Case) -> None:
+    net = make_net()
+    manager = case.prepare(net)
+    manager.attach(net, optimizer=adamw(net))
+    called = case.wrap(net, "fsdp2")
+    case.train(called, adamw(called))
+    case.judge(called, STEPS)
+
+
+# Steps of other kinds -------------------------------------------------------------------------------------------
+
+
+def _in_backward(called: nn.Module) -> list[torch.optim.Optimizer]:
+    optimizers: list[torch.optim.Optimizer] = []
+    for parameter in called.parameters():
+        optimizer = adamw([parameter])
+
+        def hook(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(hook)
+        optimizers.append(optimizer)
+    return optimizers
+
+
+@row('optimizer in backward, boundary="optimizer"', RAISED, 'boundary="manual"')
+def in_backward(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach(called, optimizer=_in_backward(called))
+    for index in range(STEPS):
+        case.backward(called, index)
+    case.judge(called)
+
+
+@row('optimizer in backward, boundary="manual" and manager.step()', RIGHT)
+def in_backward_right(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach(called, optimizer=_in_backward(called), boundary="manual")
+    for index in range(STEPS):
+        case.backward(called, index)
+        manager.step()
+    case.output(called)
+    case.output(called, "eval", train=False)
+
+
+@row("optimizer in backward, not attached, no manager.step()", RAISED, "AdamW", *REMEDY)
+def in_backward_forgotten(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach(called)
+    _in_backward(called)
+    for index in range(STEPS):
+        case.backward(called, index)
+
+
+def _by_hand(data: bool, layout: str = "one") -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, manager = case.build(layout)
+        manager.attach(called)
+        for index in range(70 if data else STEPS):
+            case.backward(called, index, layout)
+            for p in called.parameters():
+                if p.grad is None:  # FSDP1 has all of it on the other rank.
+                    continue
+                if data:
+                    p.data.add_(p.grad.sign(), alpha=-0.01)
+                else:
+                    with torch.no_grad():
+                        p.add_(p.grad.sign(), alpha=-0.01)
+                p.grad = None
+        case.judge(called)
+
+    return program
+
+
+for _layout in ("one", "ddp", "fsdp1", "gather"):
+    _options: dict[str, Any] = {"ranks": ranks_of(_layout), "once": True}
+    ROWS.add(f"p.add_(…), no manager.step(), {_layout}", _by_hand(False, _layout), WARNED, REMEDY[1], **_options)
+    if _layout in ("one", "ddp", "gather"):  # 64 backwards each.
+        ROWS.add(
+            f"p.data.add_(…), no manager.step(), {_layout}", _by_hand(True, _layout), WARNED, REMEDY[1], **_options
+        )
+
+
+@row("updates by p.add_(…), with manager.step()", RIGHT)
+def by_hand_right(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach(called)
+    for index in range(STEPS):
+        case.backward(called, index)
+        with torch.no_grad():
+            for p in called.parameters():
+                assert p.grad is not None
+                p.add_(p.grad.sign(), alpha=-0.01)
+                p.grad = None
+        manager.step()
+    case.judge(called)
+
+
+@row("get_optimizer_state_dict on rank 0 alone", RIGHT, ranks=2)
+def state_on_rank_0(case: Case) -> None:
+    called, _, optimizer = attached(case, "ddp")
+    if case.rank == 0:
+        get_optimizer_state_dict(called, optimizer)
+    case.train(called, optimizer)
+    case.judge(called, STEPS)
+
+
+@row("get_optimizer_state_dict on all ranks", RIGHT, ranks=2)
+def state_on_all(case: Case) -> None:
+    called, manager, optimizer = attached(case, "ddp")
+    get_optimizer_state_dict(called, optimizer)
+    case.expect(manager.steps == 0, f"{manager.steps} steps before the first")
+    case.train(called, optimizer)
+    case.expect(manager.steps == STEPS, f"{manager.steps} steps after {STEPS}")
+    case.judge(called, STEPS)
+
+
+@row("get_optimizer_state_dict of a re-created optimizer", RIGHT)
+def state_of_new(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    for index in range(STEPS):
+        case.backward(called, index)
+        optimizer.step()
+        optimizer.zero_grad()
+        get_optimizer_state_dict(called, adamw(called))
+    case.judge(called, STEPS)
+
+
+@row("a warm-up from a learning rate of 0", RIGHT)
+def warm_up(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step > 2 else 0.0)
+    case.train(called, optimizer, 3 + STEPS, after=scheduler.step)
+    case.judge(called)
+
+
+@row("sharpness-aware: two backwards a step, weights moved in between", RIGHT)
+def sharpness_aware(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    for index in range(STEPS):
+        case.backward(called, index)
+        moves = [0.01 * p.grad.sign() for p in called.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p, move in zip(called.parameters(), moves):
+                p.add_(move)
+        optimizer.zero_grad()
+        case.backward(called, index)
+        with torch.no_grad():
+            for p, move in zip(called.parameters(), moves):
+                p.sub_(move)
+        case.step(optimizer, called)
+        optimizer.zero_grad()
+    case.judge(called)
+
+
+def _closures(optimizer_of: Callable[[nn.Module, Any], Any]) -> Callable[[Case], None]:
+    """Steps with a closure: the backward is inside, once or several times."""
+
+    def program(case: Case) -> None:
+        called, manager = case.build()
+        optimizer = torch.optim.LBFGS(called.parameters(), lr=0.1, max_iter=3)
+        manager.attach(called, optimizer=optimizer)
+        stepping = optimizer_of(called, optimizer)
+        for index in range(STEPS):
+
+            def closure(index: int = index) -> Tensor:
+                stepping.zero_grad()
+                return case.backward(called, index)
+
+            stepping.step(closure)
+        case.judge(called)
+
+    return program
+
+
+ROWS.add("LBFGS with a closure", _closures(lambda model, optimizer: optimizer), RIGHT)
+ROWS.add(
+    "LBFGS with a closure, re-created",
+    _closures(lambda model, optimizer: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)),
+    RAISED,
+    "LBFGS",
+    *REMEDY,
+)
+
+
+@row("100 microbatches a step", RIGHT)
+def accumulate(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    for step in range(2):
+        for index in range(100):
+            case.backward(called, 100 * step + index)
+        case.step(optimizer, called)
+        optimizer.zero_grad()
+    case.judge(called)
+
+
+@row("two optimizer steps for each backward", RIGHT)
+def two_steps(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    for index in range(STEPS):
+        case.backward(called, index)
+        case.step(optimizer, called)
+        case.step(optimizer, called)
+        optimizer.zero_grad()
+    case.judge(called)
+
+
+@row("a second backward after the step, without a new forward", NOT_SILENT)
+def second_backward(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    weights = weights_of(called)
+    x, y = batch(0, 3)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss = loss_of(called(mine), y)
+    loss.backward(retain_graph=True)
+    case.step(optimizer, called)
+    mine.grad = None
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):  # What torch says for nn.Linear.
+            raise
+        return
+    loss_of(plain(weights, theirs), y).backward()
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    case.measure("gradient of the second backward", mine.grad, theirs.grad, 0.2)
+
+
+@row("an evolution strategy: no backward at all", RIGHT)
+def no_backward(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach(called)
+    with torch.no_grad():
+        for index in range(8):
+            for p in called.parameters():
+                p.mul_(1.6)
+            x, _ = batch(0, index)
+            case.measure(f"output {index}", called(x), plain(weights_of(called), x), OUTPUT)
+
+
+@row("manager.step() after forwards under no_grad", RIGHT)
+def nothing_recorded(case: Case) -> None:
+    called, manager = case.build()
+    manager.attach(called)
+    for index in range(4):
+        with torch.no_grad():
+            called(batch(0, index)[0])
+        manager.step()
+    case.judge(called)
+
+
+@row("evaluated only: never attached, never trained", RIGHT)
+def evaluated_only(case: Case) -> None:
+    called, _ = case.build()
+    case.output(called, "before loading", train=False)
+    load(called, larger())
+    case.output(called, "after loading", train=False)
+
+
+# Loss scaling ------------------------------------------------------------------------------------------------
+
+
+def _scaled(
+    given: str, fused: bool = False, update_first: bool = False, made_late: bool = False
+) -> Callable[[Case], None]:
+    """The first scale overflows; the next ones do not."""
+
+    def program(case: Case) -> None:
+        called, manager = case.build()
+        optimizer = adamw(called, fused=fused)
+
+        def scaler_of() -> Any:
+            return torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+
+        used = None if made_late else scaler_of()
+        options = {"no": {}, "yes": {"scaler": used}, "other": {"scaler": scaler_of()}}[given]
+        manager.attach(called, optimizer=optimizer, **options)
+        used = used or scaler_of()
+        taken = index = 0
+        while taken < STEPS:
+            x, y = batch(0, index % STEPS)
+            index += 1
+            used.scale(1e4 * loss_of(called(x), y)).backward()
+            overflow = not all(bool(p.grad.isfinite().all()) for p in called.parameters() if p.grad is not None)
+            taken += not overflow
+            if update_first:
+                used.unscale_(optimizer)
+                used.update()
+            used.step(optimizer)
+            if not update_first:
+                used.update()
+            optimizer.zero_grad()
+            if index > 2 * STEPS:
+                case.flaw("the scale never fits")
+                return
+        case.expect(index > STEPS, "nothing overflowed")
+        case.output(called)
+        case.output(called, "eval", train=False)
+
+    return program
+
+
+ROWS.add("GradScaler is passed", _scaled("yes"), RIGHT)
+for _fused in (False, True):
+    ROWS.add(
+        f"GradScaler is not passed{', fused' if _fused else ''}",
+        _scaled("no", _fused),
+        frozenset({RIGHT, WARNED}),
+        "scaler=",
+    )
+ROWS.add("another GradScaler is passed", _scaled("other"), NOT_SILENT, "scaler")
+ROWS.add("the GradScaler is made after attach", _scaled("no", made_late=True), frozenset({RIGHT, WARNED}), "scaler=")
+ROWS.add("GradScaler.update() before its step", _scaled("yes", update_first=True), NOT_SILENT | {"foreign"}, "scaler")
+
+
+# Modules that change -----------------------------------------------------------------------------------------
+
+
+@row("detached, and trained on", RIGHT)
+def detached(case: Case) -> None:
+    called, manager, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    manager.detach()
+    case.train(called, optimizer, STEPS - 3, 3)
+    x, _ = batch(0, 1)
+    case.expect(torch.equal(called(x), plain(dict(called.named_parameters()), x)), "not exactly float32's output")
+    case.judge(called, STEPS)
+
+
+@row("a copy is trained", SAID, "attach")
+def trained_copy(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    twin = copy.deepcopy(called)
+    case.train(twin, adamw(twin), STEPS)
+    case.judge(twin)
+
+
+@row("a copy is evaluated, as its weights follow", RIGHT)
+def evaluated_copy(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    average = copy.deepcopy(called)
+    for index in range(3, STEPS):
+        case.train(called, optimizer, 1, index)
+        with torch.no_grad():
+            for mean, p in zip(average.parameters(), called.parameters()):
+                mean.lerp_(p, 0.5)
+    case.output(average, train=False)
+    case.judge(called, STEPS)
+
+
+@row("a deep copy's manager is attached to the original's optimizer", SAID, "optimizer")
+def copy_with_old_optimizer(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    twin = copy.deepcopy(called)
+    fp8dist.get_manager(twin).attach(twin, optimizer=optimizer)
+    case.train(twin, optimizer)
+
+
+@row("frozen at attach, trained later", frozenset({RIGHT, WARNED}), r"\bup\b")
+def frozen_first(case: Case) -> None:
+    called, manager = case.build()
+    assert isinstance(called, Net)
+    called.up.requires_grad_(False)
+    optimizer = adamw(called)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 3)
+    called.up.requires_grad_(True)
+    case.train(called, optimizer, STEPS, 3)
+    case.judge(called)
+
+
+@row("frozen at attach, trained later by an optimizer of its own", RAISED, "AdamW", *REMEDY)
+def frozen_first_own_optimizer(case: Case) -> None:
+    called, manager = case.build()
+    assert isinstance(called, Net)
+    called.up.requires_grad_(False)
+    optimizer = adamw(called.down)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, 3)
+    called.up.requires_grad_(True)
+    called.down.requires_grad_(False)
+    case.train(called, adamw(called.up), STEPS, 3)
+    case.judge(called)
+
+
+@row("frozen later", RIGHT)
+def frozen_later(case: Case) -> None:
+    called, _, optimizer = attached(case)
+    case.train(called, optimizer, 3)
+    called.up.requires_grad_(False)  # type: ignore[union-attr]
+    case.train(called, optimizer, STEPS, 3)
+    case.judge(called)
+
+
+@row("trained before attach", NOT_SILENT, "attach")
+def trained_before(case: Case) -> None:
+    called, manager = case.build()
+    optimizer = adamw(called)
+    case.train(called, optimizer, 3)
+    manager.attach(called, optimizer=optimizer)
+    case.train(called, optimizer, STEPS - 3, 3)
+    case.judge(called, STEPS)
+
+
+# The loss guard ------------------------------------------------------------------------------------------------
+
+
+def _guarded(action: str, late: bool, with_optimizer: bool = True) -> Callable[[Case], None]:
+    def program(case: Case) -> None:
+        called, _manager, optimizer = attached(case)
+        options: dict[str, Any] = {"optimizer": optimizer} if with_optimizer else {}
+        guard = fp8dist.LossGuard(action=action, **options)  # type: ignore[arg-type]
+        for index in range(STEPS):
+            loss = case.backward(called, index)
+            if not late:
+                guard.observe(loss)
+            case.step(optimizer, called)
+            if late:
+                guard.observe(loss)
+            optimizer.zero_grad()
+        case.judge(called, STEPS)
+
+    return program
+
+
+ROWS.add('LossGuard(action="skip") observes before the step', _guarded("skip", False), RIGHT)
+ROWS.add(
+    'LossGuard(action="skip") observes after the step',
+    _guarded("skip", True),
+    RAISED,
+    "observe",
+    r"optimizer\.step\(\)",
+)
+ROWS.add(
+    'LossGuard(action="warn") observes after the step',
+    _guarded("warn", True),
+    WARNED,
+    "observe",
+    r"optimizer\.step\(\)",
+)
+ROWS.add('LossGuard(action="skip") without optimizer', _guarded("skip", False, False), RAISED, "optimizer=")
+
+
+def _every(n: int, call: Callable[[], Any]) -> Callable[[], None]:
+    count = 0
+
+    def after() -> None:
+        nonlocal count
+        count += 1
+        if count % n == 0:
+            call()
+
+    return after

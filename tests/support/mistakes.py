@@ -1,0 +1,561 @@
+"""A harness for programs with a mistake in them: each must give the right result, or say what is wrong.
+
+A row is a program (a function of a ``Case``), what may come of it, and the words of the error or warning. The result is
+compared with a float32 model in plain torch, which shares no code with fp8dist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import StateManager
+from fp8dist.errors import Fp8DistError
+from tests.support.ranks import RankPool, RanksFailed
+
+OUTPUT = 0.08
+"""Relative error of an output in FP8: correct programs have 3 %, wrong ones 28 % and more."""
+GRADIENT = 0.30
+"""Of an input's gradient, after two products with E5M2 gradients: correct programs have 11 to 21 %, wrong ones 100."""
+LOSS = 0.04
+"""Difference of the final losses of FP8's and float32's training, as a fraction of the first loss: correct programs
+have 1 %, those that train nothing 70 %."""
+
+RIGHT, WARNED, RAISED = "right", "warned", "raised"
+SAID = frozenset({WARNED, RAISED})
+NOT_SILENT = SAID | {RIGHT}
+"""Where any outcome but a silent wrong one will do."""
+
+LR = 0.03
+STEPS = 12
+"""Steps of a training in which weights grow to three times what they were."""
+
+RAISES_TIMEOUT = timedelta(seconds=2)
+"""Of the process groups of rows that lose a rank."""
+USUAL_TIMEOUT = timedelta(seconds=20)
+
+PACKAGE = str(Path(fp8dist.__file__).parent)
+
+
+# The float32 reference: plain torch --------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """32 → 64 → 32."""
+
+    def __init__(self, dtype: torch.dtype | None = None, device: Any = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64, dtype=dtype, device=device)
+        self.down = nn.Linear(64, 32, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def make_net(seed: int = 0, **options: Any) -> Net:
+    """The same for the same seed."""
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def larger(factor: float = 8.0, of: str = "weight") -> dict[str, Tensor]:
+    """Other weights, and larger ones. ``of``: how their names end; with "down.weight" activations stay as large as they
+    were."""
+    return {name: p.detach() * (factor if name.endswith(of) else 1) for name, p in make_net(5).named_parameters()}
+
+
+def plain(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """What a ``Net`` with these weights computes in float32."""
+    w = {name: value.float() for name, value in weights.items()}
+    h = F.linear(x.float(), w["up.weight"], w["up.bias"])
+    return F.linear(torch.relu(h), w["down.weight"], w["down.bias"])
+
+
+@functools.cache
+def _teacher() -> dict[str, Tensor]:
+    return {name: 4 * p.detach() for name, p in make_net(7).named_parameters()}
+
+
+def batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
+    """(x, y), [32, 32] both: what a larger net makes of it."""
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1000 * rank + index))
+    return x, plain(_teacher(), x)
+
+
+PROBE = 999
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """Of one batch."""
+    return F.mse_loss(output.float(), target)
+
+
+@functools.cache
+def reference_losses(ranks: int, steps: int, seed: int = 0, kind: str = "AdamW", lr: float = LR) -> tuple[float, float]:
+    """Of a probe, before and after a training in float32 with the batches of so many ranks."""
+    weights = {name: p.detach().clone().requires_grad_() for name, p in make_net(seed).named_parameters()}
+    optimizer = getattr(torch.optim, kind)(weights.values(), lr=lr)
+    x, y = batch(0, PROBE)
+    first = float(loss_of(plain(weights, x), y).detach())
+    for index in range(steps):
+        for rank in range(ranks):
+            x_, y_ = batch(rank, index)
+            (loss_of(plain(weights, x_), y_) / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, float(loss_of(plain(weights, x), y).detach())
+
+
+# Layouts -----------------------------------------------------------------------------------------------
+
+LAYOUTS = ("one", "ddp", "fsdp1", "fsdp2", "gather", "tp")
+"""``gather``: FSDP2 with fp8_all_gather."""
+
+
+def ranks_of(layout: str) -> int:
+    return 1 if layout == "one" else 2
+
+
+def clean(name: str) -> str:
+    """A name without those of wrappers."""
+    for prefix in ("_fsdp_wrapped_module.", "_orig_mod.", "module."):
+        name = name.replace(prefix, "")
+    return name
+
+
+def weights_of(called: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole. COLLECTIVE where they are sharded."""
+    summon: Any = contextlib.nullcontext()
+    if isinstance(called, FullyShardedDataParallel):
+        summon = FullyShardedDataParallel.summon_full_params(called, writeback=False)
+    with summon:
+        found = {}
+        for name, parameter in called.named_parameters():
+            value = parameter.detach()
+            found[clean(name)] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        return found
+
+
+def load(called: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """As users load a whole state dict in each layout."""
+    if isinstance(called, FullyShardedDataParallel):
+        with FullyShardedDataParallel.state_dict_type(
+            called, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)
+        ):
+            called.load_state_dict(dict(state))
+        return
+    model = called.module if isinstance(called, DistributedDataParallel) else called
+    parts = {}
+    for name, parameter in model.named_parameters():
+        value = state[clean(name)].to(parameter.dtype)
+        if hasattr(parameter, "placements"):
+            device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
+            value = distribute_tensor(value.to(device), parameter.device_mesh, parameter.placements)
+        parts[name] = value
+    model.load_state_dict(parts)
+
+
+# A program and what is seen of it ------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """Of one rank."""
+
+    warnings: list[str] = field(default_factory=list)
+    infos: list[str] = field(default_factory=list)
+    error: str | None = None
+    origin: str = ""  # ours: what fp8dist raises; bare: Python's own from inside fp8dist; foreign: torch's
+    measured: list[tuple[str, float, float]] = field(default_factory=list)
+    flaws: list[str] = field(default_factory=list)
+    trace: str = ""
+
+    @property
+    def wrong(self) -> list[str]:
+        return [f"{what}: {100 * value:.1f} % off" for what, value, bound in self.measured if not value <= bound]
+
+
+class Case:
+    """What a program is given."""
+
+    def __init__(self, rank: int, ranks: int, group: Any, mesh: DeviceMesh | None, seen: Seen) -> None:
+        self.rank, self.ranks, self.group, self.mesh, self.seen = rank, ranks, group, mesh, seen
+        self.closing = contextlib.ExitStack()
+
+    # Building ------------------------------------------------------------------------------------
+
+    def prepare(self, model: nn.Module, *args: Any, layout: str = "", **options: Any) -> StateManager:
+        if self.ranks > 1:
+            options.setdefault("group", self.group)
+        if layout == "gather":
+            options.setdefault("fp8_all_gather", True)
+        return fp8dist.prepare(model, *args, **options)
+
+    def wrap(self, net: nn.Module, layout: str) -> nn.Module:
+        """The model as the loop calls it."""
+        if layout == "ddp":
+            return DistributedDataParallel(net, process_group=self.group)
+        if layout == "fsdp1":
+            return FullyShardedDataParallel(
+                net, process_group=self.group, use_orig_params=True, device_id=torch.device("cpu")
+            )
+        if layout in ("fsdp2", "gather"):
+            for part in net.children():
+                fully_shard(part, mesh=self.mesh)
+            return fully_shard(net, mesh=self.mesh)
+        if layout == "tp":
+            assert self.mesh is not None
+            return parallelize_module(net, self.mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        assert layout == "one"
+        return net
+
+    def build(self, layout: str = "one", seed: int = 0, **options: Any) -> tuple[nn.Module, StateManager]:
+        """In the right order, up to ``attach``."""
+        net = make_net(seed)
+        manager = self.prepare(net, layout=layout, **options)
+        return self.wrap(net, layout), manager
+
+    def compile(self, net: nn.Module) -> Any:
+        """Anew: after some compilations of one forward Dynamo would leave the next ones eager."""
+        torch._dynamo.reset()
+        return torch.compile(net, backend="eager")
+
+    def environ(self, name: str, value: str) -> None:
+        """Until the row ends."""
+        before = os.environ.get(name)
+        os.environ[name] = value
+        self.closing.callback(
+            lambda: os.environ.pop(name, None) if before is None else os.environ.__setitem__(name, before)
+        )
+
+    # Running -------------------------------------------------------------------------------------
+
+    def batch(self, index: int, layout: str = "") -> tuple[Tensor, Tensor]:
+        """Ranks of tensor parallelism have the same data."""
+        return batch(0 if layout == "tp" else self.rank, index)
+
+    def backward(self, called: nn.Module, index: int, layout: str = "") -> Tensor:
+        x, y = self.batch(index, layout)
+        loss = loss_of(called(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def step(self, optimizer: Any, called: nn.Module) -> None:
+        """One that raises must not have changed a parameter."""
+        before = [(p, _local(p).clone()) for p in called.parameters() if p.device.type != "meta"]
+        try:
+            optimizer.step()
+        except Fp8DistError:
+            if any(not torch.equal(_local(p), old) for p, old in before):
+                self.flaw("the step that raised has changed a parameter")
+            raise
+
+    def train(
+        self,
+        called: nn.Module,
+        optimizer: Any,
+        steps: int = STEPS,
+        start: int = 0,
+        layout: str = "",
+        after: Callable[[], Any] | None = None,
+    ) -> None:
+        for index in range(start, start + steps):
+            self.backward(called, index, layout)
+            self.step(optimizer, called)
+            optimizer.zero_grad()
+            if after is not None:
+                after()
+
+    def snapshot(self, called: nn.Module) -> list[bytes]:
+        """What this rank has of the parameters, exactly."""
+        return [_local(p).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for p in called.parameters()]
+
+    # Judging -------------------------------------------------------------------------------------
+
+    def flaw(self, text: str) -> None:
+        self.seen.flaws.append(text)
+
+    def expect(self, condition: bool, text: str) -> None:
+        if not condition:
+            self.flaw(text)
+
+    def measure(self, what: str, actual: Tensor, expected: Tensor, bound: float) -> None:
+        actual, expected = actual.detach().float(), expected.detach().float()
+        error = float((actual - expected).norm() / expected.norm())
+        self.seen.measured.append((what, error if error == error else float("inf"), bound))
+
+    def output(self, called: nn.Module, what: str = "output", train: bool = True) -> None:
+        """One forward against float32 with the same weights."""
+        x, _ = batch(0, PROBE)
+        called.train(train)
+        if train:
+            y = called(x.to(next(called.parameters()).dtype))
+        else:
+            with torch.no_grad():
+                y = called(x.to(next(called.parameters()).dtype))
+        self.measure(what, y, plain(weights_of(called), x), OUTPUT)
+        called.train()
+
+    def gradient(self, called: nn.Module, what: str = "gradient") -> None:
+        """One backward against float32 with the same weights: the input's gradient."""
+        weights = weights_of(called)
+        x, y = batch(0, PROBE)
+        mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+        loss_of(called(mine.to(next(called.parameters()).dtype)), y).backward()
+        called.zero_grad()
+        loss_of(plain(weights, theirs), y).backward()
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        self.measure(what, mine.grad, theirs.grad, GRADIENT)
+
+    def judge(self, called: nn.Module, steps: int | None = None, kind: str = "AdamW", **twin: Any) -> None:
+        """Output and gradient; and with ``steps`` the final loss against a float32 training of so many steps."""
+        self.output(called, "eval output", train=False)
+        self.output(called, "output")
+        self.gradient(called)
+        if steps is not None:
+            first, last = reference_losses(twin.pop("ranks", self.ranks), steps, kind=kind, **twin)
+            x, y = batch(0, PROBE)
+            with torch.no_grad():
+                loss = float(loss_of(called.eval()(x), y))
+            called.train()
+            self.seen.measured.append(("final loss", abs(loss - last) / first, LOSS))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def adamw(called: nn.Module | Any, lr: float = LR, **options: Any) -> torch.optim.AdamW:
+    """Of a module's parameters, or of parameters."""
+    return torch.optim.AdamW(called.parameters() if isinstance(called, nn.Module) else called, lr=lr, **options)
+
+
+# Rows -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """``words``: regular expressions, all of which must be in one error or warning. ``loses``: a rank is lost, so that
+    the groups are not used again, and time out soon. ``everywhere``: all ranks must raise. ``once``: no rank may say it
+    twice. ``may``: regular expressions of warnings that say nothing of the mistake and may come."""
+
+    name: str
+    program: Callable[[Case], None]
+    ranks: int
+    outcomes: frozenset[str]
+    words: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    loses: bool = False
+    everywhere: bool = False
+    once: bool = False
+    info: tuple[str, ...] = ()
+    may: tuple[str, ...] = ()
+
+
+class Rows(dict[str, Row]):
+    """A table of rows; ``rows.row(…)`` decorates a program."""
+
+    def row(
+        self, name: str, outcomes: str | frozenset[str], *words: str, ranks: int = 1, **options: Any
+    ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
+        def add(program: Callable[[Case], None]) -> Callable[[Case], None]:
+            self.add(name, program, outcomes, *words, ranks=ranks, **options)
+            return program
+
+        return add
+
+    def add(
+        self,
+        name: str,
+        program: Callable[[Case], None],
+        outcomes: str | frozenset[str],
+        *words: str,
+        ranks: int = 1,
+        **options: Any,
+    ) -> None:
+        assert name not in self, name
+        allowed = frozenset({outcomes}) if isinstance(outcomes, str) else outcomes
+        self[name] = Row(name, program, ranks, allowed, words, **options)
+
+
+@contextlib.contextmanager
+def _logged(seen: Seen) -> Iterator[None]:
+    handler = logging.Handler(logging.INFO)
+
+    def emit(record: logging.LogRecord) -> None:
+        (seen.warnings if record.levelno >= logging.WARNING else seen.infos).append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logger = logging.getLogger("fp8dist")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def run_case(row: Row, rank: int = 0, group: Any = None, mesh: DeviceMesh | None = None) -> Seen:
+    """On one rank."""
+    seen = Seen()
+    case = Case(rank, row.ranks, group, mesh, seen)
+    with _logged(seen), warnings.catch_warnings(), case.closing:
+        warnings.simplefilter("ignore")
+        try:
+            row.program(case)
+        except Exception as error:
+            _note(error, seen)
+    del case
+    gc.collect(1)  # What the row has made is young; a whole collection looks at all of torch.
+    return seen
+
+
+def _note(error: BaseException, seen: Seen) -> None:
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    ours = next((e for e in chain if isinstance(e, Fp8DistError)), None)
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and frames[-1].filename.startswith(PACKAGE)
+    deliberate = inside and (frames[-1].line or "").startswith(
+        "raise "
+    )  # An AttributeError with a text of its own, say.
+    seen.origin = "ours" if ours is not None or deliberate else "bare" if inside else "foreign"
+    chosen = ours or error
+    seen.error = f"{type(chosen).__name__}: {chosen}"
+    seen.trace = "".join(traceback.format_exception(error))
+    for e in chain:
+        traceback.clear_frames(e.__traceback__)
+        e.__traceback__ = None
+
+
+_GROUPS: dict[str, tuple[int, Any, DeviceMesh]] = {}
+"""By kind: (epoch, group, mesh), of this rank's process."""
+
+
+def run_on_rank(module: str, name: str, epoch: int) -> Seen:
+    """A row of the table ``ROWS`` of that module, on a rank of a pool. ``epoch``: groups of an earlier one are not
+    used."""
+    import importlib
+
+    row: Row = importlib.import_module(module).ROWS[name]
+    kind = "loses" if row.loses else "usual"
+    known = _GROUPS.get(kind)
+    if known is None or known[0] != epoch or row.loses:
+        group = dist.new_group(timeout=RAISES_TIMEOUT if row.loses else USUAL_TIMEOUT)
+        assert group is not None
+        known = (epoch, group, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("all",)))
+        _GROUPS[kind] = known
+    return run_case(row, dist.get_rank(), known[1], known[2])
+
+
+class Bench:
+    """Runs rows on the ranks of a pool."""
+
+    def __init__(self, pool: RankPool, module: str) -> None:
+        self._pool, self._module, self._epoch = pool, module, 0
+
+    def run(self, row: Row) -> list[Seen]:
+        """What each rank has seen.
+
+        Raises:
+            RanksFailed: they hang, or died.
+        """
+        try:
+            seen: list[Seen] = self._pool.run(run_on_rank, self._module, row.name, self._epoch, timeout=45)
+        except RanksFailed:
+            self._epoch += 1
+            raise
+        if any(each.origin in ("bare", "foreign") or "SyncError" in (each.error or "") for each in seen) or (
+            len({each.error is None for each in seen}) > 1
+        ):
+            self._epoch += 1
+        return seen
+
+
+def outcome_of(row: Row, seen: list[Seen]) -> str:
+    """raised, warned or right; or what must not be: bare (Python's own error from inside fp8dist), foreign (torch's
+    error, and nothing from fp8dist), SILENT_WRONG."""
+    if any(each.origin == "bare" for each in seen):
+        return "bare"
+    if any(each.origin == "ours" for each in seen):
+        return RAISED
+    if any(_of_interest(row, each) for each in seen):
+        return WARNED
+    if any(each.origin == "foreign" for each in seen):
+        return "foreign"
+    return "SILENT_WRONG" if any(each.wrong for each in seen) else RIGHT
+
+
+def _of_interest(row: Row, seen: Seen) -> list[str]:
+    return [text for text in seen.warnings if not any(re.search(pattern, text) for pattern in row.may)]
+
+
+def complaints(row: Row, seen: list[Seen]) -> list[str]:
+    """What is not as the row says; [] if it all is."""
+    outcome = outcome_of(row, seen)
+    found = [f"rank {rank}: {flaw}" for rank, each in enumerate(seen) for flaw in each.flaws]
+    if outcome not in row.outcomes:
+        found.append(f"{outcome}, expected {' or '.join(sorted(row.outcomes))}")
+    if outcome == WARNED and WARNED not in row.outcomes and any(each.wrong for each in seen):
+        found.append("and wrong")
+    texts = [each.error for each in seen if each.error] if outcome == RAISED else [t for e in seen for t in e.warnings]
+    if outcome in SAID and outcome in row.outcomes and row.words and not any(_says(text, row.words) for text in texts):
+        found.append(f"no text has all of {row.words}")
+    if outcome == RAISED and row.errors and not any(e.error and e.error.startswith(row.errors) for e in seen):
+        found.append(f"expected {' or '.join(row.errors)}")
+    if not row.loses and any(each.error and each.error.startswith("SyncError") for each in seen):
+        found.append("a rank waits in vain")
+    if row.everywhere and outcome == RAISED and not all(each.origin == "ours" for each in seen):
+        found.append("not all ranks raised")
+    if row.once and any(sum(_says(text, row.words) for text in each.warnings) > 1 for each in seen):
+        found.append("said more than once")
+    if row.info and not any(_says(text, row.info) for each in seen for text in each.infos):
+        found.append(f"no INFO has all of {row.info}")
+    return found
+
+
+def _says(text: str, words: tuple[str, ...]) -> bool:
+    return all(re.search(word, text, re.IGNORECASE | re.DOTALL) for word in words)
+
+
+def report(row: Row, seen: list[Seen]) -> str:
+    """All that was seen, for the one who reads a failure."""
+    lines = [f"{row.name}: {'; '.join(complaints(row, seen))}"]
+    for rank, each in enumerate(seen):
+        lines.append(f"--- rank {rank}: {each.error or 'returned'}")
+        lines += [f"    warned: {text}" for text in each.warnings]
+        lines += [f"    {what}: {100 * value:.2f} %" for what, value, _ in each.measured]
+        if each.origin in ("bare", "foreign"):
+            lines.append(each.trace)
+    return "\n".join(lines)
