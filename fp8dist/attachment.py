@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -29,6 +30,7 @@ from fp8dist.nn import FP8Linear, fp8_linears
 from fp8dist.shards import ShardedWeights, require_whole_blocks, shard_weights
 from fp8dist.state.manifest import WeightDescription
 from fp8dist.state.slots import Slot, first_few
+from fp8dist.step_watch import fqn_of
 from fp8dist.sync import ArenaSync
 from fp8dist.weight_notes import stored_parameters
 from fp8dist.wrappers import (
@@ -87,8 +89,7 @@ class Attachment:
             require_whole_blocks(model, whole)
         _require_groups(model, whole, cycle)
         _require_current(model, whole, optimizers)
-        if settings.enabled:
-            _tell_of_held(model, whole, optimizers)
+        missing = _tell_of_held(model, whole, optimizers) if settings.enabled else []
         self._before = cycle.sharded or self._before
         self.release()
         _place(model, whole, cycle)
@@ -110,7 +111,9 @@ class Attachment:
             cycle.sharded.follow(self._before)
         self._before = None
         if cycle.steps is not None:
-            cycle.steps.attached(optimizers[-1] if by_optimizer else None)
+            cycle.steps.attached(optimizers, by_optimizer)
+            if missing:
+                cycle.steps.expect_masters(missing, optimizers[-1])
         if optimizers:
             self._hooks = BoundaryHooks(cycle, optimizers, scaler, by_optimizer)
         if any(sync.arena.recipe.update == "next_step" for sync in cycle.syncs):
@@ -235,23 +238,24 @@ def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Op
             )
 
 
-def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[FP8Linear]:
     """Warn of trainable FP8 weights that no optimizer holds. Strangers are told of quietly: they may be master copies
-    of such weights, or of another part of the model."""
+    of such weights, or of another part of the model. Returns the Linears whose weights must then have masters."""
     if not optimizers:
-        return
+        return []
     held = {id(parameter): parameter for _, parameter in _parameters(optimizers)}
     own = {id(parameter) for module in (model, whole) for parameter in module.parameters()}
-    strangers = [parameter for key, parameter in held.items() if key not in own]
+    strangers = [parameter for key, parameter in held.items() if key not in own and not is_lazy(parameter)]
     if strangers:
         logger.info("fp8dist: attach(optimizer=…): %d of its parameters are not the model's", len(strangers))
-    shapes = {parameter.shape for parameter in strangers}
-    missing = {
-        linear.fp8_slots.slots[Role.INPUT].fqn: weight
+    unheld = {
+        linear: weight
         for linear in fp8_linears(model)
         for weight in stored_parameters(linear)[:1]
-        if weight.requires_grad and id(weight) not in held and weight.shape not in shapes
+        if weight.requires_grad and id(weight) not in held
     }
+    shapes = {parameter.shape for parameter in strangers}
+    missing = {fqn_of(linear): weight for linear, weight in unheld.items() if weight.shape not in shapes}
     # Masters may also be one flat tensor.
     if sum(weight.numel() for weight in missing.values()) > sum(parameter.numel() for parameter in strangers):
         logger.warning(
@@ -260,6 +264,8 @@ def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optim
             len(missing),
             first_few(sorted(missing)),
         )
+        return []
+    return list(unheld)
 
 
 def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:

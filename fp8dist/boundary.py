@@ -199,25 +199,48 @@ class BoundaryHooks:
 
     def _watch(self, scaler: Any) -> Callable[[], None]:
         """GradScaler has no hooks, and a skipped unfused step calls none of the optimizer's."""
-        original = scaler.step
-
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._stepped = False
-            result = original(optimizer, *args, **kwargs)
-            if not self._stepped and unwrap_optimizers(optimizer)[0] is self._last():
-                self._owner.step_skipped()
-                if self._is_boundary and self._others_stepped:
-                    self._others_stepped = False
-                    self._owner.boundary()
-            return result
-
-        scaler.step = step
+        watched = _WatchedStep(scaler, self)
+        scaler.step = watched
+        alive = weakref.ref(scaler)
 
         def restore() -> None:
-            if scaler.__dict__.get("step") is step:
-                del scaler.step
+            living = alive()
+            if living is not None and living.__dict__.get("step") is watched:
+                del living.step
 
         return restore
+
+    def scaler_steps(self, step: Callable[[], Any], optimizer: Any) -> Any:
+        """The scaler's ``step`` of an optimizer, which it may skip."""
+        self._stepped = False
+        result = step()
+        if not self._stepped and unwrap_optimizers(optimizer)[0] is self._last():
+            self._owner.step_skipped()
+            if self._is_boundary and self._others_stepped:
+                self._others_stepped = False
+                self._owner.boundary()
+        return result
+
+
+class _WatchedStep:
+    """In the place of a scaler's ``step``. Keeps neither scaler nor hooks alive; copies and pickles as the method."""
+
+    def __init__(self, scaler: Any, hooks: BoundaryHooks) -> None:
+        self._scaler, self._hooks = weakref.ref(scaler), weakref.ref(hooks)
+        self._own = scaler.__dict__.get("step")  # Somebody else's, which is not the class's.
+
+    def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        scaler, hooks = self._scaler(), self._hooks()
+
+        def step() -> Any:
+            if self._own is not None:
+                return self._own(optimizer, *args, **kwargs)
+            return type(scaler).step(scaler, optimizer, *args, **kwargs)  # type: ignore[union-attr]
+
+        return step() if hooks is None else hooks.scaler_steps(step, optimizer)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._scaler(), "step")
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

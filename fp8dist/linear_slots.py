@@ -36,7 +36,7 @@ shrank does little harm."""
 OUTGROWN_COPY = 1.0
 """The same for a written weight of a model that was copied: no boundary is to come that its scale could follow."""
 
-SHRUNK = 2.0**-16
+SHRUNK = 2.0**-17
 """So far below its scale, a written weight is as well: E4M3 would flush it to zero. At 1e-4 it is 4 % wrong."""
 
 FIRST_LOOK = 64
@@ -341,11 +341,13 @@ class LinearSlots:
         if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
             return self._outgrown  # A recomputation.
         note = self.note
-        note.used_at = self.mode.boundaries
-        note.recorded |= record
+        note.used_at, note.used = self.mode.boundaries, True
         if record and note.awaited:
             note.take(linear, self.resharded)
         written, factor = note.written(linear), OUTGROWN
+        if record:
+            note.recorded = True
+            note.was_recorded()
         if written or note.unfollowed:
             factor = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
         others = factor * saturating if written and note.of_copy else None
@@ -361,12 +363,14 @@ class LinearSlots:
 
     def _tell_of_growth(self, cast: Cast, state: SlotState) -> None:
         """A weight that was written to was cast: others are to know whether it has outgrown its scale."""
+        inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
+        self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
+
+    def _add_growth(self, grown: Tensor) -> None:
         mode = self.mode
         if mode.growth is None or mode.growth.boundaries != mode.boundaries:
             mode.growth = Growth(mode.boundaries)
-        inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
-        if inv_scale.numel() == 1:
-            mode.growth.add(self, (inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
+        mode.growth.add(self, grown)
 
     def input_cast(
         self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
@@ -419,6 +423,9 @@ class LinearSlots:
         """
         if isinstance(weight, FP8Weight):
             nothing = weight.rows.new_empty(0)
+            if outgrown.written:  # Its scale was derived anew where it did not fit: then it has no history.
+                arena = self.weight_sync.arena
+                self._add_growth((arena.amax[arena.index[self.slots[Role.WEIGHT]]] == 0) & ~state.cold)
             return Cast(weight.rows, weight.inv_scale, nothing, nothing)
         for_backward = torch.is_grad_enabled() and not self.resharded
         columns = columns and for_backward

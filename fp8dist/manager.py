@@ -230,7 +230,7 @@ class StateManager(Joinable):
             )
         self._cycle.boundary()
         if self._cycle.steps is not None:
-            self._cycle.steps.take_notes()
+            self._cycle.steps.take_notes(after_step=True)
 
     def poll(self) -> None:
         """After replays of a CUDA graph that holds steps, and once before it is captured: what the host does at a

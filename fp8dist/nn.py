@@ -144,6 +144,8 @@ class FP8Linear(nn.Linear):
         fqn = slots.slots[Role.INPUT].fqn
         if mode.awaits_attach:
             raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
+        if not use_fp8 and not torch.compiler.is_compiling():
+            slots.note.idle_at = mode.boundaries
         weight = self.weight  # Once: a parametrization computes it anew at each access.
         in_fp8 = functools.partial(self._in_fp8, weight)
         compute = in_fp8 if use_fp8 else self._observed if observe else _in_high_precision
@@ -247,8 +249,8 @@ def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
 
 def convert(module: nn.Linear, slots: LinearSlots) -> None:
     """Make an nn.Linear an FP8Linear, in place."""
+    module.fp8_slots = slots  # type: ignore[assignment]  # First: another thread may look for FP8Linears.
     module.__class__ = FP8Linear
-    module.fp8_slots = slots  # type: ignore[assignment]
     slots.note.remember(stored_parameters(module))
 
 

@@ -7,6 +7,7 @@ scales that stand still, while the loss falls: so its second step is refused.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,11 +23,28 @@ from torch.utils.hooks import RemovableHandle
 from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.graphs import compiled_any
+from fp8dist.groups import local_part
 from fp8dist.linear_slots import LinearSlots, Mode
 from fp8dist.nn import FP8Linear, fp8_linears
 from fp8dist.state.slots import Slot, first_few
 
-__all__ = ["StepListener", "StepWatch", "found_inf", "is_real_step", "retire_with", "step_frames", "untraced", "weakly"]
+__all__ = [
+    "StepListener",
+    "StepWatch",
+    "found_inf",
+    "fqn_of",
+    "is_real_step",
+    "retire_with",
+    "step_frames",
+    "untraced",
+    "weakly",
+]
+
+logger = logging.getLogger("fp8dist")
+
+_UNCHANGED_STEPS = 3
+_SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
+"""Weights, and elements of each, that are compared before and after so many steps."""
 
 _WRAPPER = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
 """What torch puts around the ``step`` of each class of optimizers."""
@@ -62,8 +80,11 @@ class StepWatch:
         self._model = model
         self._linears: tuple[weakref.ref[FP8Linear], ...] | None = None
         self._began = 0
+        self._unrecorded: list[FP8Linear] = []
         self.brings_boundary: weakref.ref[Optimizer] | None = None
         """The attached optimizer whose step is the boundary."""
+        self._masters: _Masters | None = None
+        self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -91,29 +112,48 @@ class StepWatch:
     @property
     def linears(self) -> list[FP8Linear]:
         """The FP8Linears of the model, as they were at ``attach``."""
-        if self._linears is None:
+        if self._linears is None:  # Not attached yet: some may still be converted.
             model = self._model()
-            self._linears = () if model is None else tuple(map(weakref.ref, fp8_linears(model)))
+            return [] if model is None else list(fp8_linears(model))
         living = (reference() for reference in self._linears)
         return [linear for linear in living if linear is not None]
 
-    def attached(self, boundary: Optimizer | None) -> None:
+    def expect_masters(self, linears: Sequence[FP8Linear], optimizer: Optimizer) -> None:
+        """Weights that are in no optimizer that ``attach`` was given, though it holds other parameters that may be
+        their master copies: whoever steps those writes to the weights. Local."""
+        self._masters = _Masters(linears, optimizer)
+
+    def attached(self, optimizers: Sequence[Optimizer], by_optimizer: bool) -> None:
         """``attach`` has placed the state: scales are right for the weights as they are now. Local.
 
         Args:
-            boundary: the optimizer whose step is the boundary, if one's is.
+            by_optimizer: the last one's step is the boundary.
         """
-        self._linears = None
-        self.brings_boundary = None if boundary is None else weakref.ref(boundary)
+        model, self._masters = self._model(), None
+        self._linears = () if model is None else tuple(map(weakref.ref, fp8_linears(model)))
+        self._attached = weakref.WeakSet(optimizers)
+        self.brings_boundary = weakref.ref(optimizers[-1]) if by_optimizer else None
         for linear in self.linears:
             note = linear.fp8_slots.note
             note.take(linear, linear.fp8_slots.resharded, attached=True)
             note.stepped_at, note.skipped, note.unfollowed = -1, None, False
 
-    def take_notes(self) -> None:
-        """A boundary that the loop called for: what changed the weights before it was a step. Local."""
+    def take_notes(self, after_step: bool = False) -> None:
+        """Scales are right for the weights as they are now. Local.
+
+        Args:
+            after_step: this is a boundary that the loop called for. What changed the weights before it was a step; but
+                where an optimizer was seen to step, what was written later was not.
+        """
+        listener = self._listener()
+        boundaries = -1 if listener is None else listener.mode.boundaries - 1
         for linear in self.linears:
-            linear.fp8_slots.note.take(linear, linear.fp8_slots.resharded)
+            note = linear.fp8_slots.note
+            seen = note.stepped_at == boundaries and note.written(linear)
+            foreign = after_step and (seen or note.marked_unrecorded)
+            note.take(linear, linear.fp8_slots.resharded)
+            if foreign:
+                note.mark_written()
 
     @contextlib.contextmanager
     def kept_notes(self) -> Iterator[None]:
@@ -156,13 +196,17 @@ class StepWatch:
         if nested or listener.captures:
             return
         self._began, listener.mode.stepping = listener.mode.boundaries, True
+        if self._masters is not None and self._masters.told(optimizer):
+            self._masters = None
+        held = self.held_by(optimizer) if listener.mode.allowed else []
+        self._unrecorded = [each for each in held if each.fp8_slots.note.written_unrecorded(each)]
         exempt = self.brings_boundary is not None and self.brings_boundary() is optimizer
-        if listener.mode.allowed and not exempt and is_real_step(optimizer):
-            again = [each for each in self.held_by(optimizer) if each.fp8_slots.note.stepped_at == self._began]
+        if not exempt and is_real_step(optimizer):
+            again = [each for each in held if each.fp8_slots.note.stepped_at == self._began]
             late = [linear for linear in again if _is_late(linear.fp8_slots, self._began)]
             if late:
                 listener.mode.stepping = False
-                text = _second_step(optimizer, late)
+                text = _second_step(optimizer, late, optimizer in self._attached)
                 listener.tell_others(text)
                 raise ConfigurationError(text)
 
@@ -181,24 +225,74 @@ class StepWatch:
                 note.take(linear, linear.fp8_slots.resharded)
             if counts:
                 note.stepped_at, note.skipped = self._began, skipped
-                note.unfollowed = not (note.recorded or unseen)
-                note.recorded = False
+                note.unfollowed = not note.recorded and (note.used or not unseen)
+                note.recorded = note.used = False
+        if not nested:
+            for linear in self._unrecorded:  # Written to between the last forward and this step.
+                linear.fp8_slots.note.mark_written()
+            self._unrecorded = []
         listener.after_step(optimizer, real)
+
+
+class _Masters:
+    """Whether an optimizer of other parameters changes the weights that it should: told at its fourth step."""
+
+    def __init__(self, linears: Sequence[FP8Linear], optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._steps = 0
+        self._names = first_few(sorted({fqn_of(linear) for linear in linears}))
+        self._seen = [(weakref.ref(linear), _sample(linear)) for linear in linears[:_SAMPLED_WEIGHTS]]
+
+    def told(self, optimizer: Optimizer) -> bool:
+        """Whether there is no more to tell. That optimizer is about to step. Waits for the device, once."""
+        if optimizer is not self._optimizer() or not is_real_step(optimizer):
+            return False
+        self._steps += 1
+        if self._steps <= _UNCHANGED_STEPS:
+            return False
+        living = [(linear, before) for reference, before in self._seen if (linear := reference()) is not None]
+        if living and all(torch.equal(_sample(linear), before) for linear, before in living):
+            logger.warning(
+                "fp8dist: %s has stepped %d times, and the FP8 weights of %s have not changed: the optimizer that "
+                "attach was given holds other parameters, maybe those of a copy of the model",
+                type(optimizer).__name__,
+                _UNCHANGED_STEPS,
+                self._names,
+            )
+        return True
+
+
+def _sample(linear: FP8Linear) -> Tensor:
+    return local_part(linear.fp8_slots.note.stored[0]).detach().flatten()[:_SAMPLED].clone()
+
+
+def fqn_of(linear: FP8Linear) -> str:
+    """The name of a Linear in its model."""
+    return linear.fp8_slots.slots[Role.INPUT].fqn
 
 
 def _is_late(slots: LinearSlots, boundaries: int) -> bool:
     """Whether a weight that was stepped since the last boundary must not be stepped again: it is cast to FP8. Reads the
     device if a loss scaler may have skipped that step. ``boundaries``: passed so far."""
-    skipped, used = slots.note.skipped, slots.note.used_at == boundaries or compiled_any()
+    note, skipped = slots.note, slots.note.skipped
+    used = note.used_at == boundaries or (compiled_any() and note.idle_at != boundaries)
     return used and slots.weight_sync.every_step and (skipped is None or not bool(skipped))
 
 
-def _second_step(optimizer: Optimizer, late: Sequence[FP8Linear]) -> str:
+def _second_step(optimizer: Optimizer, late: Sequence[FP8Linear], attached: bool) -> str:
     names = first_few(sorted({linear.fp8_slots.slots[Role.WEIGHT].fqn for linear in late}))
-    return (
+    what = (
         f"{type(optimizer).__name__} is about to step {len(late)} FP8 weights ({names}) a second time, but no step of "
-        "FP8 state has ended since the first: their scales would stand still. If the optimizer was made after attach() "
-        "or was not given to it, call attach(optimizer=…) again; or call manager.step() once per optimizer step"
+        "FP8 state has ended since the first: their scales would stand still. "
+    )
+    if attached:
+        return what + (
+            "It is attached, but the step ends with another optimizer, the last one that attach was given: use "
+            'attach(optimizer=[…], boundary="manual") and call manager.step() once per optimizer step'
+        )
+    return what + (
+        "If the optimizer was made after attach() or was not given to it, call attach(optimizer=…) again; or call "
+        "manager.step() once per optimizer step"
     )
 
 

@@ -19,7 +19,10 @@ def stored_parameters(linear: nn.Module) -> tuple[Tensor, ...]:
     if weight is not None:
         return (weight,)
     parametrizations = linear._modules.get("parametrizations")
-    return () if parametrizations is None else tuple(parametrizations["weight"].parameters())  # type: ignore[index]
+    if parametrizations is not None:
+        return tuple(parametrizations["weight"].parameters())  # type: ignore[index]
+    # Pruned, or under an old-style weight_norm: weight_orig, weight_g, weight_v.
+    return tuple(p for name, p in linear._parameters.items() if p is not None and name.startswith("weight"))
 
 
 class WeightNote:
@@ -35,8 +38,10 @@ class WeightNote:
         self.awaited = True
         """Take the note at the next forward that records: FP8 state is new, or was loaded, and fits the weight of
         then."""
-        self.used_at = -1
-        """Boundaries passed before the last forward that cast the weight to FP8."""
+        self.used_at = self.idle_at = -1
+        """Boundaries passed before the last forward that cast the weight to FP8, and that did not."""
+        self.used = False
+        """Such a forward came since the last optimizer step; compiled ones leave no note."""
         self.recorded = True
         """A forward has recorded it since the last optimizer step: its scale follows that step."""
         self.unfollowed = False
@@ -53,6 +58,8 @@ class WeightNote:
         self._versions: list[int] = []
         self._address = 0  # 0: FSDP or tensor parallelism moves it.
         self._written = False
+        self._now: list[int] | None = None  # Versions at the last look.
+        self._recorded: list[int] | None = None  # Versions at the last forward that recorded.
         self._in_backward: list[int] | None = None
         self._remembered: list[weakref.ref[Tensor]] = []
 
@@ -90,6 +97,7 @@ class WeightNote:
         self._versions = [tensor._version for tensor in self._counted]
         whole = weight is not None and not resharded and len(self._counted) == 1
         self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
+        self._now = self._versions
         self.awaited = self._written = self.of_copy = False
         self._in_backward = None
 
@@ -100,8 +108,21 @@ class WeightNote:
         self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
 
     def mark_written(self) -> None:
-        """The weight was replaced in a way that versions do not show."""
-        self._written = True
+        """The weight was replaced in a way that versions do not show, and not recorded since."""
+        self._written, self._recorded = True, None
+
+    @property
+    def marked_unrecorded(self) -> bool:
+        """``mark_written`` was called, and no forward has recorded the weight since."""
+        return self._written and self._recorded is None
+
+    def was_recorded(self) -> None:
+        """The forward that has just asked whether it was ``written`` records its amax."""
+        self._recorded = self._now
+
+    def written_unrecorded(self, linear: nn.Module) -> bool:
+        """Whether it was written to after the last forward that recorded: no scale will follow that."""
+        return self.written(linear) and self._recorded != self._now
 
     def written(self, linear: nn.Module) -> bool:
         """Whether the weight was written to, replaced or given other memory since the note was taken."""
@@ -110,7 +131,8 @@ class WeightNote:
         if self.of_copy and not self.stored:
             self._look_at(stored_parameters(linear))
             self._versions = [0] * len(self._counted)
-        if self._written or self._versions != [tensor._version for tensor in self._counted]:
+        self._now = [tensor._version for tensor in self._counted]
+        if self._written or self._versions != self._now:
             return True
         if not self._address:
             return False

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
 import math
 import os
+import pickle
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -389,3 +393,26 @@ def test_accelerate(two_ranks: RankPool, accumulate: int) -> None:
     assert steps == 3
     assert (state, parameters) == (second[2], second[3])
     assert windows == expected_histories(list(windows), [amaxes, second[5]], HISTORY)
+
+
+def test_a_watched_scaler_pickles_copies_and_keeps_nothing() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    manager.attach(net, optimizer=optimizer, scaler=scaler)
+    for made in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        loss = nn.functional.mse_loss(net(batch(0, 0)[0]), batch(0, 0)[1])
+        made.scale(loss).backward()
+        made.step(optimizer)
+        made.update()
+        optimizer.zero_grad()
+    assert manager.steps == 2
+    cycle = weakref.ref(manager._cycle)
+    gc.disable()
+    try:
+        del manager, net, optimizer, loss
+        assert cycle() is None
+    finally:
+        gc.enable()
+    assert scaler.is_enabled()

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import ConfigurationError
 from fp8dist.linear_slots import Cast, LinearSlots
 from tests.support.ranks import RankPool
 from tests.support.tensor_parallel import Layout, parallel_pair, x_of
@@ -144,11 +145,63 @@ def test_what_written_weights_make_of_later_inputs_fits_at_once(training: bool, 
     assert error_of(net, plain, x) < BOUND
     net(x).square().mean().backward()
     plain(x).square().mean().backward()
-    for ours, expected in zip(net.parameters(), plain.parameters()):
+    for (name, ours), expected in zip(net.named_parameters(), plain.parameters()):
+        if layer == "first" and name.startswith("first"):
+            continue  # Its own growth comes back through the loss alone: clipped for one step.
         assert ours.grad is not None
         assert expected.grad is not None
         # E5M2, and ReLUs that flip: a model without history is as far off. Where casts saturate it is 0.95 and more.
         assert float((ours.grad - expected.grad).norm() / expected.grad.norm()) < 0.4
+
+
+@pytest.mark.parametrize("forgets", ["step", "lr 0", "manual step"])
+def test_a_write_that_no_forward_has_recorded_is_not_forgotten(forgets: str) -> None:
+    """An optimizer's step, or a boundary, between the write and the next forward."""
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    manager.attach(net, optimizer=optimizer, boundary="manual")
+    x = torch.randn(8, 32)
+
+    def step() -> None:
+        net(x).square().mean().backward()
+        optimizer.step()
+        manager.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    net(x).square().mean().backward()
+    if forgets == "manual step":
+        optimizer.step()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "weight" in name:
+                parameter.mul_(1.9)
+    if forgets == "lr 0":
+        optimizer.param_groups[0]["lr"] = 0.0
+    if forgets != "manual step":
+        optimizer.step()
+    manager.step()
+    plain = make_net()
+    plain.load_state_dict(net.state_dict())
+    assert error_of(net, plain, x) < BOUND
+
+
+def test_pruned_weights_are_watched() -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    manager = fp8dist.prepare(net)
+    prune.l1_unstructured(net[0], "weight", amount=0.2)
+    manager.attach(net)
+    with torch.no_grad():
+        net[0].weight_orig.mul_(1.5)  # type: ignore[operator,union-attr]
+    assert net[0].fp8_slots.note.written(net[0])  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.randn(8, 32)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="a second time"):
+        optimizer.step()
+    assert manager.steps == 0
 
 
 def test_a_copys_weights_are_watched_from_its_making_on() -> None:
