@@ -461,8 +461,10 @@ class LinearSlots:
             return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
         # Not the slot's own place: a compiled backward may not hold what the forward has written to.
         nowhere = torch.empty_like(state.scale)
-        limits = {"outgrown": outgrown.weight, "unfit": self._shrunk(weight, state, outgrown)}
-        cast = self.quantize(weight.detach(), state, False, False, True, pending=nowhere, square=True, **limits)
+        unfit, whole = self._shrunk(weight, state, outgrown), weight.detach()
+        cast = self.quantize(
+            whole, state, False, False, True, pending=nowhere, square=True, outgrown=outgrown.weight, unfit=unfit
+        )
         return cast.columns, cast.columns_inv_scale
 
     def count_backward(self, recorded: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -336,7 +337,7 @@ def step_frames() -> list[FrameType]:
 
 def untraced(hook: Callable[..., None]) -> Callable[..., None]:
     """The hook, left out of what torch.compile traces of an optimizer's step."""
-    disabled: Callable[..., None] = torch._disable_dynamo(hook)  # Imports Dynamo at its first call only.
+    disabled: Callable[..., None] = _disable_dynamo(hook)  # Imports Dynamo at its first call only.
     return disabled
 
 
