@@ -16,7 +16,16 @@ from fp8dist.gathered import FP8Weight
 from fp8dist.graphs import capturing
 from fp8dist.groups import local_part
 from fp8dist.kernels.blocks import BLOCK
-from fp8dist.kernels.magnitude import amax_bits
+from fp8dist.outgrown import (
+    OUTGROWN,
+    OUTGROWN_COPY,
+    OUTGROWN_WRITTEN,
+    Growth,
+    Outgrown,
+    meant_to_saturate,
+    shrunk,
+    unfit_for,
+)
 from fp8dist.precision import Precision
 from fp8dist.recipe import Recipe
 from fp8dist.state.arena import SlotState
@@ -24,20 +33,9 @@ from fp8dist.state.slots import Slot
 from fp8dist.sync import ArenaSync
 from fp8dist.weight_notes import WeightNote
 
-__all__ = ["Cast", "Growth", "LinearSlots", "Mode", "Outgrown", "States"]
+__all__ = ["Cast", "LinearSlots", "Mode", "States"]
 
 logger = logging.getLogger("fp8dist")
-
-OUTGROWN, OUTGROWN_WRITTEN = 2.0, 1.25
-"""Beyond its scale by these factors a weight is cast with its own amax: any weight, and one that was written to. A
-weight that grew by 1.3 and saturates makes a product 11 % wrong, one that grew by 8 makes it 82 % wrong; one that
-shrank does little harm."""
-
-OUTGROWN_COPY = 1.0
-"""The same for a written weight of a model that was copied: no boundary is to come that its scale could follow."""
-
-SHRUNK = 2.0**-17
-"""So far below its scale, a written weight is as well: E4M3 would flush it to zero. At 1e-4 it is 4 % wrong."""
 
 FIRST_LOOK = 64
 """Backwards of one module without a boundary after which its weight is compared for the first time: with itself, half
@@ -46,13 +44,6 @@ as many backwards ago."""
 
 _SAMPLED = 4096
 """Elements of a weight that are compared then."""
-
-
-def _used(x: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
-    """0-d: the share of the format's range that x takes with its slot's scale; whether x is neither zero nor infinite
-    and the slot is hot."""
-    amax = amax_bits(x.detach()).view(torch.float32).to(state.scale.device)
-    return amax * state.scale / state.format.max, (amax > 0) & (amax < torch.inf) & ~state.cold
 
 
 States = tuple[SlotState, SlotState, SlotState]
@@ -66,10 +57,8 @@ class Mode:
     ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
     come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
     ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
-    ``measuring``: a watch wants to know what the casts of this step do. ``growth``: of weights
-    that were written to. ``stepping``: an optimizer's step is under way.
-    ``said_unbounded``: a warning of steps without
-    a boundary was logged.
+    ``measuring``: a watch wants to know what the casts of this step do. ``growth``: of weights that were written to.
+    ``stepping``: an optimizer's step is under way. ``said_unbounded``: steps without a boundary were warned of.
     """
 
     allowed: bool
@@ -96,48 +85,6 @@ class Mode:
     def invalidate_casts(self) -> None:
         """Weights may have changed: forget their casts."""
         self.generation += 1
-
-
-class Outgrown(NamedTuple):
-    """When the tensors of a forward are cast with their own amaxes.
-
-    ``weight``: the factor beyond its scale from which the weight is; None: never. ``others``: the same of input and
-    gradient, in a written copy. ``written``: the weight was written to. ``upstream``: 0-d bool on the device: True if
-    another module's written weight has outgrown its scale, so what it makes may not fit scales either; None: no other
-    was written to.
-    """
-
-    weight: float | None
-    others: float | None = None
-    written: bool = False
-    upstream: Tensor | None = None
-
-
-class Growth:
-    """Which modules' written weights have outgrown their scales since a boundary: the device knows, the host does not.
-
-    One module is kept apart from the rest, so that each can be told of the others.
-    """
-
-    def __init__(self, boundaries: int) -> None:
-        self.boundaries = boundaries
-        self._first: LinearSlots | None = None
-        self._of_first: Tensor | None = None
-        self._of_rest: Tensor | None = None
-
-    def add(self, slots: LinearSlots, grown: Tensor) -> None:
-        """A written weight was cast. ``grown``: 0-d bool."""
-        if self._first is None or self._first is slots:
-            self._first, self._of_first = slots, grown
-        else:
-            self._of_rest = grown if self._of_rest is None else self._of_rest | grown
-
-    def of_others(self, slots: LinearSlots) -> Tensor | None:
-        """Whether the weight of another module has; None: none was written to."""
-        if self._first is None or self._first is slots:
-            return self._of_rest
-        assert self._of_first is not None
-        return self._of_first if self._of_rest is None else self._of_first | self._of_rest
 
 
 class Cast(NamedTuple):
@@ -335,7 +282,7 @@ class LinearSlots:
         """
         if not self.recipe.delayed:
             return Outgrown(None)
-        saturating = 2.0 ** max(0, -self.recipe.margin)  # A negative margin means to cut off as much.
+        saturating = meant_to_saturate(self.recipe)
         if torch.compiler.is_compiling() or capturing(self.weight_sync.arena.device):
             return Outgrown(OUTGROWN * saturating)
         if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
@@ -376,7 +323,7 @@ class LinearSlots:
         self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
     ) -> Cast:
         """``quantize`` of an input."""
-        unfit = self._unfit(x, state, outgrown.upstream)
+        unfit = unfit_for(x, state, self.recipe, outgrown.upstream)
         return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
 
     def gradient_cast(
@@ -384,21 +331,8 @@ class LinearSlots:
     ) -> Cast:
         """``quantize`` of a gradient. By now later modules have cast their weights, too."""
         upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream
-        unfit = self._unfit(gradient, state, upstream)
+        unfit = unfit_for(gradient, state, self.recipe, upstream)
         return self.quantize(gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
-
-    def _unfit(self, x: Tensor, state: SlotState, upstream: Tensor | None) -> Tensor | None:
-        """Whether x is more than a quarter beyond its scale, where ``upstream`` gives reason to look."""
-        if upstream is None or not self.recipe.delayed:
-            return None
-        used, counts = _used(x, state)
-        return upstream & counts & (used > OUTGROWN_WRITTEN * 2.0 ** max(0, -self.recipe.margin))
-
-    def _shrunk(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> Tensor | None:
-        if not outgrown.written:
-            return None
-        used, counts = _used(weight, state)
-        return counts & (used < SHRUNK * 2.0 ** -max(0, self.recipe.margin))
 
     def weight_cast(
         self,
@@ -440,7 +374,7 @@ class LinearSlots:
         key = (self.mode.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
         if reuse and self._cast is not None and self._cast.serves(owner, key, record):
             return self._cast.cast
-        unfit = self._shrunk(weight, state, outgrown)
+        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
         cast = self.quantize(
             weight.detach(), state, record, rows, columns, square=True, outgrown=outgrown.weight, unfit=unfit
         )
@@ -461,9 +395,17 @@ class LinearSlots:
             return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
         # Not the slot's own place: a compiled backward may not hold what the forward has written to.
         nowhere = torch.empty_like(state.scale)
-        unfit, whole = self._shrunk(weight, state, outgrown), weight.detach()
+        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
         cast = self.quantize(
-            whole, state, False, False, True, pending=nowhere, square=True, outgrown=outgrown.weight, unfit=unfit
+            weight.detach(),
+            state,
+            False,
+            False,
+            True,
+            pending=nowhere,
+            square=True,
+            outgrown=outgrown.weight,
+            unfit=unfit,
         )
         return cast.columns, cast.columns_inv_scale
 

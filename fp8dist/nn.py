@@ -20,7 +20,8 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.formats import Role
 from fp8dist.gathered import FP8Weight
 from fp8dist.groups import is_dtensor
-from fp8dist.linear_slots import Cast, LinearSlots, Outgrown, States
+from fp8dist.linear_slots import Cast, LinearSlots, States
+from fp8dist.outgrown import Outgrown
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
 from fp8dist.tensor_parallel import parallel_linear

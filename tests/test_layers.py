@@ -19,7 +19,7 @@ LAYERS = [
     ["state"],
     ["overrides", "precision", "groups"],
     ["attendance"],
-    ["sync", "tensor_parallel", "weight_notes"],
+    ["sync", "tensor_parallel", "weight_notes", "outgrown"],
     ["consistency"],
     ["offline"],
     ["doctor", "monitor", "simulation"],
