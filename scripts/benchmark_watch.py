@@ -19,30 +19,23 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
+from benchmark_sync import CountOps
 from fp8dist.formats import Role
 from fp8dist.linear_slots import Cast, LinearSlots
+from fp8dist.outgrown import Outgrown
 from fp8dist.step_watch import StepWatch
 from fp8dist.weight_notes import WeightNote
 from gpt import GPT, VOCABULARY
 
 
-class CountOps(TorchDispatchMode):
-    """How many torch operations run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _nothing(*_: object) -> None:  # A Mock would make calls of its own.
     return None
+
+
+def _never(*_: object) -> Outgrown:
+    return Outgrown(None)
 
 
 def _no(*_: object) -> bool:
@@ -55,7 +48,7 @@ def unchecked() -> Iterator[None]:
     with (
         mock.patch.object(StepWatch, "_before", _nothing),
         mock.patch.object(StepWatch, "_after", _nothing),
-        mock.patch.object(LinearSlots, "outgrown", _nothing),
+        mock.patch.object(LinearSlots, "outgrown", _never),
         mock.patch.object(WeightNote, "changed_between_backwards", _no),
     ):
         yield
