@@ -306,7 +306,7 @@ class LinearSlots:
         growth = self.mode.growth
         if growth is None or growth.boundaries != self.mode.boundaries:
             return None
-        return growth.of_others(self)
+        return growth.of_others(id(self))
 
     def _tell_of_growth(self, cast: Cast, state: SlotState) -> None:
         """A weight that was written to was cast: others are to know whether it has outgrown its scale."""
@@ -317,7 +317,7 @@ class LinearSlots:
         mode = self.mode
         if mode.growth is None or mode.growth.boundaries != mode.boundaries:
             mode.growth = Growth(mode.boundaries)
-        mode.growth.add(self, grown)
+        mode.growth.add(id(self), grown)
 
     def input_cast(
         self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown

@@ -52,25 +52,26 @@ class Outgrown(NamedTuple):
 class Growth:
     """Which modules' written weights have outgrown their scales since a boundary: the device knows, the host does not.
 
-    One module is kept apart from the rest, so that each can be told of the others.
+    One module is kept apart from the rest, so that each can be told of the others. Modules are known by ids of their
+    slots: the mode that holds this is held by them.
     """
 
     def __init__(self, boundaries: int) -> None:
         self.boundaries = boundaries
-        self._first: object | None = None
+        self._first: int | None = None
         self._of_first: Tensor | None = None
         self._of_rest: Tensor | None = None
 
-    def add(self, slots: object, grown: Tensor) -> None:
+    def add(self, slots: int, grown: Tensor) -> None:
         """A written weight was cast. ``grown``: 0-d bool."""
-        if self._first is None or self._first is slots:
+        if self._first is None or self._first == slots:
             self._first, self._of_first = slots, grown
         else:
             self._of_rest = grown if self._of_rest is None else self._of_rest | grown
 
-    def of_others(self, slots: object) -> Tensor | None:
+    def of_others(self, slots: int) -> Tensor | None:
         """Whether the weight of another module has; None: none was written to."""
-        if self._first is None or self._first is slots:
+        if self._first is None or self._first == slots:
             return self._of_rest
         assert self._of_first is not None
         return self._of_first if self._of_rest is None else self._of_first | self._of_rest

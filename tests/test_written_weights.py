@@ -6,6 +6,8 @@ The rule: just in time beyond 2 times the scale, beyond 1.25 times for a weight 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -202,6 +204,22 @@ def test_pruned_weights_are_watched() -> None:
     with pytest.raises(ConfigurationError, match="a second time"):
         optimizer.step()
     assert manager.steps == 0
+
+
+def test_a_model_that_was_written_to_dies_without_the_garbage_collector() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    manager.attach(net, optimizer=torch.optim.SGD(net.parameters(), lr=1e-3))
+    with torch.no_grad():
+        net.first.weight.mul_(3)
+    net(torch.randn(8, 32)).sum().backward()
+    arena = weakref.ref(manager._syncs[0].arena)
+    gc.disable()
+    try:
+        del manager, net
+        assert arena() is None
+    finally:
+        gc.enable()
 
 
 def test_a_copys_weights_are_watched_from_its_making_on() -> None:
