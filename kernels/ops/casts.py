@@ -67,17 +67,21 @@ def quantize(
         bits = amax_bits(x)
         if record:
             record_amax(bits, pending)
-        if may_be_cold or outgrown is not None:
-            amax, fp8_max = bits.view(torch.float32), torch.finfo(dtype).max
+        amax, fp8_max = bits.view(torch.float32), torch.finfo(dtype).max
+        beyond = None
+        if outgrown is not None:
+            above = torch.full_like(scale, outgrown * fp8_max)
+            beyond = (amax * scale > above).logical_and_(amax < torch.inf).logical_and_(~cold)
+            if x.device.type == "cpu" and not bool(beyond):
+                beyond = None
+        if may_be_cold or beyond is not None:
             current = scale_from_amax(
                 amax, torch.ones_like(scale), torch.full_like(scale, fp8_max), margin, power_of_two
             )
             if may_be_cold:
                 used = torch.where(cold, current, used)
-            if outgrown is not None:
-                above = torch.full_like(scale, outgrown * fp8_max)
-                beyond = (amax < torch.inf).logical_and_(amax * scale > above)
-                used = torch.where(beyond.logical_and_(~cold), current, used)
+            if beyond is not None:
+                used = torch.where(beyond, current, used)
     row_major, transposed = saturating_cast(x, used, dtype, rows, columns)
     return row_major, transposed, torch.reciprocal(used)
 
