@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -199,8 +199,9 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
-    """Whether it has been at work. Some have state before their first step."""
-    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+    """Whether it has been at work. Some have state before their first step, with a step count of 0."""
+    counts = (state.get("step") if isinstance(state, Mapping) else None for state in optimizer.state.values())
+    return any(count is None or bool(count > 0) for count in counts)
 
 
 def _described_weights(model: nn.Module) -> dict[Slot, WeightDescription]:

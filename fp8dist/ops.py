@@ -263,7 +263,7 @@ quantize = torch.ops.fp8dist.quantize.default
 
 ``scale``, ``cold`` (bool) and ``pending`` are the 0-d places of one slot. With ``record`` the amax of x
 goes into ``pending``. A cold slot with ``just_in_time`` is cast with its own amax (scale 1 if that is 0 or
-not finite). With ``outgrown`` (a number above 0), so is an x that has outgrown the slot's scale: its amax is
+not finite). With ``outgrown`` (a number above 0), so is an x that has outgrown the scale of a hot slot: its amax is
 finite, and ``amax * scale > outgrown * fp8_max`` in float32. The slot itself does not change, nor become cold.
 ``inv_scale`` is a new 0-d tensor, the one these bytes were cast with: it stays right when a later commit
 changes the slot's scale."""

@@ -52,8 +52,9 @@ def quantize(
         just_in_time: cast with the scale of ``x``'s own amax where the slot is cold (1 if that is 0 or not finite).
         margin, power_of_two: as of ``scale_from_amax``, for a scale of ``x``'s own amax.
         rows, columns: which copies to write, as of ``saturating_cast``.
-        outgrown: a number above 0: cast with the scale of ``x``'s own amax also where ``x`` has outgrown the slot's
-            scale: where its amax is finite and ``amax * scale > outgrown * fp8_max``, with or without ``just_in_time``.
+        outgrown: a number above 0: cast with the scale of ``x``'s own amax also where ``x`` has outgrown the scale
+            of a slot that is not cold: its amax is finite and ``amax * scale > outgrown * fp8_max``, whatever
+            ``just_in_time`` says.
             Both sides are float32: the left one is a float32 product, which may be Inf; the right one is multiplied in
             float64, then rounded. The slot does not change. None: only cold slots are cast just in time.
 
