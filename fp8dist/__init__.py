@@ -9,22 +9,24 @@ README has the rest; ARCHITECTURE.md says how it works.
 
 from __future__ import annotations
 
-from fp8dist import ddp, errors, fsdp
-from fp8dist.attendance import Attendance, roll_call
-from fp8dist.checker import Event
+from fp8dist import errors
+from fp8dist.checkpoint.transformer_engine import ImportReport
+from fp8dist.consistency.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.coverage import Coverage, CoverageRow
 from fp8dist.errors import ConfigurationError, DivergenceError, LossDiverged
-from fp8dist.fallback import Fallback
-from fp8dist.loss_guard import LossAlarm, LossGuard
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
-from fp8dist.monitor import Monitor, ScaleJump, SlotStatistics
-from fp8dist.overrides import first_and_last
+from fp8dist.modules.overrides import first_and_last
+from fp8dist.monitoring.loss_guard import LossAlarm, LossGuard
+from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
+from fp8dist.parallel import ddp
+from fp8dist.parallel import fsdp1 as fsdp
 from fp8dist.prepare import prepare
 from fp8dist.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist.state.fallback import Fallback
 from fp8dist.state.slots import Slot
-from fp8dist.transformer_engine import ImportReport
+from fp8dist.sync.roll_call import Attendance, roll_call
 
 __version__ = "0.1.0"
 

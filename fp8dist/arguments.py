@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.groups import has_base
 from fp8dist.patterns import require_patterns
+from fp8dist.sync.groups import has_base
 
 __all__ = ["is_module_name", "require_attachable", "require_groups", "require_model"]
 

@@ -14,14 +14,14 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.groups import has_base, local_part
-from fp8dist.kernels.matmuls import ALIGNMENT
-from fp8dist.nn import FP8Linear
-from fp8dist.overrides import Overrides
+from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.overrides import Overrides
+from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.patterns import Skip
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.slots import clean_fqn
-from fp8dist.wrappers import is_sharded
+from fp8dist.sync.groups import has_base, local_part
+from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
 __all__ = ["Coverage", "CoverageRow", "Survey", "survey"]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8dist.consistency.report import DivergenceReport
-    from fp8dist.loss_guard import LossAlarm
+    from fp8dist.monitoring.loss_guard import LossAlarm
 
 __all__ = [
     "CheckpointError",

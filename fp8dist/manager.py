@@ -15,36 +15,36 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.optim import Optimizer
 
-from fp8dist import ops
 from fp8dist.arguments import is_module_name, require_attachable
-from fp8dist.attachment import Attachment, local_weights
-from fp8dist.boundary import hooked_optimizers, unwrap_optimizers
-from fp8dist.calibration import Untouched
-from fp8dist.checker import Event
-from fp8dist.checkpoint import Checkpoint, with_rank
+from fp8dist.checkpoint.state import Checkpoint, with_rank
+from fp8dist.checkpoint.transformer_engine import ImportReport, NameMap, import_state
 from fp8dist.consistency.check import Policy, Scope
+from fp8dist.consistency.checker import Event
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage
-from fp8dist.cycle import StepCycle
-from fp8dist.ddp import ManagerJoinHook
 from fp8dist.errors import ConfigurationError, NotAModelError
-from fp8dist.formats import FORMATS, Role
-from fp8dist.groups import SyncGroup
-from fp8dist.linear_slots import Mode
-from fp8dist.monitor import Monitor
+from fp8dist.modules.fp8_linear import fp8_linears, require_revertible, revert
+from fp8dist.modules.linear_slots import Mode
+from fp8dist.monitoring.monitor import Monitor
+from fp8dist.monitoring.watch import Watch
 from fp8dist.names import check_keywords, did_you_mean, require_choice
-from fp8dist.nn import fp8_linears, require_revertible, revert
+from fp8dist.parallel.ddp import ManagerJoinHook
+from fp8dist.parallel.wrappers import awaits_reduction, fsdp2_modules, reshard
 from fp8dist.patterns import unmatched
-from fp8dist.precision import Precisions
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE
+from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
-from fp8dist.step_watch import StepWatch
-from fp8dist.sync import ArenaSync
-from fp8dist.transformer_engine import ImportReport, NameMap, import_state
-from fp8dist.watch import Watch
-from fp8dist.wrappers import awaits_reduction, fsdp2_modules, reshard
+from fp8dist.step.attachment import Attachment, local_weights
+from fp8dist.step.boundary import hooked_optimizers, unwrap_optimizers
+from fp8dist.step.calibration import Untouched
+from fp8dist.step.cycle import StepCycle
+from fp8dist.step.step_watch import StepWatch
+from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist.sync.groups import SyncGroup
+from fp8dist_kernels import ops
+from fp8dist_kernels.formats import FORMATS, Role
 
 __all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
 
@@ -756,7 +756,8 @@ class StateManager(Joinable):
         """Take over the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
 
         Local: do it on all ranks alike. Nothing of a pickle is imported or called. Amaxes that wait for a boundary are
-        thrown away. See ``fp8dist.transformer_engine.import_state`` for what becomes of scales and histories.
+        thrown away. See
+        ``fp8dist.checkpoint.transformer_engine.import_state`` for what becomes of scales and histories.
 
         Args:
             name_map: what modules are called there: a mapping from the fqn here, or a function of it. A name, or (name,

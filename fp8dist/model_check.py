@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8dist.boundary import unwrap_optimizers
 from fp8dist.consistency.check import Policy, Scope, add_arenas, add_module, on_device, run_check
 from fp8dist.consistency.holdings import Holdings
 from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
-from fp8dist.groups import GroupLike, SyncGroup, world_size
 from fp8dist.manager import ATTRIBUTE, StateManager
 from fp8dist.settings import report_dir
+from fp8dist.step.boundary import unwrap_optimizers
+from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 
 __all__ = ["check"]
 

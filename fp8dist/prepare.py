@@ -11,21 +11,21 @@ from torch import nn
 from fp8dist.arguments import require_groups, require_model
 from fp8dist.coverage import Survey, survey
 from fp8dist.errors import ConfigurationError
-from fp8dist.fallback import Fallback
-from fp8dist.formats import Role
-from fp8dist.groups import GroupLike, SyncGroup
-from fp8dist.linear_slots import LinearSlots, Mode
 from fp8dist.manager import ATTRIBUTE, StateManager
+from fp8dist.modules.fp8_linear import convert
+from fp8dist.modules.linear_slots import LinearSlots, Mode
+from fp8dist.modules.overrides import Overrides
 from fp8dist.names import check_keywords
-from fp8dist.nn import convert
-from fp8dist.overrides import Overrides
 from fp8dist.patterns import Skip, shadowed, unmatched
-from fp8dist.precision import Precisions
 from fp8dist.recipe import DelayedScaling, Recipe, require_recipe
 from fp8dist.settings import Settings
 from fp8dist.state.arena import Arena
+from fp8dist.state.fallback import Fallback
+from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec
-from fp8dist.sync import ArenaSync
+from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist.sync.groups import GroupLike, SyncGroup
+from fp8dist_kernels.formats import Role
 
 __all__ = ["prepare"]
 

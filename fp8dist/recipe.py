@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.formats import Format, Role, formats_by_role
 from fp8dist.names import check_fields, nearest, require_choice
+from fp8dist_kernels.formats import Format, Role, formats_by_role
 
 __all__ = [
     "GEMMS",

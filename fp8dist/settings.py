@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.fallback import Fallback
-from fp8dist.kernels.backends import BACKENDS
 from fp8dist.names import did_you_mean
+from fp8dist.state.fallback import Fallback
+from fp8dist_kernels.backends import BACKENDS
 
 __all__ = ["Settings", "report_dir"]
 

@@ -15,8 +15,8 @@ import struct
 import sys
 import time
 
-from exits import FAILED_COLLECTIVE, exit_with
-from text import BadInput
+from launch.train_gpt.data import BadInput
+from launch.train_gpt.exits import FAILED_COLLECTIVE, exit_with
 
 __all__ = ["Unreachable", "addresses", "chosen"]
 

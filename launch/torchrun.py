@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.run import main
 
-from exits import FAILED_COLLECTIVE, exit_with
-from text import BadInput
+from launch.train_gpt.data import BadInput
+from launch.train_gpt.exits import FAILED_COLLECTIVE, exit_with
 
 __all__ = ["launch"]
 

@@ -48,6 +48,9 @@ if [[ -z ${PYTHON:-} && ! -x $python ]]; then
     python=python3
 fi
 
+root=$(dirname "$launch")
+export PYTHONPATH=$root:$root/kernels${PYTHONPATH:+:$PYTHONPATH}
+
 gpus=0
 if command -v nvidia-smi >/dev/null; then
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
@@ -62,10 +65,10 @@ if [[ ! $patience =~ ^[1-9][0-9]*$ ]]; then
 fi
 
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec "$python" "$launch/options.py" --help
+    exec "$python" -m launch.train_gpt.options --help
 fi
 # A mistake in the flags is told here, once. Later, torchrun would add a report of its own.
-WORLD_SIZE=$((nnodes * nproc)) "$python" "$launch/options.py" "$@"
+WORLD_SIZE=$((nnodes * nproc)) "$python" -m launch.train_gpt.options "$@"
 
 if [[ -z ${OMP_NUM_THREADS:-} ]]; then
     cores=$(nproc)
@@ -91,7 +94,7 @@ else
     port=${MASTER_PORT:-29500}
     ifname=${IFNAME:-} address=${LOCAL_ADDR:-}
     if [[ -z $address || (-z $ifname && (-z ${GLOO_SOCKET_IFNAME:-} || -z ${NCCL_SOCKET_IFNAME:-})) ]]; then
-        interface=$("$python" "$launch/interface.py" "$master" "$patience" ${IFNAME:+"$IFNAME"})
+        interface=$("$python" -m launch.interface "$master" "$patience" ${IFNAME:+"$IFNAME"})
         read -r ifname address <<<"$interface"
         ifname=${IFNAME:-$ifname} address=${LOCAL_ADDR:-$address}
     fi
@@ -122,6 +125,6 @@ if ((restarts > 0)); then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 fi
 # With set -u, bash 4.3 takes an empty array for one that is not set.
-exec "$python" "$launch/torchrun.py" "${rendezvous[@]}" ${logs[@]+"${logs[@]}"} --nproc-per-node "$nproc" \
+exec "$python" -m launch.torchrun "${rendezvous[@]}" ${logs[@]+"${logs[@]}"} --nproc-per-node "$nproc" \
     --max-restarts "$restarts" \
-    "$launch/train_gpt.py" "$@"
+    -m launch.train_gpt "$@"

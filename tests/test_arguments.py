@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, RowwiseScaling, StateManager
 from fp8dist.errors import ConfigurationError, NotAModelError, UnknownArgumentError
-from fp8dist.nn import FP8Linear
+from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.ranks import RankPool
 from tests.support.training import make_net
 

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 import fp8dist
 from fp8dist import BlockScaling, DelayedScaling
 from fp8dist.errors import ConfigurationError
-from fp8dist.nn import FP8Linear
+from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import fp8dist.kernels
+import fp8dist
+import fp8dist_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
@@ -23,10 +24,8 @@ MODULES = sorted(
         for path in (ROOT / "fp8dist").rglob("*.py")
     ]
     + [
-        ".".join(("fp8dist.kernels", *path.relative_to(ROOT / "kernels" / "ops").with_suffix("").parts)).removesuffix(
-            ".__init__"
-        )
-        for path in (ROOT / "kernels" / "ops").rglob("*.py")
+        ".".join(path.relative_to(ROOT / "kernels").with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "kernels").rglob("*.py")
     ]
 )
 
@@ -84,16 +83,16 @@ def test_sdist_and_wheel_carry_licence_type_marker_and_tables(distributions: tup
     wheel, sdist = distributions
     names = zipfile.ZipFile(wheel).namelist()
     assert "fp8dist/py.typed" in names
-    tables = {f"fp8dist/kernels/fused/tables/{path.name}" for path in ROOT.glob("kernels/ops/fused/tables/*.json")}
+    tables = {str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels").rglob("tables/*.json")}
     assert tables
     assert tables <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     with tarfile.open(sdist) as archive:
-        assert any(name.endswith("kernels/ops/casts.py") for name in archive.getnames())
+        assert any(name.endswith("kernels/fp8dist_kernels/reference/casts.py") for name in archive.getnames())
 
 
-def test_editable_install_maps_kernels() -> None:
-    assert Path(fp8dist.kernels.__file__ or "").parent == ROOT / "kernels" / "ops"
+def test_kernels_are_imported_from_their_folder() -> None:
+    assert Path(fp8dist_kernels.__file__ or "").parent == ROOT / "kernels" / "fp8dist_kernels"
 
 
 def test_version_is_written_once_in_metadata_and_package() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.nn import FP8Linear
+from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.linear import inputs, linear
 from tests.support.training import parameter_bits
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
-from fp8dist.formats import E4M3, E5M2, Role
+from fp8dist_kernels.formats import E4M3, E5M2, Role
 from tests.support.oracle import Oracle, Rules, bits_of, float32
 from tests.support.states import bits
 

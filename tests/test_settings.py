@@ -9,7 +9,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.nn import FP8Linear
+from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.settings import Settings
 
 NOTHING: dict[str, Any] = {

@@ -17,8 +17,8 @@ from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import repair
 from fp8dist.consistency.report import DivergenceReport, Finding
-from fp8dist.groups import SyncGroup
-from fp8dist.sync import ArenaSync
+from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["Policy", "Scope", "add_arenas", "add_module", "on_device", "run_check"]
 

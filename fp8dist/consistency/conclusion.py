@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fp8dist.consistency.report import DivergenceReport, Finding
-from fp8dist.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["conclude", "save_evidence"]
 

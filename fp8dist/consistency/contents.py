@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8dist.consistency.differences import unravel
-from fp8dist.kernels.content import ContentDigest, as_bytes, block_count
 from fp8dist.state.arena import Arena
+from fp8dist_kernels.reference.content import ContentDigest, as_bytes, block_count
 
 __all__ = [
     "FINDING_KINDS",

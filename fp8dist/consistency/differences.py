@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist.kernels.content import BLOCK_BYTES
+from fp8dist_kernels.reference.content import BLOCK_BYTES
 
 __all__ = ["Difference", "block_of", "compare_block", "first_differing_block", "ravel", "ulp_distance", "unravel"]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from fp8dist.consistency.differences import ulp_distance
 from fp8dist.consistency.findings import MORE, findings_of_values
 from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of, split
-from fp8dist.groups import SyncGroup
-from fp8dist.kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 from fp8dist.state.arena import SATURATED
-from fp8dist.sync import ArenaSync, Evidence
+from fp8dist.sync.arena_sync import ArenaSync, Evidence
+from fp8dist.sync.groups import SyncGroup
+from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 
 __all__ = ["Localisation", "localise"]
 

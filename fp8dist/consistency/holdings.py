@@ -13,7 +13,7 @@ from fp8dist.consistency.contents import Content, Digester, Field, Key, values_n
 from fp8dist.consistency.differences import ravel
 from fp8dist.consistency.replication import Membership
 from fp8dist.consistency.report import Finding, Participant
-from fp8dist.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["Holdings", "ReplicaSet", "participant"]
 

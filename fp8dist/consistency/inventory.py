@@ -14,7 +14,7 @@ from fp8dist.consistency.contents import Content, Named, TensorContent
 from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.replication import Excuse, Home, Replication
 from fp8dist.consistency.report import plural
-from fp8dist.groups import GroupLike, SyncGroup, has_base, is_dtensor
+from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
 
 __all__ = ["Inventory"]
 

@@ -27,7 +27,7 @@ from fp8dist.consistency.findings import (
 )
 from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
 from fp8dist.consistency.report import Finding, Participant, sides_of
-from fp8dist.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["localise_set"]
 

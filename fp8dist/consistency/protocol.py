@@ -25,7 +25,7 @@ from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
 from fp8dist.consistency.localisation import localise_set
 from fp8dist.consistency.report import DivergenceReport, Finding, Participant
 from fp8dist.errors import Fp8DistError
-from fp8dist.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["Compared", "check_replicas"]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fp8dist.errors import DivergenceError
-from fp8dist.groups import ranks_text
+from fp8dist.sync.groups import ranks_text
 
 __all__ = ["DivergenceReport", "Finding", "Participant", "sides_of", "split"]
 

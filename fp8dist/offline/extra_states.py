@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.formats import Role
 from fp8dist.offline.archives import LEGACY_MAGIC, Locate, legacy_content, zip_content
 from fp8dist.offline.failures import reading
 from fp8dist.offline.pickles import Builder, Record, Unpickler
 from fp8dist.offline.slices import MemorySlice
 from fp8dist.offline.values import TORCH_SAVE, Storage, StoredTensor
+from fp8dist_kernels.formats import Role
 
 __all__ = ["ExtraState", "SavedSlot", "read_extra_state"]
 

@@ -12,7 +12,7 @@ from fp8dist.simulation.topology import Topology
 __all__ = ["Way", "Workload"]
 
 HEADER = 8
-"""Words before the amaxes, as in ``fp8dist.kernels.header``; nothing of this package imports torch."""
+"""Words before the amaxes, as in ``fp8dist_kernels.header``; nothing of this package imports torch."""
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist import ops
 from fp8dist.errors import ConfigurationError
-from fp8dist.fallback import Fallback
-from fp8dist.formats import Format, Role
-from fp8dist.kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays
-from fp8dist.kernels.header import HEADER, WORD_MANIFEST, WORD_STEP
-from fp8dist.kernels.magnitude import DID_NOT_RUN
-from fp8dist.kernels.rings import RingShape, ordered_window, write_window
-from fp8dist.kernels.update import give_back
 from fp8dist.recipe import Recipe
-from fp8dist.scaling import scale_from_amax
+from fp8dist.state.fallback import Fallback
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
+from fp8dist_kernels import ops
+from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays
+from fp8dist_kernels.formats import Format, Role
+from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_STEP
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
+from fp8dist_kernels.reference.rings import RingShape, ordered_window, write_window
+from fp8dist_kernels.reference.update import give_back
+from fp8dist_kernels.scaling import scale_from_amax
 
 __all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotState", "fitted", "unchanged_on_failure"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.formats import Format, Role
 from fp8dist.names import require_choice
+from fp8dist_kernels.formats import Format, Role
 
 __all__ = ["Slot", "SlotSpec", "clean_fqn", "first_few", "slot_key"]
 

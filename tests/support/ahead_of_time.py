@@ -1,12 +1,12 @@
 """Kernels compiled for GPUs that are not here, exactly as they would be launched there.
 
-The functions of ``fp8dist.kernels.fused`` run with tensors of the CPU, but where they launch a kernel, Triton compiles
+The functions of ``fp8dist_kernels.triton`` run with tensors of the CPU, but where they launch a kernel, Triton compiles
 it instead, for the GPU asked for and specialised for these arguments. Nothing is executed, so memory that is never
 touched costs nothing.
 
 Must run in a process without TRITON_INTERPRET, so tests ask for a report of a process of its own::
 
-    report = compiled("tests.compiled.casts")     # a module with a function ``launch()``
+    report = compiled("tests.kernels.compiled.casts")     # a module with a function ``launch()``
 """
 
 from __future__ import annotations

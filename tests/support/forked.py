@@ -104,9 +104,8 @@ def _rank(
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     tqdm.set_lock(threading.RLock())  # Its own would be a semaphore that nobody removes.
     faulthandler.dump_traceback_later(seconds)
-    sys.path.insert(0, str(ROOT / "launch"))
-    import train_gpt
-    from ranks import leave
+    from launch.train_gpt.job import start
+    from launch.train_gpt.ranks import leave
 
-    sys.argv = [train_gpt.__file__, *flags]
-    leave((main or train_gpt.start)(flags))
+    sys.argv = ["train_gpt", *flags]
+    leave((main or start)(flags))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8dist import ops
+from fp8dist_kernels import ops
 from tests.support.fp8_oracle import E4M3, E5M2, Operand
 
 __all__ = ["Gemm", "Gemms", "assert_gemm", "numbers"]

@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8dist.groups import Publication, SyncGroup, _agree, _tell, publish_manifest
+from fp8dist.sync.groups import Publication, SyncGroup, _agree, _tell, publish_manifest
 
 SIZE = 16_384
 RANKS = (0, 1, 8_191, 16_383)
@@ -39,7 +39,7 @@ def world(rank: int, size: int = SIZE, store: dist.Store | None = None) -> Itera
 @contextlib.contextmanager
 def nobody_answers() -> Iterator[None]:
     """``attach`` publishes, and takes it that all others have published the same."""
-    with mock.patch("fp8dist.cycle.agree_on_manifests"):
+    with mock.patch("fp8dist.step.cycle.agree_on_manifests"):
         yield
 
 
@@ -123,8 +123,8 @@ class Crowd:
     def attaching(self) -> Iterator[None]:
         """``attach`` of this process is that of all of them."""
         with (
-            mock.patch("fp8dist.cycle.publish_manifest", self._publish),
-            mock.patch("fp8dist.cycle.agree_on_manifests", self._agree),
+            mock.patch("fp8dist.step.cycle.publish_manifest", self._publish),
+            mock.patch("fp8dist.step.cycle.agree_on_manifests", self._agree),
         ):
             yield
 

@@ -14,7 +14,7 @@ from tests.support import forked
 from tests.support.forked import ROOT
 
 TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
-SINGLE = (sys.executable, str(ROOT / "launch/train_gpt.py"))
+SINGLE = (sys.executable, "-m", "launch.train_gpt")
 
 # The same without the seconds that torchrun and imports take, for tests of what happens once the job runs.
 RANKS = ("forked ranks",)

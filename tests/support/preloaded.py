@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-import fp8dist
-from tests.support.forked import ROOT
+import launch.train_gpt.job
 
-sys.path.insert(0, str(ROOT / "launch"))
-
-import train_gpt
-
-__all__ = ["fp8dist", "torch", "train_gpt"]
+__all__ = ["launch", "torch"]

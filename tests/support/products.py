@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8dist.kernels.matmuls import Scaling
+from fp8dist_kernels.reference.matmuls import Scaling
 from tests.support.devices import DEVICE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

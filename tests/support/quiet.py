@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 
 import fp8dist
-import fp8dist.kernels
+import fp8dist_kernels
 from fp8dist import DelayedScaling, StateManager
 from tests.support.logs import captured_log
 from tests.support.training import bits
@@ -33,7 +33,7 @@ STEPS = 6
 TOLERANCE = 0.08
 """Of the norm of an output. Two Linears of E4M3 inputs and weights, each rounded to within 1/16, are 4 to 5 % off."""
 
-SOURCES = tuple(str(Path(str(package.__file__)).parent) for package in (fp8dist, fp8dist.kernels))
+SOURCES = tuple(str(Path(str(package.__file__)).parent) for package in (fp8dist, fp8dist_kernels))
 
 
 @contextlib.contextmanager

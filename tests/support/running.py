@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8dist.gathered import FP8Weight
+from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.state.arena import SATURATED
 from tests.support.sharded import Job, build, fp8_linears, full
 from tests.support.training import batch

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, Recipe, StateManager
-from fp8dist.kernels.header import WORD_MANIFEST
-from fp8dist.nn import FP8Linear
+from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist_kernels.header import WORD_MANIFEST
 from tests.support.collectives import counted_collectives
 from tests.support.training import Net, batch, bits, fp8_count
 

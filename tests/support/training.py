@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8dist import StateManager
-from fp8dist.nn import FP8Linear
+from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.collectives import Calls
 from tests.support.states import saved_of
 

@@ -1,0 +1,312 @@
+"""What this machine can do, tried out: FP8 casts and products, and a real all-reduce between processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.offline.failures import one_line
+from fp8dist.settings import Settings
+from fp8dist_kernels.backends import why_not_triton
+from fp8dist_kernels.reference.casts import saturating_cast
+from fp8dist_kernels.reference.matmuls import matmul_reference, matmul_torch
+
+__all__ = ["Examination", "Observation", "examine"]
+
+Outcome = Literal["ok", "failed", "absent"]
+
+_TIMEOUT = 60.0
+_FP8_CAPABILITY = (8, 9)
+_VARIABLES = ("ENABLED", "AMAX_SYNC", "CHECK_EVERY", "CHECK_POLICY", "BACKEND", "REPORT_DIR")
+# Ties, both ends of the range, and a value beyond it. What they must become in E4M3 and in E5M2:
+_CAST = (0.0, -0.3, 17.0, 19.0, 448.0, 1e9, float("inf"))
+_E4M3 = (0.0, -0.3125, 16.0, 20.0, 448.0, 448.0, float("nan"))
+_E5M2 = (0.0, -0.3125, 16.0, 20.0, 448.0, 57344.0, float("nan"))
+_RANK_PROGRAM = "import sys; from fp8dist.cli.doctor import run_rank; run_rank(*sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One line of an examination. "absent" is what a machine may well lack."""
+
+    name: str
+    outcome: Outcome
+    detail: str
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All that was looked at. ``str()`` is a table."""
+
+    observations: tuple[Observation, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed."""
+        return all(line.outcome != "failed" for line in self.observations)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"healthy": self.healthy, "observations": [asdict(line) for line in self.observations]}
+
+    def __str__(self) -> str:
+        width = max((len(line.name) for line in self.observations), default=0)
+        return "\n".join(f"{line.name:<{width}}  {line.outcome:<6}  {line.detail}" for line in self.observations)
+
+
+def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT) -> Examination:
+    """Look at this machine. Never raises. COLLECTIVE under torchrun (``WORLD_SIZE`` is set).
+
+    Without torchrun the all-reduce is between two processes of this machine, and one of its own over NCCL where
+    there is a GPU.
+
+    Args:
+        timeout: seconds that an all-reduce may take, the start of its processes included.
+    """
+    checks: list[tuple[str, Callable[[], Iterable[Observation]]]] = [
+        ("versions", _versions),
+        ("device", _devices),
+        ("FP8 cast", _casts),
+        ("FP8 matmul", _products),
+        ("Triton kernels", _fused),
+        ("backends", _backends),
+        ("settings", lambda: _settings(environ)),
+        ("all-reduce", lambda: _all_reduces(environ, timeout)),
+    ]
+    return Examination(tuple(line for name, check in checks for line in _guarded(name, check)))
+
+
+def _guarded(name: str, check: Callable[[], Iterable[Observation]]) -> list[Observation]:
+    lines: list[Observation] = []
+    try:
+        for line in check():
+            lines.append(Observation(line.name, line.outcome, one_line(line.detail)))
+    except Exception as error:
+        lines.append(Observation(name, "failed", one_line(f"{type(error).__name__}: {error}")))
+    return lines
+
+
+def _versions() -> Iterable[Observation]:
+    yield Observation("Python", "ok", f"{platform.python_version()} on {platform.platform()}")
+    yield Observation("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    if importlib.util.find_spec("triton") is None:
+        yield Observation("triton", "absent", "not installed")
+    else:
+        yield Observation("triton", "ok", str(importlib.import_module("triton").__version__))
+
+
+def _devices() -> Iterable[Observation]:
+    if not torch.cuda.is_available():
+        yield Observation("GPU", "absent", "FP8 is emulated on the CPU: right, but slow")
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        text = f"{found.name}, compute capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB"
+        yield Observation(f"cuda:{index}", "ok", text)
+        able = (found.major, found.minor) >= _FP8_CAPABILITY
+        text = "there" if able else "they need compute capability 8.9"
+        yield Observation(f"cuda:{index} FP8 tensor cores", "ok" if able else "absent", text)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _casts() -> Iterable[Observation]:
+    yield from _tried_casts(lambda values, one, dtype: saturating_cast(values, one, dtype, True, False)[0])
+
+
+def _products() -> Iterable[Observation]:
+    device = _device()
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
+        yield from _tried_products("torch._scaled_mm", matmul_torch)
+    else:
+        yield Observation("matmul", "absent", f"{device} has no FP8 tensor cores")
+
+
+def _fused() -> Iterable[Observation]:
+    """The package's own kernels. Their first use compiles them, which takes seconds."""
+    reason = why_not_triton(_device())
+    if reason is not None:
+        yield Observation("Triton kernels", "absent", reason)
+        return
+    from fp8dist_kernels.triton.casts import quantize
+    from fp8dist_kernels.triton.matmuls import matmul
+
+    def cast(values: Tensor, one: Tensor, dtype: torch.dtype) -> Tensor:
+        cold, pending = torch.zeros_like(one, dtype=torch.bool), torch.zeros_like(one)
+        options: dict[str, Any] = {"record": True, "just_in_time": True, "margin": 0, "power_of_two": False}
+        rows: Tensor = quantize(values, one, cold, pending, dtype, **options, rows=True, columns=True)[0]
+        return rows
+
+    yield from _tried_casts(cast, ", Triton")
+    yield from _tried_products("Triton", matmul, ", Triton")
+
+
+def _tried_casts(cast: Callable[[Tensor, Tensor, torch.dtype], Tensor], suffix: str = "") -> Iterable[Observation]:
+    device = _device()
+    values, one = torch.tensor([_CAST], device=device), torch.ones((), device=device)
+    for dtype, expected in ((torch.float8_e4m3fn, _E4M3), (torch.float8_e5m2, _E5M2)):
+        found = cast(values, one, dtype).float().cpu()
+        right = torch.equal(found.nan_to_num(-1.0), torch.tensor([expected]).nan_to_num(-1.0))
+        detail = f"on {device}" if right else f"on {device}: {list(_CAST)} became {found.tolist()[0]}"
+        yield Observation(f"cast to {_short(dtype)}{suffix}", "ok" if right else "failed", detail)
+
+
+def _tried_products(what: str, product: Callable[..., Tensor], suffix: str = "") -> Iterable[Observation]:
+    """Small whole numbers, so that every sum is exact in bfloat16, and the answer has one right value."""
+    device = _device()
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-2, 3, (n, 64), generator=generator).float().to(device) for n in (32, 48))
+    inv_a, inv_b = torch.tensor(0.5, device=device), torch.tensor(2.0, device=device)
+    for left in (torch.float8_e4m3fn, torch.float8_e5m2):
+        x, y = a.to(left), b.to(torch.float8_e4m3fn)
+        found = product(x, y, inv_a, inv_b, torch.bfloat16, False).cpu()
+        expected = matmul_reference(x.cpu(), y.cpu(), inv_a.cpu(), inv_b.cpu(), torch.bfloat16)
+        wrong = int((found != expected).sum())
+        detail = f"{what} on {device}" + (f": {wrong} of {found.numel()} are wrong" if wrong else "")
+        yield Observation(f"matmul {_short(left)} x e4m3{suffix}", "failed" if wrong else "ok", detail)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.float8_").removesuffix("fn")
+
+
+def _backends() -> Iterable[Observation]:
+    gloo, nccl = dist.is_available() and dist.is_gloo_available(), dist.is_available() and dist.is_nccl_available()
+    yield Observation("gloo", "ok" if gloo else "absent", "built in" if gloo else "not in this build of torch")
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and torch.cuda.is_available() else ""
+    yield Observation("nccl", "ok" if nccl else "absent", version or "not in this build of torch, or no GPU")
+
+
+def _settings(environ: Mapping[str, str]) -> Iterable[Observation]:
+    for variable in sorted(name for name in environ if name.startswith("FP8DIST_")):
+        value = environ[variable]
+        if variable.removeprefix("FP8DIST_") not in _VARIABLES:
+            known = ", ".join(f"FP8DIST_{name}" for name in _VARIABLES)
+            yield Observation(
+                variable, "failed", f"is {value!r}, but there is no such setting, expected one of {known}"
+            )
+            continue
+        try:
+            Settings.resolve(
+                enabled=None,
+                amax_sync=None,
+                check_every=None,
+                check_policy=None,
+                backend=None,
+                eval_precision="fp8",
+                environ={variable: value},
+            )
+            yield Observation(variable, "ok", value)
+        except ConfigurationError as error:
+            yield Observation(variable, "failed", str(error))
+
+
+def _all_reduces(environ: Mapping[str, str], timeout: float) -> Iterable[Observation]:
+    world = environ.get("WORLD_SIZE")
+    if world is not None:
+        yield _all_reduce(
+            f"all-reduce, {world} ranks", [("job", environ.get("RANK", "0"), world, "env://")], environ, timeout
+        )
+        return
+    with tempfile.TemporaryDirectory(prefix="fp8dist-doctor-") as folder:
+        ranks = [("gloo", str(rank), "2", f"file://{folder}/gloo") for rank in range(2)]
+        yield _all_reduce("all-reduce, 2 local ranks", ranks, environ, timeout)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            alone = [("nccl", "0", "1", f"file://{folder}/nccl")]
+            yield _all_reduce("all-reduce, 1 rank", alone, environ, timeout)
+
+
+def _all_reduce(
+    name: str, ranks: list[tuple[str, str, str, str]], environ: Mapping[str, str], timeout: float
+) -> Observation:
+    """In processes of their own: one that hangs inside a collective can only be killed."""
+    environment = {**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    deadline = time.monotonic() + timeout
+    with ExitStack() as resources:
+        started: list[subprocess.Popen[str]] = []
+        for rank in ranks:
+            command, pipe = [sys.executable, "-c", _RANK_PROGRAM, *rank, str(timeout)], subprocess.PIPE
+            started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+            resources.enter_context(started[-1])
+            resources.callback(started[-1].kill)
+        # Once one has failed, the others would wait for it in vain.
+        while {process.poll() for process in started} <= {0, None} and any(p.poll() is None for p in started):
+            if time.monotonic() > deadline:
+                return Observation(name, "failed", f"no answer within {timeout:.0f} s")
+            time.sleep(0.02)
+        for process in started:
+            process.kill()
+        return _conclusion(name, started)
+
+
+def _conclusion(name: str, ended: list[subprocess.Popen[str]]) -> Observation:
+    # A rank that failed by itself says more than one that was killed for it.
+    for process in sorted(ended, key=lambda process: process.wait(), reverse=True):
+        output, errors = process.communicate()
+        if process.returncode != 0:
+            said = errors.strip().splitlines() or [f"ended with exit code {process.returncode}"]
+            return Observation(name, "failed", said[-1])
+        found = json.loads(output.strip().splitlines()[-1])
+        if not found["right"]:
+            return Observation(name, "failed", f"over {found['backend']}: wrong result {found['result']}")
+    return Observation(name, "ok", f"int32 MAX over {found['backend']}, NaN kept, {found['ms']:.2f} ms")
+
+
+def run_rank(kind: str, rank: str, size: str, meeting: str, timeout: str) -> None:
+    """One rank of the all-reduce, in a process of its own; prints what it found. COLLECTIVE.
+
+    ``kind`` is a backend, or "job" to choose one with the other ranks; ``meeting`` is a URL of torch's rendezvous.
+    """
+    limit = timedelta(seconds=float(timeout))
+    me, ranks = int(rank), int(size)
+    store: Store = next(iter(rendezvous(meeting, me, ranks, timeout=limit)))[0]
+    store.set_timeout(limit)
+    # A job may be examined twice, and its store outlives this process.
+    store = PrefixStore(f"fp8dist-doctor/{store.add(f'fp8dist-doctor/count/{me}', 1)}", store)
+    backend = _common_backend(store, me, ranks) if kind == "job" else kind
+    device = _device() if backend == "nccl" else torch.device("cpu")
+    dist.init_process_group(backend, store=store, rank=me, world_size=ranks, timeout=limit)
+    # As a sync sends it: amaxes as their bits. A NaN, "did not run" everywhere, an overflow on one rank.
+    sent = torch.tensor([float(me), torch.nan if me == 0 else 1.0, -1.0, torch.inf if me == ranks - 1 else 2.0])
+    expected = torch.tensor([ranks - 1.0, torch.nan, -1.0, torch.inf]).view(torch.int32).tolist()
+    buffer = sent.to(device).view(torch.int32)
+    start = time.perf_counter()
+    dist.all_reduce(buffer, dist.ReduceOp.MAX)
+    result = buffer.cpu()
+    ms = 1000 * (time.perf_counter() - start)
+    answer = {"backend": backend, "right": result.tolist() == expected, "ms": ms}
+    print(json.dumps({**answer, "result": str(result.view(torch.float32).tolist())}), flush=True)
+    dist.destroy_process_group()
+
+
+def _common_backend(store: Store, rank: int, size: int) -> str:
+    """NCCL if every rank has a GPU of its own, which two ranks on one GPU would not."""
+    mine = ""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(_device()).uuid}"
+    store.set(f"gpu/{rank}", mine or "none")
+    everyone = {store.get(f"gpu/{other}").decode() for other in range(size)}
+    return "nccl" if len(everyone) == size and "none" not in everyone else "gloo"

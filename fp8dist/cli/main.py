@@ -1,0 +1,217 @@
+"""The command line: ``fp8dist …``, ``python -m fp8dist …``, ``torchrun … -m fp8dist …``."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import itertools
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+import fp8dist
+from fp8dist.cli.doctor import examine
+from fp8dist.cli.simulate import add_flags, simulate
+from fp8dist.consistency.holdings import Holdings, ReplicaSet
+from fp8dist.consistency.protocol import check_replicas
+from fp8dist.consistency.report import DivergenceReport
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.offline.comparison import SourceContent, bytes_in, compare_sources
+from fp8dist.offline.inspection import inspect_source
+from fp8dist.offline.sources import open_source
+from fp8dist.sync.groups import SyncGroup
+
+__all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "main"]
+
+CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)
+"""Exit codes."""
+
+_EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: something failed), 2 usage, 3 unreadable
+input
+
+Under torchrun each rank of "check" brings its own path, with {rank} substituted:
+    torchrun --nproc-per-node=8 -m fp8dist check '/local/dump-{rank}.safetensors'
+torchrun itself exits with 1 whatever its ranks exit with."""
+
+
+class _Usage(Exception):
+    """The command line asks for something that cannot be."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    # What goes wrong is told below, once and in one line.
+    logging.getLogger("fp8dist").setLevel(logging.CRITICAL)
+    try:
+        return int(options.run(options))
+    except _Usage as error:
+        print(f"fp8dist {options.command}: {error}", file=sys.stderr)
+        return USAGE
+    except CheckpointError as error:
+        print(f"fp8dist {options.command}: {error}", file=sys.stderr)
+        return UNREADABLE
+    except Exception:  # Ours to mend, and no verdict: it must not look like one.
+        traceback.print_exc()
+        return UNREADABLE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fp8dist",
+        description="FP8 training state across ranks: compare, look at, what this machine can do, and what syncs cost.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fp8dist {fp8dist.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser(
+        "check",
+        help="compare per-rank dumps or checkpoints that should be equal",
+        description="Compare checkpoints that should be equal: FP8 state, safetensors, torch.save files, DCP folders.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("paths", nargs="+", metavar="PATH", help="{rank} in it stands for 0, 1, 2, …")
+    check.set_defaults(run=_check)
+    inspect = commands.add_parser("inspect", help="what a file holds: slots, scales, amaxes, or tensors and digests")
+    inspect.add_argument("path", metavar="PATH")
+    inspect.set_defaults(run=_inspect)
+    doctor = commands.add_parser("doctor", help="what this machine can do: FP8, Triton, a real all-reduce")
+    doctor.set_defaults(run=_doctor)
+    simulation = commands.add_parser(
+        "simulate",
+        help="what syncs cost at a number of ranks, and what that rests on",
+        description="Predict the cost of the sync of each step, beside two other ways of reducing amaxes.",
+    )
+    add_flags(simulation)
+    simulation.set_defaults(run=_simulate)
+    for command in (check, inspect, doctor, simulation):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _print(as_json: bool, plain: Any, text: str) -> None:
+    try:
+        print(json.dumps(plain, indent=1, allow_nan=False) if as_json else text, flush=True)
+    except BrokenPipeError:  # "| head" has seen enough.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
+
+
+# check ------------------------------------------------------------------------------------------------
+
+
+def _check(options: argparse.Namespace) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _check_across_ranks(options)
+    paths = [path for given in options.paths for path in _expanded(given)]
+    if len(paths) < 2:
+        raise _Usage("needs two or more paths to compare")
+    with ExitStack() as stack:
+        sources = [stack.enter_context(open_source(path)) for path in paths]
+        families = {source.family: source.path for source in sources}
+        if len(families) > 1:
+            state, parameters = families["state"], families["parameters"]
+            raise _Usage(f"{state} is FP8 state and {parameters} is a checkpoint: compare like with like")
+        total = sum(map(bytes_in, sources))
+        with _bar(total, options.json) as bar:
+            report = compare_sources(sources, bar.update)
+    _print(options.json, {**report.to_json(), "files": paths}, str(report))
+    return CONSISTENT if report.consistent else DIVERGED
+
+
+def _bar(total: int, hidden: bool) -> Any:
+    return tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=True if hidden else None, leave=False)
+
+
+def _expanded(path: str) -> list[str]:
+    """The files that a path with {rank} in it stands for.
+
+    Raises:
+        CheckpointError: there are none, or one is missing in between.
+    """
+    if "{rank}" not in path:
+        return [path]
+    before, *rest = map(re.escape, path.split("{rank}"))
+    pattern = re.compile(f"{before}(?P<rank>[0-9]+)" + "(?P=rank)".join(rest))
+    found = glob.glob("[0-9]*".join(map(glob.escape, path.split("{rank}"))))
+    by_rank = {int(match["rank"]): match[0] for match in map(pattern.fullmatch, found) if match}
+    gap = next(rank for rank in itertools.count() if rank not in by_rank)
+    if gap == 0 or gap < max(by_rank):
+        raise CheckpointError(f"{path.replace('{rank}', str(gap))}: no such file or directory")
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _check_across_ranks(options: argparse.Namespace) -> int:
+    """Each rank brings its own path. COLLECTIVE."""
+    if len(options.paths) != 1:
+        raise _Usage("under torchrun each rank brings one path: put {rank} into it")
+    absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise _Usage(f"WORLD_SIZE is set but {absent[0]} is not: start it by torchrun")
+    dist.init_process_group("gloo")
+    try:
+        anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        path = options.paths[0].replace("{rank}", str(anchor.rank))
+        with ExitStack() as stack:
+
+            def build() -> Holdings:
+                source = stack.enter_context(open_source(path))
+                hidden = options.json or anchor.rank > 0
+                bar = stack.enter_context(_bar(bytes_in(source), hidden))
+                return Holdings((ReplicaSet("", anchor, (SourceContent(source, bar.update),)),))
+
+            report = check_replicas(anchor, build).report
+        code = _outcome(report)
+        if anchor.rank == (report.speaker if report.findings else 0):
+            if code == UNREADABLE:
+                for finding in report.findings:
+                    print(f"fp8dist check: rank {finding.ranks[0]}: {finding.detail}", file=sys.stderr)
+            else:
+                _print(options.json, report.to_json(), str(report))
+        dist.barrier()  # A launcher ends all ranks as soon as one has failed: not before this is printed.
+        return code
+    finally:
+        dist.destroy_process_group()
+
+
+def _outcome(report: DivergenceReport) -> int:
+    if report.consistent:
+        return CONSISTENT
+    return UNREADABLE if any(f.kind == "error" for f in report.findings) else DIVERGED
+
+
+# inspect, doctor, simulate ----------------------------------------------------------------------------
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    with open_source(options.path) as source:
+        inspection = inspect_source(source)
+    _print(options.json, inspection.to_json(), str(inspection))
+    return CONSISTENT
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    examination = examine()
+    if int(os.environ.get("RANK", "0")) == 0 or not examination.healthy:
+        _print(options.json, examination.as_dict(), str(examination))
+    return CONSISTENT if examination.healthy else DIVERGED
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    try:
+        report = simulate(options)
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from error
+    _print(options.json, report.to_json(), str(report))
+    return CONSISTENT

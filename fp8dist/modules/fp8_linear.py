@@ -1,0 +1,267 @@
+"""FP8Linear, and turning a model's Linears into it and back.
+
+A converted module keeps its identity: only its class changes, and a ``LinearSlots`` is attached. So
+parameters, state_dict keys, hooks and everybody's references stay what they were.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.modules.linear_slots import Cast, LinearSlots, States
+from fp8dist.modules.outgrown import Outgrown
+from fp8dist.modules.tensor_parallel import parallel_linear
+from fp8dist.modules.weight_notes import stored_parameters
+from fp8dist.recipe import GEMMS, Gemm
+from fp8dist.state.arena import SlotState
+from fp8dist.sync.groups import is_dtensor
+from fp8dist_kernels.formats import Role
+
+__all__ = ["FP8Linear", "convert", "fp8_linears", "require_revertible", "revert"]
+
+
+class _FP8LinearFunction(torch.autograd.Function):
+    """y = x Wᵀ + b, dx = dy W, dW = dyᵀ x, each product in FP8 but those in ``high``; the bias is added before y is
+    rounded.
+
+    The places of the grad_output slot ride on ctx as attributes: ``pending`` is changed in place and
+    must not be saved for backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [tokens, in_features]
+        bias: Tensor | None,  # [out_features]; before the weight, for the order of nn.Linear's gradients
+        weight: Tensor,  # [out_features, in_features], for its gradient, and for what is not cast here
+        weight_rows: Tensor,  # FP8 [out_features, in_features], empty if fprop is in high precision
+        weight_rows_inv_scale: Tensor,
+        weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off or if cast in backward
+        weight_columns_inv_scale: Tensor | None,  # None: that of the rows; see _each_once
+        slots: LinearSlots,
+        states: States,
+        record: bool,
+        wants_weight_grad: bool,
+        high: tuple[Gemm, ...],
+        outgrown: Outgrown,
+    ) -> Tensor:
+        input_state, ctx.weight_state, ctx.grad_state = states
+        columns = wants_weight_grad and "wgrad" not in high
+        cast = slots.input_cast(x, input_state, record, "fprop" not in high, columns, outgrown)
+        later = "dgrad" in high or slots.casts_in_backward(weight)
+        if weight_columns_inv_scale is None:
+            weight_columns_inv_scale = weight_rows_inv_scale
+        ctx.save_for_backward(
+            cast.columns,
+            cast.columns_inv_scale,
+            weight_columns,
+            weight_columns_inv_scale,
+            weight if later else None,
+            x if wants_weight_grad and "wgrad" in high else None,
+        )
+        ctx.slots, ctx.record, ctx.high, ctx.outgrown = slots, record, high, outgrown
+        ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        bias = None if bias is None else bias.to(x.dtype)  # As autocast has it; and what cuBLASLt can add.
+        if "fprop" in high:
+            return F.linear(x, weight.to(x.dtype), bias)
+        inv_scales = cast.rows_inv_scale, weight_rows_inv_scale
+        return slots.matmul(cast.rows, weight_rows, *inv_scales, x.dtype, bias, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x = ctx.saved_tensors
+        slots: LinearSlots = ctx.slots
+        slots.settle()  # A boundary may lie between this forward and this backward.
+        wants_input_grad, wants_bias_grad, wants_weight_grad = ctx.needs_input_grad[:3]
+        fp8_input_grad = wants_input_grad and "dgrad" not in ctx.high
+        fp8_weight_grad = wants_weight_grad and "wgrad" not in ctx.high
+        grad_input = grad_weight = grad_bias = None
+        if wants_input_grad or wants_weight_grad:  # Else only the bias trains.
+            copies = fp8_input_grad, fp8_weight_grad
+            cast = slots.gradient_cast(grad_output, ctx.grad_state, ctx.record, *copies, ctx.outgrown)
+        if fp8_input_grad:
+            if weight is not None:
+                weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
+            inv_scales = cast.rows_inv_scale, weight_inv_scale
+            grad_input = slots.matmul(cast.rows, weight_columns, *inv_scales, ctx.input_dtype)
+            del weight_columns  # Maybe a copy, of the size of the gradient that is next.
+        elif wants_input_grad:
+            grad_input = (grad_output @ weight.to(grad_output.dtype)).to(ctx.input_dtype)
+        if fp8_weight_grad:
+            inv_scales = cast.columns_inv_scale, x_inv_scale
+            grad_weight = slots.matmul(cast.columns, x_columns, *inv_scales, ctx.weight_dtype)
+        elif wants_weight_grad:
+            grad_weight = (grad_output.t() @ x.to(grad_output.dtype)).to(ctx.weight_dtype)
+        if wants_bias_grad:
+            grad_bias = grad_output.sum(0).to(ctx.bias_dtype)
+        slots.count_backward(ctx.record)
+        return (grad_input, grad_bias, grad_weight, *[None] * 10)
+
+
+class _ObserveGradient(torch.autograd.Function):
+    """Identity that records the amax of the gradient that flows back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slots: LinearSlots, state: SlotState) -> Tensor:
+        ctx.slots, ctx.state = slots, state
+        return torch.ops.aten._unsafe_view(y, y.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        ctx.slots.observe(grad_output, ctx.state)
+        return grad_output, None, None
+
+
+class FP8Linear(nn.Linear):
+    """nn.Linear whose three GEMMs run in FP8. Made by ``fp8dist.prepare``, not by hand.
+
+    Takes [..., in_features], returns [..., out_features] in the input's dtype (under torch.autocast:
+    in autocast's). Any number of tokens. Gradients of the weight come in the weight's dtype. Nothing
+    is recorded in ``eval()`` or with grad off. It can be differentiated once.
+    """
+
+    fp8_slots: LinearSlots
+
+    def forward(self, input: Tensor) -> Tensor:
+        slots = self.fp8_slots
+        mode = slots.mode
+        if not mode.allowed:
+            return F.linear(input, self.weight, self.bias)
+        precision = slots.precision
+        use_fp8 = mode.enabled and precision.high != GEMMS and (self.training or mode.eval_precision == "fp8")
+        observe = mode.calibrating or (precision.observing and mode.enabled and slots.records(self.training))
+        fqn = slots.slots[Role.INPUT].fqn
+        if mode.awaits_attach:
+            raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
+        if not use_fp8 and not torch.compiler.is_compiling():
+            slots.note.idle_at = mode.boundaries
+        weight = self.weight  # Once: a parametrization computes it anew at each access.
+        in_fp8 = functools.partial(self._in_fp8, weight)
+        compute = in_fp8 if use_fp8 else self._observed if observe else _in_high_precision
+        if is_dtensor(weight):
+            return parallel_linear(compute, input, weight, self.bias, fqn)
+        if is_dtensor(input):
+            raise ConfigurationError(f"{fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too")
+        return compute(input, weight, self.bias)
+
+    def _in_fp8(self, parameter: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``weight``: what this rank has of ``parameter``."""
+        slots = self.fp8_slots
+        out_features, in_features = weight.shape  # Of this rank, under tensor parallelism.
+        self._require_features(input, in_features)
+        high, record = slots.precision.high, slots.records(self.training)
+        states = slots.states(weight.device)
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        tokens = input.reshape(-1, in_features)
+        outgrown = slots.outgrown(self, record)
+        fprop, dgrad = "fprop" not in high, "dgrad" not in high
+        cast = slots.weight_cast(weight, parameter, states[1], record, fprop, dgrad, outgrown)
+        wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
+        output = _FP8LinearFunction.apply(
+            tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high, outgrown
+        )
+        # A new tensor for autograd, as F.linear's: FSDP2 warns of modules that return views.
+        return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
+
+    def _observed(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """In high precision, recording what FP8 would cast, if anybody wants it."""
+        self._require_features(input, weight.shape[1])
+        slots = self.fp8_slots
+        input_state, weight_state, grad_state = slots.states(weight.device)
+        if not slots.sync.every_step:
+            return _in_high_precision(input, weight, bias)
+        slots.observe(input, input_state)
+        if not isinstance(weight, FP8Weight):  # Else its shards were recorded before they were gathered.
+            slots.observe(weight, weight_state)
+        output = _in_high_precision(input, weight, bias)
+        return _ObserveGradient.apply(output, slots, grad_state) if output.requires_grad else output
+
+    def _require_features(self, input: Tensor, in_features: int) -> None:
+        if input.ndim == 0 or input.shape[-1] != in_features:
+            fqn = self.fp8_slots.slots[Role.INPUT].fqn
+            raise ConfigurationError(f"{fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As nn.Module's; the weight counts as written to, also where FSDP puts another parameter in its place."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self.fp8_slots.note.mark_written()
+
+    def train(self, mode: bool = True) -> FP8Linear:
+        """As nn.Module.train; also ends the reuse of weight casts."""
+        self.fp8_slots.mode.invalidate_casts()
+        return super().train(mode)
+
+
+def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
+    """Its tensors, None for those that came before: Dynamo takes an autograd function that gets no tensor twice."""
+    return tuple(None if any(t is before for before in cast[:i]) else t for i, t in enumerate(cast))
+
+
+class _Dequantise(torch.autograd.Function):
+    """A gathered weight in high precision; its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: FP8Weight) -> Tensor:
+        return weight.high_precision()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not isinstance(weight, FP8Weight):
+        return _linear(input, weight, bias)
+    # The dequantised weight is made again in backward: of all layers it would be the whole model.
+    return torch.utils.checkpoint.checkpoint(
+        _dequantising, input, weight, bias, use_reentrant=False, preserve_rng_state=False
+    )
+
+
+def _dequantising(input: Tensor, weight: FP8Weight, bias: Tensor | None) -> Tensor:
+    return _linear(input, _Dequantise.apply(weight), bias)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear in the input's dtype, whatever the weight's is, as in FP8: a fallback must not end the training."""
+    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
+        weight, bias = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
+    return F.linear(input, weight, bias)
+
+
+def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
+    """All FP8Linears of a model."""
+    return (module for module in model.modules() if isinstance(module, FP8Linear))
+
+
+def convert(module: nn.Linear, slots: LinearSlots) -> None:
+    """Make an nn.Linear an FP8Linear, in place."""
+    module.fp8_slots = slots  # type: ignore[assignment]  # First: another thread may look for FP8Linears.
+    module.__class__ = FP8Linear
+    slots.note.remember(stored_parameters(module))
+
+
+def require_revertible(module: FP8Linear) -> None:
+    """Raise ConfigurationError for a class that something else made of FP8Linear."""
+    if type(module) is not FP8Linear:
+        raise ConfigurationError(f"{type(module).__name__} was built on an FP8Linear: take that off before detach()")
+
+
+def revert(module: FP8Linear) -> None:
+    """Make it a plain nn.Linear again, in place."""
+    del module.fp8_slots
+    module.__class__ = nn.Linear  # type: ignore[assignment]

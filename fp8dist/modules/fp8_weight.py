@@ -1,0 +1,130 @@
+"""FP8Weight: a weight that arrived in FP8, as FSDP's modules see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fp8dist.errors import ConfigurationError
+from fp8dist_kernels.reference.blocks import BLOCK
+from fp8dist_kernels.reference.casts import dequantize
+
+__all__ = ["FP8Weight", "Gathered"]
+
+_aten = torch.ops.aten
+_SAME_TENSOR = frozenset(
+    {
+        _aten.alias.default,
+        _aten.as_strided.default,
+        _aten.detach.default,
+        _aten.view.default,
+    }
+)
+
+
+@dataclass
+class Gathered:
+    """What a weight and all views of it show: autograd may keep a view past the next gather."""
+
+    rows: Tensor
+    inv_scale: Tensor
+
+
+class FP8Weight(Tensor):
+    """Stands for a weight [out_features, in_features] in high precision; holds FP8 bytes and what they mean.
+
+    An FP8Linear takes the bytes. Any other operation works on the dequantised weight, a new tensor in ``dtype``;
+    writing to it is an error, for the bytes are a copy that the next gather overwrites.
+    """
+
+    _gathered: Gathered
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, gathered: Gathered, dtype: torch.dtype) -> FP8Weight:
+        rows = gathered.rows
+        made: FP8Weight = Tensor._make_wrapper_subclass(cls, rows.shape, dtype=dtype, device=rows.device)
+        return made
+
+    def __init__(self, gathered: Gathered, dtype: torch.dtype) -> None:
+        self._gathered = gathered
+
+    @property
+    def rows(self) -> Tensor:
+        """FP8 [out_features, in_features], a view of FSDP's buffer, which is freed and filled again."""
+        return self._gathered.rows
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """What these bytes were cast with: 0-d float32, or one per block of 128 x 128."""
+        return self._gathered.inv_scale
+
+    def refilled(self, inv_scale: Tensor) -> None:
+        """The buffers have other bytes now."""
+        self._gathered.inv_scale = inv_scale
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FP8Weight({tuple(self.shape)}, {self.rows.dtype}, stands for {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["rows", "inv_scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], dtype: torch.dtype, outer_size: Any, outer_stride: Any
+    ) -> FP8Weight:
+        return FP8Weight(Gathered(inner["rows"], inner["inv_scale"]), dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in _SAME_TENSOR and _keeps_shape(function, args):
+            weight: FP8Weight = args[0]
+            return FP8Weight(weight._gathered, weight.dtype)
+        if any(isinstance(tensor, FP8Weight) for tensor in _written(function, args, kwargs)):
+            raise ConfigurationError(
+                "a weight that FSDP gathered in FP8 is a copy and cannot be written to: write to the sharded "
+                "parameter, outside of forward and backward"
+            )
+        args, kwargs = tree_map_only(FP8Weight, FP8Weight.high_precision, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def high_precision(self) -> Tensor:
+        """What the bytes stand for, as a new tensor in ``dtype``. Not differentiable."""
+        with torch.no_grad():
+            return dequantize(self.rows, _spread(self.inv_scale, self.rows.shape)).to(self.dtype)
+
+
+def _spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
+    """One inverse scale for all, or for each element."""
+    if inv_scale.numel() == 1:
+        return inv_scale
+    return inv_scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What an op writes to."""
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from given if isinstance(given, (list, tuple)) else (given,)
+
+
+def _keeps_shape(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    weight = args[0]
+    if function is _aten.as_strided.default:
+        offset = args[3] if len(args) > 3 else 0
+        return tuple(args[1]) == tuple(weight.shape) and tuple(args[2]) == weight.stride() and not offset
+    return len(args) < 2 or tuple(args[1]) == tuple(weight.shape)

@@ -1,0 +1,451 @@
+"""LinearSlots: what an FP8Linear knows of the FP8 state, and how it casts its tensors by the recipe."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.modules.outgrown import (
+    OUTGROWN,
+    OUTGROWN_COPY,
+    OUTGROWN_WRITTEN,
+    Growth,
+    Outgrown,
+    meant_to_saturate,
+    shrunk,
+    unfit_for,
+)
+from fp8dist.modules.weight_notes import WeightNote
+from fp8dist.recipe import Recipe
+from fp8dist.state.arena import SlotState
+from fp8dist.state.precision import Precision
+from fp8dist.state.slots import Slot
+from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist.sync.groups import local_part
+from fp8dist_kernels import ops
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.graphs import capturing
+from fp8dist_kernels.reference.blocks import BLOCK
+
+__all__ = ["Cast", "LinearSlots", "Mode", "States"]
+
+logger = logging.getLogger("fp8dist")
+
+FIRST_LOOK = 64
+"""Backwards of one module without a boundary after which its weight is compared for the first time: with itself, half
+as many backwards ago."""
+
+
+_SAMPLED = 4096
+"""Elements of a weight that are compared then."""
+
+
+States = tuple[SlotState, SlotState, SlotState]
+"""The places of a module's input, weight and grad_output slots."""
+
+
+@dataclass
+class Mode:
+    """What the modules of one manager do now. One object, shared by them all.
+
+    ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
+    come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
+    ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
+    ``measuring``: a watch wants to know what the casts of this step do. ``growth``: of weights that were written to.
+    ``stepping``: an optimizer's step is under way. ``said_unbounded``: steps without a boundary were warned of.
+    """
+
+    allowed: bool
+    backend: str
+    eval_precision: str
+    awaits_attach: bool = False
+    unsynced: bool = False
+    graphed: bool = False
+    enabled: bool = True
+    calibrating: bool = False
+    measuring: bool = False
+    reuse_casts: bool = False
+    generation: int = 0
+    boundaries: int = 0
+    growth: Growth | None = None
+    stepping: bool = False
+    said_unbounded: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Nothing tells a copy when its weights change; nor is it in a graph.
+        fresh = ("reuse_casts", "graphed", "measuring", "stepping", "said_unbounded")
+        return {**self.__dict__, **dict.fromkeys(fresh, False), "growth": None}
+
+    def invalidate_casts(self) -> None:
+        """Weights may have changed: forget their casts."""
+        self.generation += 1
+
+
+class Cast(NamedTuple):
+    """A tensor in FP8: row-major, transposed, and the inverse scales of each; empty where nobody asked for it.
+
+    The shapes of the inverse scales are those that ``ops.matmul`` takes: one element, one per row, or one per block.
+    """
+
+    rows: Tensor
+    rows_inv_scale: Tensor
+    columns: Tensor
+    columns_inv_scale: Tensor
+
+
+@dataclass(frozen=True)
+class WeightCast:
+    """A cast of a weight that may be used again."""
+
+    cast: Cast
+    weight: weakref.ref[Tensor]
+    key: tuple[int, int, int]
+    recorded: bool
+
+    def serves(self, weight: Tensor, key: tuple[int, int, int], record: bool) -> bool:
+        """Whether it may stand for a cast of ``weight`` now. A tensor at the same address need not be
+        the same tensor: temporaries of functional_call or of a parametrization are not."""
+        return self.weight() is weight and self.key == key and (self.recorded or not record)
+
+
+class LinearSlots:
+    """What an FP8Linear knows of the FP8 state: its three slots and how it may use them.
+
+    ``precision``: which GEMMs are in high precision. ``resharded``: FSDP frees the weight between forward and backward.
+    Then its casts are not kept: they would take the memory that sharding saves.
+    """
+
+    def __init__(
+        self, sync: ArenaSync, weight_sync: ArenaSync, mode: Mode, recipe: Recipe, slots: dict[Role, Slot]
+    ) -> None:
+        self.sync = sync
+        self.weight_sync = weight_sync
+        self.mode = mode
+        self.recipe = recipe
+        self.slots = slots
+        self.precision = Precision(slots, recipe.high_precision)
+        self.resharded = False
+        self.note = WeightNote()
+        self._backwards = self._boundary = self._changes = 0
+        self._look_at = FIRST_LOOK // 2
+        self._sample: Tensor | None = None
+        self._outgrown: Outgrown | None = None
+        self._states: States | None = None
+        self._cast: WeightCast | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = {"_states": None, "_cast": None, "_sample": None, "_outgrown": None, "resharded": False}
+        return {**self.__dict__, **fresh, "note": WeightNote.copied()}
+
+    def settle(self) -> None:
+        """Commit what is due, before a scale is read. Graphs cannot: then the optimizer's post-hook does (see
+        ``StepCycle.weights_changed``)."""
+        if torch.compiler.is_compiling():
+            return
+        if capturing(self.sync.arena.device):
+            self.mode.graphed = True
+        self.sync.settle()
+        self.weight_sync.settle()
+
+    def states(self, device: torch.device) -> States:
+        """(input, weight, grad_output), committed as far as due. Places the arenas on first use."""
+        self.settle()
+        syncs = (self.sync, self.weight_sync, self.sync)
+        for sync in syncs[:2]:
+            if sync.arena.device != device or not sync.arena.placed:
+                sync.arena.place(device)
+        if self._states is None:
+            input_, weight, grad = (
+                SlotState(sync.arena, sync.arena.index[self.slots[role]])
+                for role, sync in zip((Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), syncs)
+            )
+            self._states = (input_, weight, grad)
+        return self._states
+
+    def forget_views(self) -> None:
+        """The arena was rebuilt: take its views anew at the next use."""
+        self._states = self._cast = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody wants amaxes: this step's sync, or a watch."""
+        return self.sync.every_step or self.mode.measuring
+
+    def records(self, training: bool) -> bool:
+        """Whether amaxes of this forward are recorded."""
+        return self.wanted and (self.mode.calibrating or (training and torch.is_grad_enabled()))
+
+    def quantize(
+        self,
+        x: Tensor,
+        state: SlotState,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        pending: Tensor | None = None,
+        just_in_time: bool = True,
+        square: bool = False,
+        outgrown: float | None = None,
+        unfit: Tensor | None = None,
+    ) -> Cast:
+        """Cast x [tokens, features] by the recipe. Where neither copy is asked for, its amax is recorded at most: while
+        the module is about to need its scale.
+
+        Args:
+            pending: where the amax goes; None: the slot's place.
+            just_in_time: False: never with the amax of x alone, which is a part of what shares a scale.
+            square: x is a weight: blocks of 128 x 128.
+            outgrown: the factor beyond its scale from which x is cast with its own amax. None: never.
+            unfit: 0-d bool: where True, x is so in any case.
+        """
+        place = state.pending if pending is None else pending
+        if not (rows or columns):
+            if record and (self.precision.observing or self.mode.calibrating):
+                ops.observe(x, place, backend=self.mode.backend)
+            nothing = x.new_empty(0)
+            return Cast(nothing, nothing, nothing, nothing)
+        dtype, recipe, backend = state.format.dtype, self.recipe, self.mode.backend
+        block = [0, 0]
+        if recipe.by == "tensor":
+            cold = state.cold if recipe.delayed or not just_in_time else state.always
+            warm_up = just_in_time and recipe.warmup == "current"
+            if unfit is not None:  # Rare: as if the slot were cold.
+                cold, warm_up = (cold & warm_up) | unfit, True
+            fp8, fp8_t, inv_scale = ops.quantize(
+                x,
+                state.scale,
+                cold,
+                place,
+                dtype,
+                record=record,
+                just_in_time=warm_up,
+                margin=recipe.margin,
+                power_of_two=recipe.power_of_two,
+                rows=rows,
+                columns=columns,
+                outgrown=outgrown,
+                backend=backend,
+            )
+            cast = Cast(fp8, inv_scale, fp8_t, inv_scale)
+        else:
+            if record:
+                ops.observe(x, place, backend=backend)
+            copies = {"power_of_two": recipe.power_of_two, "rows": rows, "columns": columns, "backend": backend}
+            if recipe.by == "row":
+                block = [1, max(1, x.shape[1] if rows else x.shape[0])]
+                cast = Cast(*ops.quantize_rowwise(x, dtype, **copies))
+            else:
+                block = [BLOCK if square else 1, BLOCK]
+                cast = Cast(*ops.quantize_blocks(x, dtype, block=block, **copies))
+        if record and (self.mode.measuring or self.sync.arena.lanes):
+            self._measure(x if rows else x.t(), cast.rows_inv_scale if rows else cast.columns_inv_scale, state, block)
+        return cast
+
+    def _measure(self, x: Tensor, inv_scale: Tensor, state: SlotState, block: list[int]) -> None:
+        dtype, backend = state.format.dtype, self.mode.backend
+        ops.measure(x, inv_scale, dtype, state.saturated, state.underflow, block=block, backend=backend)
+
+    def observe(self, x: Tensor, state: SlotState) -> None:
+        """``ops.observe`` with this manager's backend."""
+        ops.observe(x.detach(), state.pending, backend=self.mode.backend)
+
+    def matmul(
+        self,
+        a: Tensor,
+        b: Tensor,
+        inv_scale_a: Tensor,
+        inv_scale_b: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        fast: bool = False,
+    ) -> Tensor:
+        """``ops.matmul`` with this manager's backend. Only fprop may accumulate fast: gradients are
+        sums over many more terms (TransformerEngine draws the same line)."""
+        return ops.matmul(
+            a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.mode.backend
+        )
+
+    def outgrown(self, linear: nn.Module, record: bool) -> Outgrown:
+        """From which factors beyond their scales the tensors of this forward are cast with their own amaxes.
+
+        The same in forward, recomputation and backward, on each part of a weight, and on one rank alone. In compiled
+        and captured forwards it is a constant: a version would be a guard, or burnt in.
+
+        Args:
+            record: this forward records: FP8 state that was loaded is right for the weight that it finds.
+        """
+        if not self.recipe.delayed:
+            return Outgrown(None)
+        saturating = meant_to_saturate(self.recipe)
+        if torch.compiler.is_compiling() or capturing(self.weight_sync.arena.device):
+            return Outgrown(OUTGROWN * saturating)
+        if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
+            return self._outgrown  # A recomputation.
+        note = self.note
+        note.used_at, note.used = self.mode.boundaries, True
+        if record and note.awaited:
+            note.take(linear, self.resharded)
+        written, factor = note.written(linear), OUTGROWN
+        if record:
+            note.recorded = True
+            note.was_recorded()
+        if written or note.unfollowed:
+            factor = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
+        others = factor * saturating if written and note.of_copy else None
+        self._outgrown = Outgrown(factor * saturating, others, written, self._upstream)
+        return self._outgrown
+
+    @property
+    def _upstream(self) -> Tensor | None:
+        growth = self.mode.growth
+        if growth is None or growth.boundaries != self.mode.boundaries:
+            return None
+        return growth.of_others(id(self))
+
+    def _tell_of_growth(self, cast: Cast, state: SlotState) -> None:
+        """A weight that was written to was cast: others are to know whether it has outgrown its scale."""
+        inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
+        self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
+
+    def _add_growth(self, grown: Tensor) -> None:
+        mode = self.mode
+        if mode.growth is None or mode.growth.boundaries != mode.boundaries:
+            mode.growth = Growth(mode.boundaries)
+        mode.growth.add(id(self), grown)
+
+    def input_cast(
+        self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
+    ) -> Cast:
+        """``quantize`` of an input."""
+        unfit = unfit_for(x, state, self.recipe, outgrown.upstream)
+        return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
+
+    def gradient_cast(
+        self, gradient: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
+    ) -> Cast:
+        """``quantize`` of a gradient. By now later modules have cast their weights, too."""
+        upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream
+        unfit = unfit_for(gradient, state, self.recipe, upstream)
+        return self.quantize(gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
+
+    def weight_cast(
+        self,
+        weight: Tensor,
+        parameter: Tensor,
+        state: SlotState,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        outgrown: Outgrown,
+    ) -> Cast:
+        """The weight in FP8: as it was gathered, cast now, or taken from an earlier microbatch of this step. No columns
+        where ``backward_cast`` will make them.
+
+        No reuse of what FSDP frees, with grad off (a weight may be swapped for an eval, unseen), under torch.compile
+        (a guard on it would break), during capture (the graph must contain the cast), or under a dispatch mode
+        (selective checkpointing counts ops by position).
+
+        Args:
+            rows, columns: whether fprop and dgrad are in FP8.
+            outgrown: of this forward.
+        """
+        if isinstance(weight, FP8Weight):
+            nothing = weight.rows.new_empty(0)
+            if outgrown.written:  # Its scale was derived anew where it did not fit: then it has no history.
+                arena = self.weight_sync.arena
+                self._add_growth((arena.amax[arena.index[self.slots[Role.WEIGHT]]] == 0) & ~state.cold)
+            return Cast(weight.rows, weight.inv_scale, nothing, nothing)
+        for_backward = torch.is_grad_enabled() and not self.resharded
+        columns = columns and for_backward
+        reuse = (
+            self.mode.reuse_casts
+            and for_backward
+            and not torch.compiler.is_compiling()
+            and torch._C._len_torch_dispatch_stack() == 0
+            and not capturing(weight.device)
+        )
+        owner = local_part(parameter)  # A DTensor shows a new view of it at each access.
+        key = (self.mode.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
+        if reuse and self._cast is not None and self._cast.serves(owner, key, record):
+            return self._cast.cast
+        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
+        cast = self.quantize(
+            weight.detach(), state, record, rows, columns, square=True, outgrown=outgrown.weight, unfit=unfit
+        )
+        if outgrown.written and (rows or columns):
+            self._tell_of_growth(cast, state)
+        if reuse:
+            self._cast = WeightCast(cast, weakref.ref(owner), key, record)
+        return cast
+
+    def casts_in_backward(self, weight: Tensor) -> bool:
+        """Whether the backward derives its copy of the weight anew."""
+        return self.resharded or isinstance(weight, FP8Weight)
+
+    def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
+        """(FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again. Scales
+        change at commits only, so within a step these are the forward's bytes. ``outgrown``: the forward's."""
+        if isinstance(weight, FP8Weight):
+            return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
+        # Not the slot's own place: a compiled backward may not hold what the forward has written to.
+        nowhere = torch.empty_like(state.scale)
+        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
+        cast = self.quantize(
+            weight.detach(),
+            state,
+            False,
+            False,
+            True,
+            pending=nowhere,
+            square=True,
+            outgrown=outgrown.weight,
+            unfit=unfit,
+        )
+        return cast.columns, cast.columns_inv_scale
+
+    def count_backward(self, recorded: bool) -> None:
+        """Warn once when the weight changes between backwards that no boundary ends.
+
+        Optimizers of torch are judged at their steps (``StepWatch``); this is for those that nobody sees. Versions tell
+        of most at their second change. For the others the weight itself is compared, after 64 recorded backwards, 128,
+        256 and so on, which waits for the device.
+        """
+        if torch.compiler.is_compiling() or not recorded:
+            return
+        if self.mode.unsynced:
+            self.mode.unsynced = False
+            logger.warning(
+                "%s is trained, but attach() was not called: FP8 state is not synchronised, and scales do not follow",
+                self.slots[Role.INPUT].fqn,
+            )
+        if self._boundary != self.mode.boundaries:
+            self._boundary, self._backwards, self._changes, self._sample = self.mode.boundaries, 0, 0, None
+        self._backwards += 1
+        if self.mode.said_unbounded or self.mode.stepping or not self.sync.every_step:
+            return
+        self._changes += self.note.changed_between_backwards()
+        if self._changes > 1 or (self._backwards == self._look_at and self._changed_unseen()):
+            self.mode.said_unbounded = True
+            logger.warning(
+                "fp8dist: the weight of %s changes from backward to backward, but no step of FP8 state ends: its scale "
+                "stands still. What updates it is no torch optimizer that attach(optimizer=…) knows: call "
+                "manager.step() once per optimizer step",
+                self.slots[Role.INPUT].fqn,
+            )
+
+    def _changed_unseen(self) -> bool:
+        """Whether the weight is another than at the last look, if that was since the last boundary. Waits for the
+        device."""
+        stored = self.note.stored
+        if not stored or capturing(self.sync.arena.device):
+            return False
+        self._look_at *= 2
+        weight = local_part(stored[0]).detach().flatten()[:_SAMPLED]
+        before, self._sample = self._sample, weight.clone()
+        return before is not None and before.shape == weight.shape and not torch.equal(before, weight)

@@ -1,0 +1,94 @@
+"""Linears whose weight is a DTensor: from DTensors to this rank's product and back.
+
+``parallelize_module`` turns a Linear's parameters into DTensors and its input into one that fits them; this rank then
+multiplies what it has. Which placements fit, for ``y = x Wᵀ`` on one mesh axis:
+
+============= ================ ================= =============================================
+weight        input            output            called
+============= ================ ================= =============================================
+Shard(0)      Replicate        Shard(last)       column-wise; the input's gradient is a partial sum
+Shard(1)      Shard(last)      Partial           row-wise; the bias is added by one rank
+Replicate     any but Partial  as the input      the weight's gradient is a partial sum if tokens are sharded
+============= ================ ================= =============================================
+
+DTensor's own hooks reduce what is partial. FP8 needs nothing more: all ranks of the axis share the slots' scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.sync.groups import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["parallel_linear"]
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor | None, fqn: str) -> DTensor:
+    """``linear`` (input, weight, bias) on this rank's parts. Local: what is partial is reduced by who asks for it.
+
+    Raises:
+        ConfigurationError: placements that no product of parts serves.
+    """
+    # Here, because it takes half a second: who has a DTensor has imported it.
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    if not is_dtensor(input):
+        raise ConfigurationError(
+            f"{fqn}: its weight is a DTensor, but its input is a plain tensor: let parallelize_module prepare the input"
+        )
+    mesh = weight.device_mesh
+    if mesh.ndim != 1:
+        raise ConfigurationError(f"{fqn}: its weight lies on a mesh of {mesh.ndim} axes, expected one axis")
+    of_weight, of_input = weight.placements[0], input.placements[0]
+    last = input.ndim - 1
+    column_wise = of_weight.is_shard(0) and of_input.is_replicate()
+    row_wise = of_weight.is_shard(1) and of_input.is_shard(last)
+    replicated = of_weight.is_replicate() and not of_input.is_partial() and not of_input.is_shard(last)
+    if not (column_wise or row_wise or replicated):
+        raise ConfigurationError(f"{fqn}: a weight placed {of_weight} cannot be multiplied with an input {of_input}")
+    partial_input_grad = [Partial()] if column_wise else None
+    partial_weight_grad = [Partial()] if replicated and of_input.is_shard() else None
+    x = input.to_local(grad_placements=partial_input_grad)
+    w = weight.to_local(grad_placements=partial_weight_grad)
+    b = None
+    if bias is not None:
+        b = bias.to_local(grad_placements=partial_weight_grad) if is_dtensor(bias) else bias
+        if b.shape != w.shape[:1]:
+            raise ConfigurationError(
+                f"{fqn}: {b.shape[0]} elements of the bias are here for {w.shape[0]} outputs: place it like the weight"
+            )
+    if row_wise:
+        y = linear(x, w, None)
+        if b is not None:
+            y = _AddOnce.apply(y, b, mesh.get_local_rank() == 0)
+        placement: Any = Partial()
+    else:
+        y = linear(x, w, b)
+        placement = Shard(last) if column_wise else Replicate() if of_input.is_replicate() else of_input
+    shape = torch.Size((*input.shape[:-1], weight.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+class _AddOnce(torch.autograd.Function):
+    """``y + bias`` on one rank of a partial sum, ``y`` on the others. The sum's gradient is whole on every rank, and so
+    is the bias's."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, here: bool) -> Tensor:
+        ctx.dtype = bias.dtype
+        return y + bias.to(y.dtype) if here else y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.dtype), None

@@ -1,0 +1,153 @@
+"""What a weight was when its scale last followed it: a write by anybody but an optimizer shows against that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist.sync.groups import is_dtensor, local_part
+
+__all__ = ["WeightNote", "stored_parameters"]
+
+
+def stored_parameters(linear: nn.Module) -> tuple[Tensor, ...]:
+    """What the weight of a Linear is stored in: its Parameter, or the originals of a parametrization."""
+    weight = linear._parameters.get("weight")
+    if weight is not None:
+        return (weight,)
+    parametrizations = linear._modules.get("parametrizations")
+    if parametrizations is not None:
+        return tuple(parametrizations["weight"].parameters())  # type: ignore[index]
+    # Pruned, or under an old-style weight_norm: weight_orig, weight_g, weight_v.
+    return tuple(p for name, p in linear._parameters.items() if p is not None and name.startswith("weight"))
+
+
+class WeightNote:
+    """Whether a Linear's weight was written to since its scale was last right for it.
+
+    Optimizers write too: a note is taken after each of their steps, because scales follow those. What torch does not
+    count (``.data``, numpy, fused optimizers) does not show here; the cast notices it if it is large.
+
+    Read in every forward and taken in every step, so it is written for few calls.
+    """
+
+    def __init__(self) -> None:
+        self.awaited = True
+        """Take the note at the next forward that records: FP8 state is new, or was loaded, and fits the weight of
+        then."""
+        self.used_at = self.idle_at = -1
+        """Boundaries passed before the last forward that cast the weight to FP8, and that did not."""
+        self.used = False
+        """Such a forward came since the last optimizer step; compiled ones leave no note."""
+        self.recorded = True
+        """A forward has recorded it since the last optimizer step: its scale follows that step."""
+        self.unfollowed = False
+        """An optimizer has stepped the weight, and no amax of it was recorded: a module that trains in eval(), say."""
+        self.of_copy = False
+        """The Linear was copied or unpickled, and no note was taken since."""
+        self.stepped_at = -1
+        """Boundaries passed before the last optimizer step that changed the weight."""
+        self.skipped: Tensor | None = None
+        """Non-zero (on the weight's device): a loss scaler made that step change nothing."""
+        self.stored: tuple[Tensor, ...] = ()
+        """The stored parameters that the note is of; none before the first."""
+        self._counted: tuple[Tensor, ...] = ()  # Those, and the local tensors of DTensors: each has its own version.
+        self._versions: list[int] = []
+        self._address = 0  # 0: FSDP or tensor parallelism moves it.
+        self._written = False
+        self._now: list[int] | None = None  # Versions at the last look.
+        self._recorded: list[int] | None = None  # Versions at the last forward that recorded.
+        self._in_backward: list[int] | None = None
+        self._remembered: list[weakref.ref[Tensor]] = []
+
+    @classmethod
+    def copied(cls) -> WeightNote:
+        """Of a copied or unpickled Linear, whose scale is right for the weight as it was made: nobody has counted an
+        operation on it yet."""
+        note = cls()
+        note.awaited, note.of_copy = False, True
+        return note
+
+    def remember(self, parameters: Iterable[Tensor]) -> None:
+        """The weight is stored in these: an optimizer that holds them may be made before others take their place."""
+        for parameter in parameters:
+            # torch cannot move a DTensor that has weak references.
+            if not is_dtensor(parameter) and all(parameter is not known() for known in self._remembered):
+                self._remembered.append(weakref.ref(parameter))
+
+    @property
+    def remembered(self) -> list[Tensor]:
+        """The parameters that store the weight, or once did, as far as they are alive."""
+        return [parameter for known in self._remembered if (parameter := known()) is not None]
+
+    def take(self, linear: nn.Module, resharded: bool, attached: bool = False) -> None:
+        """The scale is right for the weight as it is now.
+
+        Args:
+            resharded: FSDP shows gathered weights as other tensors: the parameters that were found at ``attach`` stay.
+            attached: this is ``attach``, when FSDP shows its shards.
+        """
+        weight = linear._parameters.get("weight")
+        if attached or not self.stored or not (resharded or weight is self.stored[0]):
+            self._look_at(stored_parameters(linear))
+            self.remember(self.stored)
+        self._versions = [tensor._version for tensor in self._counted]
+        whole = weight is not None and not resharded and len(self._counted) == 1
+        self._address = weight.data_ptr() if whole else 0  # type: ignore[union-attr]
+        self._now = self._versions
+        self.awaited = self._written = self.of_copy = False
+        self._in_backward = None
+
+    def _look_at(self, parameters: tuple[Tensor, ...]) -> None:
+        self.stored = parameters
+        locals_ = (local_part(parameter) for parameter in parameters)
+        distinct = {id(tensor): tensor for tensor in (*parameters, *locals_)}
+        self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
+
+    def mark_written(self) -> None:
+        """The weight was replaced in a way that versions do not show, and not recorded since."""
+        self._written, self._recorded = True, None
+
+    @property
+    def marked_unrecorded(self) -> bool:
+        """``mark_written`` was called, and no forward has recorded the weight since."""
+        return self._written and self._recorded is None
+
+    def was_recorded(self) -> None:
+        """The forward that has just asked whether it was ``written`` records its amax."""
+        self._recorded = self._now
+
+    def written_unrecorded(self, linear: nn.Module) -> bool:
+        """Whether it was written to after the last forward that recorded: no scale will follow that."""
+        return self.written(linear) and self._recorded != self._now
+
+    def written(self, linear: nn.Module) -> bool:
+        """Whether the weight was written to, replaced or given other memory since the note was taken."""
+        if self.awaited:
+            return False
+        if self.of_copy and not self.stored:
+            self._look_at(stored_parameters(linear))
+            self._versions = [0] * len(self._counted)
+        self._now = [tensor._version for tensor in self._counted]
+        if self._written or self._versions != self._now:
+            return True
+        if not self._address:
+            return False
+        weight = linear._parameters.get("weight")
+        if weight is not self.stored[0]:
+            return True
+        # Under a dispatch mode it may be a tensor without memory.
+        return torch._C._len_torch_dispatch_stack() == 0 and weight.data_ptr() != self._address
+
+    def holders(self, linear: nn.Module, resharded: bool) -> tuple[Tensor, ...]:
+        """The parameters that an optimizer of the weight holds."""
+        return self.stored if resharded and self.stored else stored_parameters(linear)
+
+    def changed_between_backwards(self) -> bool:
+        """Whether versions tell of a change since this was last asked, without a note between. Asked in each recorded
+        backward."""
+        before, self._in_backward = self._in_backward, [tensor._version for tensor in self._counted]
+        return before is not None and before != self._in_backward

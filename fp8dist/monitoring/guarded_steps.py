@@ -1,0 +1,159 @@
+"""The optimizers of a loss guard: an update that is left out, and a loss that comes after its update."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.step.boundary import unwrap_optimizers
+from fp8dist.step.step_watch import retire_with, untraced, weakly
+from fp8dist.sync.groups import is_dtensor
+
+__all__ = ["GuardedSteps"]
+
+
+class _Written(NamedTuple):
+    """A gradient as it was once. The versions rise with each write in place; reading them costs no device access."""
+
+    gradient: weakref.ref[Tensor]
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> _Written:
+        return cls(weakref.ref(gradient), _versions(gradient))
+
+    def still(self, gradient: Tensor) -> bool:
+        """True if this is the same tensor, and nobody has written to it."""
+        return self.gradient() is gradient and self.versions == _versions(gradient)
+
+
+class GuardedSteps:
+    """Hooks on the optimizers of one guard. They go with this object, which keeps no optimizer alive.
+
+    Gradients are dropped inside ``optimizer.step()``, not before: until then, GradScaler looks for infinities in them
+    and clipping measures them, as in any other step. After it they are back, because a CUDA graph of forward and
+    backward may write to the same memory again.
+
+    Args:
+        optimizer: one or several, wrapped as for ``attach``.
+        drops: ``drop`` will be called, so a step with a closure is an error.
+
+    Raises:
+        ConfigurationError: ``optimizer`` is something without step hooks.
+    """
+
+    def __init__(self, optimizer: Any, drops: bool) -> None:
+        try:
+            optimizers = unwrap_optimizers(optimizer)
+        except ConfigurationError:
+            message = f"optimizer= must be one torch optimizer or several, got {type(optimizer).__name__}"
+            raise ConfigurationError(message) from None
+        self._drops = drops
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._to_drop: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._dropped: list[tuple[Tensor, Tensor]] = []  # (parameter, gradient), inside a step only.
+        self._stepped = False  # Since the last call of ``late``.
+        # True: the first loss came before any backward, so losses come between forward and backward here. There the
+        # gradients look as they do after a step: only the first call shows the difference.
+        self._before_backward: bool | None = None
+        self._note()
+        self._add_hooks(optimizers)
+
+    @property
+    def gone(self) -> bool:
+        """True if an optimizer no longer exists."""
+        return any(optimizer() is None for optimizer in self._optimizers)
+
+    def drop(self, wanted: bool) -> None:
+        """Whether the next step of each optimizer finds no gradients. Local: on all ranks alike."""
+        self._to_drop.clear()
+        if wanted:
+            self._to_drop.update(self._living())
+
+    def late(self, loss: object) -> bool:
+        """True if an optimizer has stepped since the last call, and the loss is of that step. Local.
+
+        It is so if no backward has written a gradient since, unless the loss is newer than the step. A loss without
+        a graph does not tell its age; then the order of the first call counts.
+        """
+        stepped, self._stepped = self._stepped, False
+        written = self._written()
+        if self._before_backward is None:
+            self._before_backward = not stepped and not written
+        if not stepped or written:
+            return False
+        node = loss.grad_fn if isinstance(loss, Tensor) else None
+        return not self._before_backward if node is None else node._sequence_nr() < self._sequence_nr
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Hooks get the arguments of the unbound step: args[0] is the optimizer itself.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if self._drops and closure is not None:
+            raise ConfigurationError(
+                'LossGuard with action="skip" has no place in optimizer.step(closure): the closure computes loss and '
+                "gradients inside the step. Call backward and observe() before optimizer.step()"
+            )
+        self._dropped = []
+        if optimizer in self._to_drop:
+            self._to_drop.discard(optimizer)
+            for parameter in _parameters(optimizer):
+                if parameter.grad is not None:
+                    self._dropped.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for parameter, gradient in self._dropped:
+            # FSDP1 may have put a gradient of another dtype there, which the setter refuses.
+            with contextlib.suppress(RuntimeError):
+                parameter.grad = gradient
+        self._dropped = []
+        self._stepped = True
+        self._note()
+
+    def _note(self) -> None:
+        self._sequence_nr: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # Of the next node.
+        self._noted = {
+            id(parameter): _Written.of(parameter.grad)
+            for optimizer in self._living()
+            for parameter in _parameters(optimizer)
+            if parameter.grad is not None
+        }
+
+    def _written(self) -> bool:
+        """True if some gradient is another one than at the last step, or has been written to."""
+        for optimizer in self._living():
+            for parameter in _parameters(optimizer):
+                gradient, noted = parameter.grad, self._noted.get(id(parameter))
+                if gradient is not None and (noted is None or not noted.still(gradient)):
+                    return True
+        return False
+
+    def _living(self) -> Iterator[Optimizer]:
+        for reference in self._optimizers:
+            optimizer = reference()
+            if optimizer is not None:
+                yield optimizer
+
+    def _add_hooks(self, optimizers: list[Optimizer]) -> None:
+        before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
+        for optimizer in optimizers:
+            for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
+                retire_with(self, handle)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Of the tensor and of a DTensor's local part: writing to a DTensor raises the version of that only."""
+    local: Any = gradient._local_tensor if is_dtensor(gradient) else gradient
+    return gradient._version, local._version

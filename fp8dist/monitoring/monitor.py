@@ -1,0 +1,219 @@
+"""What is done with the numbers of the slots: written as JSON lines and for TensorBoard, and jumps of scales told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.monitoring.json_lines import keep_lines
+from fp8dist.state.slots import Slot
+
+__all__ = ["Monitor", "ScaleJump", "SlotStatistics"]
+
+logger = logging.getLogger("fp8dist")
+
+_NAMED = 5
+"""So many slots that jumped are named in the log."""
+
+
+class SlotStatistics(NamedTuple):
+    """One slot as it was in one step.
+
+    ``amax``: NaN if no rank saw one. ``scale``: NaN while the slot is cold. ``saturated``, ``underflow``: the share,
+    0 to 1, of elements that the cast cut off at the largest FP8 value, or made zero; None: not measured. ``…_rank``:
+    the global rank that held the maximum; None: not asked for.
+    """
+
+    slot: Slot
+    amax: float
+    scale: float
+    saturated: float | None = None
+    underflow: float | None = None
+    amax_rank: int | None = None
+    saturated_rank: int | None = None
+    underflow_rank: int | None = None
+
+    def numbers(self) -> Iterator[tuple[str, float | int | None]]:
+        """(name, value) of all but the slot; NaN as None."""
+        for name, value in zip(self._fields[1:], self[1:]):
+            yield name, None if isinstance(value, float) and math.isnan(value) else value
+
+
+class ScaleJump(NamedTuple):
+    """A scale that changed much between two observations; ``step`` is the later one's.
+
+    ``factor`` is at least 1: after / before, or before / after.
+    """
+
+    slot: Slot
+    step: int
+    before: float
+    after: float
+    factor: float
+
+
+class Monitor:
+    """Writes the slots' statistics and tells of jumps of their scales. Local; closes its files as a context manager.
+
+    ``path`` gets one JSON object per slot and observation: ``step``, ``slot`` ("fqn:role") and the fields of
+    ``SlotStatistics``. NaN and what was not measured are null. An infinity, for which JSON has no number, is the
+    string "Infinity" (Python's ``float()`` and JavaScript's ``Number()`` read it).
+    TensorBoard gets the same as scalars ``fp8/<slot>/<field>``, without what is null.
+
+    A disk that fills up does not end the training: one warning, and nothing more is written there.
+
+    Args:
+        path: the file, replaced unless ``resume_after`` is given; its folder is made. None: no file.
+        tensorboard: TensorBoard's log folder. Without TensorBoard installed: one warning.
+        jump: a factor above 1: a scale that changed by it or more, up or down, since the slot was last observed, has
+            jumped. None: no alarms.
+        writes: False on all ranks but one: the same jumps are returned, nothing is written or logged.
+        resume_after: the step that the run goes on from: what was written of later ones is dropped, and a last line
+            that is torn. Scales are compared with observations of this object only.
+
+    Raises:
+        ConfigurationError: ``jump`` is no factor.
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        tensorboard: str | Path | None = None,
+        jump: float | None = None,
+        writes: bool = True,
+        resume_after: int | None = None,
+    ) -> None:
+        number = isinstance(jump, (int, float)) and not isinstance(jump, bool)
+        if jump is not None and not (number and 1 < jump < math.inf):
+            raise ConfigurationError(f"jump must be a factor above 1, or None for no alarms, got {jump!r}")
+        self._jump, self._writes = jump, writes
+        self._scales: dict[Slot, float] = {}
+        self._sinks: list[_Sink] = []
+        if writes and path is not None:
+            self._sinks.append(_JsonLines(Path(path), resume_after))
+        if writes and tensorboard is not None and (writer := _summary_writer(tensorboard, resume_after)) is not None:
+            self._sinks.append(_TensorBoard(writer))
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def observe(self, step: int, statistics: Sequence[SlotStatistics]) -> list[ScaleJump]:
+        """Write the statistics of a step; the scales that jumped, largest factor first. Local.
+
+        A slot without a scale, or observed for the first time, has not jumped.
+        """
+        for sink in tuple(self._sinks):
+            try:
+                sink.write(step, statistics)
+            except OSError as error:
+                logger.warning("fp8dist: step %d: the monitor writes no more to %s: %s", step, sink, error)
+                self._sinks.remove(sink)
+                with contextlib.suppress(OSError):
+                    sink.close()
+        jumps = [] if self._jump is None else self._jumps(step, statistics, self._jump)
+        if jumps and self._writes:
+            told = ", ".join(f"{jump.slot} from {jump.before:.4g} to {jump.after:.4g}" for jump in jumps[:_NAMED])
+            more = f" and {len(jumps) - _NAMED} more" if len(jumps) > _NAMED else ""
+            logger.warning(
+                "fp8dist: step %d: %d scale(s) jumped by a factor of %g or more: %s%s",
+                step,
+                len(jumps),
+                self._jump,
+                told,
+                more,
+            )
+        return jumps
+
+    def close(self) -> None:
+        """Close the files; nothing is written afterwards."""
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def _jumps(self, step: int, statistics: Sequence[SlotStatistics], least: float) -> list[ScaleJump]:
+        jumps = []
+        for slot, _, after, *_ in statistics:
+            before = self._scales.pop(slot, None)
+            if not 0 < after < math.inf:  # Cold.
+                continue
+            self._scales[slot] = after
+            if before is not None and (factor := max(after / before, before / after)) >= least:
+                jumps.append(ScaleJump(slot, step, before, after, factor))
+        return sorted(jumps, key=lambda jump: (-jump.factor, jump.slot))
+
+
+class _Sink(Protocol):
+    """Where statistics go. ``str()`` names it."""
+
+    def write(self, step: int, statistics: Sequence[SlotStatistics]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _JsonLines:
+    def __init__(self, path: Path, resume_after: int | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_after is not None:
+            keep_lines(path, resume_after)
+        self._file = path.open("w" if resume_after is None else "a", encoding="utf-8")
+        weakref.finalize(self, self._file.close)  # Who forgets a model need not close its files.
+
+    def __str__(self) -> str:
+        return self._file.name
+
+    def write(self, step: int, statistics: Sequence[SlotStatistics]) -> None:
+        for one in statistics:
+            line = {"step": step, "slot": str(one.slot)} | {name: _jsonable(value) for name, value in one.numbers()}
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __str__(self) -> str:
+        return str(self._writer.log_dir)
+
+    def write(self, step: int, statistics: Sequence[SlotStatistics]) -> None:
+        for one in statistics:
+            for name, value in one.numbers():
+                if value is not None:
+                    self._writer.add_scalar(f"fp8/{one.slot}/{name}", value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _jsonable(value: float | int | None) -> float | int | str | None:
+    if isinstance(value, float) and math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _summary_writer(folder: str | Path, resume_after: int | None) -> Any:
+    """A SummaryWriter, or None without TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except Exception as error:  # Beside a protobuf that does not suit it, it fails with a TypeError.
+        logger.warning("fp8dist: nothing is written for TensorBoard, pip install 'fp8dist[monitor]': %s", error)
+        return None
+    # Events of these steps and later ones, from before the resume, are not shown.
+    return SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)

@@ -1,0 +1,112 @@
+"""Watch: the slots' numbers of all ranks at an interval, in one collective for the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
+from fp8dist.state.arena import Arena
+from fp8dist.sync.arena_sync import ArenaSync, all_reduce_max
+from fp8dist.sync.groups import SyncGroup
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
+from fp8dist_kernels.scaling import scale_from_amax
+
+__all__ = ["Watch"]
+
+_LAST_RANK = (1 << 31) - 1
+_LOW = (1 << 32) - 1
+
+
+class Watch:
+    """Of one manager: every ``every`` steps, what all ranks' casts of the step came to.
+
+    Amaxes and shares are the largest of all ranks. With ``ranks`` each travels as an int64, the rank in its lower half,
+    so that the same collective tells who held the maximum (the lowest rank of several).
+
+    ``resume_after``: where the count of steps begins, until one was made. None: at the steps of the state, which counts
+    calibrations, and does not know of steps without FP8.
+    """
+
+    def __init__(self, every: int, ranks: bool, monitor: Monitor, resume_after: int | None = None) -> None:
+        self.every, self.ranks, self.resume_after = every, ranks, resume_after
+        self._monitor = monitor
+
+    def describe(self) -> dict[str, Any]:
+        """What all ranks must have alike, as JSON values."""
+        return {"every": self.every, "ranks": self.ranks, "resume_after": self.resume_after}
+
+    def is_due(self, step: int) -> bool:
+        """Whether the casts of this step are measured."""
+        return step % self.every == 0
+
+    def collect(self, step: int, syncs: Sequence[ArenaSync]) -> list[ScaleJump]:
+        """Reduce what the ranks saw, write it, and tell of scales that jumped. COLLECTIVE: one all-reduce for each
+        group that has arenas. Reads the device.
+
+        After the launch and before the commit: scales and cold flags are those of the step.
+        """
+        by_group: dict[Sequence[int], list[ArenaSync]] = {}
+        for sync in syncs:
+            ranks = sync.group.ranks if sync.communicates and sync.group is not None else ()
+            by_group.setdefault(ranks, []).append(sync)
+        statistics: list[SlotStatistics] = []
+        for together in by_group.values():
+            seen = torch.cat([sync.take_seen() for sync in together], 1)
+            first = together[0]
+            reduced, holders = self._reduce(seen, first, first.group if first.communicates else None)
+            start = 0
+            for sync in together:
+                part = slice(start, start + len(sync.arena))
+                statistics += _statistics(sync.arena, reduced[:, part], None if holders is None else holders[:, part])
+                start = part.stop
+        return self._monitor.observe(step, sorted(statistics))
+
+    def _reduce(self, seen: Tensor, sync: ArenaSync, group: SyncGroup | None) -> tuple[Tensor, Tensor | None]:
+        """(float32[3, n], ranks int64[3, n] or None), on the CPU."""
+        bits = seen.view(torch.int32)
+        if not self.ranks:
+            if group is not None:
+                with sync.failing_by_name("the watch of FP8 scales"):
+                    all_reduce_max(bits, group, sync.counters).wait()
+            return bits.view(torch.float32).cpu(), None
+        rank = 0 if group is None else group.rank
+        keys = (bits.to(torch.int64) << 32) | (_LAST_RANK - rank)
+        if group is not None:
+            with sync.failing_by_name("the watch of FP8 scales"):
+                all_reduce_max(keys, group, sync.counters).wait()
+        keys = keys.cpu()
+        return (keys >> 32).to(torch.int32).view(torch.float32), _LAST_RANK - (keys & _LOW)
+
+    def close(self) -> None:
+        """Close its files. Local."""
+        self._monitor.close()
+
+
+def _statistics(arena: Arena, seen: Tensor, holders: Tensor | None) -> list[SlotStatistics]:
+    amaxes, *shares = seen.tolist()
+    ranks = None if holders is None else holders.tolist()
+    scales = _scales(arena, seen[0]).tolist()
+    found = []
+    for i, spec in enumerate(arena.specs):
+        seen_here = [None if value[i] == DID_NOT_RUN else value[i] for value in (amaxes, *shares)]
+        held = [None if ranks is None or value is None else ranks[row][i] for row, value in enumerate(seen_here)]
+        amax, saturated, underflow = seen_here
+        found.append(
+            SlotStatistics(spec.slot, torch.nan if amax is None else amax, scales[i], saturated, underflow, *held)
+        )
+    return found
+
+
+def _scales(arena: Arena, amax: Tensor) -> Tensor:
+    """float32[n] on the CPU: what the step's tensors were cast with; NaN where each rank, row or block had its own."""
+    nothing = torch.full(amax.shape, torch.nan)
+    recipe = arena.recipe
+    if recipe.delayed:
+        return torch.where(arena.cold, torch.nan, arena.scale).cpu()
+    if recipe.by != "tensor":
+        return nothing
+    return scale_from_amax(amax, nothing, arena.fp8_max.cpu(), recipe.margin, recipe.power_of_two)

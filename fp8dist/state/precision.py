@@ -1,0 +1,252 @@
+"""Which GEMMs of which module are in high precision now, and for how long.
+
+On the host, and the same on all ranks: changed by calls that all of them make, and by what a sync has proved.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.recipe import GEMMS, Gemm
+from fp8dist.state.slots import Slot
+from fp8dist_kernels.formats import Role
+
+__all__ = ["OBSERVED_STEPS", "Precision", "Precisions"]
+
+OBSERVED_STEPS = 16
+"""A module that is in high precision for a while has its amaxes recorded in the last steps before it comes back, so
+that it comes back with scales."""
+
+_USERS: Mapping[Role, frozenset[Gemm]] = MappingProxyType(
+    {
+        Role.INPUT: frozenset[Gemm](("fprop", "wgrad")),
+        Role.WEIGHT: frozenset[Gemm](("fprop", "dgrad")),
+        Role.GRAD_OUTPUT: frozenset[Gemm](("dgrad", "wgrad")),
+    }
+)
+"""The GEMMs that a tensor goes into."""
+
+
+class Precision:
+    """Of one module. ``high``: its GEMMs that are in high precision now. ``observing``: tensors that are not cast have
+    their amaxes recorded nevertheless.
+
+    Compiled forwards read these two, which change seldom, and not how many steps are left.
+    """
+
+    def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...]) -> None:
+        self.slots = dict(slots)
+        self.high = self._initial = self._lasting = lasting
+        self.observing = False
+        self._passing: tuple[Gemm, ...] | None = None
+        self._left = 0
+        self._unseen: set[Role] = set()  # Roles that were neither cast nor observed lately.
+
+    @property
+    def passing(self) -> bool:
+        """Whether it is as it is for a number of steps only."""
+        return self._passing is not None
+
+    def falls(self, steps: int, gemms: tuple[Gemm, ...] = GEMMS) -> bool:
+        """Whether it is not in high precision already, for as many steps or more."""
+        return not set(gemms) <= set(self.high) or (self.passing and self._left < steps)
+
+    def change(self, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Role]:
+        """Put GEMMs into high precision or into FP8, for so many boundaries, or until further notice.
+
+        Those that are in high precision for longer than that already stay so.
+
+        Returns:
+            The roles that are cast from now on, and were neither cast nor observed lately: their scales are old.
+        """
+        if to_high and steps is not None and not self.falls(steps, gemms):
+            return set()
+
+        def changed(before: tuple[Gemm, ...]) -> tuple[Gemm, ...]:
+            return tuple(gemm for gemm in GEMMS if (to_high if gemm in gemms else gemm in before))
+
+        if steps is not None:
+            self._passing, self._left = changed(self.high), steps
+        else:
+            self._lasting = changed(self._lasting)
+            self._passing = None if self._passing is None else changed(self._passing)
+            if self._passing == self._lasting:
+                self._passing, self._left = None, 0
+        return self._follow()
+
+    @property
+    def moving(self) -> bool:
+        """Whether ``end_step`` has anything to do."""
+        idle = {role for role, users in _USERS.items() if users <= set(self.high)}
+        return self.passing or self._unseen != idle
+
+    def unseen(self, role: Role) -> bool:
+        """Whether its tensor was neither cast nor observed lately."""
+        return role in self._unseen
+
+    def end_step(self) -> set[Role]:
+        """A boundary was passed; returns what ``change`` does."""
+        for role, users in _USERS.items():
+            if users <= set(self.high) and not self.observing:
+                self._unseen.add(role)
+            else:
+                self._unseen.discard(role)
+        if self._passing is not None:
+            self._left -= 1
+            if self._left == 0:
+                self._passing = None
+        return self._follow()
+
+    def _follow(self) -> set[Role]:
+        self.high = self._lasting if self._passing is None else self._passing
+        self.observing = self._passing is not None and self._left <= OBSERVED_STEPS
+        woken = {role for role in self._unseen if not _USERS[role] <= set(self.high)}
+        self._unseen -= woken
+        return woken
+
+    def describe(self) -> dict[str, Any] | None:
+        """Plain JSON values for ``restore``; None: as it was made."""
+        if self._lasting == self._initial and self._passing is None and not self._unseen:
+            return None
+        return {
+            "lasting": None if self._lasting == self._initial else list(self._lasting),
+            "passing": None if self._passing is None else list(self._passing),
+            "left": self._left,
+            "unseen": sorted(role.value for role in self._unseen),
+        }
+
+    def restore(self, described: Mapping[str, Any] | None) -> set[Role]:
+        """Be as another one described itself. None: as it was made, which may be otherwise than the other one.
+
+        Returns:
+            The roles that are cast here, but were not cast there lately: their scales are old.
+
+        Raises:
+            CheckpointError: that is no such description; nothing was changed.
+        """
+        if described is None:
+            lasting, passing, left, unseen = self._initial, None, 0, set[Role]()
+        else:
+            try:
+                lasting = self._initial if described["lasting"] is None else _gemms(described["lasting"])
+                passing = None if described["passing"] is None else _gemms(described["passing"])
+                left = int(described["left"])
+                unseen = {Role(role) for role in described["unseen"]}
+            except (KeyError, TypeError, ValueError):
+                raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}") from None
+            if (passing is not None) != (left > 0):
+                raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}")
+        self._lasting, self._passing, self._left, self._unseen = lasting, passing, left, unseen
+        return self._follow()
+
+
+def _gemms(names: Iterable[str]) -> tuple[Gemm, ...]:
+    named = set(names)
+    if not named <= set(GEMMS):
+        raise ValueError
+    return tuple(gemm for gemm in GEMMS if gemm in named)
+
+
+class Precisions:
+    """Those of all modules of one manager, by fqn. ``fallbacks``: how often one fell back. ``version`` goes up whenever
+    one changes."""
+
+    def __init__(self, by_fqn: Mapping[str, Precision]) -> None:
+        self.by_fqn = {fqn: by_fqn[fqn] for fqn in sorted(by_fqn)}
+        self.fallbacks = self.version = 0
+        self._moving = {fqn for fqn, precision in by_fqn.items() if precision.moving}
+        users: dict[Slot, list[tuple[Precision, Role]]] = {}
+        for precision in self.by_fqn.values():
+            for role, slot in precision.slots.items():
+                users.setdefault(slot, []).append((precision, role))
+        self._shared = {slot: of for slot, of in users.items() if len(of) > 1}
+
+    @property
+    def high(self) -> int:
+        """How many modules have a GEMM in high precision now."""
+        return sum(bool(precision.high) for precision in self.by_fqn.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no module computes in FP8 now."""
+        return bool(self.by_fqn) and all(precision.high == GEMMS for precision in self.by_fqn.values())
+
+    @property
+    def cast(self) -> set[Slot]:
+        """The slots whose tensors some module casts now."""
+        return {
+            slot
+            for precision in self.by_fqn.values()
+            for role, slot in precision.slots.items()
+            if not _USERS[role] <= set(precision.high)
+        }
+
+    def matching(self, pattern: str) -> list[str]:
+        """The modules whose fqn matches (fnmatch).
+
+        Raises:
+            ConfigurationError: none does.
+        """
+        found = [fqn for fqn in self.by_fqn if fnmatch.fnmatchcase(fqn, pattern)]
+        if not found:
+            some = ", ".join(list(self.by_fqn)[:4]) or "none"
+            raise ConfigurationError(f"no FP8Linear matches {pattern!r}; there are {len(self.by_fqn)}: {some}, …")
+        return found
+
+    def change(self, fqns: Iterable[str], gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Slot]:
+        """``Precision.change`` of these modules; the slots whose scales are old."""
+        return self._woken({fqn: self.by_fqn[fqn].change(gemms, to_high, steps) for fqn in fqns})
+
+    def end_step(self) -> set[Slot]:
+        """A boundary was passed; the slots whose scales are old."""
+        if not self._moving:
+            return set()
+        high = {fqn: self.by_fqn[fqn].high for fqn in self._moving}
+        woken = {fqn: self.by_fqn[fqn].end_step() for fqn in high}
+        self.version += any(self.by_fqn[fqn].high != before for fqn, before in high.items())
+        return self._woken(woken)
+
+    def _woken(self, woken: Mapping[str, set[Role]]) -> set[Slot]:
+        for fqn in woken:
+            (self._moving.add if self.by_fqn[fqn].moving else self._moving.discard)(fqn)
+        slots = {self.by_fqn[fqn].slots[role] for fqn, roles in woken.items() for role in roles}
+        now = {id(self.by_fqn[fqn]): roles for fqn, roles in woken.items()}
+        # Another user of a tied weight may have seen it.
+        return {
+            slot
+            for slot in slots
+            if all(role in now.get(id(user), ()) or user.unseen(role) for user, role in self._shared.get(slot, ()))
+        }
+
+    def slots_of(self, fqns: Iterable[str]) -> set[Slot]:
+        """The slots of these modules that are nobody else's."""
+        return {slot for fqn in fqns for slot in self.by_fqn[fqn].slots.values()} - self._shared.keys()
+
+    def users_of(self, slots: Iterable[Slot]) -> list[str]:
+        """The modules that cast one of these."""
+        wanted = set(slots)
+        return [fqn for fqn, precision in self.by_fqn.items() if wanted & set(precision.slots.values())]
+
+    def fall_back(self, slots: Iterable[Slot], steps: int) -> list[str]:
+        """Put the modules that cast these tensors into high precision, as a whole; which ones.
+
+        Those that are there for longer already stay so.
+        """
+        fallen = [fqn for fqn in self.users_of(slots) if self.by_fqn[fqn].falls(steps)]
+        self.change(fallen, GEMMS, True, steps)
+        self.fallbacks += len(fallen)
+        return fallen
+
+    def describe(self) -> dict[str, Any]:
+        """Plain JSON values: what is not as it was made."""
+        described = {fqn: precision.describe() for fqn, precision in self.by_fqn.items()}
+        return {fqn: value for fqn, value in described.items() if value is not None}
+
+    def restore(self, described: Mapping[str, Any]) -> set[Slot]:
+        """Take over what ``describe`` said. Modules that it does not name are as they were made. Returns the slots
+        whose scales are old."""
+        return self._woken({fqn: each.restore(described.get(fqn)) for fqn, each in self.by_fqn.items()})

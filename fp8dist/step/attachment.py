@@ -1,0 +1,287 @@
+"""What ties a manager to a job: its place on a device, hooks on optimizers, on DDP and on FSDP."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fp8dist.consistency.replication import ddp_parameters
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
+from fp8dist.modules.weight_notes import stored_parameters
+from fp8dist.parallel.ddp import JoinLink, find_ddp
+from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_weights
+from fp8dist.parallel.wrappers import (
+    compute_device,
+    fsdp2_modules,
+    managed_from_outside,
+    mesh_ranks,
+    multiplied_shape,
+    reshard,
+    resharded_modules,
+)
+from fp8dist.state.manifest import WeightDescription
+from fp8dist.state.slots import Slot, first_few
+from fp8dist.step.boundary import BoundaryHooks, CompilationWatch
+from fp8dist.step.cycle import StepCycle
+from fp8dist.step.step_watch import fqn_of
+from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist.sync.groups import is_dtensor, local_part, ranks_text
+from fp8dist_kernels import ops
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.reference.blocks import BLOCK
+from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling, torch_can
+
+__all__ = ["Attachment", "local_weights"]
+
+
+logger = logging.getLogger("fp8dist")
+
+
+class Attachment:
+    """The ties of one manager. There are none until ``tie``; each ``tie`` replaces the last one's."""
+
+    def __init__(self, cycle: StepCycle) -> None:
+        self.by_optimizer = False
+        """Whether an optimizer's step is the boundary."""
+        self._cycle = cycle
+        self._hooks: BoundaryHooks | None = None
+        self._join_link: JoinLink | None = None
+        self._guards: list[RemovableHandle | CompilationWatch] = []
+        self._module: weakref.ref[nn.Module] | None = None
+        self._before: ShardedWeights | None = None  # What is known of weights, until a new tie has succeeded.
+
+    def tie(
+        self,
+        model: nn.Module,
+        whole: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: Any,
+        by_optimizer: bool,
+        timeout: timedelta,
+    ) -> None:
+        """Place the state, agree with the other ranks, take weight amaxes, install hooks. COLLECTIVE.
+
+        Args:
+            model: the one that was prepared.
+            whole: the model as the loop calls it.
+
+        Raises:
+            ManifestMismatchError: on all ranks, when they were prepared differently.
+            ConfigurationError: the state does not fit the model as it is wrapped now.
+        """
+        cycle, mode, settings = self._cycle, self._cycle.mode, self._cycle.settings
+        reshard(fsdp2_modules(whole))  # One may still hold what an evaluation has gathered.
+        resharded = resharded_modules(whole)
+        _require_products(model, resharded)
+        if settings.enabled and settings.fp8_all_gather:
+            require_whole_blocks(model, whole)
+        _require_groups(model, whole, cycle)
+        _require_current(model, whole, optimizers)
+        missing = _tell_of_held(model, whole, optimizers) if settings.enabled else []
+        self._before = cycle.sharded or self._before
+        self.release()
+        _place(model, whole, cycle)
+        self.by_optimizer, self._module = by_optimizer, weakref.ref(whole)
+        cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout)
+        for linear in fp8_linears(model):
+            linear.fp8_slots.resharded = linear in resharded
+        if settings.enabled:
+            if settings.fp8_all_gather:
+                cycle.sharded = shard_weights(cycle, model, whole)
+            cycle.derive_weight_scales(local_weights(model), "cold")
+        cycle.drop_nonfinite = scaler is not None
+        cycle.hooked = by_optimizer
+        cycle.control.resumed = any(map(_has_stepped, optimizers))
+        mode.awaits_attach = False
+        mode.invalidate_casts()
+        mode.reuse_casts = bool(optimizers)
+        if cycle.sharded is not None:
+            cycle.sharded.follow(self._before)
+        self._before = None
+        if cycle.steps is not None:
+            cycle.steps.attached(optimizers, by_optimizer)
+            if missing:
+                cycle.steps.expect_masters(missing, optimizers[-1])
+        if optimizers:
+            self._hooks = BoundaryHooks(cycle, optimizers, scaler, by_optimizer)
+        if any(sync.arena.recipe.update == "next_step" for sync in cycle.syncs):
+            self._guards.append(CompilationWatch(cycle))
+        ddp = find_ddp(whole)
+        if ddp is not None:
+            self._join_link = JoinLink(ddp, cycle)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model as the loop calls it, if it is tied."""
+        return None if self._module is None else self._module()
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP module, if it is tied to one."""
+        return None if self._join_link is None else self._join_link.ddp
+
+    def release(self) -> None:
+        """Take all hooks off. Local."""
+        cycle = self._cycle
+        for tie in (self._hooks, self._join_link, cycle.sharded, *self._guards):
+            if tie is not None:
+                tie.remove()
+        if cycle.steps is not None:
+            cycle.steps.brings_boundary = None
+        self._hooks = self._join_link = cycle.sharded = None
+        self._guards = []
+        self.by_optimizer = cycle.hooked = cycle.mode.reuse_casts = False
+
+
+def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
+    """(sync, slot, this rank's weight or its part of it) of each FP8Linear."""
+    return ((sync, slot, local_part(weight)) for sync, slot, weight in _weights(model))
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
+    for linear in fp8_linears(model):
+        slots = linear.fp8_slots
+        yield slots.weight_sync, slots.slots[Role.WEIGHT], linear.weight
+
+
+def _require_products(model: nn.Module, resharded: set[nn.Module]) -> None:
+    for linear in fp8_linears(model):
+        fqn = linear.fp8_slots.slots[Role.WEIGHT].fqn
+        if linear in resharded and "weight" not in linear._parameters:
+            raise ConfigurationError(f"{fqn}: FSDP1 took its weight away: wrap with use_orig_params=True")
+        if managed_from_outside(linear, resharded):
+            raise ConfigurationError(
+                f"{fqn}: fully_shard() was called on a module around the prepared model: pass it as attach(module=…)"
+            )
+        shape = multiplied_shape(linear, linear in resharded)
+        if len(shape) != 2 or any(size % ALIGNMENT for size in shape):
+            raise ConfigurationError(
+                f"{fqn}: local weight shape {shape}, expected two dims in multiples of {ALIGNMENT}"
+            )
+        whole = (linear.out_features, linear.in_features)
+        by_block = linear.fp8_slots.recipe.by == "block"
+        if by_block and any(size != of and size % BLOCK for size, of in zip(shape, whole)):
+            raise ConfigurationError(
+                f"{fqn}: local weight shape {shape} of {whole}: tensor parallelism cuts blocks of {BLOCK} x {BLOCK}: "
+                f"split it into multiples of {BLOCK}, or give it another recipe (overrides)"
+            )
+
+
+def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
+    """Parts of one weight, and copies that DDP keeps equal, must have one scale."""
+    by_ddp = ddp_parameters(whole)
+    covered: set[tuple[int, int]] = set()  # Pairs are few, and weights and ranks many.
+    for sync, slot, weight in _weights(model):
+        group, ddp = cycle.group_of(sync), by_ddp.get(id(weight))
+        holder = ddp if ddp is not None else weight.device_mesh if is_dtensor(weight) else None
+        if holder is None or group is None or not cycle.settings.amax_sync or (id(holder), id(group)) in covered:
+            continue
+        ranks = mesh_ranks(weight) if ddp is None else {*dist.get_process_group_ranks(ddp.process_group)}
+        if not ranks <= {*group.ranks}:
+            raise ConfigurationError(
+                f"{slot.fqn}: its weight is shared or sharded by ranks {ranks_text(sorted(ranks))}, but its FP8 state "
+                f"only by ranks {ranks_text(group.ranks)}: pass prepare(group=…) all of them (the whole mesh, or DDP's "
+                "group)"
+            )
+        covered.add((id(holder), id(group)))
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether it has been at work. Some have state before their first step, with a step count of 0."""
+    counts = (state.get("step") if isinstance(state, Mapping) else None for state in optimizer.state.values())
+    return any(count is None or bool(count > 0) for count in counts)
+
+
+def _described_weights(model: nn.Module) -> dict[Slot, WeightDescription]:
+    """Shapes are those of the Linears: sharding and tensor parallelism change the weights only."""
+    by_weight: dict[int, list[FP8Linear]] = {}
+    for linear in fp8_linears(model):
+        stored = stored_parameters(linear)
+        by_weight.setdefault(id(stored[0]) if stored else id(linear), []).append(linear)
+    described = {}
+    for linears in by_weight.values():
+        users = tuple(sorted(linear.fp8_slots.slots[Role.INPUT].fqn for linear in linears))
+        first = linears[0]
+        shape, dtype = (first.out_features, first.in_features), str(first.weight.dtype).removeprefix("torch.")
+        for linear in linears:
+            described[linear.fp8_slots.slots[Role.WEIGHT]] = WeightDescription(shape, dtype, users)
+    return described
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Tensor]]:
+    return ((optimizer, p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigurationError for an optimizer that was made before the model got the parameters that it has now."""
+    current = {id(p) for module in (model, whole) for p in module.parameters()}
+    known = ((p, each.fp8_slots) for each in fp8_linears(model) for p in each.fp8_slots.note.remembered)
+    former = {id(p): (p, slots.slots[Role.WEIGHT].fqn) for p, slots in known if id(p) not in current}
+    for optimizer, parameter in _parameters(optimizers):
+        if id(parameter) in former:
+            _, fqn = former[id(parameter)]
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} holds what was the weight of {fqn} before the model was sharded, "
+                "materialised or given new parameters: it trains nothing that the model uses. Make the optimizer after "
+                "that, then call attach(optimizer=…)"
+            )
+
+
+def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[FP8Linear]:
+    """Warn of trainable FP8 weights that no optimizer holds. Strangers are told of quietly: they may be master copies
+    of such weights, or of another part of the model. Returns the Linears whose weights must then have masters."""
+    if not optimizers:
+        return []
+    held = {id(parameter): parameter for _, parameter in _parameters(optimizers)}
+    own = {id(parameter) for module in (model, whole) for parameter in module.parameters()}
+    strangers = [parameter for key, parameter in held.items() if key not in own and not is_lazy(parameter)]
+    if strangers:
+        logger.info("fp8dist: attach(optimizer=…): %d of its parameters are not the model's", len(strangers))
+    unheld = {
+        linear: weight
+        for linear in fp8_linears(model)
+        for weight in stored_parameters(linear)[:1]
+        if weight.requires_grad and id(weight) not in held
+    }
+    shapes = {parameter.shape for parameter in strangers}
+    missing = {fqn_of(linear): weight for linear, weight in unheld.items() if weight.shape not in shapes}
+    # Masters may also be one flat tensor.
+    if sum(weight.numel() for weight in missing.values()) > sum(parameter.numel() for parameter in strangers):
+        logger.warning(
+            "fp8dist: attach(optimizer=…): %d trainable FP8 weights are in none of the optimizers: %s. If another "
+            "optimizer steps them, give it to attach as well: attach(optimizer=[…])",
+            len(missing),
+            first_few(sorted(missing)),
+        )
+        return []
+    return list(unheld)
+
+
+def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
+    default = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for linear in fp8_linears(model):
+        # Takes the views now: made in a compiled forward, they would be part of its graph.
+        device = compute_device(linear.weight, whole)
+        backend, recipe = cycle.settings.backend, linear.fp8_slots.recipe
+        ops.require_backend(backend, device)
+        if backend == "torch" and recipe.by == "block" and not torch_can(Scaling.BLOCKWISE, device):
+            raise ConfigurationError(
+                f"{linear.fp8_slots.slots[Role.INPUT].fqn}: torch has no block-scaled product on {device}: use "
+                'backend="auto"'
+            )
+        linear.fp8_slots.states(device)
+    for sync in cycle.syncs:
+        if not sync.arena.placed:
+            sync.arena.place(default)

@@ -1,0 +1,254 @@
+"""Where a step ends: hooks on optimizers and on the loss scaler.
+
+The optimizer's step is a place that every rank reaches whatever its modules did. An FP8 module's own
+backward is not: a rank that ran none would not launch, and the others would hang.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.step.step_watch import found_inf, is_real_step, step_frames, untraced, weakly
+
+__all__ = ["BoundaryHooks", "BoundaryOwner", "CompilationWatch", "hooked_optimizers", "unwrap_optimizers"]
+
+_SCALER_STEP = GradScaler.step.__code__
+_SCALER_FRAMES = 8
+"""Calls between a scaler and the optimizer: its own helper, and what schedulers wrap around ``step``."""
+
+
+class BoundaryOwner(Protocol):
+    """What the hooks tell of."""
+
+    def boundary(self, hold: Tensor | None = None) -> None:
+        """A step ends here. ``hold`` non-zero: the loss scaler skips it."""
+
+    def weights_changed(self) -> None:
+        """An attached optimizer has stepped."""
+
+    def reuse_casts(self, allowed: bool) -> None:
+        """Whether weights stand still between now and the next call."""
+
+    def step_skipped(self) -> None:
+        """The loss scaler did not run the optimizer."""
+
+    def scaler_found(self) -> None:
+        """There is a loss scaler: the non-finite amaxes of steps that it skips are to be dropped."""
+
+    def compilation_begins(self) -> None:
+        """torch.compile is about to trace something."""
+
+
+class CompilationWatch:
+    """Tells the owner when torch.compile begins: a compiled forward has no place for a commit, nor has its first run.
+
+    The watch goes with the owner.
+    """
+
+    def __init__(self, owner: BoundaryOwner) -> None:
+        # Here, because it takes a second: torch.optim has imported it, but not everybody has an optimizer.
+        from torch._dynamo.callback import callback_handler
+
+        self._handler = callback_handler
+        alive = weakref.ref(owner)
+
+        def begins(compilation: Any) -> None:
+            living = alive()
+            if living is not None:
+                living.compilation_begins()
+
+        self._callback = callback_handler.register_start_callback(begins)
+        weakref.finalize(owner, self.remove)
+
+    def remove(self) -> None:
+        """End it."""
+        if self._callback in self._handler.start_callbacks:
+            self._handler.remove_start_callback(self._callback)
+
+
+def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
+    """One optimizer or several, out of wrappers that keep theirs in ``.optimizer`` (Accelerate).
+
+    Raises:
+        ConfigurationError: something without step hooks.
+    """
+    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    unwrapped = []
+    for candidate in given:
+        inner = candidate
+        while hasattr(inner, "optimizer"):  # AcceleratedOptimizer inherits the hook methods, but not their hooks.
+            inner = inner.optimizer
+        if not hasattr(inner, "register_step_post_hook"):
+            raise ConfigurationError(
+                f"{type(candidate).__name__} has no step hooks: leave optimizer= out and call manager.step() "
+                "once per optimizer step"
+            )
+        unwrapped.append(inner)
+    if not unwrapped:
+        raise ConfigurationError("optimizer=[] has no optimizer in it")
+    return unwrapped
+
+
+def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
+    """As ``unwrap_optimizers``, of optimizers whose ``step`` calls torch's step hooks.
+
+    Raises:
+        ConfigurationError: one does not.
+    """
+    unwrapped = unwrap_optimizers(optimizer)
+    for inner in unwrapped:
+        # torch's Optimizer.__init__ makes both; a class that does not call it inherits the methods only.
+        step = getattr(type(inner), "step", None)
+        if not getattr(step, "hooked", False) or "_optimizer_step_pre_hooks" not in vars(inner):
+            raise ConfigurationError(
+                f"{type(inner).__name__}.step() does not call torch's step hooks (its __init__ does not call "
+                "Optimizer.__init__): leave optimizer= out and call manager.step() once per optimizer step"
+            )
+    return unwrapped
+
+
+class BoundaryHooks:
+    """Hooks on the optimizers of one manager; the last one's step is the boundary.
+
+    Order of events in ``optimizer.step()``: pre-hook, closure, post-hook. With a closure the
+    backward runs inside, so the boundary is in the post-hook; without one it is in the pre-hook, and
+    the collective may run under the update.
+    """
+
+    def __init__(self, owner: BoundaryOwner, optimizers: Sequence[Optimizer], scaler: Any, is_boundary: bool) -> None:
+        self._owner = owner
+        self._last = weakref.ref(optimizers[-1])  # It holds these hooks.
+        self._is_boundary = is_boundary
+        self._handles: list[RemovableHandle] = []
+        before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
+        self._restore_scaler = self._watch(scaler) if scaler is not None else None
+        self._looked = scaler is not None
+        self._stepped = False
+        self._others_stepped = False  # Since the last boundary: the last one may be skipped then, and is the boundary.
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        if self._restore_scaler is not None:
+            self._restore_scaler()
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _inside_own_step(optimizer):
+            return
+        self._stepped |= optimizer is self._last()
+        if is_real_step(optimizer):
+            self._look_for_scaler()
+        if _has_closure(args, kwargs):
+            # The optimizer may move the weights between two calls of the closure.
+            self._owner.reuse_casts(False)
+        elif self._ends_step(optimizer):
+            if torch._C._current_graph_task_id() != -1:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} steps inside backward(), where gradients of other layers are still to "
+                    'come: use attach(…, boundary="manual") and call manager.step() after each backward'
+                )
+            self._others_stepped = False
+            self._owner.boundary(found_inf(optimizer))
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _inside_own_step(optimizer):
+            return
+        if _has_closure(args, kwargs):
+            self._owner.reuse_casts(True)
+            if self._ends_step(optimizer):
+                self._others_stepped = False
+                self._owner.boundary()
+        if is_real_step(optimizer):
+            self._others_stepped |= optimizer is not self._last()
+            self._owner.weights_changed()
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Whether this step of an optimizer is the boundary: the last one's, if it or another may change parameters."""
+        is_last = optimizer is self._last() and self._is_boundary
+        return is_last and (self._others_stepped or is_real_step(optimizer))
+
+    def _look_for_scaler(self) -> None:
+        """In the first step: a GradScaler that ``attach`` was not given is found where it calls the optimizer."""
+        if self._looked:
+            return
+        self._looked = True
+        step = next(iter(step_frames()), None)
+        frame = None if step is None else step.f_back
+        for _ in range(_SCALER_FRAMES):
+            if frame is None:
+                return
+            scaler = frame.f_locals.get("self") if frame.f_code is _SCALER_STEP else None
+            if isinstance(scaler, GradScaler) and scaler.is_enabled():
+                self._restore_scaler = self._watch(scaler)
+                self._owner.scaler_found()
+                return
+            frame = frame.f_back
+
+    def _watch(self, scaler: Any) -> Callable[[], None]:
+        """GradScaler has no hooks, and a skipped unfused step calls none of the optimizer's."""
+        watched = _WatchedStep(scaler, self)
+        scaler.step = watched
+        alive = weakref.ref(scaler)
+
+        def restore() -> None:
+            living = alive()
+            if living is not None and living.__dict__.get("step") is watched:
+                del living.step
+
+        return restore
+
+    def scaler_steps(self, step: Callable[[], Any], optimizer: Any) -> Any:
+        """The scaler's ``step`` of an optimizer, which it may skip."""
+        self._stepped = False
+        result = step()
+        if not self._stepped and unwrap_optimizers(optimizer)[0] is self._last():
+            self._owner.step_skipped()
+            if self._is_boundary and self._others_stepped:
+                self._others_stepped = False
+                self._owner.boundary()
+        return result
+
+
+class _WatchedStep:
+    """In the place of a scaler's ``step``. Keeps neither scaler nor hooks alive; copies and pickles as the method."""
+
+    def __init__(self, scaler: Any, hooks: BoundaryHooks) -> None:
+        self._scaler, self._hooks = weakref.ref(scaler), weakref.ref(hooks)
+        self._own = scaler.__dict__.get("step")  # Somebody else's, which is not the class's.
+
+    def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        scaler, hooks = self._scaler(), self._hooks()
+
+        def step() -> Any:
+            if self._own is not None:
+                return self._own(optimizer, *args, **kwargs)
+            return type(scaler).step(scaler, optimizer, *args, **kwargs)  # type: ignore[union-attr]
+
+        return step() if hooks is None else hooks.scaler_steps(step, optimizer)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._scaler(), "step")
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # Hooks get the arguments of the unbound step: args[0] is the optimizer itself.
+    given = args[1] if len(args) > 1 else kwargs.get("closure")
+    return given is not None
+
+
+def _inside_own_step(optimizer: Optimizer) -> bool:
+    """Whether this is the ``super().step()`` of a step that called the hooks already."""
+    return any(frame.f_locals["self"] is optimizer for frame in step_frames()[1:])

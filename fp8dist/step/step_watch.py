@@ -1,0 +1,380 @@
+"""The steps of all torch optimizers of the process, as far as they concern one model's FP8 weights.
+
+Scales follow weights at boundaries. An optimizer that steps weights for which no boundary comes would train on with
+scales that stand still, while the loss falls: so its second step is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
+from fp8dist.modules.linear_slots import LinearSlots, Mode
+from fp8dist.state.slots import Slot, first_few
+from fp8dist.sync.groups import local_part
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.graphs import compiled_any
+
+__all__ = [
+    "StepListener",
+    "StepWatch",
+    "found_inf",
+    "fqn_of",
+    "is_real_step",
+    "retire_with",
+    "step_frames",
+    "untraced",
+    "weakly",
+]
+
+logger = logging.getLogger("fp8dist")
+
+_UNCHANGED_STEPS = 3
+_SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
+"""Weights, and elements of each, that are compared before and after so many steps."""
+
+_WRAPPER = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
+"""What torch puts around the ``step`` of each class of optimizers."""
+
+
+class StepListener(Protocol):
+    """What hears of steps."""
+
+    mode: Mode
+
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def after_step(self, optimizer: Optimizer, real: bool) -> None:
+        """It has stepped."""
+
+    def tell_others(self, text: str) -> None:
+        """This rank raises: whoever waits for it should know why."""
+
+
+class StepWatch:
+    """Watches optimizers for the FP8Linears of one model, from ``prepare`` to ``detach``. Goes with its manager.
+
+    A step nested in another optimizer's (Lookahead, SAM, ZeroRedundancyOptimizer) belongs to the outer one.
+    """
+
+    def __init__(self, listener: StepListener, model: weakref.ref[nn.Module]) -> None:
+        self._listener = weakref.ref(listener)  # It holds this: GPU memory must not wait for a cycle to be found.
+        self._model = model
+        self._linears: tuple[weakref.ref[FP8Linear], ...] | None = None
+        self._began = 0
+        self._unrecorded: list[FP8Linear] = []
+        self.brings_boundary: weakref.ref[Optimizer] | None = None
+        """The attached optimizer whose step is the boundary."""
+        self._masters: _Masters | None = None
+        self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        alive = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            living = alive()
+            if living is not None:
+                living._before(optimizer, _is_nested())
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            living = alive()
+            if living is not None:
+                living._after(optimizer, _is_nested())
+
+        self._handles = (
+            register_optimizer_step_pre_hook(untraced(before)),
+            register_optimizer_step_post_hook(untraced(after)),
+        )
+        for handle in self._handles:
+            retire_with(self, handle)
+
+    def remove(self) -> None:
+        """End it."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def linears(self) -> list[FP8Linear]:
+        """The FP8Linears of the model, as they were at ``attach``."""
+        if self._linears is None:  # Not attached yet: some may still be converted.
+            model = self._model()
+            return [] if model is None else list(fp8_linears(model))
+        living = (reference() for reference in self._linears)
+        return [linear for linear in living if linear is not None]
+
+    def expect_masters(self, linears: Sequence[FP8Linear], optimizer: Optimizer) -> None:
+        """Weights that are in no optimizer that ``attach`` was given, though it holds other parameters that may be
+        their master copies: whoever steps those writes to the weights. Local."""
+        self._masters = _Masters(linears, optimizer)
+
+    def attached(self, optimizers: Sequence[Optimizer], by_optimizer: bool) -> None:
+        """``attach`` has placed the state: scales are right for the weights as they are now. Local.
+
+        Args:
+            by_optimizer: the last one's step is the boundary.
+        """
+        model, self._masters = self._model(), None
+        self._linears = () if model is None else tuple(map(weakref.ref, fp8_linears(model)))
+        self._attached = weakref.WeakSet(optimizers)
+        self.brings_boundary = weakref.ref(optimizers[-1]) if by_optimizer else None
+        for linear in self.linears:
+            note = linear.fp8_slots.note
+            note.take(linear, linear.fp8_slots.resharded, attached=True)
+            note.stepped_at, note.skipped, note.unfollowed = -1, None, False
+
+    def take_notes(self, after_step: bool = False) -> None:
+        """Scales are right for the weights as they are now. Local.
+
+        Args:
+            after_step: this is a boundary that the loop called for. What changed the weights before it was a step; but
+                where an optimizer was seen to step, what was written later was not.
+        """
+        listener = self._listener()
+        boundaries = -1 if listener is None else listener.mode.boundaries - 1
+        for linear in self.linears:
+            note = linear.fp8_slots.note
+            seen = note.stepped_at == boundaries and note.written(linear)
+            foreign = after_step and (seen or note.marked_unrecorded)
+            note.take(linear, linear.fp8_slots.resharded)
+            if foreign:
+                note.mark_written()
+
+    @contextlib.contextmanager
+    def kept_notes(self) -> Iterator[None]:
+        """What is written to weights inside is undone there: notes stay. Local."""
+        before = [(linear, linear.fp8_slots.note) for linear in self.linears]
+        kept = [(note.awaited, note.written(linear)) for linear, note in before]
+        try:
+            yield
+        finally:
+            for (linear, note), (awaited, written) in zip(before, kept):
+                note.take(linear, linear.fp8_slots.resharded)
+                note.awaited = awaited
+                if written:
+                    note.mark_written()
+
+    def state_loaded(self, slots: Collection[Slot]) -> None:
+        """The state of these slots is right for the weights that the next forward finds. Local."""
+        for linear in self.linears:
+            if linear.fp8_slots.slots[Role.WEIGHT] in slots:
+                linear.fp8_slots.note.awaited = True
+
+    def held_by(self, optimizer: Optimizer) -> list[FP8Linear]:
+        """The FP8Linears whose weights an optimizer holds."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = []
+        for linear in self.linears:
+            weight = linear._parameters.get("weight")
+            if id(weight) not in held:  # The usual case needs no more than this.
+                slots = linear.fp8_slots
+                if not any(id(p) in held for p in slots.note.holders(linear, slots.resharded)):
+                    continue
+            found.append(linear)
+        return found
+
+    def _before(self, optimizer: Optimizer, nested: bool) -> None:
+        listener = self._listener()
+        if listener is None:
+            return
+        listener.before_step(optimizer)
+        if nested or listener.captures:
+            return
+        self._began, listener.mode.stepping = listener.mode.boundaries, True
+        if self._masters is not None and self._masters.told(optimizer):
+            self._masters = None
+        held = self.held_by(optimizer) if listener.mode.allowed else []
+        self._unrecorded = [each for each in held if each.fp8_slots.note.written_unrecorded(each)]
+        exempt = self.brings_boundary is not None and self.brings_boundary() is optimizer
+        if not exempt and is_real_step(optimizer):
+            again = [each for each in held if each.fp8_slots.note.stepped_at == self._began]
+            late = [linear for linear in again if _is_late(linear.fp8_slots, self._began)]
+            if late:
+                listener.mode.stepping = False
+                text = _second_step(optimizer, late, optimizer in self._attached)
+                listener.tell_others(text)
+                raise ConfigurationError(text)
+
+    def _after(self, optimizer: Optimizer, nested: bool) -> None:
+        listener, real = self._listener(), is_real_step(optimizer)
+        if listener is None:
+            return
+        counts = real and not nested and not listener.captures
+        if not nested:
+            listener.mode.stepping = False
+        unseen = compiled_any()  # Forwards that leave no notes.
+        skipped = found_inf(optimizer)
+        for linear in self.held_by(optimizer):
+            note = linear.fp8_slots.note
+            if not note.awaited:
+                note.take(linear, linear.fp8_slots.resharded)
+            if counts:
+                note.stepped_at, note.skipped = self._began, skipped
+                note.unfollowed = not note.recorded and (note.used or not unseen)
+                note.recorded = note.used = False
+        if not nested:
+            for linear in self._unrecorded:  # Written to between the last forward and this step.
+                linear.fp8_slots.note.mark_written()
+            self._unrecorded = []
+        listener.after_step(optimizer, real)
+
+
+class _Masters:
+    """Whether an optimizer of other parameters changes the weights that it should: told at its fourth step."""
+
+    def __init__(self, linears: Sequence[FP8Linear], optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._steps = 0
+        self._names = first_few(sorted({fqn_of(linear) for linear in linears}))
+        self._seen = [(weakref.ref(linear), _sample(linear)) for linear in linears[:_SAMPLED_WEIGHTS]]
+
+    def told(self, optimizer: Optimizer) -> bool:
+        """Whether there is no more to tell. That optimizer is about to step. Waits for the device, once."""
+        if optimizer is not self._optimizer() or not is_real_step(optimizer):
+            return False
+        self._steps += 1
+        if self._steps <= _UNCHANGED_STEPS:
+            return False
+        living = [(linear, before) for reference, before in self._seen if (linear := reference()) is not None]
+        if living and all(torch.equal(_sample(linear), before) for linear, before in living):
+            logger.warning(
+                "fp8dist: %s has stepped %d times, and the FP8 weights of %s have not changed: the optimizer that "
+                "attach was given holds other parameters, maybe those of a copy of the model",
+                type(optimizer).__name__,
+                _UNCHANGED_STEPS,
+                self._names,
+            )
+        return True
+
+
+def _sample(linear: FP8Linear) -> Tensor:
+    return local_part(linear.fp8_slots.note.stored[0]).detach().flatten()[:_SAMPLED].clone()
+
+
+def fqn_of(linear: FP8Linear) -> str:
+    """The name of a Linear in its model."""
+    return linear.fp8_slots.slots[Role.INPUT].fqn
+
+
+def _is_late(slots: LinearSlots, boundaries: int) -> bool:
+    """Whether a weight that was stepped since the last boundary must not be stepped again: it is cast to FP8. Reads the
+    device if a loss scaler may have skipped that step. ``boundaries``: passed so far."""
+    note, skipped = slots.note, slots.note.skipped
+    used = note.used_at == boundaries or (compiled_any() and note.idle_at != boundaries)
+    return used and slots.weight_sync.every_step and (skipped is None or not bool(skipped))
+
+
+def _second_step(optimizer: Optimizer, late: Sequence[FP8Linear], attached: bool) -> str:
+    names = first_few(sorted({linear.fp8_slots.slots[Role.WEIGHT].fqn for linear in late}))
+    what = (
+        f"{type(optimizer).__name__} is about to step {len(late)} FP8 weights ({names}) a second time, but no step of "
+        "FP8 state has ended since the first: their scales would stand still. "
+    )
+    if attached:
+        return what + (
+            "It is attached, but the step ends with another optimizer, the last one that attach was given: use "
+            'attach(optimizer=[…], boundary="manual") and call manager.step() once per optimizer step'
+        )
+    return what + (
+        "If the optimizer was made after attach() or was not given to it, call attach(optimizer=…) again; or call "
+        "manager.step() once per optimizer step"
+    )
+
+
+def is_real_step(optimizer: Optimizer) -> bool:
+    """Whether a step may change parameters: some learning rate is not 0, as far as the host can tell.
+
+    ``torch.distributed.checkpoint.state_dict`` makes an optimizer's state by a step with a learning rate of 0.
+    """
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return any(rate is None or _on_gpu(rate) or bool(rate != 0) for rate in rates)
+
+
+def _on_gpu(rate: Any) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+
+
+def found_inf(optimizer: Optimizer) -> Tensor | None:
+    """What GradScaler tells a fused optimizer, which is called also when the step is to be skipped."""
+    found = getattr(optimizer, "found_inf", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _is_nested() -> bool:
+    return len(step_frames()) > 1
+
+
+def step_frames() -> list[FrameType]:
+    """The frames of torch's wrappers around the steps that are under way in this thread, innermost first. The optimizer
+    is their local "self".
+
+    Frames tell what a count could not: a step that raises calls no hook. A compiled step has no such frame.
+    """
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _WRAPPER:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, left out of what torch.compile traces of an optimizer's step."""
+    disabled: Callable[..., None] = _disable_dynamo(hook)  # Imports Dynamo at its first call only.
+    return disabled
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep the method's object: torch keeps what it must not trace in a cycle."""
+    alive = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        living = alive()
+        if living is not None:
+            living(*args)
+
+    return hook
+
+
+def retire_with(owner: object, handle: RemovableHandle) -> None:
+    """Take a step hook off when its owner dies.
+
+    That may be inside a step, while torch iterates over the hooks, which must not become fewer then: the hook becomes
+    one that does nothing, and is removed when the next owner comes.
+    """
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:
+        for key in [key for key, hook in hooks.items() if hook is _retired]:
+            del hooks[key]
+    weakref.finalize(owner, _retire, weakref.ref(hooks) if hooks is not None else None, handle.id)
+
+
+def _retire(hooks: weakref.ref[Any] | None, key: int) -> None:
+    living = None if hooks is None else hooks()
+    if living is None or key not in living:
+        return
+    if step_frames():
+        living[key] = _retired
+    else:
+        del living[key]
+
+
+def _retired(*_: Any) -> None:
+    """In the place of a hook whose owner is gone."""

@@ -1,0 +1,426 @@
+"""The one collective of a step, and the commit that follows from it.
+
+Life of an arena's sync::
+
+    IDLE ──launch──▶ IN_FLIGHT ──boundary──▶ DUE ──settle (any reader)──▶ IDLE
+                      │    ▲
+                      └────┘ launch again before the boundary: results merge
+
+A step that is captured into a CUDA graph goes through it once, on the host; what a replay proved is taken up by
+``poll``.
+
+``settle`` is local: it waits for a collective that was started, and never starts one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8dist.errors import ConfigurationError, SyncError
+from fp8dist.state.arena import Arena
+from fp8dist.sync.groups import SyncGroup, ranks_text
+from fp8dist.sync.roll_call import roll_call
+from fp8dist.sync.waits import Waits, clock_of
+from fp8dist_kernels.graphs import capturing
+from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_SCALE_LOW, WORD_STEP, WORDS
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
+from fp8dist_kernels.reference.update import OUTCOME
+
+__all__ = ["ArenaSync", "Evidence", "Phase", "Proof", "SyncCounters", "Verdict"]
+
+_NEUTRAL_WORD = torch.iinfo(torch.int32).min
+
+
+class Phase(enum.Enum):
+    """Where an arena is between two boundaries."""
+
+    IDLE = "idle"
+    IN_FLIGHT = "in flight"
+    DUE = "due"
+
+
+@dataclass
+class SyncCounters:
+    """What communication this arena caused, on this rank."""
+
+    collectives: int = 0
+    bytes: int = 0
+    wait_s: float = 0.0
+
+
+class Evidence(NamedTuple):
+    """What this rank sent: header words, int32[4], and scales, float32[2, n]; and which counters the commit, or those
+    since the last poll, have raised: bool[3, n]."""
+
+    words: Tensor
+    scales: Tensor
+    flags: Tensor
+
+
+class Proof(NamedTuple):
+    """What one sync proved, or several that were replayed since a poll.
+
+    ``differs``: of "manifest", "step", "scale" those about which ranks disagreed. ``nonfinite``: an amax was not
+    finite. ``saturated``: a sharded weight was cast beyond its scale. ``tripped``: slots gave reason to fall back.
+    ``replays``: commits in CUDA graphs that this is about, and the ``collectives`` in them; 0 if it is about a step
+    that the host took.
+    """
+
+    differs: tuple[str, ...]
+    nonfinite: bool
+    saturated: bool
+    tripped: bool
+    replays: int
+    collectives: int
+
+
+class Verdict:
+    """A Proof on its way to the host.
+
+    On CUDA the numbers are copied without blocking and read at the next boundary. ``evidence`` is kept
+    only when a launch before that boundary would overwrite it in the arena.
+    """
+
+    def __init__(self, outcome: Tensor, tripped: Tensor | None = None) -> None:
+        """``tripped``: bool[n], None: nobody falls back."""
+        self.immediate = not outcome.is_cuda
+        self._trips = tripped is not None
+        if tripped is not None:
+            outcome = torch.cat([outcome, tripped.any().view(1)])
+        self.evidence: Evidence | None = None
+        self._outcome = outcome
+        if outcome.is_cuda:
+            with torch.cuda.device(outcome.device):
+                self._outcome = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=True)
+                self._outcome.copy_(outcome, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def read(self) -> Proof:
+        """What it says; waits until it is there."""
+        if not self.immediate:
+            self._event.synchronize()
+        counts = list(map(int, self._outcome.tolist()))
+        tripped = self._trips and counts.pop() > 0
+        differs = {
+            "manifest": counts[WORD_MANIFEST],
+            "step": counts[WORD_STEP],
+            "scale": counts[WORD_SCALE_LOW] + counts[WORD_SCALE_HIGH],
+        }
+        nonfinite, saturated, *replayed = counts[WORDS:]
+        kinds = tuple(kind for kind, count in differs.items() if count)
+        replays, collectives = replayed if len(replayed) > 1 else (0, 0)
+        return Proof(kinds, nonfinite > 0, saturated > 0, tripped, replays, collectives)
+
+
+@dataclass
+class ArenaSync:
+    """An arena, the group that shares it, and what is in flight.
+
+    ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``). ``patterns``: which
+    modules it is of, as ``prepare(groups=…)`` named them; none for all others. ``owner``: what errors call the manager.
+    ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such graphs that the host knows of.
+    ``watched``: what this rank saw in a step is kept for ``take_seen``. ``waits``: of this arena, and of all others of
+    its manager.
+    """
+
+    arena: Arena
+    group: SyncGroup | None = None
+    patterns: tuple[str, ...] = ()
+    owner: str = "StateManager"
+    phase: Phase = Phase.IDLE
+    counters: SyncCounters = field(default_factory=SyncCounters)
+    verdict: Verdict | None = None
+    graphed: bool = False
+    replays: int = 0
+    watched: bool = False
+    waits: Waits = field(default_factory=Waits)
+    _seen: Tensor | None = None
+    _work: dist.Work | None = None
+    _merged: Tensor | None = None
+    _in_graph: bool = False  # What is under way is being captured, or was, and the capture failed.
+    _polled: Tensor | None = None  # The arena's counters at the last poll.
+    _hold: Tensor | None = None
+    _drop_nonfinite: bool = False
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a launch is a collective."""
+        return self.group is not None and self.group.size > 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank says what all of the group see."""
+        return self.group is None or self.group.rank == min(self.group.ranks)
+
+    @property
+    def every_step(self) -> bool:
+        """Whether each step ends with a launch and a commit. Else scales are made just in time, and nobody asks for
+        more than what a watch collects."""
+        return self.arena.recipe.delayed or self.arena.fallback is not None
+
+    def step_alone(self, hold: Tensor | None = None) -> None:
+        """A step of an arena that has nothing to launch. Local."""
+        if self.watched:  # Else nothing was recorded.
+            self._keep_seen()
+            self.arena.pending.fill_(DID_NOT_RUN)
+        self.arena.step.add_(1 if hold is None else hold.reshape(()) == 0)
+
+    def watch(self, on: bool) -> None:
+        """Whether what this rank sees from now on is kept for ``take_seen``."""
+        self.watched, self._seen = on, None
+
+    def _keep_seen(self) -> None:
+        if self.watched:
+            amaxes = self.arena.pending
+            if len(self.arena.shards):
+                amaxes = amaxes.index_copy(0, self.arena.shard_slots, self.arena.shards)
+            seen = torch.cat([amaxes[None], self.arena.shares])
+            self._seen = seen if self._seen is None else larger(self._seen, seen)
+            if not self.arena.lanes:  # Else the launch sends them.
+                self.arena.shares.fill_(DID_NOT_RUN)
+
+    def take_seen(self) -> Tensor:
+        """float32[3, n]: what this rank saw in the step that ends: amaxes, shares of saturated elements, of underflows;
+        -1: nothing. Once."""
+        seen, self._seen = self._seen, None
+        assert seen is not None
+        return seen
+
+    def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
+        """Snapshot the arena and start its all-reduce. COLLECTIVE where ``communicates``.
+
+        Before a boundary it may be called several times: the results merge.
+        """
+        self.settle()
+        self._collect()
+        if capturing(self.arena.device):
+            if self.verdict is not None and self.verdict.evidence is None:
+                self._refuse_capture()
+            self._in_graph = True
+        elif self.verdict is not None and self.verdict.evidence is None:
+            self.verdict.evidence = self.evidence()
+        self._keep_seen()
+        self.arena.launch(hold, drop_nonfinite)
+        self._reduce()
+
+    def evidence(self) -> Evidence:
+        """What was sent at the last launch, and seen by the last commit, as copies."""
+        return Evidence(self.arena.words.clone(), self.arena.sent.clone(), self.arena.flags.clone())
+
+    def launch_idle(self) -> None:
+        """Take part in the others' launch without having anything to say. COLLECTIVE.
+
+        For a rank that has run out of data: its step counter and scales are stale, so its header
+        words are the neutral element of MAX.
+        """
+        self.settle()
+        self._collect()
+        self.arena.message[:HEADER] = _NEUTRAL_WORD
+        self.arena.message[HEADER:] = DID_NOT_RUN_BITS
+        self._reduce()
+
+    def _reduce(self) -> None:
+        if self.communicates:
+            assert self.group is not None
+            in_graph = capturing(self.arena.device)
+            with self.failing_by_name():
+                counters = SyncCounters() if in_graph else self.counters
+                self._work = all_reduce_max(self.arena.message, self.group, counters)
+            if in_graph:
+                self.arena.unpolled[OUTCOME].add_(1)
+        self.phase = Phase.IN_FLIGHT
+
+    def _collect(self) -> None:
+        """Bring a launched result home, merged with earlier ones of this step."""
+        if self.phase is not Phase.IN_FLIGHT:
+            return
+        self._wait()
+        if self._merged is None:
+            self._merged = self.arena.message.clone()
+        else:
+            torch.maximum(self._merged, self.arena.message, out=self._merged)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            start = time.perf_counter()
+            work, self._work = self._work, None
+            device = self.arena.device
+            measured = contextlib.nullcontext() if capturing(device) else self.waits.waiting(clock_of(device))
+            with self.failing_by_name(), measured:
+                work.wait()
+            self.counters.wait_s += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def failing_by_name(self, what: str = "") -> Iterator[None]:
+        """What a collective raises inside, a timeout say, becomes a SyncError that says whose it was.
+
+        What was launched is given up: the state stays that of the last commit.
+
+        Args:
+            what: was done. Default: the sync of this step.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.abandon()
+            if not what:  # The step counter cannot be read while a graph is captured.
+                captured = capturing(self.arena.device)
+                what = "the captured FP8 sync" if captured else f"the FP8 sync of step {int(self.arena.step) + 1}"
+            raise self._failure(what, error, time.perf_counter() - start) from error
+
+    def _failure(self, what: str, error: Exception, seconds: float) -> SyncError:
+        assert self.group is not None
+        ranks = self.group.ranks
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return SyncError(
+            f"rank {self.group.rank}: {self.owner}: {what} with ranks {ranks_text(ranks)} failed after "
+            f"{seconds:.1f} s. {roll_call(ranks, error=error)} ({cause})"
+        )
+
+    def pass_boundary(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
+        """What was launched is due for commit; where ``hold`` is non-zero it will wait for the next one."""
+        if self.phase is Phase.IN_FLIGHT:
+            self.phase = Phase.DUE
+            self._hold, self._drop_nonfinite = hold, drop_nonfinite
+
+    def settle(self) -> None:
+        """Commit what is due. Local; does nothing when nothing is due."""
+        if self._in_graph and not capturing(self.arena.device):
+            self._forget_capture()
+        if self.phase is not Phase.DUE:
+            return
+        in_graph = capturing(self.arena.device)
+        if in_graph and not self._in_graph:
+            self._refuse_capture()
+        self._wait()
+        reduced, hold = self.arena.message, self._hold
+        if self._merged is not None:
+            reduced = torch.maximum(self._merged, reduced)
+        self._merged = self._hold = None
+        self.phase, self._in_graph = Phase.IDLE, False
+        outcome = self.arena.commit(reduced, hold)
+        if hold is not None:
+            self.arena.give_back(reduced, hold, self._drop_nonfinite)
+        if in_graph:
+            self.graphed = True
+            self.arena.unpolled[:OUTCOME].add_(outcome)
+        else:
+            self.verdict = Verdict(outcome, self._tripped)
+
+    @property
+    def _tripped(self) -> Tensor | None:
+        return None if self.arena.fallback is None else self.arena.tripped
+
+    def take_tripped(self) -> Tensor:
+        """bool[n]: the slots that gave reason to fall back. Once."""
+        tripped = self.arena.tripped.clone()
+        self.arena.tripped.zero_()
+        return tripped
+
+    def trip(self, places: Sequence[int]) -> None:
+        """These slots gave reason to fall back before the state was saved; it is read at the next boundary. Local."""
+        if places and self.arena.fallback is not None:
+            self.arena.tripped.copy_(self.arena.mask(places))
+            self.verdict = Verdict(torch.zeros(OUTCOME, dtype=torch.bool, device="cpu"), self.arena.tripped.cpu())
+
+    def _refuse_capture(self) -> None:
+        raise ConfigurationError(
+            f"{self.owner}: a CUDA graph is captured, but the last step is not finished on the host: call "
+            "manager.poll() before the capture, and after each replay"
+        )
+
+    def _forget_capture(self) -> None:
+        """A capture ended in the middle of a step: what it launched never ran."""
+        self._work = self._merged = self._hold = None
+        self.phase, self._in_graph = Phase.IDLE, False
+
+    def poll(self) -> None:
+        """What replays proved since the last poll is the verdict now. Local; the last one must have been read."""
+        arena, before = self.arena, self._polled
+        self._polled = arena.counters.clone()
+        if self.graphed:
+            seen = self._polled > (0 if before is None else before)
+            self.verdict = Verdict(arena.unpolled.clone(), self._tripped)
+            self.verdict.evidence = Evidence(arena.words.clone(), arena.sent.clone(), seen)
+            arena.unpolled.zero_()
+
+    def read_verdict(self) -> tuple[Proof, Evidence | None]:
+        """What the last sync proved, or the replays before the last poll, with the evidence if it is kept. It is there
+        once only."""
+        assert self.verdict is not None
+        proof, evidence = self.verdict.read(), self.verdict.evidence
+        self.verdict = None
+        self.replays += proof.replays
+        self.counters.collectives += proof.collectives
+        self.counters.bytes += proof.collectives * self.arena.message.nbytes
+        return proof, evidence
+
+    def drop_nonfinite(self) -> None:
+        """Forget non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
+        for bits in self._waiting():
+            bits.masked_fill_(bits >= INFINITY_BITS, DID_NOT_RUN_BITS)
+
+    def forget(self, where: Tensor) -> None:
+        """Forget history and waiting amaxes of the slots where bool[n] says so: they told of another tensor."""
+        self.arena.forget_history(where)
+        self.arena.shards.masked_fill_(where[self.arena.shard_slots], DID_NOT_RUN)
+        for bits in self._waiting():
+            bits.masked_fill_(where, DID_NOT_RUN_BITS)
+
+    def _waiting(self) -> list[Tensor]:
+        """Amaxes that no commit has taken yet, int32[n] each, to be changed in place."""
+        self._collect()
+        waiting = [self.arena.pending.view(torch.int32)]
+        if self._merged is not None:
+            self.arena.message.copy_(self._merged)
+            amaxes = slice(HEADER, self.arena.send.numel())
+            waiting += [self._merged[amaxes], self.arena.message[amaxes]]
+        return waiting
+
+    def abandon(self) -> None:
+        """Wait for what is in flight and throw it and all pending amaxes away, and what nobody has read yet."""
+        self._wait()
+        self.arena.pending.fill_(DID_NOT_RUN)
+        self.arena.shares.fill_(DID_NOT_RUN)
+        self.arena.tripped.zero_()
+        self._merged = self._hold = self._seen = self.verdict = None
+        self.phase, self._in_graph = Phase.IDLE, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        self._collect()
+        state = dict(self.__dict__)
+        state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
+        state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None, watched=False, _seen=None)
+        state.update(waits=Waits())
+        return state
+
+
+def larger(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise, of float32 that are amaxes or shares; NaN is the largest."""
+    return torch.maximum(a.view(torch.int32), b.view(torch.int32)).view(torch.float32)
+
+
+def all_reduce_max(tensor: Tensor, group: SyncGroup, counters: SyncCounters) -> dist.Work:
+    """Integer MAX over the group, started and counted. COLLECTIVE.
+
+    Amax bits and header words are int32 for this: float MAX loses NaN on gloo and NCCL.
+    """
+    counters.collectives += 1
+    counters.bytes += tensor.numel() * tensor.element_size()
+    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+    assert work is not None
+    return work

@@ -1,0 +1,40 @@
+"""Which version of a kernel runs: Triton's, or plain torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+__all__ = ["BACKENDS", "runs_fused", "why_not_triton"]
+
+BACKENDS = ("auto", "triton", "torch", "reference")
+
+_LEAST_CAPABILITY = (8, 9)
+"""FP8 conversions and products exist from Ada on."""
+
+
+def runs_fused(backend: str, device: torch.device) -> bool:
+    """Whether tensors on ``device`` are worked on by ``fp8dist_kernels.triton``: with "triton" always, with "auto" on
+    GPUs that have FP8."""
+    return backend == "triton" or (backend == "auto" and device.type == "cuda" and why_not_triton(device) is None)
+
+
+@functools.cache
+def why_not_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on ``device``; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":  # Read when kernels are imported, so it does not change later.
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else "it needs a GPU (or TRITON_INTERPRET=1, for tests)"
+    if device.type != "cuda":
+        return f"it does not run on {device.type}"
+    if torch.version.hip is not None:
+        return "these kernels are for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}; FP8 needs 8.9"
+    return None

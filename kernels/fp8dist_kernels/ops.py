@@ -1,0 +1,295 @@
+"""The torch.library ops that FP8 modules and arenas are made of. Each picks its backend inside.
+
+``fp8dist::quantize``          cast to FP8 with a slot's scale, recording its amax
+``fp8dist::quantize_rowwise``  cast with a scale for each row
+``fp8dist::quantize_blocks``   cast with a scale for each block
+``fp8dist::observe``           record an amax only
+``fp8dist::measure``           record which shares of a tensor a cast cut off, and lost
+``fp8dist::matmul``            scaled FP8 product, NT layout
+``fp8dist::launch``            snapshot of an arena for its collective
+``fp8dist::commit``            what follows from the collective's result
+
+They change what their schemas say, and nothing else. Whether a slot is cold, or ranks agree, is read from device
+memory inside the op: a flag on the host would be burnt into compiled and captured graphs.
+
+``backend``: "triton", "torch" (``torch._scaled_mm`` and eager operations), "reference" (float32 products), or "auto":
+on GPUs that have FP8 Triton, but for products that ``torch._scaled_mm`` does faster; on a CPU "reference", the faster
+emulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import ConfigurationError
+from fp8dist_kernels.arrays import StateArrays, UpdateRule
+from fp8dist_kernels.backends import runs_fused, why_not_triton
+from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, update
+
+__all__ = [
+    "commit",
+    "launch",
+    "matmul",
+    "measure",
+    "observe",
+    "quantize",
+    "quantize_blocks",
+    "quantize_rowwise",
+    "require_backend",
+]
+
+_LIBRARY = torch.library.Library("fp8dist", "DEF")
+_LIBRARY.define(
+    "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
+    "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
+    "str backend='auto') -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "quantize_rowwise(Tensor x, ScalarType dtype, *, bool power_of_two, bool rows, bool columns, str backend='auto') "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "quantize_blocks(Tensor x, ScalarType dtype, *, int[2] block, bool power_of_two, bool rows, bool columns, "
+    "str backend='auto') -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("observe(Tensor x, Tensor(a!) pending, *, str backend='auto') -> ()")
+_LIBRARY.define(
+    "measure(Tensor x, Tensor inv_scale, ScalarType dtype, Tensor(a!) saturated, Tensor(b!) underflow, *, "
+    "int[2] block, str backend='auto') -> ()"
+)
+_LIBRARY.define(
+    "matmul(Tensor a, Tensor b, Tensor inv_scale_a, Tensor inv_scale_b, ScalarType out_dtype, *, Tensor? bias=None, "
+    "bool fast_accumulation, str backend='auto') -> Tensor"
+)
+_LIBRARY.define("launch(Tensor(a!)[] arrays, Tensor? hold, *, bool drop_nonfinite, str backend='auto') -> ()")
+_LIBRARY.define(
+    "commit(Tensor(a!)[] arrays, Tensor reduced, Tensor? hold, *, int length, int margin, bool power_of_two, "
+    "bool just_in_time, str algorithm, str backend='auto') -> Tensor"
+)
+
+
+def require_backend(backend: str, device: torch.device) -> None:
+    """Raise ConfigurationError where ``backend`` cannot work on ``device``."""
+    if backend == "triton" and why_not_triton(device) is not None:
+        raise ConfigurationError(f'backend="triton" on {device}: {why_not_triton(device)}')
+
+
+def _version(backend: str, device: torch.device, of: Any) -> Any:
+    """The module that holds this backend's version of the kernels of ``of``."""
+    if not runs_fused(backend, device):
+        return of
+    require_backend(backend, device)
+    # Here, because Triton may not be there.
+    from fp8dist_kernels import triton as fused
+
+    return fused.version_of(of)
+
+
+def _quantize(x: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _version(backend, x.device, casts).quantize(x, *slot, **options)
+
+
+def _quantize_rowwise(
+    x: Tensor, dtype: torch.dtype, *, backend: str = "auto", **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _version(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
+
+
+def _quantize_blocks(
+    x: Tensor, dtype: torch.dtype, *, block: Sequence[int], backend: str = "auto", **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _version(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
+
+
+def _observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
+    _version(backend, x.device, magnitude).observe(x, pending)
+
+
+def _measure(
+    x: Tensor,
+    inv_scale: Tensor,
+    dtype: torch.dtype,
+    saturated: Tensor,
+    underflow: Tensor,
+    *,
+    block: Sequence[int],
+    backend: str = "auto",
+) -> None:
+    _version(backend, x.device, shares).measure(x, inv_scale, dtype, saturated, underflow, block=tuple(block))
+
+
+def _matmul(a: Tensor, *rest: Any, **options: Any) -> Tensor:
+    kind = a.device.type
+    if torch.is_autocast_enabled(kind):  # Autocast would reach into the product and change its dtype.
+        with torch.autocast(kind, enabled=False):
+            return _product(a, *rest, **options)
+    return _product(a, *rest, **options)
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast_accumulation: bool,
+    backend: str = "auto",
+) -> Tensor:
+    if runs_fused(backend, a.device):
+        require_backend(backend, a.device)
+        from fp8dist_kernels.triton import matmuls as fused_matmuls
+        from fp8dist_kernels.triton import tiles
+
+        scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b)
+        problem = tiles.Problem(a.shape[0], b.shape[0], a.shape[1], scaling, fast_accumulation)
+        if (
+            backend == "triton"
+            or not matmuls.torch_can(scaling, a.device)
+            or tiles.faster_than_torch(problem, a.device)
+        ):
+            return fused_matmuls.matmul(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+    if backend == "torch" or (backend == "auto" and a.is_cuda):
+        return matmuls.matmul_torch(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+    if backend in ("auto", "reference"):
+        return matmuls.matmul_reference(a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+    raise ConfigurationError(f"unknown backend {backend!r}")
+
+
+def _launch(arrays: Sequence[Tensor], hold: Tensor | None, *, drop_nonfinite: bool, backend: str = "auto") -> None:
+    state = StateArrays(*arrays)
+    _version(backend, state.pending.device, update).launch(state, hold, drop_nonfinite)
+
+
+def _commit(
+    arrays: Sequence[Tensor],
+    reduced: Tensor,
+    hold: Tensor | None,
+    *,
+    length: int,
+    margin: int,
+    power_of_two: bool,
+    just_in_time: bool,
+    algorithm: str,
+    backend: str = "auto",
+) -> Tensor:
+    rule = UpdateRule(length, margin, power_of_two, just_in_time, algorithm)  # type: ignore[arg-type]
+    return _version(backend, reduced.device, update).commit(StateArrays(*arrays), rule, reduced, hold)
+
+
+def _padded(tokens: Any) -> Any:
+    """Tokens in a transposed copy. ``tokens`` may be symbolic."""
+    alignment = casts.TOKEN_ALIGNMENT
+    return (tokens + alignment - 1) // alignment * alignment
+
+
+def _quantize_fake(
+    x: Tensor, scale: Tensor, cold: Tensor, pending: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, features = x.shape
+    return (
+        x.new_empty((tokens, features) if rows else (0,), dtype=dtype),
+        x.new_empty((features, _padded(tokens)) if columns else (0,), dtype=dtype),
+        torch.empty_like(scale),
+    )
+
+
+def _quantize_rowwise_fake(
+    x: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, features = x.shape
+    return (
+        x.new_empty((tokens, features) if rows else (0,), dtype=dtype),
+        x.new_empty((tokens, 1) if rows else (0,), dtype=torch.float32),
+        x.new_empty((features, _padded(tokens)) if columns else (0,), dtype=dtype),
+        x.new_empty((features, 1) if columns else (0,), dtype=torch.float32),
+    )
+
+
+def _quantize_blocks_fake(
+    x: Tensor, dtype: torch.dtype, *, block: Sequence[int], rows: bool, columns: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def inverse(lines: Any, length: Any) -> Tensor:
+        height, width = block
+        down, across = -(-lines // height), -(-length // width)
+        if height > 1:
+            return x.new_empty((down, across), dtype=torch.float32)
+        return x.new_empty((across, down), dtype=torch.float32).t()
+
+    (tokens, features), nothing = x.shape, x.new_empty(0, dtype=torch.float32)
+    return (
+        x.new_empty((tokens, features) if rows else (0,), dtype=dtype),
+        inverse(tokens, features) if rows else nothing,
+        x.new_empty((features, _padded(tokens)) if columns else (0,), dtype=dtype),
+        inverse(features, tokens) if columns else torch.empty_like(nothing),
+    )
+
+
+def _nothing_fake(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _matmul_fake(
+    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, out_dtype: torch.dtype, **_: Any
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _commit_fake(arrays: Sequence[Tensor], reduced: Tensor, hold: Tensor | None, **_: Any) -> Tensor:
+    return reduced.new_empty(update.OUTCOME, dtype=torch.bool)
+
+
+def _provide(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8dist::{name}", fake, lib=_LIBRARY)
+
+
+_provide("quantize", _quantize, _quantize_fake)
+_provide("quantize_rowwise", _quantize_rowwise, _quantize_rowwise_fake)
+_provide("quantize_blocks", _quantize_blocks, _quantize_blocks_fake)
+_provide("observe", _observe, _nothing_fake)
+_provide("measure", _measure, _nothing_fake)
+_provide("matmul", _matmul, _matmul_fake)
+_provide("launch", _launch, _nothing_fake)
+_provide("commit", _commit, _commit_fake)
+
+quantize = torch.ops.fp8dist.quantize.default
+"""``(x[tokens, features], scale, cold, pending, dtype, …) -> (rows, columns, inv_scale)``.
+
+``scale``, ``cold`` (bool) and ``pending`` are the 0-d places of one slot. With ``record`` the amax of x
+goes into ``pending``. A cold slot with ``just_in_time`` is cast with its own amax (scale 1 if that is 0 or
+not finite). With ``outgrown`` (a number above 0), so is an x that has outgrown the scale of a hot slot: its amax is
+finite, and ``amax * scale > outgrown * fp8_max`` in float32. The slot itself does not change, nor become cold.
+``inv_scale`` is a new 0-d tensor, the one these bytes were cast with: it stays right when a later commit
+changes the slot's scale."""
+
+quantize_rowwise = torch.ops.fp8dist.quantize_rowwise.default
+"""``(x[tokens, features], dtype, …) -> (rows, inv_scale[tokens, 1], columns, inv_scale[features, 1])``: a scale for
+each row of either copy, from its own amax."""
+
+quantize_blocks = torch.ops.fp8dist.quantize_blocks.default
+"""``(x[tokens, features], dtype, block=(1, 128) or (128, 128), …) -> (rows, inv_scale, columns, inv_scale)``: a scale
+for each block of either copy, from its own amax."""
+
+observe = torch.ops.fp8dist.observe.default
+"""``(x, pending)``: record the amax of x (any shape) in a slot's place."""
+
+measure = torch.ops.fp8dist.measure.default
+"""``(x[tokens, features], inv_scale, dtype, saturated, underflow, block=…)``: record, in two 0-d places, which share of
+``x`` a cast with these scales saturates, and which it flushes to zero: see ``kernels.shares.measure``."""
+
+matmul = torch.ops.fp8dist.matmul.default
+"""``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
+of the inverse scales say how they apply: see ``kernels.matmuls``."""
+
+launch = torch.ops.fp8dist.launch.default
+"""``(arrays, hold, …)``: see ``kernels.update.launch``. ``arrays``: the fields of a ``StateArrays``."""
+
+commit = torch.ops.fp8dist.commit.default
+"""``(arrays, reduced, hold, …) -> bool[7]``: see ``kernels.update.commit``. The keywords are those of an
+``UpdateRule``."""

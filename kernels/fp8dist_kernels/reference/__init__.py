@@ -1,0 +1,1 @@
+"""Each kernel in plain torch. It runs anywhere, and says what is right."""

@@ -1,0 +1,125 @@
+"""FP8 casts with many scales: one for each row, or one for each block of 128, all from the tensor's own amaxes.
+
+The transposed copy is cast on its own: a product contracts over its last dim, and the scales must not change along that
+but between blocks. So, except for square blocks, its bytes are no transpose of the row-major copy's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8dist_kernels.reference.casts import padded_transpose, scaled
+from fp8dist_kernels.scaling import scale_from_amax
+
+__all__ = ["BLOCK", "BLOCK_SHAPES", "blocks_along", "quantize_blocks", "quantize_rowwise", "require_block"]
+
+BLOCK = 128
+BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK))
+
+_MAGNITUDE = 0x7FFFFFFF
+
+Copies = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool) -> Copies:
+    """Cast with one scale for each row of either copy.
+
+    A scale is ``scale_from_amax`` of its row, with margin 0; 1 where that amax is 0, Inf or NaN. Inf and NaN
+    become NaN.
+
+    Args:
+        x: [tokens, features], any float dtype, any strides.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        power_of_two: round scales down to powers of two.
+        rows: whether to write the row-major copy: a scale for each token.
+        columns: whether to write the transposed copy: a scale for each feature.
+
+    Returns:
+        (row-major fp8 [tokens, features], its inv_scale float32 [tokens, 1],
+        transposed fp8 [features, tokens rounded up to 16 with zeros], its inv_scale float32 [features, 1]), all
+        contiguous; empty tensors for a copy that was not asked for.
+    """
+    tokens, features = x.shape
+    row_major = _cast(x, dtype, (1, max(1, features)), (tokens, 1), power_of_two) if rows else None
+    transposed = _cast(x, dtype, (max(1, tokens), 1), (1, features), power_of_two) if columns else None
+    return _copies(x, dtype, row_major, transposed)
+
+
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype, *, block: tuple[int, int], power_of_two: bool, rows: bool, columns: bool
+) -> Copies:
+    """Cast with one scale for each block of either copy; blocks at the edges may be smaller.
+
+    Args:
+        block: (1, 128) or (128, 128): rows and columns of a block, in either copy.
+
+    Others as of ``quantize_rowwise``.
+
+    Returns:
+        As ``quantize_rowwise``, but for the scales. (1, 128): float32 [tokens, ceil(features / 128)] and
+        [features, ceil(tokens / 128)], both the transpose of contiguous memory, as GEMMs want them.
+        (128, 128): contiguous [ceil(tokens / 128), ceil(features / 128)] and its transpose, contiguous as well.
+
+    Raises:
+        ValueError: another block.
+    """
+    require_block(block)
+    height, width = block
+    tokens, features = x.shape
+    row_major = transposed = None
+    if rows:
+        row_major = _cast(x, dtype, block, (blocks_along(tokens, height), blocks_along(features, width)), power_of_two)
+    if columns:
+        grid = (blocks_along(tokens, width), blocks_along(features, height))
+        transposed = _cast(x, dtype, (width, height), grid, power_of_two)
+    fp8, inv_scale, fp8_t, inv_scale_t = _copies(x, dtype, row_major, transposed)
+    if block == (1, BLOCK):
+        inv_scale = inv_scale.t().contiguous().t() if rows else inv_scale
+        inv_scale_t = inv_scale_t.t().contiguous().t() if columns else inv_scale_t
+    return fp8, inv_scale, fp8_t, inv_scale_t
+
+
+def require_block(block: tuple[int, int]) -> None:
+    """Raise ValueError unless blocks may have this shape."""
+    if block not in BLOCK_SHAPES:
+        raise ValueError(f"blocks of {block[0]}x{block[1]}; expected 1x{BLOCK} or {BLOCK}x{BLOCK}")
+
+
+def blocks_along(size: int, block: int) -> int:
+    """Blocks that cover ``size``."""
+    return -(-size // block)
+
+
+def _cast(
+    x: Tensor, dtype: torch.dtype, block: tuple[int, int], grid: tuple[int, int], power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """(FP8 [tokens, features], inv_scale float32 [grid])."""
+    tokens, features = x.shape
+    bits = torch.zeros(grid[0] * block[0], grid[1] * block[1], dtype=torch.int32, device=x.device)
+    bits[:tokens, :features] = x.float().view(torch.int32) & _MAGNITUDE
+    one = torch.ones((), device=x.device)
+    limit = torch.full((), torch.finfo(dtype).max, device=x.device)
+    amax = bits.view(grid[0], block[0], grid[1], block[1]).amax((1, 3)).view(torch.float32)
+    scale = scale_from_amax(amax, one, limit, 0, power_of_two)
+    each = scale.repeat_interleave(block[0], 0)[:tokens].repeat_interleave(block[1], 1)[:, :features]
+    return scaled(x, each, dtype).to(dtype).contiguous(), torch.reciprocal(scale)
+
+
+def _copies(
+    x: Tensor, dtype: torch.dtype, row_major: tuple[Tensor, Tensor] | None, transposed: tuple[Tensor, Tensor] | None
+) -> Copies:
+    fp8 = inv_scale = fp8_t = inv_scale_t = None
+    if row_major is not None:
+        fp8, inv_scale = row_major
+    if transposed is not None:
+        fp8_t = padded_transpose(transposed[0])
+        # ``contiguous`` would keep odd strides of dims of size 1.
+        inv_scale_t = transposed[1].t().clone(memory_format=torch.contiguous_format)
+    nothing, no_scale = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
+    return (
+        nothing if fp8 is None else fp8,
+        no_scale if inv_scale is None else inv_scale,
+        nothing if fp8_t is None else fp8_t,
+        no_scale if inv_scale_t is None else inv_scale_t,
+    )

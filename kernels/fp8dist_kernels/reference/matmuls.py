@@ -1,0 +1,226 @@
+"""Scaled FP8 matrix products, NT layout: both operands are row-major with the contracted dim last."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fp8dist_kernels.reference.casts import dequantize
+
+__all__ = [
+    "ALIGNMENT",
+    "SCALE_BLOCK",
+    "Scaling",
+    "block_scales_for_torch",
+    "column_major",
+    "matmul_reference",
+    "matmul_torch",
+    "product_of_nothing",
+    "require_layout",
+    "scaling_of",
+    "torch_can",
+]
+
+ALIGNMENT = 16
+"""cuBLASLt wants the contracted dim and the rows of ``b`` in multiples of 16. The CPU accepts
+anything; it is held to the same rule, so that a test that passes on a CPU means something."""
+
+SCALE_BLOCK = 128
+"""Elements of the contracted dim, and rows of ``b``, that share a scale under block scaling."""
+
+_HOPPER = 9
+
+
+class Scaling(Enum):
+    """What one scale belongs to, for a [m, k] and b [n, k]. The shapes of the inverse scales tell."""
+
+    TENSORWISE = "tensorwise"  # one each: any shape with one element
+    ROWWISE = "rowwise"  # a [m, 1], b [n, 1]
+    BLOCKWISE = "blockwise"  # a [m, ceil(k / 128)] (1 x 128), b [ceil(n / 128), ceil(k / 128)] (128 x 128)
+    BLOCKWISE_1D = "blockwise_1d"  # a [m, ceil(k / 128)], b [n, ceil(k / 128)] (1 x 128 both)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether scales change along the contracted dim. Then products add up in float32 after each block."""
+        return self in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D)
+
+
+def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor) -> Scaling:
+    """Which scaling the shapes of the inverse scales mean.
+
+    Where a shape fits two kinds, they mean the same product. Strides are free.
+
+    Raises:
+        ValueError: they fit none, or are not float32.
+    """
+    if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:
+        raise ValueError(f"inverse scales must be float32, got {inv_scale_a.dtype} and {inv_scale_b.dtype}")
+    if inv_scale_a.numel() == 1 and inv_scale_b.numel() == 1:
+        return Scaling.TENSORWISE
+    (m, k), n = a.shape, b.shape[0]
+    blocks = _blocks(k)
+    shapes = (tuple(inv_scale_a.shape), tuple(inv_scale_b.shape))
+    if shapes == ((m, 1), (n, 1)):
+        return Scaling.ROWWISE
+    if shapes == ((m, blocks), (_blocks(n), blocks)):
+        return Scaling.BLOCKWISE
+    if shapes == ((m, blocks), (n, blocks)):
+        return Scaling.BLOCKWISE_1D
+    raise ValueError(
+        f"inverse scales of shapes {shapes[0]} and {shapes[1]} for a {(m, k)} and b {(n, k)}: expected one element "
+        f"each (tensorwise), {(m, 1)} and {(n, 1)} (row-wise), {(m, blocks)} and {(_blocks(n), blocks)} (1x128 by "
+        f"128x128), or {(m, blocks)} and {(n, blocks)} (1x128 by 1x128)"
+    )
+
+
+def torch_can(scaling: Scaling, device: torch.device) -> bool:
+    """Whether torch has a product with such scales on ``device``: with scales of blocks on Hopper only."""
+    if not scaling.in_blocks:
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
+
+
+def matmul_torch(
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``(a * inv_scale_a) @ (b * inv_scale_b).T + bias`` by torch's own scaled product (cuBLASLt on CUDA).
+
+    Args:
+        a: FP8 [m, k] contiguous. m is free.
+        b: FP8 [n, k] contiguous. n and k are multiples of 16.
+        inv_scale_a: float32, ``inv_scale_b`` likewise; shapes as ``Scaling`` says. Scales of
+            1 x 128 blocks are cheapest as the transpose of contiguous memory: [ceil(k / 128), m] for ``a``.
+        out_dtype: bfloat16, float16 or float32: dtype of the [m, n] result.
+        fast_accumulation: let Hopper accumulate in its reduced-precision registers. Without effect on block-scaled
+            products, which add up in float32 after each block.
+        bias: [n] of any float dtype, added in float32 before the result is rounded.
+
+    Raises:
+        ValueError: layout, alignment or scales that CUDA would refuse; a block-scaled product on a CPU.
+    """
+    require_layout(a, b, bias)
+    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+    if a.numel() == 0 or b.numel() == 0:
+        return product_of_nothing(a, b, out_dtype, bias)
+    if bias is not None and not (bias.dtype == out_dtype and out_dtype.itemsize == 2 and a.is_cuda):
+        # cuBLASLt takes a bias of the result's dtype only, and none with float32.
+        product = matmul_torch(a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation)
+        return product.add_(bias).to(out_dtype)
+    if scaling.in_blocks:
+        return _block_scaled(a, b, inv_scale_a, inv_scale_b, scaling, out_dtype, bias)
+    if scaling is Scaling.ROWWISE:
+        inv_scale_a, inv_scale_b = inv_scale_a.contiguous(), inv_scale_b.t().contiguous()
+    return torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=inv_scale_a,
+        scale_b=inv_scale_b,
+        bias=None if bias is None else bias.contiguous(),
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+
+
+def matmul_reference(
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The same product, dequantised and multiplied in float32. Shapes, bias and errors as ``matmul_torch``, but
+    block-scaled on any device."""
+    require_layout(a, b, bias)
+    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+    if scaling.in_blocks:
+        inv_scale_a = inv_scale_a.repeat_interleave(SCALE_BLOCK, 1)[:, : a.shape[1]]
+        inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 1)[:, : b.shape[1]]
+    if scaling is Scaling.BLOCKWISE:
+        inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 0)[: b.shape[0]]
+    product = dequantize(a, inv_scale_a) @ dequantize(b, inv_scale_b).t()
+    return (product if bias is None else product.add_(bias)).to(out_dtype)
+
+
+def require_layout(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError for operands or a bias that no backend takes."""
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise ValueError("FP8 operands must be contiguous with the contracted dim last")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must have the same last dim, which is contracted")
+    if a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT:
+        raise ValueError(
+            f"FP8 matmul needs k and n in multiples of {ALIGNMENT}, got a {tuple(a.shape)}, b {tuple(b.shape)}"
+        )
+    if bias is not None and (bias.shape != b.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(f"bias must be floating point [{b.shape[0]}], got {bias.dtype} {tuple(bias.shape)}")
+
+
+def product_of_nothing(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """The product of a [m, k] and b [n, k] where m or k is 0: zeros, plus the bias."""
+    product = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    return product if bias is None else product.add_(bias)
+
+
+def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """Scales of blocks as ``torch.nn.functional.scaled_mm`` wants them (ATen's ScaledBlas.cpp checks shapes and
+    strides).
+
+    Returns:
+        [m, blocks] with strides (1, m), not copied if it has them. Then under BLOCKWISE_1D [n, blocks] likewise; else
+        [blocks rounded up to 4, ceil(n / 128)], columns contiguous, padded with zeros.
+    """
+    scale_a = column_major(inv_scale_a)
+    if scaling is Scaling.BLOCKWISE_1D:
+        return scale_a, column_major(inv_scale_b)
+    blocks = inv_scale_b.shape[1]
+    scale_b = inv_scale_b.new_zeros(inv_scale_b.shape[0], -(-blocks // 4) * 4)
+    scale_b[:, :blocks] = inv_scale_b
+    return scale_a, scale_b.t()
+
+
+def column_major(scale: Tensor) -> Tensor:
+    """[lines, blocks] with strides (1, lines): itself, or a copy."""
+    lines = scale.shape[0]
+    if scale.stride() == (1, lines):
+        return scale
+    return torch.empty_strided(scale.shape, (1, lines), dtype=scale.dtype, device=scale.device).copy_(scale)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // SCALE_BLOCK)
+
+
+def _block_scaled(
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    scaling: Scaling,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    if not a.is_cuda:
+        raise ValueError('torch has no block-scaled product on a CPU: use the backend "reference"')
+    lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+    scale_a, scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b, scaling)
+    return functional.scaled_mm(
+        a,
+        b.t(),
+        scale_a,
+        lines,
+        scale_b,
+        lines if scaling is Scaling.BLOCKWISE_1D else squares,
+        bias=bias,
+        output_dtype=out_dtype,
+        use_fast_accum=False,
+    )

@@ -1,0 +1,122 @@
+"""The two state updates of a step: launch (snapshot for the collective) and commit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays, UpdateRule
+from fp8dist_kernels.header import HEADER, WORD_STEP, WORDS, header_agreement
+from fp8dist_kernels.reference.digest import digest_words
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
+from fp8dist_kernels.reference.rings import RingShape, write
+from fp8dist_kernels.scaling import scale_from_amax
+
+__all__ = ["OUTCOME", "commit", "give_back", "launch"]
+
+OUTCOME = WORDS + 3
+"""Elements of what ``commit`` returns: for each header word whether ranks disagree, two alarms, and True: so that
+outcomes can be added up, and the last sum counts them."""
+
+
+def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> None:
+    """Fill ``send`` from the live state: header, then the amaxes seen since the last launch. ``pending`` is -1 after
+    it.
+
+    The header's scale digest is taken here, from live memory: a scale that was damaged after its commit shows. The
+    amaxes of sharded weights are those of ``shards``.
+
+    Args:
+        hold: 0-d or one element; non-zero: a loss scaler skips this optimizer step. Then nothing is sent, and
+            ``pending`` keeps what it has. Decided on the device.
+        drop_nonfinite: forget held amaxes that are not finite.
+    """
+    pending = arrays.pending.view(torch.int32)
+    send, words = arrays.send, arrays.words
+    if len(arrays.shards):
+        pending.index_copy_(0, arrays.shard_slots, arrays.shards.view(torch.int32))
+    digest_words(arrays.scales.view(-1).view(torch.int32), arrays.keys, words.view(torch.int64)[1:])
+    send[:WORDS].copy_(words)
+    torch.bitwise_not(words, out=send[WORDS:HEADER])
+    send[HEADER:].copy_(pending)
+    arrays.sent.copy_(arrays.scales)
+    arrays.pending.fill_(DID_NOT_RUN)
+    if hold is not None:
+        give_back(send, pending, hold, drop_nonfinite)
+        send[HEADER:].masked_fill_(hold.reshape(()).bool(), DID_NOT_RUN_BITS)
+
+
+def give_back(message: Tensor, pending_bits: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
+    """Where ``hold`` is non-zero, let ``pending_bits`` (int32[n]) grow to a message's amaxes: they wait for the next
+    launch. ``message``: int32[8 + n], may have been reduced. Else as ``launch``."""
+    bits = message[HEADER:]
+    keep = hold.reshape(()).bool()
+    if drop_nonfinite:
+        keep = keep & (bits < INFINITY_BITS)
+    torch.maximum(pending_bits, torch.where(keep, bits, DID_NOT_RUN_BITS), out=pending_bits)
+
+
+def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor | None) -> Tensor:
+    """History rolls, scales are recomputed, the step counter goes up.
+
+    If the ranks do not agree about manifest or step, the amaxes are not ours to take: nothing is mixed in. After
+    a disagreement about scales they are: the commit makes the scales equal again. A weight that is sharded takes its
+    amax where any rank ran one of its users.
+
+    Args:
+        reduced: int32[8 + n], ``send`` after the collective.
+        hold: where it is non-zero this is no step, and no amax is taken.
+
+    Returns:
+        bool[7]: whether the ranks disagree about each of the four header words; whether a slot saw a non-finite amax;
+        whether a sharded weight was cast beyond its scale; True.
+    """
+    agreement, trusted = _judge(reduced, hold)
+    bits = reduced[HEADER:]
+    if len(arrays.shards):
+        ran = bits[arrays.shard_users].amax(1) >= 0
+        amaxes = torch.where(ran, bits[arrays.shard_slots], DID_NOT_RUN_BITS)
+        bits = bits.index_copy(0, arrays.shard_slots, amaxes)
+    if trusted is not True:
+        bits = torch.where(torch.as_tensor(trusted, device=bits.device), bits, DID_NOT_RUN_BITS)
+    amax = bits.view(torch.float32)
+    taken, nonfinite, saturated = arrays.flags[TAKEN], arrays.flags[NONFINITE], arrays.flags[SATURATED]
+    torch.ge(bits, INFINITY_BITS, out=nonfinite)
+    torch.ge(bits, 0, out=taken).bitwise_xor_(nonfinite)
+    scale, inv_scale = arrays.scales
+    torch.gt(amax * scale, arrays.rounds_to_max, out=saturated).bitwise_and_(taken)
+    if rule.just_in_time:
+        # What was cast just in time cannot exceed its own scale: saturated and not cold.
+        torch.gt(saturated, arrays.cold, out=saturated)
+    ring, count = RingShape(rule.length), arrays.counters[TAKEN]
+    window_max = write(arrays.history, arrays.block_max, count, arrays.row_start, ring, amax, taken)
+    arrays.counters.add_(arrays.flags)
+    torch.where(taken, amax, arrays.amax, out=arrays.amax)
+    arrays.cold.bitwise_and_(arrays.amax <= 0)
+    if rule.algorithm != "none":
+        largest = window_max if rule.algorithm == "max" else arrays.amax
+        scale_from_amax(largest, scale, arrays.fp8_max, rule.margin, rule.power_of_two, taken, out=scale)
+        torch.reciprocal(scale, out=inv_scale)
+    arrays.words[WORD_STEP].add_(1 if hold is None else hold.reshape(()) == 0)
+    beyond = saturated[arrays.shard_slots].any() if len(arrays.shards) else None
+    return _outcome(agreement, nonfinite.any(), beyond)
+
+
+def _judge(reduced: Tensor, hold: Tensor | None) -> tuple[Tensor | list[bool], Tensor | bool]:
+    """(agreement of the header words, whether the amaxes may be taken). On the CPU this is eight ints, compared on the
+    host."""
+    if reduced.is_cuda:
+        agreement = header_agreement(reduced)
+        same_step = agreement[: WORD_STEP + 1].all()
+        return agreement, same_step if hold is None else same_step & (hold.reshape(()) == 0)
+    numbers = reduced[:HEADER].tolist()
+    agree = [word == ~complement for word, complement in zip(numbers[:WORDS], numbers[WORDS:])]
+    return agree, all(agree[: WORD_STEP + 1]) and not (hold is not None and bool(hold))
+
+
+def _outcome(agreement: Tensor | list[bool], nonfinite: Tensor, saturated: Tensor | None) -> Tensor:
+    if isinstance(agreement, list):
+        alarms = [bool(nonfinite), saturated is not None and bool(saturated)]
+        return torch.tensor([*(not agree for agree in agreement), *alarms, True], device="cpu")
+    none, always = torch.zeros_like(nonfinite), torch.ones_like(nonfinite)
+    return torch.cat([~agreement, torch.stack([nonfinite, none if saturated is None else saturated, always])])

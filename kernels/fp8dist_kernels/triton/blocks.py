@@ -1,0 +1,309 @@
+"""FP8 casts with many scales: by rows in two passes, by blocks in one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8dist_kernels.reference import blocks as plain
+from fp8dist_kernels.reference.blocks import BLOCK, blocks_along, require_block
+from fp8dist_kernels.reference.casts import padded
+from fp8dist_kernels.triton.launching import on_device_of
+from fp8dist_kernels.triton.magnitude import magnitude_bits
+from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
+from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
+
+__all__ = ["quantize_blocks", "quantize_rowwise"]
+
+_WARPS = 16  # A tile is a block of 128 x 128: 32 elements a thread, as in ``fused.casts``.
+_WARPS_OF_HALF = 8
+
+Copies = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@triton.jit
+def _amax_kernel(
+    x,  # [height, width], strides as given
+    row_bits,  # int32[height], grows
+    column_bits,  # int32[width], grows
+    height,
+    width,
+    row_stride,
+    column_stride,
+    STRAIGHT: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    TILE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    across = tl.cdiv(width, TILE)
+    top = (tl.program_id(0) // across).to(INDEX) * TILE
+    left = (tl.program_id(0) % across).to(INDEX) * TILE
+    row = top + tl.arange(0, TILE).to(INDEX)
+    column = left + tl.arange(0, TILE).to(INDEX)
+    start = x + top.to(tl.int64) * row_stride + left.to(tl.int64) * column_stride
+    places = start + ((row - top)[:, None] * row_stride + (column - left)[None, :] * column_stride)
+    bits = magnitude_bits(tl.load(places, mask=(row < height)[:, None] & (column < width)[None, :], other=0.0))
+    if STRAIGHT:
+        tl.atomic_max(row_bits + row, tl.max(bits, 1), mask=row < height, sem="relaxed")
+    if FLIPPED:
+        tl.atomic_max(column_bits + column, tl.max(bits, 0), mask=column < width, sem="relaxed")
+
+
+@triton.jit
+def _scale(bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    return scale_from_amax(bits.to(tl.float32, bitcast=True), 1.0, FP8_MAX, 0, POWER_OF_TWO)
+
+
+@triton.jit
+def _scaled_strip(
+    x, row, row_bits, inv_scale, height, line_stride,
+    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """A strip times the scale of each row. Those scales' inverses are written."""
+    amax = tl.load(row_bits + row, mask=row < height, other=0) if GIVEN else tl.max(magnitude_bits(x), 1)
+    scale = _scale(amax, FP8_MAX, POWER_OF_TWO)
+    tl.store(inv_scale + row.to(tl.int64) * line_stride, inverse(scale), mask=row < height)
+    return scaled(x, scale[:, None])
+
+
+@triton.jit
+def _write_straight(
+    out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, out_width, line_stride,
+    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
+    row = top + tl.arange(0, TALL // 4).to(INDEX) * 4
+    a = _scaled_strip(a, row, bits, inv_scale, height, line_stride, FP8_MAX, POWER_OF_TWO, GIVEN)
+    b = _scaled_strip(b, row + 1, bits, inv_scale, height, line_stride, FP8_MAX, POWER_OF_TWO, GIVEN)
+    c = _scaled_strip(c, row + 2, bits, inv_scale, height, line_stride, FP8_MAX, POWER_OF_TWO, GIVEN)
+    d = _scaled_strip(d, row + 3, bits, inv_scale, height, line_stride, FP8_MAX, POWER_OF_TWO, GIVEN)
+    store_straight(out, a, b, c, d, top, left, height, out_width, TALL, WIDE, INDEX)
+
+
+@triton.jit
+def _write_flipped(
+    out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, out_width, line_stride,
+    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TALL, WIDE, INDEX)
+    column = left + tl.arange(0, WIDE).to(INDEX)
+    if GIVEN:
+        amax = tl.load(bits + column, mask=column < width, other=0)
+    else:
+        upper = tl.maximum(magnitude_bits(a), magnitude_bits(b))
+        lower = tl.maximum(magnitude_bits(c), magnitude_bits(d))
+        amax = tl.max(tl.maximum(upper, lower), 0)
+    scale = _scale(amax, FP8_MAX, POWER_OF_TWO)
+    tl.store(inv_scale + column.to(tl.int64) * line_stride, inverse(scale), mask=column < width)
+    scale = scale[None, :]
+    a, b, c, d = scaled(a, scale), scaled(b, scale), scaled(c, scale), scaled(d, scale)
+    store_flipped(out, a, b, c, d, top, left, width, out_width, TALL, WIDE, INDEX)
+
+
+@triton.jit
+def _lines_kernel(
+    x,  # [height, width], strides as given
+    straight,  # fp8 [height, straight_width]
+    flipped,  # fp8 [width, flipped_width]
+    row_bits,  # GIVEN: int32[height], amaxes of whole rows
+    column_bits,  # GIVEN: int32[width]
+    straight_inverse,  # float32 [height, 1 or blocks], written
+    flipped_inverse,  # float32 [width, 1 or blocks], written
+    height,
+    width,
+    row_stride,
+    column_stride,
+    straight_width,
+    flipped_width,
+    straight_line_stride,
+    straight_block_stride,
+    flipped_line_stride,
+    flipped_block_stride,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    TILE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    # Each copy is written by programs of its own, side by side, so that the second reads from L2: one program for both
+    # would need twice the registers. Half a tile each: whole rows of it for the straight copy, whole columns for the
+    # flipped one.
+    HALF: tl.constexpr = TILE // 2
+    part = tl.program_id(0) % (2 * (STRAIGHT + FLIPPED))
+    tile = tl.program_id(0) // (2 * (STRAIGHT + FLIPPED))
+    across = tl.cdiv(straight_width, TILE)
+    top = (tile // across).to(INDEX) * TILE
+    left = (tile % across).to(INDEX) * TILE
+    flips = part >= 2 if STRAIGHT and FLIPPED else FLIPPED
+    if flips:
+        left += part % 2 * HALF
+        inv_scale = flipped_inverse
+        if not GIVEN:
+            inv_scale += (tile // across).to(tl.int64) * flipped_block_stride
+        _write_flipped(
+            flipped, inv_scale, column_bits, x, top, left, height, width, row_stride, column_stride, flipped_width,
+            flipped_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, TILE, HALF, INDEX,
+        )  # fmt: skip
+    else:
+        top += part % 2 * HALF
+        inv_scale = straight_inverse
+        if not GIVEN:
+            inv_scale += (tile % across).to(tl.int64) * straight_block_stride
+        _write_straight(
+            straight, inv_scale, row_bits, x, top, left, height, width, row_stride, column_stride, straight_width,
+            straight_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, HALF, TILE, INDEX,
+        )  # fmt: skip
+
+
+@triton.jit
+def _squares_kernel(
+    x,  # [height, width], strides as given
+    straight,  # fp8 [height, straight_width]
+    flipped,  # fp8 [width, flipped_width]
+    straight_inverse,  # float32 [down, across] of tiles, written
+    flipped_inverse,  # float32 [across, down], written
+    height,
+    width,
+    row_stride,
+    column_stride,
+    straight_width,
+    flipped_width,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    TILE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    across = tl.cdiv(straight_width, TILE)
+    down = tl.program_id(0) // across
+    right = tl.program_id(0) % across
+    top, left = down.to(INDEX) * TILE, right.to(INDEX) * TILE
+    a, b, c, d = load_strips(x, top, left, height, width, row_stride, column_stride, TILE, TILE, INDEX)
+    upper = tl.maximum(magnitude_bits(a), magnitude_bits(b))
+    lower = tl.maximum(magnitude_bits(c), magnitude_bits(d))
+    scale = _scale(tl.max(tl.max(tl.maximum(upper, lower), 1), 0), FP8_MAX, POWER_OF_TWO)
+    a, b, c, d = scaled(a, scale), scaled(b, scale), scaled(c, scale), scaled(d, scale)
+    if STRAIGHT:
+        tl.store(straight_inverse + tl.program_id(0), inverse(scale))
+        store_straight(straight, a, b, c, d, top, left, height, straight_width, TILE, TILE, INDEX)
+    if FLIPPED:
+        tl.store(flipped_inverse + right.to(tl.int64) * tl.cdiv(flipped_width, TILE) + down, inverse(scale))
+        store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, TILE, TILE, INDEX)
+
+
+def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool) -> Copies:
+    """See ``reference.blocks.quantize_rowwise``. The first pass takes the amaxes of rows and of columns."""
+    if x.numel() == 0:
+        return plain.quantize_rowwise(x, dtype, power_of_two=power_of_two, rows=rows, columns=columns)
+    tokens, features = x.shape
+    copies = _room(x, dtype, (tokens, 1) if rows else (0,), (features, 1) if columns else (0,))
+    bits = torch.zeros(tokens * rows + features * columns, dtype=torch.int32, device=x.device)
+    page = Page.of(x)
+    row_bits, column_bits = page.sides(bits[: tokens * rows], bits[tokens * rows :])
+    with on_device_of(x):
+        _amax_kernel[(page.tiles(BLOCK, BLOCK),)](
+            page.x,
+            row_bits,
+            column_bits,
+            *page.x.shape,
+            *page.x.stride(),
+            STRAIGHT=row_bits.numel() > 0,
+            FLIPPED=column_bits.numel() > 0,
+            TILE=BLOCK,
+            INDEX=page.index(BLOCK, BLOCK),
+            num_warps=_WARPS,
+        )
+        _cast_lines(page, copies, (row_bits, column_bits), power_of_two)
+    return copies
+
+
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype, *, block: tuple[int, int], power_of_two: bool, rows: bool, columns: bool
+) -> Copies:
+    """See ``reference.blocks.quantize_blocks``."""
+    require_block(block)
+    if x.numel() == 0:
+        return plain.quantize_blocks(x, dtype, block=block, power_of_two=power_of_two, rows=rows, columns=columns)
+    tokens, features = x.shape
+    down, across = blocks_along(tokens, BLOCK), blocks_along(features, BLOCK)
+    page = Page.of(x)
+    with on_device_of(x):
+        if block == (BLOCK, BLOCK):
+            copies = _room(x, dtype, (down, across) if rows else (0,), (across, down) if columns else (0,))
+            _cast_squares(page, copies, power_of_two)
+            return copies
+        copies = _room(x, dtype, (across, tokens) if rows else (0,), (down, features) if columns else (0,))
+        if rows:
+            copies = (copies[0], copies[1].t(), *copies[2:])
+        if columns:
+            copies = (*copies[:3], copies[3].t())
+        _cast_lines(page, copies, None, power_of_two)
+    return copies
+
+
+def _room(x: Tensor, dtype: torch.dtype, row_scales: tuple[int, ...], column_scales: tuple[int, ...]) -> Copies:
+    """Memory for the copies and their scales; ``(0,)``: none of either."""
+    tokens, features = x.shape
+    return (
+        torch.empty((0,) if row_scales == (0,) else (tokens, features), dtype=dtype, device=x.device),
+        torch.empty(row_scales, dtype=torch.float32, device=x.device),
+        torch.empty((0,) if column_scales == (0,) else (features, padded(tokens)), dtype=dtype, device=x.device),
+        torch.empty(column_scales, dtype=torch.float32, device=x.device),
+    )
+
+
+def _cast_lines(page: Page, copies: Copies, bits: tuple[Tensor, Tensor] | None, power_of_two: bool) -> None:
+    """``bits``: amaxes of the page's whole rows and columns, where those have one scale."""
+    straight, flipped = page.sides(copies[0], copies[2])
+    straight_inverse, flipped_inverse = page.sides(copies[1], copies[3])
+    programs = page.tiles(BLOCK, BLOCK) * 2 * ((straight.numel() > 0) + (flipped.numel() > 0))
+    if programs == 0:
+        return
+    _lines_kernel[(programs,)](
+        page.x,
+        straight,
+        flipped,
+        *(bits or (straight_inverse, flipped_inverse)),
+        straight_inverse,
+        flipped_inverse,
+        *page.lying,
+        *_strides(straight_inverse),
+        *_strides(flipped_inverse),
+        FP8_MAX=torch.finfo(straight.dtype).max,
+        POWER_OF_TWO=power_of_two,
+        STRAIGHT=straight.numel() > 0,
+        FLIPPED=flipped.numel() > 0,
+        GIVEN=bits is not None,
+        TILE=BLOCK,
+        INDEX=page.index(BLOCK, BLOCK),
+        num_warps=_WARPS_OF_HALF,
+    )
+
+
+def _strides(scales: Tensor) -> tuple[int, int]:
+    return (scales.stride(0), scales.stride(1)) if scales.ndim == 2 else (0, 0)
+
+
+def _cast_squares(page: Page, copies: Copies, power_of_two: bool) -> None:
+    straight, flipped = page.sides(copies[0], copies[2])
+    _squares_kernel[(page.tiles(BLOCK, BLOCK),)](
+        page.x,
+        straight,
+        flipped,
+        *page.sides(copies[1], copies[3]),
+        *page.lying,
+        FP8_MAX=torch.finfo(straight.dtype).max,
+        POWER_OF_TWO=power_of_two,
+        STRAIGHT=straight.numel() > 0,
+        FLIPPED=flipped.numel() > 0,
+        TILE=BLOCK,
+        INDEX=page.index(BLOCK, BLOCK),
+        num_warps=_WARPS,
+    )

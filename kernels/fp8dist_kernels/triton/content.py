@@ -1,0 +1,233 @@
+"""The leaves of the checker's digest, of many tensors, in one launch that reads each byte once.
+
+A word needs two keys of its own size. So that they do not come from the cache with every word, a program keeps those of
+one tile of a block (2048 words, 8 a thread) in registers and goes with them through many blocks; ``_TILES`` programs do
+so side by side. That is how whole blocks at 16-byte addresses are read. What a tensor has behind its last whole block,
+and all of one that begins elsewhere, is read tile by tile with masks, together with its keys.
+
+The parts of a leaf are added up by atomics: integers wrap, so their order does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, FOLD, as_bytes, block_count
+from fp8dist_kernels.triton.launching import on_device_of, processors
+
+__all__ = ["many_leaves", "row_leaves"]
+
+Integers = npt.NDArray[np.int64]
+
+_WARPS = 8
+_TILE_WORDS = 4 * _WARPS * 64  # A thread has 4 loads of 16 bytes in flight.
+_TILE_BYTES = 8 * _TILE_WORDS
+_TILES = BLOCK_WORDS // _TILE_WORDS
+_PROGRAMS_PER_PROCESSOR = 3
+_REGISTERS = 80  # So that these fit. The compiler would take more and run two.
+_COPIED_AT_ONCE = 1 << 28
+"""Bytes of copies, of tensors that are not contiguous, after which they are launched and forgotten."""
+
+_UNSIGNED_FOLD = tl.constexpr(FOLD & 0xFFFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _tile(pointer, WARPS: tl.constexpr):
+    """[4, 64 * WARPS]: pointers to the words of a tile. A warp reads 512 bytes at once, a thread 16 of them. In two
+    steps, so that the first axis is a constant in the load; not in three axes, which Triton 3.6 lays out badly."""
+    return pointer + tl.arange(0, 64 * WARPS)[None, :] + tl.arange(0, 4)[:, None] * (64 * WARPS)
+
+
+@triton.jit
+def _sum(products, WARPS: tl.constexpr):
+    """int64[WARPS, 1]: of each warp. A sum over all of them would go through shared memory, and all would wait."""
+    return tl.sum(tl.reshape(tl.sum(products, 0), (WARPS, 64)), 1, keep_dims=True)
+
+
+@triton.jit
+def _add(words, key_0, key_1, leaf, WARPS: tl.constexpr):
+    """Add a tile's words under their keys to int64[2] at ``leaf``."""
+    spread = words.to(tl.uint64, bitcast=True) * _UNSIGNED_FOLD
+    folded = (spread ^ (spread >> 32)).to(tl.int64, bitcast=True)
+    # The first thread of each warp adds both sums; 64, as that is how a row of words lies on the threads already.
+    lane = tl.arange(0, 64)[None, :]
+    sums = tl.where(lane == 0, _sum(folded * key_0, WARPS), _sum(folded * key_1, WARPS))
+    here = leaf + tl.broadcast_to(lane, (WARPS, 64))
+    tl.atomic_add(here, sums, mask=tl.broadcast_to(lane < 2, (WARPS, 64)), sem="relaxed")
+
+
+@triton.jit
+def _words_of(address, nbytes, places, WARPS: tl.constexpr):
+    """Words at any address, of which only ``nbytes`` exist; 0 beyond."""
+    content = address.to(tl.pointer_type(tl.uint8))
+    words = tl.zeros_like(places).to(tl.int64)
+    if (address & 7) == 0:
+        words = tl.load(_tile(address.to(tl.pointer_type(tl.int64)), WARPS), mask=places < nbytes // 8, other=0)
+        for i in tl.static_range(7):
+            byte = tl.load(content + (nbytes & -8) + i, mask=i < (nbytes & 7), other=0).to(tl.int64)
+            words |= tl.where(places == nbytes // 8, byte << (8 * i), 0)
+    else:
+        for i in range(tl.minimum(nbytes, 8)):  # Not a constant, so that it is not unrolled: registers.
+            place = places * 8 + i
+            words |= tl.load(content + place, mask=place < nbytes, other=0).to(tl.int64) << (8 * i)
+    return words
+
+
+@triton.jit
+def _add_strip(first, last, rows, tile, keys, leaves, TILES: tl.constexpr, WARPS: tl.constexpr):
+    """One tile of all blocks of a strip."""
+    TILE: tl.constexpr = 256 * WARPS
+    key = _tile(keys + tile * TILE, WARPS)
+    key_0 = tl.load(key)
+    key_1 = tl.load(key + TILES * TILE)
+    for row in range(first, last):
+        address = tl.load(rows + 4 * row) + tile * (8 * TILE)
+        leaf = leaves + 2 * (tl.load(rows + 4 * row + 1) // TILES)
+        content = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+        words = tl.load(_tile(content, WARPS))
+        for left in range(tl.load(rows + 4 * row + 2).to(tl.int32) - 1, -1, -1):
+            content = tl.multiple_of(content + TILES * TILE, 16)
+            ahead = words
+            if left > 0:
+                ahead = tl.load(_tile(content, WARPS))  # On its way while the last ones are added.
+            _add(words, key_0, key_1, leaf, WARPS)
+            words = ahead
+            leaf += 2
+
+
+@triton.jit
+def _add_share(first, last, rows, keys, leaves, TILES: tl.constexpr, WARPS: tl.constexpr):
+    """All tiles of a share."""
+    TILE: tl.constexpr = 256 * WARPS
+    places = _tile(0, WARPS)
+    for row in range(first, last):
+        address = tl.load(rows + 4 * row)
+        place = tl.load(rows + 4 * row + 1)
+        left = tl.load(rows + 4 * row + 3)
+        for _ in range(tl.load(rows + 4 * row + 2)):
+            nbytes = tl.minimum(left, 8 * TILE).to(tl.int32)
+            words = _words_of(address, nbytes, places, WARPS)
+            key = _tile(keys + (place % TILES) * TILE, WARPS)  # After the words: registers.
+            key_0 = tl.load(key, mask=places * 8 < nbytes, other=0)
+            key_1 = tl.load(key + TILES * TILE, mask=places * 8 < nbytes, other=0)
+            _add(words, key_0, key_1, leaves + 2 * (place // TILES), WARPS)
+            address += 8 * TILE
+            place += 1
+            left -= 8 * TILE
+
+
+@triton.jit
+def _leaves_kernel(
+    tables,  # int64: see ``_tables``
+    keys,  # int64[2, TILES * 256 * WARPS]
+    leaves,  # int64[leaves, 2], zeros
+    TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    strip = tables + program // TILES
+    share = tables + programs // TILES + 1 + program
+    rows = tables + programs // TILES + 1 + programs + 1
+    _add_strip(tl.load(strip), tl.load(strip + 1), rows, program % TILES, keys, leaves, TILES, WARPS)
+    _add_share(tl.load(share), tl.load(share + 1), rows, keys, leaves, TILES, WARPS)
+
+
+def many_leaves(tensors: Sequence[Tensor], keys: Tensor) -> tuple[Tensor, list[int]]:
+    """See ``reference.content.ContentDigest``. ``keys``: int64[2, BLOCK_WORDS], where all tensors must be."""
+    sizes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+    counts: list[int] = (-(-sizes // BLOCK_BYTES)).tolist()
+    leaves = torch.zeros(sum(counts), 2, dtype=torch.int64, device=keys.device)
+    start = leaf = 0
+    for batch in _batches(tensors, keys.device):
+        end = start + len(batch)
+        next_leaf = leaf + sum(counts[start:end])
+        addresses = np.array([tensor.data_ptr() for tensor in batch], dtype=np.int64)
+        _launch(addresses, sizes[start:end], keys, leaves[leaf:next_leaf])
+        start, leaf = end, next_leaf
+    return leaves, counts
+
+
+def row_leaves(words: Tensor, keys: Tensor) -> Tensor:
+    """See ``reference.content.ContentDigest``. ``keys`` as of ``many_leaves``."""
+    rows, width = words.shape
+    if words.stride(1) != 1:
+        words = words.contiguous()
+    addresses = words.data_ptr() + 8 * words.stride(0) * np.arange(rows, dtype=np.int64)
+    leaves = torch.zeros(rows * block_count(8 * width), 2, dtype=torch.int64, device=keys.device)
+    _launch(addresses, np.full(rows, 8 * width, dtype=np.int64), keys, leaves)
+    return leaves
+
+
+def _batches(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
+    """The tensors as they lie, or copies where that is not their logical order: one batch, but for many copies."""
+    batch: list[Tensor] = []
+    copied = 0
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"it is on {tensor.device}, not on {device}")
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = as_bytes(tensor)
+            copied += tensor.nbytes
+        batch.append(tensor)
+        if copied >= _COPIED_AT_ONCE:
+            yield batch
+            batch, copied = [], 0
+    yield batch
+
+
+def _launch(addresses: Integers, sizes: Integers, keys: Tensor, leaves: Tensor) -> None:
+    """Add the content of that many bytes at each address to its leaves; they follow one another."""
+    if len(leaves) == 0:
+        return
+    strips = max(1, processors(keys.device) * _PROGRAMS_PER_PROCESSOR // _TILES)
+    tables = torch.from_numpy(_tables(addresses, sizes, strips))
+    if keys.is_cuda:  # From pinned memory, so that nobody waits.
+        tables = tables.pin_memory().to(keys.device, non_blocking=True)
+    with on_device_of(keys):
+        _leaves_kernel[(strips * _TILES,)](
+            tables, keys, leaves, TILES=_TILES, WARPS=_WARPS, num_warps=_WARPS, maxnreg=_REGISTERS
+        )
+
+
+def _tables(addresses: Integers, sizes: Integers, strips: int) -> Integers:
+    """What the programs do: int64[strips + 1], the first row of each strip; int64[programs + 1], the first row of each
+    program's share of the rest; and the rows. A row is four numbers: the address, the leaf times ``_TILES`` plus the
+    tile, how many blocks (of a strip) or tiles (of a share), and the bytes from there to the tensor's end.
+
+    Strips are equally long, to a block, and so are shares, to a tile. A row ends where a tensor or a strip does: there
+    are few, however large the tensors are.
+    """
+    blocks = -(-sizes // BLOCK_BYTES)
+    places = (np.cumsum(blocks) - blocks) * _TILES
+    whole = np.where(addresses % 16 == 0, sizes // BLOCK_BYTES, 0)
+    rest = -(-(sizes - whole * BLOCK_BYTES) // _TILE_BYTES)
+    runs, strip = _cut(whole, strips)
+    parts, share = _cut(rest, strips * _TILES)
+    owner = np.concatenate([runs[:, 0], parts[:, 0]])
+    tile = np.concatenate([runs[:, 1] * _TILES, parts[:, 1] + whole[parts[:, 0]] * _TILES])
+    rows = np.empty((len(owner), 4), dtype=np.int64)
+    rows[:, 0] = addresses[owner] + tile * _TILE_BYTES
+    rows[:, 1] = places[owner] + tile
+    rows[:, 2] = np.concatenate([runs[:, 2], parts[:, 2]])
+    rows[:, 3] = sizes[owner] - tile * _TILE_BYTES
+    return np.concatenate([strip, share + len(runs), rows.reshape(-1)])
+
+
+def _cut(counts: Integers, shares: int) -> tuple[Integers, Integers]:
+    """Things of so many units each, in ``shares`` equal shares: int64[r, 3], rows of thing, first unit and units; and
+    int64[shares + 1], the first row of each share."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1])
+    wanted = np.arange(shares + 1, dtype=np.int64) * total // shares
+    cuts = np.unique(np.concatenate([ends, wanted]))
+    starts = cuts[:-1]
+    owner = np.searchsorted(ends, starts, side="right")
+    return np.stack([owner, starts - (ends - counts)[owner], np.diff(cuts)], 1), np.searchsorted(cuts, wanted)

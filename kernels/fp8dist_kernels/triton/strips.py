@@ -1,0 +1,126 @@
+"""Tiles of a matrix that are read once and written twice, straight and flipped.
+
+A tile of [tall, wide] is held as four strips of [tall / 4, wide]: rows 0, 4, 8, …, then rows 1, 5, 9, … and so on. So a
+thread holds, of some columns, four rows that follow each other, and the transposition in shared memory moves words
+instead of bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8dist_kernels.reference.casts import padded
+
+__all__ = ["Page", "load_strips", "scaled", "store_flipped", "store_straight"]
+
+_LARGEST_OFFSET = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Page:
+    """A matrix as it lies in memory: rows along memory, if anything is."""
+
+    x: Tensor
+    """[height, width]: [tokens, features], or on its side."""
+
+    widths: tuple[int, int]
+    """Of the straight and the flipped copy, padding of tokens included."""
+
+    on_its_side: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Page:
+        """Of [tokens, features], any strides. On its side, the copy that is straight is the transposed one."""
+        tokens, features = x.shape
+        if x.stride(0) == 1 and x.stride(1) != 1:
+            return cls(x.t(), (padded(tokens), features), True)
+        return cls(x, (features, padded(tokens)), False)
+
+    @property
+    def lying(self) -> tuple[int, ...]:
+        """Height, width, both strides, and the widths of both copies: as the kernels that write copies take them."""
+        return (*self.x.shape, *self.x.stride(), *self.widths)
+
+    def sides(self, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
+        """(of the straight copy, of the flipped one)."""
+        return (of_columns, of_rows) if self.on_its_side else (of_rows, of_columns)
+
+    def tiles(self, tall: int, wide: int) -> int:
+        """How many cover it; 1 for an empty one."""
+        return max(1, int(triton.cdiv(self.widths[0], wide) * triton.cdiv(self.widths[1], tall)))
+
+    def index(self, tall: int, wide: int) -> Any:
+        """The integer type that holds places in a tile, and rows and columns; the tile's own place is always int64."""
+        farthest = (tall + wide) * max(*self.x.stride(), *self.widths) + max(self.widths)
+        return tl.int64 if farthest > _LARGEST_OFFSET else tl.int32
+
+
+@triton.jit
+def load_strips(
+    x, top, left, height, width, row_stride, column_stride, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
+):
+    """The four strips of a tile, zeros beyond [height, width]."""
+    row = tl.arange(0, TALL // 4).to(INDEX)[:, None] * 4
+    column = tl.arange(0, WIDE).to(INDEX)[None, :]
+    start = x + top.to(tl.int64) * row_stride + left.to(tl.int64) * column_stride
+    # From row to row, because twice a stride may not fit 32 bits where a stride does.
+    first = start + (row * row_stride + column * column_stride)
+    second = first + row_stride
+    third = second + row_stride
+    inside = left + column < width
+    a = tl.load(first, mask=(top + row < height) & inside, other=0.0)
+    b = tl.load(second, mask=(top + row + 1 < height) & inside, other=0.0)
+    c = tl.load(third, mask=(top + row + 2 < height) & inside, other=0.0)
+    d = tl.load(third + row_stride, mask=(top + row + 3 < height) & inside, other=0.0)
+    return a, b, c, d
+
+
+@triton.jit
+def scaled(x, scale):
+    """``x * scale`` in float32, NaN where ``x`` is Inf: a conversion to FP8 saturates what is left. ``scale`` > 0.
+
+    The hardware's conversion saturates Inf as well. So Inf meets a NaN here: ``x * 0 + scale`` is ``scale`` for
+    finite x, exactly, and NaN for others. That costs one instruction, and keeps the sign of zero.
+    """
+    x = x.to(tl.float32)
+    return x * tl.fma(x, tl.zeros_like(x), tl.zeros_like(x) + scale)
+
+
+@triton.jit
+def store_straight(
+    out, a, b, c, d, top, left, height, out_width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
+):
+    """Four float32 strips into contiguous FP8 [height, out_width]."""
+    fp8: tl.constexpr = out.dtype.element_ty
+    row = tl.arange(0, TALL // 4).to(INDEX)[:, None] * 4
+    column = tl.arange(0, WIDE).to(INDEX)[None, :]
+    first = out + (top.to(tl.int64) * out_width + left) + (row * out_width + column)
+    second = first + out_width
+    third = second + out_width
+    inside = left + column < out_width
+    tl.store(first, a.to(fp8), mask=(top + row < height) & inside)
+    tl.store(second, b.to(fp8), mask=(top + row + 1 < height) & inside)
+    tl.store(third, c.to(fp8), mask=(top + row + 2 < height) & inside)
+    tl.store(third + out_width, d.to(fp8), mask=(top + row + 3 < height) & inside)
+
+
+@triton.jit
+def store_flipped(
+    out, a, b, c, d, top, left, width, out_width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
+):
+    """Four float32 strips into contiguous FP8 [width, out_width], transposed."""
+    # [row / 4, column, bit 1 of the row, bit 0 of the row]. Converted here, four rows at a time: they become one word.
+    fp8 = tl.join(tl.join(a, c), tl.join(b, d)).to(out.dtype.element_ty)
+    row = tl.arange(0, WIDE).to(INDEX)[:, None]
+    column = tl.arange(0, TALL).to(INDEX)[None, :]
+    places = out + (left.to(tl.int64) * out_width + top) + (row * out_width + column)
+    tl.store(
+        places,
+        tl.reshape(tl.permute(fp8, (1, 0, 2, 3)), (WIDE, TALL)),
+        mask=(left + row < width) & (top + column < out_width),
+    )

@@ -1,0 +1,11 @@
+"""``python -m launch.train_gpt``."""
+
+from __future__ import annotations
+
+import sys
+
+from launch.train_gpt.job import start
+from launch.train_gpt.ranks import leave
+
+if __name__ == "__main__":
+    leave(start(sys.argv[1:]))

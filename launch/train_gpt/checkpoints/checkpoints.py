@@ -1,0 +1,319 @@
+"""Checkpoints of the job: model, optimizer, FP8 state and progress, with torch.distributed.checkpoint.
+
+Tensors are saved under the model's own names and by place, so a job may go on with another ``--parallel`` and another
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.optim import Optimizer
+
+from fp8dist import StateManager
+from fp8dist.errors import CheckpointError, ConfigurationError
+from launch.train_gpt.checkpoints import folders
+from launch.train_gpt.data import BadInput
+from launch.train_gpt.faults.failures import CheckpointFailed, cause_of, is_of_a_collective
+from launch.train_gpt.options.options import Options, require_usable_checkpoints
+from launch.train_gpt.ranks import Ranks
+
+__all__ = ["Checkpoints", "Loaded"]
+
+SHAPE = ("layers", "width", "heads", "context")
+"""What a checkpoint's model and this job's must have in common."""
+
+COURSE = ("steps", "learning_rate", "batch_size", "accumulate", "seed", "precision", "loss_guard")
+"""What a resumed job may change, and then learns something else than the first would have."""
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint was. ``step``: it was saved after that one; 0: there is none. ``fp8``: it has FP8 state.
+    ``guard``: what ``Guard.describe`` said when it was saved."""
+
+    step: int = 0
+    fp8: bool = False
+    guard: str | None = None
+
+
+class Checkpoints:
+    """Saves every ``--save-every`` steps into ``OUT/checkpoints``, and finds what to go on from. COLLECTIVE."""
+
+    def __init__(self, options: Options, ranks: Ranks) -> None:
+        self.written: Callable[[int], None] | None = None
+        """Called with the step when this rank has written its file, before the checkpoint is whole."""
+        self._options, self._ranks = options, ranks
+        self._parent = folders.of(options.out)
+        self._group: dist.ProcessGroup | None = None
+        self._pending: tuple[int, Future[Any]] | None = None
+        self._aside: list[Path] = []
+
+    # Saving ---------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: Optimizer,
+        manager: StateManager | None,
+        guard: str | None = None,
+    ) -> None:
+        """Save the state after this step. COLLECTIVE.
+
+        Returns when the checkpoint is whole; with ``--async-save`` when its tensors were copied.
+
+        Args:
+            guard: what ``Guard.describe`` says.
+
+        Raises:
+            CheckpointFailed: it could not be written, or the one before.
+        """
+        self.wait()
+        with self._telling_why(step):
+            self._save(step, module, optimizer, manager, guard)
+
+    def _save(
+        self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None, guard: str | None
+    ) -> None:
+        model_state, optimizer_state = get_state_dict(module, optimizer)
+        course = {name: getattr(self._options, name) for name in (*SHAPE, *COURSE, "parallel")}
+        state: dict[str, Any] = {
+            "model": model_state,
+            "optimizer": optimizer_state,
+            "run": {"step": step, "ranks": self._ranks.size, **course},
+        }
+        if guard is not None:
+            state["run"]["guard"] = guard
+        if manager is not None:
+            state["fp8"] = manager
+        writer = _Writer(folders.partial(self._parent, step), lambda: self._tell_written(step))
+        with _no_warning_of_one_process():
+            how: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
+            if self._options.async_save:
+                future = async_save(state, storage_writer=writer, **how)
+                assert isinstance(future, Future)
+                self._pending = step, future
+            else:
+                save(state, storage_writer=writer, **how)
+                self._finish(step)
+
+    def poll(self) -> None:
+        """If a save in the background is done, make its checkpoint whole. Local.
+
+        Raises:
+            CheckpointFailed: it could not be written.
+        """
+        if self._pending is not None and self._pending[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being saved in the background. Local.
+
+        Raises:
+            CheckpointFailed: it could not be written.
+        """
+        if self._pending is not None:
+            (step, future), self._pending = self._pending, None
+            with self._telling_why(step):
+                future.result()
+                self._finish(step)
+
+    @contextlib.contextmanager
+    def _telling_why(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointException, CheckpointError, OSError) as error:
+            if is_of_a_collective(error):
+                raise
+            place = f"rank {self._ranks.rank}: checkpoint of step {step}"
+            raise CheckpointFailed(f"{place} could not be written: {cause_of(error)}") from error
+
+    def _tell_written(self, step: int) -> None:
+        if self.written is not None:
+            self.written(step)
+
+    def _finish(self, step: int) -> None:
+        """Local: a save returns, on the first rank, only after all ranks have written."""
+        if self._ranks.first:
+            folders.finish(self._parent, step)
+            folders.prune(self._parent, self._options.keep)
+
+    # Resuming -------------------------------------------------------------------------------------
+
+    def find(self) -> Path | None:
+        """What to go on from; the first rank looks, and decides for all. COLLECTIVE, before ``save`` and ``load``.
+
+        Raises:
+            BadInput: on all ranks; what is there, or is not, does not fit the flags.
+        """
+        found: list[Path | BadInput | None] = [None]
+        if self._ranks.first:
+            try:
+                found = [self._find()]
+            except BadInput as error:
+                found = [error]
+            except OSError as error:
+                found = [BadInput(f"{self._parent}: {error.strerror or error}")]
+        if self._ranks.backend is not None:
+            dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], BadInput):
+            raise found[0]
+        if self._ranks.backend is not None and (self._options.save_every or found[0] is not None):
+            # Its own, so that what is saved in the background meets nothing of a step; and for CPU objects.
+            timeout = timedelta(seconds=self._options.timeout)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        return found[0]
+
+    def _find(self) -> Path | None:
+        """On the first rank."""
+        options, restarted = self._options, self._ranks.restarts > 0
+        if not restarted:
+            require_usable_checkpoints(options)
+        if options.save_every:
+            self._parent.mkdir(exist_ok=True)
+            for folder in folders.remove_leftovers(self._parent):
+                print(f"removed {folder}, which an earlier run did not finish", file=sys.stderr)
+        of_this_job = folders.newest(self._parent)
+        if restarted and options.save_every and of_this_job is not None:
+            return of_this_job  # From where the job was, not from where it began.
+        if options.resume in (None, "auto"):
+            return of_this_job if options.resume == "auto" else None
+        given = Path(str(options.resume))
+        if options.save_every and not restarted:
+            # Now, and not when it was loaded: if a rank dies before, the restarted job must not find them.
+            self._aside = folders.set_aside(self._parent, folders.step_of(given))
+            for aside in self._aside:
+                print(f"set aside, as it is of a later step: {aside}", file=sys.stderr)
+        return given
+
+    def load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> Loaded:
+        """Take over a checkpoint, before ``manager.attach``. COLLECTIVE.
+
+        Raises:
+            ConfigurationError: it is of another model, or cannot be read.
+            CheckpointError: its FP8 state does not fit.
+        """
+        try:
+            return self._load(folder, module, optimizer, manager)
+        except (ConfigurationError, CheckpointError):
+            folders.put_back(self._aside)  # A mistake in the flags costs nothing.
+            raise
+
+    def _load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> Loaded:
+        saved = self._metadata(folder)
+        run = self._load_run(folder, saved)
+        model_state, optimizer_state = get_state_dict(module, optimizer)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        there = {key.removeprefix("fp8.") for key in saved if key.startswith("fp8.")}
+        if manager is not None and there:
+            self._require_state_of_all(folder, run, there, manager)
+            state["fp8"] = manager
+        elif manager is not None and self._ranks.first:
+            then = "scales come from --calibrate-steps" if self._options.calibrate_steps else "scales start cold"
+            print(f"{folder} has no FP8 state: {then}", file=sys.stderr)
+        self._read(state, folder)
+        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if self._ranks.first:
+            self._report(folder, run)
+        return Loaded(int(run["step"]), bool(there), run.get("guard"))
+
+    def _metadata(self, folder: Path) -> Mapping[str, Any]:
+        try:
+            return FileSystemReader(folder).read_metadata().state_dict_metadata
+        except Exception as error:  # Whatever reading and unpickling may raise.
+            raise ConfigurationError(f"--resume {folder}: it cannot be read: {cause_of(error)}") from error
+
+    def _require_state_of_all(
+        self, folder: Path, run: Mapping[str, Any], there: set[str], manager: StateManager
+    ) -> None:
+        """On all ranks alike, or some would wait for others that have given up. COLLECTIVE."""
+        needed: list[list[str]] = [list(manager.state_dict())] * self._ranks.size
+        if self._group is not None:
+            dist.all_gather_object(needed, needed[0], group=self._group)
+        missing = {key for keys in needed for key in keys} - there
+        if missing:
+            raise ConfigurationError(
+                f"--resume {folder}: it has FP8 state {_listed(there)}, of {run.get('ranks')} rank(s), and this job "
+                f"needs {_listed(missing)}, on {self._ranks.size}: shared is that of --amax-sync, rank<N> that of "
+                "rank N with --no-amax-sync; go on with the same"
+            )
+
+    def _load_run(self, folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+        run: dict[str, Any] = {key.removeprefix("run."): None for key in saved if key.startswith("run.")}
+        missing = {"step", *SHAPE} - set(run)
+        if missing:
+            raise ConfigurationError(f"--resume {folder}: no checkpoint of train_gpt.py, without {sorted(missing)}")
+        state = {"run": run}
+        self._read(state, folder)
+        run = state["run"]
+        for name in SHAPE:
+            if run[name] != getattr(self._options, name):
+                raise ConfigurationError(
+                    f"--resume {folder}: saved with --{name} {run[name]}, and this is {getattr(self._options, name)}"
+                )
+        if run["step"] > self._options.last_step:
+            raise ConfigurationError(f"--resume {folder}: step {run['step']} is beyond {self._options.last_step}")
+        return run
+
+    def _read(self, state: dict[str, Any], folder: Path) -> None:
+        with _no_warning_of_one_process():
+            try:
+                load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+            except CheckpointException as error:
+                if is_of_a_collective(error):
+                    raise
+                raise ConfigurationError(f"--resume {folder}: it cannot be read: {cause_of(error)}") from error
+
+    def _report(self, folder: Path, run: Mapping[str, Any]) -> None:
+        print(f"resumed from {folder}, after step {run['step']}", file=sys.stderr)
+        now = {"ranks": self._ranks.size, **{name: getattr(self._options, name) for name in (*COURSE, "parallel")}}
+        for name, value in now.items():
+            if name in run and run[name] != value:
+                print(f"resumed with another {name}: {value} in place of {run[name]}", file=sys.stderr)
+
+
+class _Writer(FileSystemWriter):
+    """One file per rank, on the disk (fsync) before it counts as written."""
+
+    def __init__(self, folder: Path, written: Callable[[], None]) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        self._written = written
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            results = super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save's archive, when it is closed after a failed write, complains of something else.
+            origin = error.__context__
+            if isinstance(origin, OSError):
+                raise origin from None
+            raise
+        self._written()
+        return results
+
+
+def _listed(keys: set[str]) -> str:
+    """The first few."""
+    names = sorted(keys)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+@contextlib.contextmanager
+def _no_warning_of_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield

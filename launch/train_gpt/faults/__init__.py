@@ -1,0 +1,1 @@
+"""Faults that are planted (--inject), and failures that happen."""

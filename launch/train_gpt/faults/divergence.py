@@ -1,0 +1,55 @@
+"""What a run that stops because its ranks differ leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from fp8dist import DivergenceReport
+from fp8dist.errors import DivergenceError, LossDiverged
+from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed
+from launch.train_gpt.ranks import Ranks
+
+__all__ = ["ErrorFile", "forget_report", "write_report"]
+
+TEXT, JSON = "divergence.txt", "divergence.json"
+
+
+def forget_report(folder: Path) -> None:
+    """Remove what an earlier run has left there."""
+    for name in (TEXT, JSON):
+        (folder / name).unlink(missing_ok=True)
+
+
+def write_report(report: DivergenceReport, folder: Path, ranks: Ranks) -> None:
+    """Write ``divergence.txt`` and ``divergence.json``, on the rank that has logged the report."""
+    if ranks.rank != report.speaker:
+        return
+    (folder / TEXT).write_text(f"{report}\n", encoding="utf-8")
+    (folder / JSON).write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    print(f"train_gpt.py: stopped, because ranks differ: {folder / TEXT}", file=sys.stderr, flush=True)
+
+
+class ErrorFile(ErrorHandler):
+    """torchelastic's error file. A divergence's message is the whole report, that of another its one line.
+
+    torchrun prints the "py_callstack" of every rank. All ranks raise at one boundary, so a traceback tells nothing, and
+    the table was logged once: there it is the short sentence.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write the file, if torchrun has asked for one."""
+        if not isinstance(e, (DivergenceError, LossDiverged, CollectiveFailed, CheckpointFailed)):
+            super().record_exception(e)
+            return
+        said = str(e.report) if isinstance(e, DivergenceError) else str(e)
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path:
+            extra = {"py_callstack": f"{type(e).__name__}: {e}", "timestamp": str(int(time.time()))}
+            message = {"message": {"message": said, "extraInfo": extra}}
+            Path(path).write_text(json.dumps(message), encoding="utf-8")

@@ -1,0 +1,96 @@
+"""The loss guard of a run: what is done when the loss jumps, and how that goes into checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+import fp8dist
+from fp8dist.errors import CheckpointError
+from launch.train_gpt.options.options import Options
+from launch.train_gpt.ranks import Ranks
+
+__all__ = ["Guard"]
+
+FACTOR = 1.5
+"""A loss that jumps so far above the running median is a spike, without ``--loss-factor``."""
+
+STEPS = 100
+"""So long does ``--loss-guard fallback`` last, without ``--fallback-steps``."""
+
+
+class Guard:
+    """Judges each step's loss by ``--loss-guard``; with "off" does nothing.
+
+    ``learning_rate_factor``: what "lower-lr" has made of the learning rate so far.
+    """
+
+    def __init__(
+        self, options: Options, ranks: Ranks, optimizer: Optimizer, manager: fp8dist.StateManager | None
+    ) -> None:
+        self.learning_rate_factor = 1.0
+        self._optimizer, self._ranks = optimizer, ranks
+        self._guard: fp8dist.LossGuard | None = None
+        if options.loss_guard != "off":
+            action: Callable[[fp8dist.LossAlarm], object] | Any = options.loss_guard
+            self._guard = fp8dist.LossGuard(
+                self.halve_learning_rate if action == "lower-lr" else action,
+                factor=FACTOR if options.loss_factor is None else options.loss_factor,
+                group=None if ranks.backend is None else dist.group.WORLD,
+                manager=manager,
+                steps=options.fallback_steps or STEPS,
+                optimizer=optimizer if action == "skip" else None,
+            )
+
+    @property
+    def alarms(self) -> int:
+        """So far, in this run and in those that it goes on from."""
+        return 0 if self._guard is None else self._guard.alarms
+
+    def observe(self, step: int, loss: Tensor) -> None:
+        """Between a step's backward and its update. COLLECTIVE, unless it is off.
+
+        Args:
+            loss: this rank's mean, on the device.
+
+        Raises:
+            LossDiverged: on all ranks, with "stop".
+        """
+        if self._guard is not None:
+            self._guard.observe(loss, step)
+
+    def halve_learning_rate(self, alarm: fp8dist.LossAlarm) -> None:
+        """From this step's update on."""
+        self.learning_rate_factor /= 2
+        for group in self._optimizer.param_groups:
+            group["lr"] /= 2
+
+    def describe(self) -> str | None:
+        """For ``restore``, as JSON text; None: there is nothing to keep."""
+        if self._guard is None:
+            return None
+        return json.dumps({"learning_rate_factor": self.learning_rate_factor, "losses": self._guard.state_dict()})
+
+    def restore(self, described: str) -> None:
+        """Go on as another one that has described itself. Of a run without a guard, nothing is taken.
+
+        Raises:
+            CheckpointError: it is no such description.
+        """
+        if self._guard is None:
+            if self._ranks.first:
+                print("the checkpoint has a loss guard's state, and --loss-guard is off", file=sys.stderr)
+            return
+        try:
+            state = json.loads(described)
+            factor = float(state["learning_rate_factor"])
+            self._guard.load_state_dict(state["losses"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"no state of a loss guard: {type(error).__name__}: {error}") from None
+        self.learning_rate_factor = factor

@@ -1,0 +1,201 @@
+"""Faults made on purpose, to see that they are found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fp8dist import Slot, StateManager
+from fp8dist.errors import ConfigurationError
+from launch.train_gpt.faults.kinds import SLOW
+from launch.train_gpt.options.options import Options
+from launch.train_gpt.ranks import Ranks
+
+__all__ = ["Injection"]
+
+WEIGHT = "blocks.0.mlp_in.weight"
+"""The parameter that ``weight`` damages, in the middle element of what the rank holds."""
+
+OUTLIER, SPIKE = 1e6, 1e3
+"""What ``outlier`` multiplies the largest element by, beyond the range of either FP8 format; and ``spike`` all."""
+
+MANTISSA_BIT = 11
+"""The bit that ``weight`` flips: the middle of a float32's 23 bits of mantissa, a relative error of 1/4096."""
+
+
+class Injection:
+    """This rank's share of the ``--inject`` flags, none as a rule.
+
+    ``before_update`` and ``after_update`` stand around ``optimizer.step()``, whose first act is the boundary. Whatever
+    is done is told in one line on stderr. Nothing is done in a job that torchrun has restarted.
+    """
+
+    def __init__(self, options: Options, ranks: Ranks, model: nn.Module, manager: StateManager | None) -> None:
+        own = [fault for fault in options.inject if fault.rank == ranks.rank]
+        self._faults = tuple(own if ranks.restarts == 0 else ())
+        self._rank, self._model, self._manager = ranks.rank, model, manager
+        self._saved: list[Tensor] = []
+        self._step = 0
+        self._slow_ms = sum(fault.step for fault in self._faults if fault.kind == SLOW)
+        if self._slow_ms:
+            print(f"[rank {self._rank}] --inject slow: {self._slow_ms} ms in each forward", file=sys.stderr, flush=True)
+        if any(fault.kind in ("kill-forward", "kill-backward", SLOW) for fault in self._faults):
+            blocks = model.get_submodule("blocks")
+            middle = blocks.get_submodule(str(options.layers // 2))
+            middle.register_forward_hook(self._in_the_forward)
+        if any(fault.kind == "outlier" for fault in self._faults):
+            self._place = f"blocks.{options.layers // 2}.mlp_in"
+            model.get_submodule(self._place).register_forward_pre_hook(self._plant_outlier)
+        if any(fault.kind == "spike" for fault in self._faults):
+            model.get_submodule("lm_head").register_forward_pre_hook(self._raise_logits)
+        needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan", "kill-sync", "stop-sync")]
+        if needs_sync and manager is not None and not (manager.settings.enabled and manager.settings.amax_sync):
+            raise ConfigurationError(f"--inject {needs_sync[0]}: FP8 or its amax sync is switched off")
+
+    def before_step(self, step: int) -> None:
+        """A step begins. Local."""
+        self._step = step
+        if self._has("hang"):
+            print(f"[rank {self._rank}] --inject hang:{self._rank}:{step}: sleeping", file=sys.stderr, flush=True)
+            while True:
+                time.sleep(3600)
+
+    def before_update(self, step: int) -> None:
+        """Gradients are there and the step has not ended yet. Local."""
+        before: dict[str, Callable[[], str | None]] = {
+            "scale": self._double_scale,
+            "nan": self._record_nan,
+            "skip": self._save_parameters,
+            "kill-sync": lambda: self._in_the_sync("kill-sync", self._die),
+            "stop-update": lambda: self._stop("stop-update", step),
+            "stop-sync": lambda: self._in_the_sync("stop-sync", self._stop),
+        }
+        self._inject(step, before)
+
+    def after_update(self, step: int) -> None:
+        """The optimizer has stepped. Local."""
+        after: dict[str, Callable[[], str | None]] = {
+            "weight": self._flip_bit,
+            "skip": self._put_parameters_back,
+            "stop-step": lambda: self._stop("stop-step", step),
+        }
+        self._inject(step, after)
+
+    def files_written(self, step: int) -> None:
+        """This rank's part of the checkpoint is on the disk, and the checkpoint is not whole. Local."""
+        if any((fault.kind, fault.step) == ("kill-save", step) for fault in self._faults):
+            self._die("kill-save", step)
+
+    def _in_the_forward(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
+        if not torch.is_grad_enabled():  # A validation.
+            return
+        time.sleep(1e-3 * self._slow_ms)
+        if self._has("kill-forward"):
+            self._die("kill-forward", self._step)
+        if self._has("kill-backward"):
+            output.register_hook(lambda gradient: self._die("kill-backward", self._step))
+
+    def _plant_outlier(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not (torch.is_grad_enabled() and self._has("outlier")):
+            return None
+        (x,) = arguments
+        planted = x.clone()
+        planted[0, 0, 0] = OUTLIER * x.detach().abs().amax()
+        self._say("outlier", f"the input of {self._place} has {float(planted[0, 0, 0]):g} in place of {x[0, 0, 0]:g}")
+        return (planted,)
+
+    def _raise_logits(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not (torch.is_grad_enabled() and self._has("spike")):
+            return None
+        self._say("spike", f"what enters lm_head is {SPIKE:g} times as large")
+        return (SPIKE * arguments[0],)
+
+    def _say(self, kind: str, what: str) -> None:
+        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{self._step}: {what}", file=sys.stderr, flush=True)
+
+    def _in_the_sync(self, kind: str, act: Callable[[str, int], None]) -> None:
+        """The sync is the first int32 MAX of ``optimizer.step()``. The others wait for this rank, or have its part."""
+        all_reduce = dist.all_reduce
+
+        def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+            work = all_reduce(tensor, op, *args, **kwargs)
+            if tensor.dtype == torch.int32 and op == dist.ReduceOp.MAX:
+                dist.all_reduce = all_reduce
+                act(kind, self._step)
+            return work
+
+        dist.all_reduce = reduce
+
+    def _has(self, kind: str) -> bool:
+        return any((fault.kind, fault.step) == (kind, self._step) for fault in self._faults)
+
+    def _die(self, kind: str, step: int) -> NoReturn:
+        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{step}: SIGKILL", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still alive")
+
+    def _stop(self, kind: str, step: int) -> None:
+        """The whole process, with the threads that communicate, until somebody lets it go on."""
+        how = f"SIGSTOP; kill -CONT {os.getpid()} lets it go on"
+        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{step}: {how}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _inject(self, step: int, ways: dict[str, Callable[[], str | None]]) -> None:
+        for fault in self._faults:
+            if fault.step == step and fault.kind in ways:
+                told = ways[fault.kind]()
+                if told is not None:
+                    print(f"[rank {self._rank}] --inject {fault}: {told}", file=sys.stderr, flush=True)
+
+    def _double_scale(self) -> str:
+        """Behind the library's back: ``set_scale`` would write inv_scale as well."""
+        slot, manager = self._first_slot("weight")
+        scale = manager.scale(*slot)
+        before = scale.item()
+        scale.mul_(2)
+        return f"scale of {slot} is now {scale.item():g} in place of {before:g}"
+
+    def _record_nan(self) -> str:
+        """What one NaN in a gradient does to FP8 state, without its ruining the parameters.
+
+        MAX keeps it, so all ranks hear of it: the slot's scale stays for this step, its history does not take the amax,
+        and its counter of non-finite amaxes goes up on all of them.
+        """
+        slot, manager = self._first_slot("grad_output")
+        manager.record(*slot, torch.tensor(float("nan"), device=manager.scale(*slot).device))
+        return f"recorded a NaN amax for {slot}"
+
+    @torch.no_grad()
+    def _flip_bit(self) -> str:
+        """Through ``.data``, which bumps no version counter."""
+        weight = self._model.get_parameter(WEIGHT).data
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        row, column = (weight.numel() // 2) // weight.shape[1], (weight.numel() // 2) % weight.shape[1]
+        element = weight[row, column]
+        before = element.item()
+        element.view(torch.int32).bitwise_xor_(1 << MANTISSA_BIT)
+        return f"{WEIGHT}[{row}, {column}] is now {element.item()!r} in place of {before!r}"
+
+    def _save_parameters(self) -> None:
+        self._saved = [parameter.detach().clone() for parameter in self._model.parameters()]
+
+    @torch.no_grad()
+    def _put_parameters_back(self) -> str:
+        for parameter, saved in zip(self._model.parameters(), self._saved, strict=True):
+            parameter.copy_(saved)
+        self._saved = []
+        return "parameters are as they were before this step's update"
+
+    def _first_slot(self, role: str) -> tuple[Slot, StateManager]:
+        assert self._manager is not None  # The flags were checked.
+        return next(slot for slot in self._manager.slots if slot.role == role), self._manager

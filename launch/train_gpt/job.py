@@ -1,0 +1,537 @@
+"""Train a small byte-level GPT on real text, on one rank or many, in high precision or in FP8.
+
+    python -m launch.train_gpt --precision fp8                       one process
+    NPROC=2 launch/torchrun.sh --precision fp8 --update next_step    two ranks
+    NPROC=4 launch/torchrun.sh --parallel hsdp --save-every 50       two shards, each on two ranks, and checkpoints
+
+CUDA and nccl where there are GPUs, the CPU and gloo where there are none. FP8 runs over bfloat16 on CUDA:
+torch.autocast's, or FSDP's mixed precision. On a CPU it is emulated, and 1.7 times slower than float32 in place of
+faster: there it runs over plain float32, within a tenth of the fastest choice and comparable with --precision fp32.
+
+Writes ``metrics.jsonl`` (a JSON object per step) and ``summary.json`` into ``--out``. The data that a rank sees
+depends on seed, step and rank only, so two runs with one seed give the same bits.
+
+``--save-every N`` saves checkpoints into ``checkpoints/step-…`` there, each whole or absent, and ``--resume auto`` goes
+on from the newest: with the same flags and ranks to the same bits as a run that was never interrupted. It may also have
+another ``--parallel`` or number of ranks. ``metrics.jsonl`` goes on as well. A job that torchrun has restarted
+(``MAX_RESTARTS`` of torchrun.sh) resumes by itself, if it saves.
+
+Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file, told in one line; 4, the run stopped
+because its ranks differ (``--check-policy``). Then ``divergence.txt`` and ``divergence.json`` in ``--out`` have the
+report, and so has torchelastic's error file; ``metrics.jsonl`` ends with the last step that was done, and
+``summary.json`` is not written. 5: a collective failed or took longer than ``--timeout``, because another rank is gone
+or hangs; each rank that is left says in one line at which step it was, in what, whose FP8 state it holds and who is
+missing. 3: a checkpoint could not be written, because the disk is full for example; each rank says in one line which
+one and why. 6: ``--loss-guard stop`` saw a loss that jumped or is not finite, on all ranks at the same step; one line
+says at which, the last of ``metrics.jsonl`` is that step's, whose update was not made, and ``summary.json`` is not
+written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import sys
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import fp8dist
+from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
+from fp8dist.settings import Settings
+from launch.train_gpt.checkpoints.checkpoints import Checkpoints, Loaded
+from launch.train_gpt.data import BadInput, Text
+from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN, exit_with
+from launch.train_gpt.faults.divergence import ErrorFile, forget_report, write_report
+from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed, Watch, outlive_torchrun
+from launch.train_gpt.faults.guard import Guard
+from launch.train_gpt.faults.injection import Injection
+from launch.train_gpt.measure.checks import Checks
+from launch.train_gpt.measure.recorder import Recorder
+from launch.train_gpt.measure.skew import lines_of
+from launch.train_gpt.model import GPT
+from launch.train_gpt.options.options import Options, parse, prepare_input
+from launch.train_gpt.parallel import Parallel, parallel_of
+from launch.train_gpt.ranks import Ranks, digest_of, joined_ranks, meet_at_the_end
+from launch.train_gpt.recipes import fallback_of, overrides_of, recipe_of
+
+VALIDATION_BATCHES = 8
+"""Size of a validation, in batches of all ranks together."""
+
+TERMINATED = 128 + 15
+"""Exit status of a rank that torchrun has ended, as shells count SIGTERM."""
+
+CALIBRATION = 1
+"""Marks the random stream of ``--calibrate-steps``: other windows than those of training (0)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a step needs."""
+
+    options: Options
+    ranks: Ranks
+    parallel: Parallel
+    model: GPT
+    module: nn.Module  # What the loop calls: the model, or what it is wrapped in.
+    optimizer: torch.optim.Optimizer
+    manager: fp8dist.StateManager | None
+    checkpoints: Checkpoints
+    loaded: Loaded
+    guard: Guard
+    watch: Watch
+    checks: Checks
+    injection: Injection
+    training: Tensor  # uint8 [bytes], on the CPU
+    validation: Tensor  # uint8 [bytes], on the CPU
+
+    @property
+    def done(self) -> int:
+        """Steps that the checkpoint has seen."""
+        return self.loaded.step
+
+
+def start(arguments: list[str]) -> int:
+    """Run the job, with torchelastic's error file; the exit status."""
+    try:
+        record(main, ErrorFile())(arguments)
+    except DivergenceError:  # Logged and written.
+        meet_at_the_end()
+        return DIVERGED
+    except LossDiverged:  # Said.
+        meet_at_the_end()
+        return LOSS_DIVERGED
+    except CollectiveFailed as error:
+        print(error, file=sys.stderr, flush=True)
+        return FAILED_COLLECTIVE
+    except CheckpointFailed as error:
+        print(error, file=sys.stderr, flush=True)
+        return UNWRITTEN
+    return 0
+
+
+def main(arguments: list[str]) -> None:
+    """Run the job; a mistake of the caller's is one line and exit status 2.
+
+    Raises:
+        DivergenceError: on all ranks, after the report was written.
+        LossDiverged: on all ranks, after one of them has said so.
+        CollectiveFailed: a collective failed or timed out.
+        CheckpointFailed: a checkpoint could not be written.
+    """
+    try:
+        options = parse(arguments)
+        text = prepare_input(options)
+        timeout = timedelta(seconds=options.timeout)
+        watch = Watch(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), GPT.__name__)
+        with ExitStack() as stack:
+            kept = (DivergenceError, LossDiverged, CollectiveFailed, CheckpointFailed)
+            joins = joined_ranks(options.parallel, timeout, kept)
+            with watch.during("starting"):
+                ranks = stack.enter_context(joins)
+            outlive_torchrun(TERMINATED)
+            logging.basicConfig(format=f"[rank {ranks.rank}] %(message)s")
+            try:
+                run(build(options, ranks, text, watch))
+            except DivergenceError as error:
+                write_report(error.report, options.out, ranks)
+                raise
+            except LossDiverged as error:
+                if ranks.first:
+                    print(f"train_gpt.py: stopped by --loss-guard: {error}", file=sys.stderr, flush=True)
+                raise
+    except (BadInput, CheckpointError, ConfigurationError, ManifestMismatchError) as error:
+        exit_with(error)
+
+
+def build(options: Options, ranks: Ranks, text: Text, watch: Watch) -> Job:
+    """Model, optimizer and, for FP8, the manager of its state, as new or from a checkpoint. COLLECTIVE."""
+    checkpoints = Checkpoints(options, ranks)
+    with watch.during("starting"):
+        folder = checkpoints.find()
+        torch.manual_seed(options.seed)
+        parallel = parallel_of(options, ranks)
+        model = GPT(options.layers, options.width, options.heads, options.context)
+        manager = _prepare_fp8(model, options, parallel) if options.precision == "fp8" else None
+        if manager is not None:
+            watch.name(manager)
+        model.to(ranks.device)
+        module = parallel.wrap(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    with watch.during("loading the checkpoint"):
+        loaded = checkpoints.load(folder, module, optimizer, manager) if folder is not None else Loaded()
+    guard = Guard(options, ranks, optimizer, manager)
+    if loaded.guard is not None:
+        guard.restore(loaded.guard)
+    if manager is not None:
+        with watch.during("starting"):
+            _attach(manager, options, module, optimizer, loaded)
+    checks = Checks(options, ranks, module, manager)
+    injection = Injection(options, ranks, model, manager)
+    checkpoints.written = injection.files_written
+    data = _bytes(text.training), _bytes(text.validation)
+    return Job(
+        options,
+        ranks,
+        parallel,
+        model,
+        module,
+        optimizer,
+        manager,
+        checkpoints,
+        loaded,
+        guard,
+        watch,
+        checks,
+        injection,
+        *data,
+    )
+
+
+def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.StateManager:
+    return fp8dist.prepare(
+        model,
+        recipe_of(options),
+        group=parallel.group,
+        amax_sync=options.amax_sync,
+        check_every=options.check_every,
+        check_policy=options.check_policy,
+        backend=options.backend,
+        skip=("lm_head",),  # A default; named here, it is no surprise that is warned of.
+        fp8_all_gather=_gathers_fp8(options),
+        overrides=overrides_of(options, model),
+        fallback=fallback_of(options),
+    )
+
+
+def _attach(
+    manager: fp8dist.StateManager,
+    options: Options,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loaded: Loaded,
+) -> None:
+    """With what is to be written about scales, and the steps that are still in high precision. COLLECTIVE."""
+    if options.watch_every:
+        manager.watch(
+            options.watch_every,
+            options.out / "scales.jsonl",
+            options.out / "tensorboard" if options.tensorboard else None,
+            options.scale_jump,
+            options.watch_ranks,
+            resume_after=loaded.step or None,
+        )
+    manager.attach(module, optimizer=optimizer, timeout=timedelta(seconds=options.timeout))
+    left = options.fp8_start_step - 1 - loaded.step
+    if left > 0 and not loaded.fp8:  # Else the FP8 state knows.
+        manager.set_precision("*", "high", steps=left)
+
+
+def _gathers_fp8(options: Options) -> bool:
+    """Wherever it is possible, unless a flag says otherwise: ranks must share what weights are cast with."""
+    if options.fp8_all_gather is not None:
+        return options.fp8_all_gather
+    settings = Settings.resolve(
+        enabled=None,
+        amax_sync=options.amax_sync,
+        check_every=options.check_every,
+        check_policy=options.check_policy,
+        backend=options.backend,
+        eval_precision="fp8",
+    )
+    return options.why_not_gathered is None and settings.enabled and settings.amax_sync
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def run(job: Job) -> None:
+    """Calibrate, train, validate, sum up. COLLECTIVE."""
+    _forget_earlier_run(job)
+    _announce(job)
+    if job.manager is not None and job.options.calibrate_steps and not job.loaded.fp8:
+        with job.watch.during("calibrating"):
+            calibrate(job, job.manager)
+    if job.done and job.options.parallel == "ddp":
+        with job.watch.during("a backward to warm up"):
+            settle_buckets(job)
+    before = job.manager.metrics() if job.manager is not None else {}
+    recorder = Recorder(job.options, job.ranks, job.manager, job.parallel.waiting, job.done)
+    try:
+        train(job, recorder)
+        with job.watch.during("checking at the end"):
+            job.checks.at_the_end(job.options.last_step)
+    except DivergenceError:
+        recorder.save_own()
+        raise
+    except LossDiverged:  # On all ranks, so they can be asked.
+        with job.watch.during("sharing losses"):
+            recorder.flush()
+        with job.watch.during("saving a checkpoint"):
+            job.checkpoints.wait()
+        raise
+    finally:
+        recorder.close()
+    after = job.manager.metrics() if job.manager is not None else {}
+    spent = {name: after[name] - before[name] for name in after}
+    with job.watch.during("summing up"):
+        summary = summarise(job, recorder, spent)
+    if job.ranks.first:
+        options = job.options
+        if job.done >= options.last_step:
+            print(f"nothing was left to train: step {job.done} of {options.steps} was done before", file=sys.stderr)
+        elif options.last_step < options.steps:
+            print(f"stopped after step {options.last_step} of {options.steps}: --resume auto goes on", file=sys.stderr)
+        (job.options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        print(_as_table(summary), flush=True)
+
+
+def _forget_earlier_run(job: Job) -> None:
+    """Its results must not lie beside those of a run that stopped. The report of this job's own divergence stays."""
+    (job.options.out / "summary.json").unlink(missing_ok=True)
+    if not job.done and not job.ranks.restarts:
+        forget_report(job.options.out)
+
+
+def _announce(job: Job) -> None:
+    if not job.ranks.first:
+        return
+    parameters = sum(p.numel() for p in job.model.parameters())
+    of = " on this rank" if job.options.parallel == "fsdp1" else ""
+    where = f"{job.ranks.size} rank(s), {job.ranks.device.type}, {job.ranks.backend or 'no process group'}"
+    what = f"{job.options.precision}, {job.options.parallel}"
+    print(f"{what}: {parameters / 1e6:.2f} M parameters{of}, {where}", file=sys.stderr)
+    if job.options.parallel == "hsdp":
+        shard = job.options.shard_size
+        print(f"{job.ranks.size // shard} replica(s), each sharded over {shard} rank(s)", file=sys.stderr)
+    if job.manager is not None and job.ranks.device.type == "cpu":
+        print(
+            f"FP8 is emulated on a CPU (backend {job.manager.settings.backend}): it is usually slower here",
+            file=sys.stderr,
+        )
+
+
+def train(job: Job, recorder: Recorder) -> None:
+    """All steps. COLLECTIVE."""
+    options, during = job.options, job.watch.during
+    for step in range(job.done + 1, options.last_step + 1):
+        job.watch.step = step
+        with job.parallel.waiting.step():
+            job.injection.before_step(step)
+            for group in job.optimizer.param_groups:
+                group["lr"] = learning_rate_at(step, options) * job.guard.learning_rate_factor
+            loss = gradients(job, step)
+            try:
+                with during("the loss guard"):
+                    job.guard.observe(step, loss)
+            except LossDiverged:
+                recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)  # What it stopped for.
+                raise
+            update(job, step)
+        recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)
+        if recorder.due(step):
+            validates = options.eval_every and step % options.eval_every == 0
+            with during("sharing losses"):
+                recorder.flush((lambda: validation_loss(job)) if validates else None)
+        with during("checking"):
+            job.checks.after(step)
+        with during("saving a checkpoint"):
+            job.checkpoints.poll()
+            if options.saves_at(step):
+                job.checkpoints.save(step, job.module, job.optimizer, job.manager, job.guard.describe())
+    with during("saving a checkpoint"):
+        job.checkpoints.wait()
+
+
+def gradients(job: Job, step: int) -> Tensor:
+    """Forward and backward of one optimizer step; this rank's mean loss, on the device. COLLECTIVE."""
+    job.optimizer.zero_grad(set_to_none=True)
+    microbatches = job.options.accumulate
+    total = torch.zeros((), device=job.ranks.device)
+    for microbatch in range(microbatches):
+        last = microbatch == microbatches - 1
+        with nullcontext() if last else job.parallel.local(job.module), job.parallel.calls():
+            total += _backward(job, *training_batch(job, step, microbatch))
+    return total
+
+
+def update(job: Job, step: int) -> None:
+    """The optimizer's step. COLLECTIVE."""
+    with job.watch.during("clipping gradients"):
+        job.parallel.clip(job.module, 1.0)
+    job.injection.before_update(step)
+    with job.watch.during("the optimizer's step"):
+        job.optimizer.step()
+    job.injection.after_update(step)
+
+
+def _backward(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
+    with job.watch.during("forward"), job.parallel.precision():
+        loss = job.module(tokens, targets) / job.options.accumulate
+    with job.watch.during("backward"):
+        job.parallel.backward(loss)
+    return loss.detach()
+
+
+def calibrate(job: Job, manager: fp8dist.StateManager) -> None:
+    """Give every slot an amax from high-precision passes, so that training starts warm. COLLECTIVE."""
+    with manager.calibrate():
+        for step in range(job.options.calibrate_steps):
+            with job.parallel.thrown_away(job.module):
+                _backward(job, *training_batch(job, step, 0, CALIBRATION))
+    job.optimizer.zero_grad(set_to_none=True)
+
+
+def settle_buckets(job: Job) -> None:
+    """Let DDP put its buckets into the order of the first backward, as an unbroken run has. COLLECTIVE.
+
+    The order decides how sums over three ranks or more are rounded. In high precision nothing is recorded.
+    """
+    with job.manager.autocast(enabled=False) if job.manager is not None else nullcontext():
+        _backward(job, *training_batch(job, job.done, 0))
+    job.optimizer.zero_grad(set_to_none=True)
+
+
+def learning_rate_at(step: int, options: Options) -> float:
+    """Linear warm-up over a tenth of the run, then a cosine down to a tenth of the peak."""
+    warm_up = max(1, options.steps // 10)
+    if step <= warm_up:
+        return options.learning_rate * step / warm_up
+    progress = (step - warm_up) / max(1, options.steps - warm_up)
+    return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def training_batch(job: Job, step: int, microbatch: int, stream: int = 0) -> tuple[Tensor, Tensor]:
+    """Random windows; which ones depends on seed, stream, step, rank and microbatch only."""
+    options = job.options
+    random = np.random.default_rng([options.seed, stream, step, job.ranks.rank, microbatch])
+    starts = random.integers(0, len(job.training) - options.context, options.batch_size)
+    return _windows(job, job.training, torch.from_numpy(starts))
+
+
+def _windows(job: Job, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    places = starts[:, None] + torch.arange(job.options.context + 1)
+    windows = text[places].to(job.ranks.device, torch.int64)
+    return windows[:, :-1], windows[:, 1:]
+
+
+@torch.no_grad()
+def validation_loss(job: Job) -> float:
+    """Mean loss over the first windows of the held-out text, dealt out to the ranks. COLLECTIVE."""
+    options, ranks = job.options, job.ranks
+    last = len(job.validation) - options.context
+    starts = torch.arange(0, last, options.context)[: VALIDATION_BATCHES * options.batch_size]
+    sums = torch.zeros(2, device=ranks.device, dtype=torch.float64)  # losses, windows
+    module = job.parallel.validates_with(job.module, job.model)
+    module.eval()
+    # All ranks call the module equally often, because FSDP's forward is collective: who has no windows takes any.
+    own, rounds = starts[ranks.rank :: ranks.size], -(-len(starts) // (ranks.size * options.batch_size))
+    for round_ in range(rounds):
+        part = own[round_ * options.batch_size :][: options.batch_size]
+        with job.parallel.precision():
+            loss = module(*_windows(job, job.validation, part if len(part) else starts[:1]))
+        sums += torch.stack([loss.double() * len(part), torch.tensor(len(part), device=ranks.device)])
+    module.train()
+    total, windows = ranks.mean(sums).tolist()
+    return float(total / windows)
+
+
+def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str, Any]:
+    """What the run came to. ``spent``: FP8 counters of this rank over the training steps. COLLECTIVE."""
+    options, ranks, manager = job.options, job.ranks, job.manager
+    collectives = spent.get("fp8/collectives", 0.0)
+    steps = options.last_step - job.done  # Of this process. None, if the checkpoint was the last step's.
+    final = sum(recorder.final_losses) / len(recorder.final_losses) if recorder.final_losses else None
+    rate = steps * recorder.tokens_per_step / recorder.training_seconds if steps else 0.0
+    parameters = digest_of(job.parallel.whole_parameters(job.module, job.model))
+    checks, check_ms = job.checks.cost
+    return {
+        "precision": options.precision,
+        "parallel": options.parallel,
+        "ranks": ranks.size,
+        "device": ranks.device.type,
+        "steps": options.last_step,
+        "resumed_after_step": job.done,
+        "restarts": ranks.restarts,
+        "final_training_loss": final,
+        "validation_loss": validation_loss(job),
+        "tokens_per_s": round(rate, 1),
+        "fp8_slots": len(manager.slots) if manager is not None and manager.settings.enabled else 0,
+        "high_precision_modules": int(_of(manager, "fp8/high_precision_modules")),
+        "fallbacks": int(spent.get("fp8/fallbacks", 0.0)),
+        "loss_alarms": job.guard.alarms,
+        "bytes_gathered_per_step": job.parallel.gathered.total / max(1, steps),
+        "fp8_collectives_per_step": collectives / max(1, steps),
+        "fp8_bytes_per_sync": spent.get("fp8/sync_bytes", 0.0) / collectives if collectives else 0.0,
+        "exposed_sync_ms_per_step": round(spent.get("fp8/sync_wait_ms", 0.0) / max(1, steps), 4),
+        "waiting": recorder.skew.summary(ranks.hosts()),
+        "checks": checks,
+        "check_ms_per_check": round(check_ms / checks, 3) if checks else 0.0,
+        "divergences": job.checks.divergences,
+        "fp8_state_identical": ranks.agree(_state_digest(manager)) if manager is not None else None,
+        "parameters_identical": ranks.agree(parameters),
+        "parameters_sha256": parameters,
+    }
+
+
+def _of(manager: fp8dist.StateManager | None, metric: str) -> float:
+    return manager.metrics()[metric] if manager is not None else 0.0
+
+
+def _state_digest(manager: fp8dist.StateManager) -> str:
+    """SHA-256 of what a checkpoint would hold, less the keys: without amax_sync they are the ranks' own."""
+    digest = hashlib.sha256()
+    for blob in manager.state_dict().values():
+        digest.update(blob)
+    return digest.hexdigest()
+
+
+_LABELS = {
+    "final_training_loss": "final training loss (mean of last steps, nats per byte)",
+    "validation_loss": "validation loss",
+    "tokens_per_s": "tokens/s",
+    "bytes_gathered_per_step": "bytes gathered per step",
+    "loss_alarms": "alarms of the loss guard",
+    "fp8_slots": "FP8 slots",
+    "high_precision_modules": "FP8 modules in high precision at the end",
+    "fallbacks": "modules that fell back to high precision",
+    "fp8_collectives_per_step": "FP8 collectives per step",
+    "fp8_bytes_per_sync": "bytes per sync",
+    "exposed_sync_ms_per_step": "exposed sync, ms per step",
+    "checks": "consistency checks",
+    "check_ms_per_check": "ms per check",
+    "divergences": "divergences found",
+    "fp8_state_identical": "FP8 state identical on all ranks",
+    "parameters_identical": "parameters identical on all ranks",
+}
+
+
+def _as_table(summary: dict[str, Any]) -> str:
+    words = {True: "yes", False: "no", None: "none"}
+    lines = []
+    left_out: set[str] = set()
+    if not summary["checks"] and not summary["divergences"]:
+        left_out |= {"checks", "check_ms_per_check", "divergences"}
+    only_if_any = ("bytes_gathered_per_step", "loss_alarms", "high_precision_modules", "fallbacks")
+    left_out |= {name for name in only_if_any if not summary[name]}
+    if not summary["fp8_slots"]:
+        left_out |= {"fp8_slots", "fp8_collectives_per_step", "fp8_bytes_per_sync", "exposed_sync_ms_per_step"}
+    for key, label in _LABELS.items():
+        if key in left_out:
+            continue
+        value = summary[key]
+        text = words[value] if value is None or isinstance(value, bool) else f"{value:.10g}"
+        lines.append(f"{label + ':':58}{text}")
+    if summary["waiting"] is not None:
+        lines += lines_of(summary["waiting"])
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What the job measures and writes down: metrics.jsonl and summary.json."""

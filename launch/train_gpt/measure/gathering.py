@@ -1,0 +1,81 @@
+"""How many bytes of parameters a rank is sent: counted where FSDP gathers them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from launch.train_gpt.measure.calls import replaced
+
+__all__ = ["WAYS", "GatheredBytes"]
+
+WAYS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
+"""What FSDP1 gathers with, on CPU and GPU, in one torch or another."""
+
+
+class GatheredBytes:
+    """Bytes that this rank has received from the other ranks in all-gathers of parameters, while ``counting``."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._counting = False
+
+    def add(self, whole: int, own: int) -> None:
+        """One all-gather: bytes of the result, and those that were this rank's own."""
+        if self._counting:
+            self.total += whole - own
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is gathered inside."""
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def watch(self, module: FSDPModule) -> None:
+        """Look at the all-gathers of this FSDP2 module."""
+        module.set_custom_all_gather(_CountedAllGather(self))
+
+    @contextlib.contextmanager
+    def watch_calls(self) -> Iterator[None]:
+        """Count what is gathered inside, by whomever: FSDP1 has no place to ask for it."""
+
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(result: Tensor | list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                self.add(sum(map(_size, result)) if isinstance(result, list) else _size(result), _size(tensor))
+                return function(result, tensor, *args, **kwargs)
+
+            return call
+
+        with replaced(WAYS, counted), self.counting():
+            yield
+
+
+class _CountedAllGather(AllGather):
+    """What FSDP2 does without it, counted."""
+
+    def __init__(self, bytes_: GatheredBytes) -> None:
+        self._bytes = bytes_
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._bytes.add(_size(output_tensor), _size(input_tensor))
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # The newer name, from torch 2.13.
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

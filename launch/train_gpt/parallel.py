@@ -1,0 +1,211 @@
+"""How the ranks share the work: what the model is wrapped in, and what then differs in the loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from launch.train_gpt.measure.gathering import GatheredBytes
+from launch.train_gpt.measure.waiting import Waiting
+from launch.train_gpt.model import GPT, Block
+from launch.train_gpt.options.options import Options
+from launch.train_gpt.ranks import Ranks
+
+__all__ = ["Parallel", "parallel_of"]
+
+
+class Parallel:
+    """One process: the model as it is."""
+
+    bf16_by_autocast: ClassVar[bool] = True
+    """Whether lower precision is autocast's. Else it is the wrapper's, which casts whole parameters."""
+
+    def __init__(self, options: Options, ranks: Ranks) -> None:
+        self.gathered = GatheredBytes()
+        self.waiting = Waiting(ranks.device)
+        self.options, self.ranks = options, ranks
+        fp8_on_gpu = options.precision == "fp8" and ranks.device.type == "cuda"
+        self.bf16 = options.precision == "bf16" or fp8_on_gpu
+
+    @property
+    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        """The ranks that share FP8 state."""
+        return None
+
+    def wrap(self, model: GPT) -> nn.Module:
+        """What the loop calls. COLLECTIVE."""
+        return model
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """What a forward runs under."""
+        return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16 and self.bf16_by_autocast)
+
+    def calls(self) -> AbstractContextManager[Any]:
+        """What forward and backward of a training step run under."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """COLLECTIVE where ranks share gradients."""
+        loss.backward()
+
+    def local(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Gradients of the backward inside stay on the rank, to be added to those of the next."""
+        return nullcontext()
+
+    def thrown_away(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Gradients of the backward inside are of no use."""
+        return nullcontext()
+
+    def clip(self, module: nn.Module, max_norm: float) -> None:
+        """Scale all gradients down to a joint norm. COLLECTIVE where parameters are sharded."""
+        nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+
+    def validates_with(self, module: nn.Module, model: GPT) -> nn.Module:
+        """What a validation calls."""
+        return model
+
+    def whole_parameters(self, module: nn.Module, model: GPT) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in full, by the model's own names. COLLECTIVE where parameters are sharded."""
+        return model.named_parameters()
+
+
+class DDP(Parallel):
+    """Every rank holds the whole model."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        return dist.group.WORLD
+
+    def wrap(self, model: GPT) -> nn.Module:
+        device = self.ranks.device
+        return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+    def backward(self, loss: Tensor) -> None:
+        self.waiting.backward(loss)
+
+    def local(self, module: nn.Module) -> AbstractContextManager[Any]:
+        assert isinstance(module, DistributedDataParallel)
+        return module.no_sync()
+
+    def thrown_away(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return self.local(module)
+
+
+class FSDP1(Parallel):
+    """FullyShardedDataParallel, a unit per block."""
+
+    bf16_by_autocast = False
+
+    @property
+    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        return dist.group.WORLD
+
+    def wrap(self, model: GPT) -> nn.Module:
+        strategies = {"full": ShardingStrategy.FULL_SHARD, "grad_op": ShardingStrategy.SHARD_GRAD_OP}
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if self.bf16 else None
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=strategies[self.options.sharding],
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=precision,
+            device_id=self.ranks.device,
+            use_orig_params=True,
+            # With a mesh its state dicts hold DTensors, as FSDP2's do.
+            device_mesh=init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("shard",)),
+        )
+
+    @contextlib.contextmanager
+    def calls(self) -> Iterator[None]:
+        with self.gathered.watch_calls(), self.waiting.collectives():
+            yield
+
+    def local(self, module: nn.Module) -> AbstractContextManager[Any]:
+        assert isinstance(module, FullyShardedDataParallel)
+        return module.no_sync()
+
+    def clip(self, module: nn.Module, max_norm: float) -> None:
+        assert isinstance(module, FullyShardedDataParallel)
+        module.clip_grad_norm_(max_norm)
+
+    def validates_with(self, module: nn.Module, model: GPT) -> nn.Module:
+        return module
+
+    def whole_parameters(self, module: nn.Module, model: GPT) -> Iterator[tuple[str, Tensor]]:
+        with FullyShardedDataParallel.summon_full_params(module, writeback=False):
+            for name, parameter in module.named_parameters():
+                # A copy: the gathered storage must stay resizable, and does not once numpy has seen it.
+                yield name.replace("_fsdp_wrapped_module.", ""), parameter.detach().clone()
+
+
+class FSDP2(Parallel):
+    """``fully_shard`` over blocks and root, on a mesh of one axis, or of two (hsdp: replicate × shard). COLLECTIVE."""
+
+    bf16_by_autocast = False
+
+    def __init__(self, options: Options, ranks: Ranks) -> None:
+        super().__init__(options, ranks)
+        device, shard = ranks.device.type, options.shard_size
+        if options.parallel == "hsdp":
+            shape, names = (ranks.size // shard, shard), ("replicate", "shard")
+            self.mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        else:
+            self.mesh = init_device_mesh(device, (ranks.size,), mesh_dim_names=("shard",))
+        for group in self.mesh.get_all_groups():  # torch gives those of an axis a time-out of its own.
+            distributed_c10d._set_pg_timeout(timedelta(seconds=options.timeout), group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        return self.mesh
+
+    @contextlib.contextmanager
+    def calls(self) -> Iterator[None]:
+        with self.gathered.counting(), self.waiting.collectives():
+            yield
+
+    def wrap(self, model: GPT) -> nn.Module:
+        policy = MixedPrecisionPolicy()
+        if self.bf16:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*model.blocks, model):
+            sharded = fully_shard(module, mesh=self.mesh, mp_policy=policy)
+            self.gathered.watch(sharded)
+        return model
+
+    @contextlib.contextmanager
+    def local(self, module: nn.Module) -> Iterator[None]:
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+
+    def whole_parameters(self, module: nn.Module, model: GPT) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def parallel_of(options: Options, ranks: Ranks) -> Parallel:
+    """What ``--parallel`` names. COLLECTIVE."""
+    kinds: dict[str, type[Parallel]] = {"none": Parallel, "ddp": DDP, "fsdp1": FSDP1, "fsdp2": FSDP2, "hsdp": FSDP2}
+    return kinds[options.parallel](options, ranks)

@@ -1,0 +1,51 @@
+"""From flags to recipes: of all Linears, of single ones, and when a module leaves FP8 by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import fp8dist
+from launch.train_gpt.options.flags import HIGH
+from launch.train_gpt.options.options import FOR_DELAYED, Options
+
+__all__ = ["fallback_of", "overrides_of", "recipe_of"]
+
+
+def recipe_of(options: Options) -> fp8dist.Recipe:
+    """What ``--recipe`` and the flags of its scales say."""
+    return _made(options.recipe, options)
+
+
+def overrides_of(options: Options, model: nn.Module) -> dict[str, fp8dist.Recipe | None]:
+    """What ``--high-first``, ``--high-last`` and, where they do not matter, ``--override`` say."""
+    overrides: dict[str, fp8dist.Recipe | None] = {}
+    if options.high_first or options.high_last:
+        overrides.update(fp8dist.first_and_last(model, options.high_first, options.high_last))
+    for pattern, recipe in options.override:
+        overrides.setdefault(pattern, None if recipe == HIGH else _made(recipe, options))
+    return overrides
+
+
+def fallback_of(options: Options) -> fp8dist.Fallback | None:
+    """What the ``--fallback-…`` flags say."""
+    if not options.fallback_steps:
+        return None
+    return fp8dist.Fallback(
+        options.fallback_steps, saturated=options.fallback_saturated, underflow=options.fallback_underflow
+    )
+
+
+def _made(kind: str, options: Options) -> fp8dist.Recipe:
+    given: dict[str, Any] = {"power_of_two": options.power_of_two, "high_precision": options.high_gemms}
+    for name in ("format", *(FOR_DELAYED if kind == "delayed" else ())):
+        if getattr(options, name) is not None:
+            given[name] = getattr(options, name)
+    recipes: dict[str, type[fp8dist.Recipe]] = {
+        "delayed": fp8dist.DelayedScaling,
+        "current": fp8dist.CurrentScaling,
+        "rowwise": fp8dist.RowwiseScaling,
+        "block": fp8dist.BlockScaling,
+    }
+    return recipes[kind](**given)

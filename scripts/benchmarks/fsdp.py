@@ -1,0 +1,182 @@
+"""What FSDP2's fp8 all-gather costs and saves: the weights' amaxes, bytes on the wire, peak memory.
+
+Run by ``scripts/benchmark`` under torchrun, two ranks, with launch/ on PYTHONPATH; each call prints one JSON object.
+
+    benchmark_fsdp.py sync           amaxes of 224 sharded weights in the step's sync, against an all-reduce for each
+    benchmark_fsdp.py train MODE     bytes gathered and peak memory of a rank; a fresh process for each MODE, one of
+                                     bf16, fp8-cast-after (gathered in bf16) and fp8-gather
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+import fp8dist
+from launch.train_gpt.measure.gathering import GatheredBytes
+
+LAYERS = 224
+PAIRS = 15
+TOKENS = 1024
+
+
+def sharded(layers: int, width: int, gather: bool, history_len: int = 1024) -> tuple[nn.Module, fp8dist.StateManager]:
+    """That many Linears, each a FSDP2 module."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    recipe = fp8dist.DelayedScaling(history_len=history_len)
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, backend="torch", fp8_all_gather=gather)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy), manager
+
+
+def once_ms(run: Callable[[], None]) -> float:
+    """From a barrier, once."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def sync() -> dict[str, Any]:
+    """One collective for all amaxes of a step against one for each weight."""
+    model, manager = sharded(LAYERS, 32, gather=True)
+    manager.attach(model)
+    (arena_sync,) = manager._syncs
+    scalars = [torch.ones(1) for _ in range(LAYERS)]
+
+    def one_step() -> None:
+        arena_sync.arena.pending.fill_(0.1)  # Below the weights' own: they have not been written to.
+        arena_sync.arena.shards.fill_(0.1)
+        manager.step()
+
+    def one_each() -> None:
+        for scalar in scalars:
+            dist.all_reduce(scalar, dist.ReduceOp.MAX)
+
+    for run in (one_step, one_each):
+        run()
+    pairs = [(once_ms(one_step), once_ms(one_each)) for _ in range(PAIRS)]
+    before = arena_sync.counters.collectives
+    one_step()
+    return {
+        "layers": LAYERS,
+        "slots": len(manager.slots),
+        "collectives": arena_sync.counters.collectives - before,
+        "step_ms": statistics.median(step for step, _ in pairs),
+        "one_each_ms": statistics.median(each for _, each in pairs),
+    }
+
+
+def train(mode: str) -> dict[str, Any]:
+    """Three steps of a model whose weights outweigh everything else."""
+    layers, width = 12, 2048
+    if mode == "bf16":
+        os.environ["FP8DIST_ENABLED"] = "0"
+    model, manager = sharded(layers, width, gather=mode == "fp8-gather", history_len=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    manager.attach(model, optimizer=optimizer)
+    gathered = GatheredBytes()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            gathered.watch(module)
+
+    def step() -> None:
+        x = torch.randn(TOKENS, width)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # Optimizer state and buffers come to be.
+    reset_peak()
+    with gathered.counting():
+        step()
+    peak = resident("VmHWM")
+    with LiveTensors(everything(model, optimizer)) as live:
+        step()
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        "mode": mode,
+        "parameters": parameters,
+        "gathered_bytes": gathered.total,
+        "tensors_mib": live.peak / 2**20,
+        "process_mib": peak,
+    }
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """This rank's parameters and the optimizer's state of them."""
+    state = [tensor for of in optimizer.state.values() for tensor in of.values() if isinstance(tensor, Tensor)]
+    for tensor in [*model.parameters(), *state]:
+        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LiveTensors(TorchDispatchMode):
+    """The most bytes that tensors took after any op; what ops take inside is not seen (that of a process is)."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, StorageWeakRef] = {}
+        for tensor in known:
+            self._see(tensor)
+
+    def _see(self, tensor: Tensor) -> Tensor:
+        if not is_traceable_wrapper_subclass(tensor):  # Else it owns nothing: its inner tensors do.
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = StorageWeakRef(storage)
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._see, (args, kwargs, result))
+        now = 0
+        for key, reference in list(self._storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._storages[key]
+            else:
+                now += storage.nbytes()
+        self.peak = max(self.peak, now)
+        return result
+
+
+def resident(what: str) -> float:
+    """VmRSS or VmHWM of this process in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{what}:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {what}")
+
+
+def reset_peak() -> None:
+    """Let VmHWM start from now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = sync() if sys.argv[1] == "sync" else train(sys.argv[2])
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo may abort the interpreter's shutdown (torch 2.13).

@@ -1,0 +1,224 @@
+"""Benchmarks of the kernels: each part in a process of its own, results kept after each case.
+
+``scripts/gpu benchmark`` runs it. A part that crashes, or is out of time, costs nothing but its own rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmarks.gpu import results
+
+if TYPE_CHECKING:
+    from scripts.benchmarks.gpu.lab import Case, Lab, Part
+
+__all__ = ["main", "measured", "run_part"]
+
+SHARES = (0.3, 0.2, 0.06, 0.15, 0.12, 0.12, 0.04, 0.25)
+"""How the time is shared, in the order of ``results.PARTS``. torchao's models are compiled."""
+
+START_UP = 25.0
+"""Seconds that a part may take beyond its share: to import, to compile its first kernel, and to end its last case."""
+
+LONGEST = 2.0
+"""Seconds that a case's timing takes at most."""
+
+INTERRUPTED = "interrupted"
+
+LIKE_THE_LAST = 3
+"""Cases in a row that fail in the same way, after which a part is given up."""
+
+
+LOSING = ("illegal", "misaligned address", "unspecified launch failure", "device-side assert")
+"""What CUDA's and Triton's errors say after which a process cannot use the device any more."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: every part was measured without a problem. 1: not every one. 2: no GPU."""
+    options = _parser().parse_args(arguments)
+    if options.one:
+        return _one(options)
+    parts = options.parts or [name for name in results.PARTS if name != "torchao" or find_spec("torchao")]
+    shares = dict(zip(results.PARTS, SHARES))
+    whole = sum(shares[name] for name in parts)
+    data = results.empty(options.commit, options.dirty, options.run, options.smoke)
+    deadline = time.monotonic() + options.seconds
+    path: Path | None = None
+    old: dict[str, Any] | None = None
+    for place, name in enumerate(parts):
+        seconds = (deadline - time.monotonic() - START_UP) * shares[name] / whole
+        whole -= shares[name]
+        print(f"[{place + 1}/{len(parts)}] {name} …", flush=True)
+        environment, part = _in_a_process(name, seconds, options)
+        data["parts"][name] = results.stamped(part, data)
+        print(_line_of(name, part), flush=True)
+        if environment is not None:
+            data |= environment
+            if path is None:
+                path = results.file_of(options.out, environment["device"]["name"])
+                old = results.earlier(path)
+            results.write(path, results.merged(old, data))
+        if part["problem"] == INTERRUPTED:
+            break
+    if path is None:
+        print("benchmark: no part came as far as the device; nothing was written", file=sys.stderr)
+        return 1
+    print(f"results: {path}")
+    return int(any(part["status"] != "done" or part["problem"] for part in data["parts"].values()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("kernels/results"), help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=330.0, help="for all parts together")
+    parser.add_argument("--parts", nargs="+", choices=results.PARTS, help="only these")
+    parser.add_argument("--commit", help="what is measured")
+    parser.add_argument("--dirty", action="store_true", help="with changes that are not in that commit")
+    parser.add_argument("--run", default="alone", help="the name of the run, whose stages' results belong together")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU under Triton's interpreter as well")
+    parser.add_argument("--one", choices=results.PARTS, help=argparse.SUPPRESS)
+    return parser
+
+
+def _in_a_process(
+    name: str, seconds: float, options: argparse.Namespace
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """(device and versions, the part): of one part, measured in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="fp8dist-benchmark-") as folder:
+        command = [sys.executable, "-m", "scripts.benchmarks.gpu.kernels", "--one", name, "--out", folder]
+        command += ["--seconds", str(max(1.0, seconds)), *(["--smoke"] if options.smoke else [])]
+        start, problem = time.monotonic(), None
+        try:
+            done = subprocess.run(command, timeout=max(1.0, seconds) + START_UP, check=False)
+            if done.returncode:
+                problem = f"its process ended with status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {time.monotonic() - start:.0f} s"
+        except KeyboardInterrupt:
+            problem = INTERRUPTED
+        kept = Path(folder, "part.json")
+        if kept.exists():
+            content = json.loads(kept.read_text())
+        else:
+            nothing = {"status": "failed", "seconds": time.monotonic() - start, "cases": [], "figures": {}}
+            content = {"environment": None, "part": {**nothing, "problem": problem}}
+        if problem:
+            content["part"]["problem"] = problem
+            content["part"]["status"] = "cut off" if content["part"]["cases"] else "failed"
+        return content["environment"], content["part"]
+
+
+def _one(options: argparse.Namespace) -> int:
+    """Measure one part in this process."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if not options.smoke:
+            print("benchmark: no GPU", file=sys.stderr)
+            return 2
+        from tests.support import interpreter  # Before any kernel is imported.
+
+        interpreter.install()
+    from scripts.benchmarks.gpu import environment
+    from scripts.benchmarks.gpu.lab import Lab
+    from scripts.benchmarks.gpu.stopwatch import stopwatch_of
+
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    facts = environment.facts(device)
+    target = options.out / "part.json"
+
+    def keep(part: Mapping[str, Any]) -> None:
+        results.write(target, {"environment": facts, "part": part})
+
+    part = _part_named(options.one)
+    try:
+        run_part(part, Lab(stopwatch_of(device), options.smoke), options.seconds, keep)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _part_named(name: str) -> Part:
+    from scripts.benchmarks.gpu.linears import Linears, Torchao
+    from scripts.benchmarks.gpu.matmuls import KINDS, Matmuls
+    from scripts.benchmarks.gpu.memory import Memory
+    from scripts.benchmarks.gpu.updates import Updates
+
+    others: tuple[Part, ...] = (Memory(), Updates(), Linears(), Torchao())
+    parts: tuple[Part, ...] = (*(Matmuls(kind) for kind in KINDS), *others)
+    return next(part for part in parts if part.name == name)
+
+
+def run_part(
+    part: Part,
+    lab: Lab,
+    seconds: float,
+    keep: Callable[[Mapping[str, Any]], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Any]:
+    """Measure what a part plans, as far as the time goes; ``keep`` is told after each case.
+
+    A case that raises is one with a "problem". After an error that loses the device the part ends; so it does when
+    several cases in a row fail alike.
+    """
+    start = clock()
+    result: dict[str, Any] = {"status": "done", "seconds": 0.0, "problem": None, "cases": [], "figures": {}}
+    cases: list[Case] = result["cases"]
+    keep(result)
+    planned = part.plan(lab)
+    for place, one in enumerate(planned):
+        left = seconds - (clock() - start)
+        if left <= 0:
+            result["status"], result["problem"] = "cut off", f"out of time after {place} of {len(planned)} cases"
+            break
+        # The rest is for checking and compiling.
+        lab.seconds = 0.0 if lab.smoke else min(LONGEST, 0.6 * left / (len(planned) - place))
+        case, fatal = measured(part, lab, one)
+        cases.append(case)
+        result["seconds"] = clock() - start
+        if fatal or _fails_alike(cases):
+            result["status"], result["problem"] = "failed", case["problem"]
+            break
+        result["figures"] = part.figures(cases)
+        keep(result)
+    result["seconds"] = clock() - start
+    result["figures"] = part.figures(cases)
+    result["problem"] = result["problem"] or next((case["problem"] for case in cases if case.get("problem")), None)
+    keep(result)
+    return result
+
+
+def measured(part: Part, lab: Lab, planned: Any) -> tuple[Case, bool]:
+    """(the case, whether the device is lost)."""
+    try:
+        return part.measure(lab, planned), False
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+        return {
+            "name": str(getattr(planned, "name", planned)),
+            "problem": text,
+        }, "CUDA error" in text and "CUBLAS" not in text
+
+
+def _fails_alike(cases: Sequence[Case]) -> bool:
+    last = [case.get("problem") for case in cases[-LIKE_THE_LAST:]]
+    return len(last) == LIKE_THE_LAST and last[0] is not None and len(set(last)) == 1
+
+
+def _line_of(name: str, part: Mapping[str, Any]) -> str:
+    text = f"    {name}: {part['status']}, {len(part['cases'])} cases in {part['seconds']:.0f} s"
+    return f"{text}; {part['problem']}" if part["problem"] else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What a part of the benchmark works with, and what it consists of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from scripts.benchmarks.gpu.stopwatch import Stopwatch
+
+__all__ = ["Case", "Lab", "Part", "geomean", "joined_problems", "poison", "ratios_of", "same_bits"]
+
+Case = dict[str, Any]
+"""What was measured at one shape: "name"; "timings" of each side, or a "problem"; what else the part tells."""
+
+
+@dataclass
+class Lab:
+    """A device, its stopwatch, and how long the next case's timing may take.
+
+    ``smoke``: tiny sizes, to see that everything runs. Such figures mean nothing, and are never shown.
+    """
+
+    stopwatch: Stopwatch
+    smoke: bool = False
+    seconds: float = 1.0
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is."""
+        return self.stopwatch.device
+
+
+class Part(Protocol):
+    """One part of the benchmark."""
+
+    name: str
+
+    def plan(self, lab: Lab) -> Sequence[Any]:
+        """What to measure, most important first."""
+        ...
+
+    def measure(self, lab: Lab, planned: Any) -> Case:
+        """Measure one of them. A wrong result gives a case with a "problem" and no timings."""
+        ...
+
+    def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
+        """What follows from all cases; no figure that a wrong result would be part of."""
+        ...
+
+
+def geomean(ratios: Iterable[float]) -> float:
+    """Of at least one positive number."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logs) / len(logs))
+
+
+def ratios_of(cases: Sequence[Case], key: str = "ratio") -> dict[str, float]:
+    """By name of the case, of those that have one."""
+    return {case["name"]: case[key] for case in cases if key in case}
+
+
+def joined_problems(cases: Sequence[Case]) -> str | None:
+    """One line about all cases that could not be measured; None if there are none."""
+    named = [f"{case['name']}: {case['problem']}" for case in cases if case.get("problem")]
+    if not named:
+        return None
+    return named[0] if len(named) == 1 else f"{named[0]} (and {len(named) - 1} more)"
+
+
+def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Leave NaN in the memory that the next result of this size will most likely lie in."""
+    size = math.prod(shape) * dtype.itemsize
+    torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device=device)  # NaN in every float format.
+
+
+def same_bits(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, bit for bit but for the codes of NaN. Any dtype."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    if not mine.is_floating_point():
+        return torch.equal(mine, theirs.to(mine.device))
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.element_size()]
+    theirs = theirs.to(mine.device)
+    rows = max(1, (1 << 26) // max(1, mine[0].numel())) if mine.ndim > 1 else 1 << 26
+    if mine.ndim == 0:
+        mine, theirs = mine.reshape(1), theirs.reshape(1)
+    for ours, other in zip(mine.split(rows), theirs.split(rows)):
+        equal = ours.view(words) == other.view(words)
+        if not bool((equal | (ours.float().isnan() & other.float().isnan())).all()):
+            return False
+    return True

@@ -1,0 +1,197 @@
+"""Kernels that do little but move memory, against a device copy that moves as many bytes.
+
+=================== ============================================== =====
+kernel              reads and writes per bf16 element              bytes
+=================== ============================================== =====
+cast_transpose_amax reads it, writes FP8 twice                     4
+amax                reads it                                       2
+cast                reads it, writes FP8 once                      3
+digest              reads it                                       2
+cast_1x128          reads it, writes FP8 twice                     4
+cast_128x128        reads it, writes FP8 twice                     4
+cast_rowwise        reads it, then again, and writes FP8 twice     6
+=================== ============================================== =====
+
+Scales are not counted.
+
+A cast is what a step does: of a hot slot that has recorded nothing yet, with the launch that would see to a cold one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
+from scripts.benchmarks.gpu.lab import Case, Lab, geomean, joined_problems, poison, ratios_of, same_bits
+from scripts.benchmarks.gpu.stopwatch import Action, compare, issue_time
+
+__all__ = ["KERNELS", "Memory", "Planned"]
+
+OURS, COPY = "fp8dist", "copy"
+KERNELS = ("cast_transpose_amax", "amax", "cast", "digest", "cast_1x128", "cast_128x128", "cast_rowwise")
+BYTES = (4, 2, 3, 2, 4, 4, 6)
+EVERYWHERE = 3
+"""So many of these kernels, the first ones, are measured at each size."""
+SIZES = ((8192, 14336, 1), (16384, 4096, 1), (8192, 4096, 1), (32768, 28672, 1))
+MANY = ((8192, 4096, 64), (32768, 28672, 1))
+"""Of digests, which are taken of many tensors at a time. Rows, columns, tensors."""
+SCALE = 37.3
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A kernel and the shape of its bf16 tensors."""
+
+    kernel: str
+    rows: int
+    columns: int
+    tensors: int = 1
+
+    @property
+    def name(self) -> str:
+        """As a results file has it."""
+        many = f"{self.tensors} x " if self.tensors > 1 else ""
+        return f"{self.kernel} {many}{self.rows}x{self.columns}"
+
+    @property
+    def moved(self) -> int:
+        """Bytes that it must read and write."""
+        return BYTES[KERNELS.index(self.kernel)] * self.rows * self.columns * self.tensors
+
+
+class Memory:
+    """Casts, amax and digest."""
+
+    name = "memory"
+
+    def plan(self, lab: Lab) -> list[Planned]:
+        """Those of delayed scaling at each size; then the others."""
+        sizes, many = (((64, 48, 1), (100, 160, 1)), ((64, 48, 3),)) if lab.smoke else (SIZES, MANY)
+        delayed = [Planned(kernel, *size) for size in sizes for kernel in KERNELS[:EVERYWHERE]]
+        digests = [Planned("digest", *size) for size in many]
+        return [*delayed, *digests, *(Planned(kernel, *sizes[0]) for kernel in KERNELS[EVERYWHERE + 1 :])]
+
+    def measure(self, lab: Lab, planned: Planned) -> Case:
+        """See ``Part``. "ratio" is the time of the copy over ours."""
+        shape = (planned.rows, planned.columns)
+        tensors = [torch.randn(shape, dtype=torch.bfloat16, device=lab.device) for _ in range(planned.tensors)]
+        case: Case = {
+            "name": planned.name,
+            "kernel": planned.kernel,
+            "rows": planned.rows,
+            "columns": planned.columns,
+            "tensors": planned.tensors,
+            "bytes": planned.moved,
+        }
+        poison(shape, torch.float8_e4m3fn, lab.device)
+        pending = torch.full((), DID_NOT_RUN, device=lab.device)
+        action, problem = _MEASURES[KERNELS.index(planned.kernel)](tensors, pending)
+        if problem:
+            return {**case, "problem": f"wrong: {problem}"}
+        source = torch.ones(planned.moved // 2, dtype=torch.uint8, device=lab.device)
+        target = torch.empty_like(source)
+        actions: dict[str, Action] = {OURS: action, COPY: lambda: target.copy_(source)}
+        # As a step begins: where the amax is there already, nothing needs to be recorded.
+        before = functools.partial(pending.fill_, DID_NOT_RUN)
+        comparison = compare(lab.stopwatch, actions, lab.seconds, issue_time(lab.stopwatch, action), before)
+        case["timings"] = comparison.timings()
+        case["ratio"] = comparison.ratio(COPY, OURS)
+        case["gb_per_s"] = {s: planned.moved / 1e3 / t["median_us"] for s, t in case["timings"].items()}
+        return case
+
+    def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
+        """See ``Part``. By kernel: the geometric mean over sizes, the lowest, and of the fastest copy of all."""
+        measured = [case for case in cases if "ratio" in case]
+        figures: dict[str, Any] = {}
+        if measured:
+            figures["copy_gb_per_s"] = max(case["gb_per_s"][COPY] for case in measured)
+        for kernel in KERNELS:
+            mine = [case for case in cases if case.get("kernel") == kernel]
+            ratios = ratios_of(mine)
+            if not ratios or joined_problems(mine):
+                continue
+            lowest = min(ratios, key=ratios.__getitem__)
+            figures[kernel] = {
+                "geomean": geomean(ratios.values()),
+                "lowest": ratios[lowest],
+                "lowest_case": lowest,
+                "of_fastest_copy": max(case["gb_per_s"][OURS] for case in mine) / figures["copy_gb_per_s"],
+            }
+        return figures
+
+
+Examined = tuple[Callable[[], object], str | None]
+"""What to time, and what is wrong with its result."""
+
+
+def _cast(tensors: Sequence[Tensor], pending: Tensor, everything: bool) -> Examined:
+    from fp8dist_kernels.reference import casts as twins
+    from fp8dist_kernels.triton import casts
+
+    (x,) = tensors
+    scale = torch.tensor(SCALE, device=x.device)
+    cold = torch.zeros((), dtype=torch.bool, device=x.device)
+    options: dict[str, Any] = {"just_in_time": True, "margin": 0, "power_of_two": False, "rows": True}
+    options |= {"record": everything, "columns": everything}
+    dtype = torch.float8_e4m3fn
+    action = functools.partial(casts.quantize, x, scale, cold, pending, dtype, **options)
+    mine = action()
+    expected = torch.full((), DID_NOT_RUN, device=x.device)
+    theirs = twins.quantize(x, scale, cold, expected, dtype, **options)
+    names = ("row-major copy", "transposed copy", "inv_scale")
+    differing = [name for name, one, other in zip(names, mine, theirs) if not same_bits(one, other)]
+    if not same_bits(pending, expected):
+        differing.append("amax")
+    return action, f"{', '.join(differing)} differ from plain torch" if differing else None
+
+
+def _amax(tensors: Sequence[Tensor], pending: Tensor) -> Examined:
+    from fp8dist_kernels.triton import magnitude
+
+    (x,) = tensors
+    action = functools.partial(magnitude.observe, x, pending)
+    action()
+    expected = float(x.abs().max())
+    return action, None if float(pending) == expected else f"amax {float(pending)}, expected {expected}"
+
+
+def _digest(tensors: Sequence[Tensor], _: Tensor) -> Examined:
+    from fp8dist_kernels.reference.content import ContentDigest
+
+    action = functools.partial(ContentDigest(tensors[0].device, "triton").many_leaves, tensors)
+    leaves, counts = action()
+    plain = ContentDigest(torch.device("cpu"), "torch")
+    right = all(torch.equal(mine.cpu(), plain.leaves(x.cpu())) for mine, x in zip(leaves.split(counts), tensors))
+    return action, None if right else "the digest differs from the CPU's"
+
+
+def _cast_with_many_scales(tensors: Sequence[Tensor], _: Tensor, block: tuple[int, int] | None) -> Examined:
+    from fp8dist_kernels.reference import blocks as twins
+    from fp8dist_kernels.triton import blocks
+
+    def action(version: Any = blocks) -> tuple[Tensor, ...]:
+        options = {"power_of_two": False, "rows": True, "columns": True}
+        if block is None:
+            return version.quantize_rowwise(tensors[0], torch.float8_e4m3fn, **options)
+        return version.quantize_blocks(tensors[0], torch.float8_e4m3fn, block=block, **options)
+
+    right = all(same_bits(mine, theirs) for mine, theirs in zip(action(), action(twins)))
+    return action, None if right else "copies or scales differ from plain torch"
+
+
+_MEASURES = (
+    functools.partial(_cast, everything=True),
+    _amax,
+    functools.partial(_cast, everything=False),
+    _digest,
+    functools.partial(_cast_with_many_scales, block=(1, 128)),
+    functools.partial(_cast_with_many_scales, block=(128, 128)),
+    functools.partial(_cast_with_many_scales, block=None),
+)
+"""In the order of ``KERNELS``, of tensors and a slot's pending amax."""

@@ -1,0 +1,203 @@
+"""Measure tiles of FP8 products on this GPU, and write the table that is shipped for it.
+
+    python -m scripts.benchmarks.gpu.tune_matmuls [--tokens 4096 8192] [--scalings tensorwise …] [--out FILE]
+        [--commit ID]
+
+Times every tile that may be chosen, and torch's own product, taking turns, with a cold L2, and keeps the fastest. By
+default of all products in the layers of Llama 3 8B and 70B at 4k to 32k tokens, one recipe after the other. The table
+is written after each product, so that a run may be ended at any time. What it held of the same commit and versions
+stays, where it is not measured again; a table is of one commit, and other entries are dropped.
+Exit status: 0 all well; 1 nothing could be measured; 2 no GPU, or nobody knows which commit this is; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist_kernels.reference.matmuls import Scaling, matmul_torch
+from scripts.benchmarks.gpu import results
+from scripts.benchmarks.gpu.stopwatch import Stopwatch, Timing, stopwatch_of
+from scripts.benchmarks.llama_shapes import TOKENS, Shape, shapes_of
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TABLES = REPOSITORY / "kernels" / "fp8dist_kernels" / "triton" / "tables"
+OUT_DTYPE = torch.bfloat16
+WGRAD = "wgrad"
+BACKWARD = ("dgrad", WGRAD)
+DIRTY = "-dirty"
+
+
+def medians(sides: dict[str, Callable[[], object]], repeats: int, stopwatch: Stopwatch) -> dict[str, float]:
+    """Median µs of each. They take turns, so that clocks and temperature are the same for all."""
+    for action in sides.values():  # Compiles, and fills caches of algorithms.
+        action()
+        action()
+    times = stopwatch.rounds(list(sides.values()), repeats)
+    return {name: Timing.of(samples).median for name, samples in zip(sides, times)}
+
+
+def scales(shape: Shape, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """Ones, as casts lay them out."""
+    blocks = math.ceil(shape.k / 128)
+    if scaling is Scaling.TENSORWISE:
+        return torch.ones((), device="cuda"), torch.ones((), device="cuda")
+    if scaling is Scaling.ROWWISE:
+        return torch.ones(shape.m, 1, device="cuda"), torch.ones(shape.n, 1, device="cuda")
+    of_a = torch.ones(blocks, shape.m, device="cuda").t()
+    if scaling is Scaling.BLOCKWISE_1D:
+        return of_a, torch.ones(blocks, shape.n, device="cuda").t()
+    return of_a, torch.ones(math.ceil(shape.n / 128), blocks, device="cuda")
+
+
+def measured(shape: Shape, scaling: Scaling, fast: bool, repeats: int, stopwatch: Stopwatch) -> dict[str, Any]:
+    """The table's entry of one product: the fastest tile, and torch's time by its time."""
+    from fp8dist_kernels.triton.matmuls import matmul_with
+    from fp8dist_kernels.triton.tables import Entry, bucket
+    from fp8dist_kernels.triton.tiles import Problem, candidates
+
+    # Power and so clocks depend on what is multiplied: numbers as training has them, not zeros.
+    a, b = (
+        torch.randn(rows, shape.k, device="cuda", dtype=torch.bfloat16).to(dtype)
+        for rows, dtype in ((shape.m, shape.a_dtype), (shape.n, shape.b_dtype))
+    )
+    arguments = (a, b, *scales(shape, scaling), OUT_DTYPE, fast)
+    problem = Problem(shape.m, shape.n, shape.k, scaling, fast)
+    tiles = {f"tile {i}": tile for i, tile in enumerate(candidates(problem, torch.cuda.get_device_capability()))}
+    sides: dict[str, Callable[[], object]] = {"torch": functools.partial(matmul_torch, *arguments)}
+    for name, tile in tiles.items():
+        sides[name] = functools.partial(matmul_with, tile, *arguments)
+    times = medians(sides, repeats, stopwatch)
+    best = min(tiles, key=times.__getitem__)
+    ratio = times["torch"] / times[best]
+    speed = f"{ratio:6.3f} {2 * shape.m * shape.n * shape.k / times[best] / 1e6:6.0f} TFLOP/s"
+    print(f"{shape.name:32} {scaling.value:10} {'fast' if fast else 'slow'} {speed} {tiles[best]}", flush=True)
+    fast = fast and not scaling.in_blocks
+    return Entry(scaling.value, fast, bucket(shape.m), shape.n, shape.k, tiles[best], ratio).described()
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about speed."""
+    import triton
+
+    return {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+
+
+def commit() -> str | None:
+    """Of this tree, marked if it was changed since; None outside a repository, and without git."""
+    ask = ["git", "describe", "--always", f"--dirty={DIRTY}", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(ask, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None
+
+
+def problems(options: argparse.Namespace) -> Iterator[tuple[Shape, Scaling, bool]]:
+    """What is to be measured. Backward products are often accumulated slowly, so those are measured both ways; 1 x 128
+    scales on both sides are for wgrad, whose operands are both activations."""
+    for scaling in map(Scaling, options.scalings):
+        for tokens in options.tokens:
+            for shape in shapes_of(tokens):
+                if scaling is Scaling.BLOCKWISE_1D and not shape.name.endswith(WGRAD):
+                    continue
+                yield shape, scaling, True
+                if not scaling.in_blocks and shape.name.endswith(BACKWARD):
+                    yield shape, scaling, False
+
+
+def key_of(entry: dict[str, Any]) -> tuple[object, ...]:
+    """What an entry is about."""
+    return tuple(entry[name] for name in ("scaling", "fast_accumulation", "m", "n", "k"))
+
+
+def kept(path: Path, table: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of an earlier table that may stand in this one: those of the same device, commit and versions.
+
+    A changed tree is no commit: of which code its entries are, nobody knows.
+    """
+    if not path.is_file():
+        return []
+    before: dict[str, Any] = json.loads(path.read_text())
+    alike = all(before.get(key) == table[key] for key in ("device", "commit", "versions"))
+    if alike and not table["commit"].endswith(DIRTY):
+        return list(before["entries"])
+    if before["entries"]:
+        of = f"commit {before.get('commit')}, {before.get('versions')}"
+        print(f"tune_matmuls: drops {len(before['entries'])} entries of {of}", file=sys.stderr)
+    return []
+
+
+def write(path: Path, table: dict[str, Any], entries: dict[tuple[object, ...], dict[str, Any]]) -> None:
+    """All of the table or nothing. Raises ValueError if it could not be read."""
+    from fp8dist_kernels.triton.tables import TileTable
+
+    whole = {**table, "entries": [entries[key] for key in sorted(entries, key=str)]}
+    TileTable.from_json(json.dumps(whole))
+    results.write(path, whole)
+
+
+def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
+    """Measure, and write what there is after each product: torch's time by the best tile's, of each."""
+    entries = {key_of(entry): entry for entry in kept(out, table)}
+    ratios = []
+    for shape, scaling, fast in problems(options):
+        try:
+            entry = measured(shape, scaling, fast, options.repeats, stopwatch)
+        except Exception as error:  # Not every torch has every product, nor Triton every tile.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"{shape.name:32} {scaling.value:10} skipped: {reason}", flush=True)
+            continue
+        entries[key_of(entry)] = entry
+        ratios.append(float(entry["vs_torch"]))
+        write(out, table, entries)
+    return ratios
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--scalings", nargs="+", default=[s.value for s in Scaling], choices=[s.value for s in Scaling])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
+    parser.add_argument("--commit", help="what is measured, where there is no repository")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("tune_matmuls: no GPU here, and nothing is written without measuring", file=sys.stderr)
+        return 2
+    of = options.commit or commit()
+    if not of:
+        print("tune_matmuls: nobody knows which commit this is: say it with --commit", file=sys.stderr)
+        return 2
+    from fp8dist_kernels.triton.tables import FORMAT, file_name
+
+    device, today = torch.cuda.get_device_name(), datetime.date.today().isoformat()
+    out = options.out or TABLES / file_name(device)
+    table = {"format": FORMAT, "device": device, "measured": today, "commit": of, "versions": versions()}
+    try:
+        ratios = tuned(options, out, table, stopwatch_of(torch.device("cuda", torch.cuda.current_device())))
+    except KeyboardInterrupt:
+        print(f"tune_matmuls: interrupted; what was measured is in {out}", file=sys.stderr)
+        return 130
+    if not ratios:
+        print("tune_matmuls: every product was skipped; nothing was written", file=sys.stderr)
+        return 1
+    print(f"geometric mean {statistics.geometric_mean(ratios):.3f} of {len(ratios)}, worst {min(ratios):.3f}: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

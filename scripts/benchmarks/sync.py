@@ -1,0 +1,123 @@
+"""What one step's sync and scale update cost, against a bare all-reduce of the same bytes.
+
+Run by ``scripts/benchmark`` under torchrun. Medians over interleaved pairs, so that a busy machine
+disturbs both sides alike. Prints one JSON object from rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8dist
+from fp8dist.manager import StateManager
+
+RUN = 20
+"""Steps in a row of the back-to-back figure."""
+
+
+class CountOps(TorchDispatchMode):
+    """How many torch ops run: on a GPU each would be at least one launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def manager_of(slots: int, history_len: int, amax_sync: bool = True) -> StateManager:
+    """A manager with that many slots and no modules."""
+    model = torch.nn.Identity()
+    manager = fp8dist.prepare(
+        model, fp8dist.DelayedScaling(history_len=history_len), group=dist.group.WORLD, amax_sync=amax_sync
+    )
+    manager._kept = model  # type: ignore[attr-defined]  # a manager knows its model only weakly
+    roles = ("input", "weight", "grad_output")
+    sync = manager._syncs[0]
+    from fp8dist.state.slots import Slot, SlotSpec
+    from fp8dist_kernels.formats import E4M3
+
+    sync.arena = sync.arena.extended([SlotSpec(Slot(f"layers.{i // 3:06d}", roles[i % 3]), E4M3) for i in range(slots)])
+    manager.attach()
+    return manager
+
+
+def one_step(manager: StateManager) -> None:
+    """A step in which every slot ran."""
+    manager._syncs[0].arena.pending.fill_(1.0)
+    manager.step()
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def average(action: Callable[[], object]) -> float:
+    """ms of one of ``RUN`` in a row."""
+    return timed(lambda: [action() for _ in range(RUN)]) / RUN
+
+
+def measure(slots: int, history_len: int, pairs: int) -> dict[str, float]:
+    """Medians in ms of both sides and their ratio, after a barrier and back to back; ops of one step."""
+    manager = manager_of(slots, history_len)
+    bare = torch.zeros_like(manager._syncs[0].arena.send)
+    for _ in range(20):
+        one_step(manager)
+        dist.all_reduce(bare, dist.ReduceOp.MAX)
+    ours, theirs = [], []
+    back_to_back = [
+        (average(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)), average(lambda: one_step(manager)))
+        for _ in range(max(1, pairs // RUN))
+    ]
+    for _ in range(pairs):
+        dist.barrier()
+        theirs.append(timed(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)))
+        dist.barrier()
+        manager._syncs[0].arena.pending.fill_(1.0)
+        ours.append(timed(manager.step))
+    # Without its collective: one that runs under a dispatch mode keeps the process group alive for ever.
+    unsynced = manager_of(slots, history_len, amax_sync=False)
+    with CountOps() as counter:
+        unsynced.step()
+    return {
+        "slots": slots,
+        "history": history_len,
+        "bytes": bare.numel() * bare.element_size(),
+        "bare_ms": statistics.median(theirs),
+        "step_ms": statistics.median(ours),
+        "ratio": statistics.median(ours) / statistics.median(theirs),
+        "back_to_back_ratio": statistics.median(step / bare_ms for bare_ms, step in back_to_back),
+        "torch_ops": counter.count,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--slots", type=int, nargs="+", default=[672, 100_000])
+    parser.add_argument("--history", type=int, default=1024)
+    parser.add_argument("--pairs", type=int, default=200)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("fp8dist").setLevel(logging.ERROR)  # That there is no Linear is meant.
+    dist.init_process_group("gloo")
+    rows = [measure(n, arguments.history, arguments.pairs) for n in arguments.slots]
+    if dist.get_rank() == 0:
+        print(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Train the main job's model in high precision and in each recipe, with the same seeds, and compare.
+
+    scripts/convergence                              300 steps, 3 seeds, everything
+    scripts/convergence --keep                       the same, and put the results into scripts/results and README
+    scripts/convergence --layers 3 --width 128       a smaller model: other flags are the main job's
+
+Runs that are finished in ``--out`` are not repeated, so it may be interrupted and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import options as main_job
+import torch
+
+from fp8dist.state.manifest import NUMERICS_VERSION
+from launch.train_gpt.data import BadInput
+from scripts.benchmarks import processor
+from scripts.benchmarks.gpu import environment
+from scripts.benchmarks.gpu.results import write
+from scripts.convergence import results
+from scripts.convergence.tables import gaps, gradients, layers
+from scripts.convergence.tasks import Task, TaskFailed, run_all
+from scripts.convergence.variants import VARIANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = (
+    "--precision",
+    "--recipe",
+    "--high-gemms",
+    "--seed",
+    "--out",
+    "--parallel",
+    "--steps",
+    "--save-every",
+    "--resume",
+)
+"""Flags of the main job that this program sets, or that would spoil a comparison."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See the top of this file. Returns the exit status: 1, a run failed; 2, a mistake in the flags."""
+    own, flags = _parsed(arguments)
+    tasks = _tasks(own, flags)
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        _require_usable(tasks)
+        run_all(list(tasks.values()), own.jobs, _say)
+    except BadInput as error:
+        _say(f"error: {error}")
+        return 2
+    except TaskFailed as error:
+        _say(str(error))
+        return 1
+    data = _collected(own, flags, tasks)
+    data["plot"] = _draw(data, own.out / results.PLOT)
+    write(own.out / results.FILE, data)
+    for text in (gaps(data), gradients(data), layers(data)):
+        print(text)
+    _say(f"{own.out / results.FILE}{f' and {results.PLOT}' if data['plot'] else ''} written")
+    if own.keep:
+        _keep(own.out, data["plot"])
+    return 0
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="scripts/convergence",
+        description="Loss curves, final gaps and gradients of each recipe against FP32.",
+        epilog="Other flags are the main job's: launch/train_gpt.py --help.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    add = parser.add_argument
+    add("--steps", type=int, default=300, help="optimizer steps of each run")
+    add("--seeds", type=int, default=3, help="how many: 0, 1, …")
+    add("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) // threads), help="runs side by side")
+    add("--out", type=Path, default=Path("runs/convergence"), help="gets runs, results and the plot")
+    add("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS], help="what is trained")
+    add("--gradients", action=argparse.BooleanOptionalAction, default=True, help="compare gradients, with seed 0")
+    add("--keep", action="store_true", help="copy the results to scripts/results, and make README's tables of them")
+    own, flags = parser.parse_known_args(arguments)
+    own.out = own.out.resolve()
+    if min(own.steps, own.seeds, own.jobs) < 1:
+        parser.error("--steps, --seeds and --jobs must be at least 1")
+    taken = [flag for flag in flags if flag.split("=")[0] in OURS]
+    if taken:
+        parser.error(f"{taken[0]} is not for this program: it sets it itself, or it would spoil the comparison")
+    return own, flags
+
+
+def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int], Task]:
+    """By variant and seed, all variants of a seed together; gradients are ("gradients", 0)."""
+    stamp = {"torch": torch.__version__, "numerics": NUMERICS_VERSION, "cuda": torch.cuda.is_available()}
+    about = {"commit": _commit()}
+    common = ("--steps", str(own.steps), "--log-every", str(own.steps), *flags)
+    made = {}
+    if own.gradients:
+        folder = own.out / "gradients"
+        points = sorted({step for step in (1, own.steps // 6, own.steps // 2, own.steps) if step})
+        program = ("-m", "scripts.convergence.points", "--points", *map(str, points))
+        program = (*program, *common, "--seed", "0", "--out", str(folder))
+        made["gradients", 0] = Task("gradients", folder, program, "gradients.json", stamp, about)
+    for seed in range(own.seeds):
+        for name in own.variants:
+            folder = own.out / name / f"seed-{seed}"
+            place = ("--parallel", "none", "--seed", str(seed), "--out", str(folder))
+            program = (str(ROOT / "launch/train_gpt.py"), *common, *VARIANTS[name].flags, *place)
+            made[name, seed] = Task(f"{name}, seed {seed}", folder, program, "summary.json", stamp, about)
+    return made
+
+
+def _require_usable(tasks: dict[tuple[str, int], Task]) -> None:
+    """All flags are fine.
+
+    Raises:
+        BadInput: the main job would refuse some.
+    """
+    for (name, _), task in tasks.items():
+        if name != "gradients":
+            main_job.parse(task.program[1:])
+
+
+def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[str, int], Task]) -> dict[str, Any]:
+    facts = environment.facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = facts["device"]["capability"] is not None
+    runs: dict[str, dict[str, Any]] = {}
+    for (name, seed), task in tasks.items():
+        if name == "gradients":
+            continue
+        summary = json.loads((task.folder / "summary.json").read_text())
+        lines = [json.loads(line) for line in (task.folder / "metrics.jsonl").read_text().splitlines()]
+        runs.setdefault(name, {})[str(seed)] = {
+            "losses": [round(line["loss"], 6) for line in lines],
+            "validation_loss": round(summary["validation_loss"], 6),
+            "tokens_per_s": summary["tokens_per_s"],
+        }
+    measured = tasks.get(("gradients", 0))
+    return {
+        "schema": results.SCHEMA,
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+        "commits": sorted({task.made_by["commit"] for task in tasks.values()}),
+        "machine": facts["device"]["name"] if on_gpu else processor.name(),
+        "versions": {name: facts["versions"][name] for name in ("python", "torch", "fp8dist")},
+        "steps": own.steps,
+        "flags": list(flags),
+        "runs": runs,
+        "gradients": json.loads((measured.folder / measured.product).read_text()) if measured else None,
+    }
+
+
+def _commit() -> str:
+    """ "+" at its end: with changes."""
+    commit, changes = (
+        subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    )
+    return (commit or "not known") + ("+" if changes else "")
+
+
+def _draw(data: dict[str, Any], path: Path) -> bool:
+    if importlib.util.find_spec("matplotlib") is None:
+        _say("no plot: matplotlib is not installed (pip install 'fp8dist[plots]')")
+        return False
+    from scripts.convergence.plot import draw
+
+    draw(data, path)
+    return True
+
+
+def _keep(out: Path, plots: bool) -> None:
+    folder = results.folder_of(ROOT)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (results.FILE, results.PLOT) if plots else (results.FILE,):
+        shutil.copyfile(out / name, folder / name)
+    from scripts.benchmarks import results_tables
+
+    results_tables.main([])
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _say(text: str) -> None:
+    print(f"convergence: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""Results as Markdown."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from scripts.benchmarks.markdown import NOT_YET, table
+from scripts.convergence.comparison import Comparison, Spread, compare, final_steps
+from scripts.convergence.results import PLOT
+from scripts.convergence.variants import VARIANTS
+
+__all__ = ["CONVERGENCE_TABLES", "gaps", "gradients", "layers", "picture", "setting"]
+
+Results = Mapping[str, Any]
+Case = Mapping[str, Any]
+
+
+def setting(data: Results | None) -> str:
+    """What was run, where and when."""
+    head = ["steps", "final training loss: mean over the last", "flags", "machine", "versions", "commit", "date"]
+    if data is None:
+        return table(head, [[NOT_YET, *["-"] * (len(head) - 1)]])
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version)
+    steps, commits = data["steps"], ", ".join(_short(commit) for commit in data["commits"])
+    flags = " ".join(data["flags"])
+    last = f"{final_steps(steps)} steps"
+    text = f"`{flags}`" if flags else "the main job's defaults"
+    return table(head, [[str(steps), last, text, data["machine"], versions, commits, data["date"][:10]]])
+
+
+def picture(data: Results | None) -> str:
+    """The plot, where there is one."""
+    return f"![Loss curves and gaps](scripts/results/{PLOT})\n" if data is not None and data["plot"] else ""
+
+
+def _short(commit: str) -> str:
+    return commit[:10] + (" and changes" if commit.endswith("+") else "")
+
+
+def gaps(data: Results | None) -> str:
+    """Final losses of each variant, and its gap to FP32."""
+    head = [
+        *("variant", "seeds", "final training loss", "gap to FP32", "lowest to highest seed"),
+        *("validation loss", "gap to FP32", "goal", "reached"),
+    ]
+    compared = {} if data is None else compare(data["runs"])
+    return table(head, [_row(name, compared.get(name)) for name in VARIANTS])
+
+
+def _row(name: str, found: Comparison | None) -> list[str]:
+    variant = VARIANTS[name]
+    goal = "-" if variant.goal is None else f"within {variant.goal:.2f} %"
+    if found is None:
+        return [variant.title, NOT_YET, *["-"] * 5, goal, "-" if variant.goal is None else NOT_YET]
+    gap = found.training_gap
+    return [
+        variant.title,
+        str(len(found.seeds)),
+        _spread(found.training, ".4f"),
+        _spread(gap, "+.3f", " %"),
+        "-" if gap is None else f"{gap.low:+.3f} to {gap.high:+.3f} %",
+        _spread(found.validation, ".4f"),
+        _spread(found.validation_gap, "+.3f", " %"),
+        goal,
+        found.reached,
+    ]
+
+
+def _spread(spread: Spread | None, form: str, unit: str = "") -> str:
+    """Mean and standard deviation."""
+    if spread is None:
+        return "-"
+    deviation = "" if spread.deviation is None else f" ± {format(spread.deviation, form.lstrip('+'))}"
+    return f"{format(spread.mean, form)}{deviation}{unit}"
+
+
+def gradients(data: Results | None) -> str:
+    """Cosines to FP32's gradients by recipe and by what is in FP8: means over Linears, at each point."""
+    points = _points(data)
+    steps = [point["step"] for point in points] or ["N"]
+    head = [
+        *("recipe", "GEMMs in FP8", *(f"step {step}" for step in steps), "lowest of any Linear"),
+        *(f"all weights as one vector, step {steps[-1]}", f"gradient at the bottom, step {steps[-1]}"),
+    ]
+    if not points:
+        return table(head, [["-", NOT_YET, *["-"] * (len(head) - 2)]])
+    rows = []
+    for number, last in enumerate(points[-1]["cases"]):
+        cases = [point["cases"][number] for point in points]
+        lowest, name, step = min(
+            (_number(value), name, point["step"])
+            for point, case in zip(points, cases)
+            for name, value in case["weights"].items()
+        )
+        bottom = next(iter(last["inputs"].values()))
+        rows.append(
+            [
+                last["recipe"],
+                ", ".join(last["fp8"]) or "none",
+                *(_cosine(statistics.fmean(map(_number, case["weights"].values()))) for case in cases),
+                f"{_cosine(lowest)} ({name}, step {step})",
+                _cosine(last["overall"]),
+                _cosine(bottom),
+            ]
+        )
+    return table(head, rows)
+
+
+def layers(data: Results | None) -> str:
+    """Cosines to FP32's gradients at the last point, by Linear, then of what flows into each block."""
+    points = _points(data)
+    if not points:
+        return table(["gradient of", "recipe"], [[NOT_YET, "-"]])
+    cases = [case for case in points[-1]["cases"] if _of_interest(case)]
+    names = [f"{case['recipe']}{_without(case)}" for case in cases]
+    rows = [[f"{fqn}.weight", *(_cosine(case["weights"][fqn]) for case in cases)] for fqn in cases[0]["weights"]]
+    rows += [[f"input of {fqn}", *(_cosine(case["inputs"][fqn]) for case in cases)] for fqn in cases[0]["inputs"]]
+    return table([f"gradient of, step {points[-1]['step']}", *names], rows)
+
+
+def _of_interest(case: Case) -> bool:
+    return len(case["fp8"]) != 1
+
+
+def _without(case: Case) -> str:
+    return ", dgrad high" if case["fp8"] and "dgrad" not in case["fp8"] else ""
+
+
+def _points(data: Results | None) -> Sequence[Results]:
+    return [] if data is None or data.get("gradients") is None else data["gradients"]["points"]
+
+
+def _number(value: float | str) -> float:
+    """NaN is a text in the file; for a minimum it is the worst."""
+    return -math.inf if isinstance(value, str) or math.isnan(value) else value
+
+
+def _cosine(value: float | str) -> str:
+    return f"{number:.5f}" if math.isfinite(number := _number(value)) else "NaN"
+
+
+CONVERGENCE_TABLES = MappingProxyType(
+    {
+        "convergence": gaps,
+        "convergence-setting": setting,
+        "convergence-plot": picture,
+        "gradients": gradients,
+        "gradient-layers": layers,
+    }
+)

@@ -1,0 +1,621 @@
+"""Import of TransformerEngine's FP8 state: every layout, the order of histories, names, and pickles that do harm."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import re
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import DelayedScaling, StateManager
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.offline.extra_states import read_extra_state
+from fp8dist.state.slots import Slot
+from fp8dist_kernels.formats import Role
+from tests.support.oracle import FP8_MAX, bits_of, scale_for
+from tests.support.states import saved_of, state_of
+from tests.support.training import batch, make_net, state_bits
+from tests.support.transformer_engine import RECIPES, VERSIONS, Module, as_bytes, entry_of, recipe_of, stand_ins
+
+ROLES = ("input", "weight", "grad_output")
+Key = tuple[int, str]
+
+
+def foreign(recipe: DelayedScaling | None = None, names: tuple[str, ...] = ("fc",)) -> StateManager:
+    """A manager with slots whose amaxes the test chooses."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, recipe or DelayedScaling(history_len=5))
+    for name in names:
+        for role in ROLES:
+            manager.register(
+                name, role, "e5m2" if role == "grad_output" and manager.recipe.format == "hybrid" else "e4m3"
+            )
+    return manager
+
+
+def amaxes(rng: random.Random, gemms: int = 1) -> dict[Key, float]:
+    return {
+        (g, role): struct.unpack("<f", struct.pack("<f", rng.lognormvariate(0, 2)))[0]
+        for g in range(gemms)
+        for role in ROLES
+    }
+
+
+def trained(steps: int, gemms: int = 1, due: bool = False, seed: int = 0, **options: Any) -> Module:
+    """A module after some steps; ``due``: saved when the scale was not yet made of the last step's amax."""
+    module, rng = Module(gemms, **options), random.Random(seed)
+    for step in range(steps):
+        module.record(amaxes(rng, gemms))
+        if not (due and step == steps - 1):
+            module.update()
+    return module
+
+
+def fitted(history: list[float], length: int) -> list[float]:
+    return ([0.0] * length + history)[-length:]
+
+
+# Layouts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("due", [False, True])
+def test_every_layout_says_the_same(version: str, due: bool) -> None:
+    module = trained(7, due=due, margin=1)
+    state = read_extra_state("fc._extra_state", entry_of(module, version))
+    assert "transformer_engine" not in sys.modules
+    assert state is not None
+    assert state.gemms == 1
+    assert state.margin == (1 if version.startswith("2") else None)
+    for role in ROLES:
+        slot, scaled = state.slots[0, Role(role)], module.of(0, role)
+        assert slot.scale == scaled.scale
+        # Of five rows one is the step under way, and is empty once a scale was made.
+        assert slot.history.tolist() == fitted(scaled.seen[-5 if due else -4 :], 5)
+        assert slot.due == due
+        assert slot.fp8_max == (None if version.startswith("0") else scaled.fp8_max)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("version", ["1.x", "2.x"])
+def test_protocols(version: str, protocol: int) -> None:
+    module = trained(3)
+    state = read_extra_state("fc", entry_of(module, version, protocol))
+    assert state is not None
+    assert state.slots[0, Role.INPUT].scale == module.of(0, "input").scale
+
+
+def test_formats_by_name() -> None:
+    """As some Pythons pickle the members of an enum: getattr(Format, "E4M3")."""
+    with stand_ins() as classes:
+        recipe = recipe_of(Module(), classes.DelayedScaling, classes)
+        classes.Format.__reduce_ex__ = lambda self, protocol: (getattr, (classes.Format, self.name))
+        recipe.fp8_format = classes.Format["E4M3"]
+        entry = as_bytes({"recipe": recipe, **trained(2).tensors(), "extra_fp8_variables": {}})
+    state = read_extra_state("fc", entry)
+    assert state is not None
+    assert state.slots[0, Role.GRAD_OUTPUT].fp8_max == 448
+
+
+@pytest.mark.parametrize(
+    ("version", "gradients"),
+    # GRAD_OUTPUT1, GRAD_INPUT1, GRAD_OUTPUT2, GRAD_INPUT2: LayerNormMLP's first and second GEMM.
+    [
+        ("0.3", (2, 0)),
+        ("1.x", (2, 0)),
+        ("1.x file", (2, 0)),
+        ("2.x", (1, 0)),
+        ("2.x", (0, 2)),
+        ("2.x Megatron", (0, 2)),
+    ],
+)
+def test_two_gemms(version: str, gradients: tuple[int, int]) -> None:
+    module = trained(4, gemms=2, gradients=gradients)
+    manager = foreign(names=("fc1", "fc2"))
+    report = manager.load_transformer_engine(
+        {"mlp._extra_state": entry_of(module, version)}, {"fc1": "mlp", "fc2": ("mlp", 1)}
+    )
+    for gemm, fqn in enumerate(("fc1", "fc2")):
+        for role in ROLES:
+            assert manager.amax_history(fqn, role).tolist() == fitted(module.of(gemm, role).seen, 5), (fqn, role)
+            assert float(manager.scale(fqn, role)) == module.of(gemm, role).scale
+    assert report.matched[0] == (Slot("fc1", "grad_output"), "mlp (GEMM 0)")
+    assert report.matched[-1] == (Slot("fc2", "weight"), "mlp (GEMM 1)")
+
+
+@pytest.mark.parametrize(
+    "value", [None, torch.empty(0, dtype=torch.uint8), io.BytesIO(), b"", as_bytes(None), {}, as_bytes({})]
+)
+def test_modules_without_state(value: Any) -> None:
+    assert read_extra_state("fc", value) is None
+
+
+def test_recipes_without_state() -> None:
+    with stand_ins() as classes:
+        recipe = recipe_of(Module(), classes.Float8CurrentScaling, classes)
+        entry = as_bytes({"recipe": recipe, "extra_fp8_variables": {"num_gemms": 1}})
+    assert read_extra_state("fc", entry) is None
+
+
+def test_a_recipe_that_somebody_has_unpickled() -> None:
+    module = trained(3, margin=2, format="E4M3")
+    with stand_ins() as classes:
+        content = pickle.loads(entry_of_inside(module, classes).numpy().tobytes())
+        state = read_extra_state("fc", content)
+    assert state is not None
+    assert state.margin == 2
+    assert state.slots[0, Role.GRAD_OUTPUT].fp8_max == 448
+
+
+def entry_of_inside(module: Module, classes: Any) -> Tensor:
+    return as_bytes({"recipe": recipe_of(module, classes.DelayedScaling, classes), **module.tensors()})
+
+
+# Histories -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("due", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 4, 5, 6, 13])
+@pytest.mark.parametrize("length", [1, 3, 5, 8])
+def test_histories_keep_their_age(length: int, steps: int, due: bool) -> None:
+    module = trained(steps, due=due)
+    manager = foreign(DelayedScaling(history_len=length))
+    manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    for role in ROLES:
+        seen = module.of(0, role).seen
+        expected = fitted(seen[-5 if due else -4 :], length)
+        assert manager.amax_history("fc", role).tolist() == expected
+        assert float(manager.amax("fc", role)) == seen[-1]
+        # The ring goes on where it stands: one more entry pushes the oldest out.
+        manager.record("fc", role, torch.tensor([0.75]))
+    manager.step()
+    for role in ROLES:
+        expected = fitted(module.of(0, role).seen[-5 if due else -4 :], length)
+        assert manager.amax_history("fc", role).tolist() == [*expected[1:], 0.75]
+
+
+@pytest.mark.parametrize("due", [False, True])
+@pytest.mark.parametrize(("steps", "margin", "version"), [(1, 0, "1.x"), (3, 0, "2.x"), (5, 2, "2.x"), (12, 0, "0.3")])
+def test_training_goes_on_with_the_same_scales(steps: int, margin: int, version: str, due: bool) -> None:
+    """Bit for bit, as long as both see the same amaxes; small ones come later, so that large ones leave the window."""
+    module = trained(steps, due=due, margin=margin)
+    manager = foreign(DelayedScaling(history_len=5, margin=margin))
+    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, version)})
+    assert len(report.converted) == (3 if due else 0)
+    if due:  # Where this is so, the first thing that the next step does is the update.
+        module.update()
+    rng = random.Random(1)
+    for step in range(8):
+        for role in ROLES:
+            assert bits_of(float(manager.scale("fc", role))) == bits_of(module.of(0, role).scale), (step, role)
+            assert bits_of(float(manager.inv_scale("fc", role))) == bits_of(
+                float(1 / torch.tensor(module.of(0, role).scale))
+            )
+        new = {key: amax * 0.5**step for key, amax in amaxes(rng).items()}
+        module.record(new)
+        module.update()
+        for (_, role), amax in new.items():
+            manager.record("fc", role, torch.tensor([-amax, 0.0]))
+        manager.step()
+
+
+def test_what_was_never_seen_stays_cold() -> None:
+    module = Module()
+    module.of(0, "input").record(3.0)
+    module.of(0, "weight").scale = 16.0  # Its amaxes have left the window.
+    manager = foreign()
+    manager.set_scale("fc", "grad_output", 8.0)
+    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, "1.x")})
+    state = state_of(manager)
+    assert not state["fc", "input"]["cold"]
+    assert not state["fc", "weight"]["cold"]
+    assert state["fc", "grad_output"]["cold"]
+    assert float(manager.scale("fc", "grad_output")) == 1
+    assert float(manager.scale("fc", "weight")) == 16
+    assert len(report.matched) == 3
+    assert [slot for slot, _ in report.converted] == [Slot("fc", "input")]
+    assert state["fc", "input"]["counters"] == [1, 0]
+    assert state["fc", "weight"]["counters"] == [0, 0]
+
+
+def test_zeros_do_not_hide_the_newest_amax() -> None:
+    """TransformerEngine rolls histories of modules that did not run."""
+    module = trained(2)
+    for _ in range(2):
+        module.update()
+    manager = foreign()
+    manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    for role in ROLES:
+        seen = module.of(0, role).seen
+        assert manager.amax_history("fc", role).tolist() == [0.0, *seen, 0.0, 0.0]
+        assert float(manager.amax("fc", role)) == seen[-1]
+
+
+# Scales of another recipe ----------------------------------------------------------------------------
+
+
+def test_another_margin() -> None:
+    module = trained(3, margin=3)
+    manager = foreign(DelayedScaling(history_len=5, margin=1))
+    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    for role in ROLES:
+        assert (Slot("fc", role), "margin is 3 there and 1 here") in report.converted
+        assert float(manager.scale("fc", role)) == scale_for(
+            max(module.of(0, role).seen), 0, module.of(0, role).fp8_max, 1
+        )
+
+
+@pytest.mark.parametrize("version", ["1.x", "2.x"])
+def test_another_format(version: str) -> None:
+    module = trained(3, format="E4M3")
+    manager = foreign()
+    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, version)})
+    assert report.converted == ((Slot("fc", "grad_output"), "its format goes up to 448 there and 57344 here"),)
+    seen = module.of(0, "grad_output").seen
+    assert float(manager.scale("fc", "grad_output")) == scale_for(max(seen), 0, FP8_MAX["e5m2"])
+    assert float(manager.scale("fc", "input")) == module.of(0, "input").scale
+
+
+def test_powers_of_two() -> None:
+    module = trained(3)
+    manager = foreign(DelayedScaling(history_len=5, power_of_two=True))
+    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    assert len(report.converted) == 3
+    for role in ROLES:
+        scaled = module.of(0, role)
+        assert float(manager.scale("fc", role)) == scale_for(max(scaled.seen), 0, scaled.fp8_max, power_of_two=True)
+
+
+def test_scales_without_a_window() -> None:
+    """They follow from the amax that the old scale stands for."""
+    module = Module(margin=2)
+    for role in ROLES:
+        module.of(0, role).scale = module.of(0, role).fp8_max / 4 / 0.5
+    manager = foreign()
+    report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    assert len(report.converted) == 3
+    for role in ROLES:
+        assert float(manager.scale("fc", role)) == module.of(0, role).fp8_max / 0.5
+
+
+# Names -----------------------------------------------------------------------------------------------
+
+
+def test_names_as_they_are() -> None:
+    """A real model: wrapper prefixes do not count, other entries are passed over, and training goes on."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=5))
+    first, last = trained(3, seed=1), trained(4, seed=2)
+    report = manager.load_transformer_engine(
+        {
+            "module.first.weight": torch.zeros(3),
+            "module.first._extra_state": entry_of(first, "2.x"),
+            "module._orig_mod.last._extra_state": entry_of(last, "1.x file"),
+            "module.attention._extra_state": b"not read, so not refused",
+        }
+    )
+    assert report.missing == ("branch",)
+    assert report.unused == ("attention",)
+    assert report.stateless == ()
+    assert report.matched == tuple((Slot(fqn, role), fqn) for fqn in ("first", "last") for role in sorted(ROLES))
+    for fqn, module in (("first", first), ("last", last)):
+        for role in ROLES:
+            assert float(manager.scale(fqn, role)) == module.of(0, role).scale
+    assert state_of(manager)["branch", "input"]["cold"]
+    x, y = batch(0, 0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    manager.attach(optimizer=optimizer)
+    (net(x) - y).square().mean().backward()
+    optimizer.step()
+    assert manager.amax_history("first", "input").tolist()[-2:] == [first.of(0, "input").seen[-1], float(x.abs().max())]
+    assert not state_of(manager)["branch", "input"]["cold"]
+
+
+def test_waiting_amaxes_are_thrown_away() -> None:
+    manager = foreign()
+    manager.record("fc", "input", torch.tensor([1e9]))
+    module = trained(3)
+    manager.load_transformer_engine({"fc._extra_state": entry_of(module, "2.x")})
+    before = state_of(manager)["fc", "input"]
+    manager.step()
+    assert state_of(manager)["fc", "input"] == before
+
+
+def theirs() -> dict[str, Any]:
+    return {
+        "decoder.layers.0.mlp.fc1._extra_state": entry_of(trained(3, seed=1), "2.x"),
+        "decoder.layers.0.mlp.fc2._extra_state": entry_of(trained(3, seed=2), "2.x"),
+        "decoder.layers.0.core_attention._extra_state": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "name_map",
+    [
+        {"a": "decoder.layers.0.mlp.fc1", "b": ("decoder.layers.0.mlp.fc2", 0)},
+        {"module.a": "module.decoder.layers.0.mlp.fc1", "b": "decoder.layers.0.mlp.fc2", "c": None},
+        lambda fqn: {"a": "decoder.layers.0.mlp.fc1", "b": ("decoder.layers.0.mlp.fc2", 0)}.get(fqn),
+    ],
+    ids=["a mapping", "with prefixes and none", "a function"],
+)
+def test_name_maps(name_map: Any) -> None:
+    manager = foreign(names=("a", "b", "c"))
+    report = manager.load_transformer_engine(theirs(), name_map)
+    assert {slot.fqn: name for slot, name in report.matched} == {
+        "a": "decoder.layers.0.mlp.fc1",
+        "b": "decoder.layers.0.mlp.fc2",
+    }
+    assert float(manager.scale("b", "input")) == trained(3, seed=2).of(0, "input").scale
+    assert report.missing == ("0", "c")
+    assert report.unused == ("decoder.layers.0.core_attention",)
+
+
+def test_one_entry_for_several_modules() -> None:
+    manager = foreign(names=("q", "k"))
+    report = manager.load_transformer_engine(
+        {"qkv._extra_state": entry_of(trained(2), "2.x")}, {"q": "qkv", "k": "qkv"}
+    )
+    assert len(report.matched) == 6
+    assert report.unused == ()
+
+
+@pytest.mark.parametrize(
+    ("name_map", "text"),
+    [
+        ({"fc": "nowhere"}, "no _extra_state of nowhere; there are fc, mlp"),
+        ({"nobody": "fc"}, "this model has no FP8 modules called nobody"),
+        (lambda fqn: "nowhere", "no _extra_state of nowhere"),
+        ({"fc": ("mlp", 2)}, "mlp has 2 GEMMs, and fc asks for number 2"),
+        ({"fc": ("fc", -1)}, "fc has 1 GEMMs, and fc asks for number -1"),
+        ({"fc": 3}, "fc is mapped to 3, expected a name"),
+        ({"fc": ("mlp", True)}, "expected a name"),
+        (["fc"], "must be a mapping or a function, got list"),
+    ],
+)
+def test_name_maps_that_cannot_be(name_map: Any, text: str) -> None:
+    entries = {"fc._extra_state": entry_of(trained(2), "2.x"), "mlp._extra_state": entry_of(trained(2, gemms=2), "2.x")}
+    manager = foreign()
+    before = state_bits(manager)
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        manager.load_transformer_engine(entries, name_map)
+    assert state_bits(manager) == before
+
+
+def test_two_entries_of_one_name() -> None:
+    with pytest.raises(CheckpointError, match=r"two entries are called fc\._extra_state"):
+        foreign().load_transformer_engine({"fc._extra_state": None, "module.fc._extra_state": None})
+
+
+def test_the_report_can_be_read() -> None:
+    manager = foreign(DelayedScaling(history_len=5, margin=1), names=("a", "b", "c", "d", "e", "f"))
+    entry = entry_of(trained(2), "2.x")
+    entries = {f"{name}._extra_state": entry for name in "abcdex"} | {"f._extra_state": None}
+    assert str(manager.load_transformer_engine(entries)).splitlines() == [
+        "FP8 state of TransformerEngine: 15 slots",
+        "  matched: 5 modules: a from a, b from b, c from c, d from d and 1 more",
+        "  missing there: 2 modules: 0, f",
+        "  unused from there: 1 entries: x",
+        "  without FP8 state: 1 entries: f",
+        "  scales derived anew, because margin is 0 there and 1 here: 15: "
+        "a:grad_output, a:input, a:weight, b:grad_output and 11 more",
+    ]
+
+
+# What is refused ---------------------------------------------------------------------------------------
+
+
+class Call:
+    """Pickled as a call of any function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def bomb(kind: str, marker: Path) -> Any:
+    leave = f"touch '{marker}'"
+    return {
+        "os.system": Call(os.system, leave),
+        "eval": Call(eval, f"__import__('os').system({leave!r})"),
+        "exec": Call(exec, f"__import__('pathlib').Path({str(marker)!r}).touch()"),
+        "open": Call(open, str(marker), "w"),
+        "getattr": Call(getattr, Call(__import__, "os"), "system"),
+        "import": Call(__import__, "this"),
+        "torch.load": Call(torch.load, str(marker)),
+        "inside a recipe": {"recipe": [Call(os.system, leave)], **Module().tensors()},
+        "inside a storage": Call(torch.storage._load_from_bytes, pickle.dumps(Call(os.system, leave))),
+        "a storage of it": Call(torch.storage._load_from_bytes, Call(os.system, leave)),
+    }[kind]
+
+
+KINDS = (
+    *("os.system", "eval", "exec", "open", "getattr", "import", "torch.load"),
+    *("inside a recipe", "inside a storage", "a storage of it"),
+)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pickles_are_never_executed(kind: str, protocol: int, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    manager = foreign()
+    before, modules = state_bits(manager), set(sys.modules)
+    pickled = pickle.dumps({**Module().tensors(), "x": bomb(kind, marker)}, protocol)
+    good = entry_of(trained(3), "2.x")
+    file, old = io.BytesIO(), io.BytesIO()
+    for stream, zipped in ((file, True), (old, False)):
+        torch.save(
+            {"x": bomb(kind, marker)}, stream, _use_new_zipfile_serialization=zipped, pickle_protocol=max(2, protocol)
+        )
+    for entry in (torch.frombuffer(bytearray(pickled), dtype=torch.uint8), pickled, file, old):
+        with pytest.raises(CheckpointError, match=r"^fc\._extra_state: ") as caught:
+            manager.load_transformer_engine({"0._extra_state": good, "fc._extra_state": entry})
+        assert "\n" not in str(caught.value)
+        assert state_bits(manager) == before
+    assert not marker.exists()
+    assert "this" not in set(sys.modules) - modules
+
+
+def test_the_bombs_are_some(tmp_path: Path) -> None:
+    for kind in ("os.system", "eval", "exec", "inside a recipe"):
+        marker = tmp_path / kind.replace(" ", "_")
+        pickle.loads(pickle.dumps(bomb(kind, marker)))
+        assert marker.exists(), kind
+
+
+def test_names_of_classes_are_no_licence() -> None:
+    """Only getattr of the format is one, and only what is listed of its module."""
+    for text, pickled in {
+        "attribute": b"\x80\x02c__builtin__\ngetattr\ncos\nsystem\nX\x01\x00\x00\x00a\x86R.",
+        "os.system": b"\x80\x02cos\nsystem\n.",
+        "asks for an attribute": b"\x80\x02c__builtin__\ngetattr\nX\x02\x00\x00\x00osX\x06\x00\x00\x00system\x86R.",
+        "of what is no format": b"\x80\x02c__builtin__\ngetattr\nc_codecs\nencode\nX\x01\x00\x00\x00a\x86R.",
+        f"{RECIPES}.os": b"\x80\x02ctransformer_engine.common.recipe\nos\n.",
+        "sys": b"\x80\x04\x8c\x03sys\x8c\x07modules\x93.",
+    }.items():
+        with pytest.raises(CheckpointError, match=text if text != "attribute" else "names os.system"):
+            read_extra_state("fc", pickled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s.",
+        b"\x80\x02)" + b"\x85" * 300_000 + b".",
+        b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
+        b"\x80\x02X\xff\xff\xff\x7fabc.",
+        b"\x80\x05\x8e" + struct.pack("<Q", 1 << 62) + b"abc.",
+        b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R.",
+        b"\x80\x02ctorch\nFloatStorage\nJ\xff\xff\xff\x7f\x85R.",
+        b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R.",
+        b"\x80\x02K\x01.",
+        b"\x80\x02]q\x00h\x00a.",
+        b"text",
+        b"PK\x03\x04",
+    ],
+    ids=range(12),
+)
+def test_hostile_bytes(pickled: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"^fc: ") as caught:
+        read_extra_state("fc", pickled)
+    assert "Recursion" not in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["1.x bytes", "2.x", "1.x file", "1.x old file"])
+def test_every_truncation_is_refused(version: str) -> None:
+    value = entry_of(trained(2), version)
+    data = (
+        value.numpy().tobytes()
+        if isinstance(value, Tensor)
+        else value
+        if isinstance(value, bytes)
+        else value.getvalue()
+    )
+    for end in (*range(1, len(data) - 1, 7), len(data) - 1):
+        with pytest.raises(CheckpointError):
+            read_extra_state("fc", data[:end])
+
+
+def test_damaged_bytes_raise_nothing_else() -> None:
+    rng = random.Random(0)
+    data = entry_of(trained(2), "2.x").numpy().tobytes()
+    for _ in range(800):
+        changed = bytearray(data)
+        for _ in range(rng.choice((1, 1, 3))):
+            changed[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            read_extra_state("fc", bytes(changed))
+        except CheckpointError:
+            continue
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    content = {**trained(2).tensors(), "extra_fp8_variables": {"num_gemms": 1}, **changes}
+    return {key: value for key, value in content.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        (changed(scale_fwd=torch.tensor([1.0, 0.0, 1.0])), "a scale that is not positive and finite"),
+        (changed(scale_bwd=torch.tensor([1.0, torch.inf])), "a scale that is not positive and finite"),
+        (changed(scale_bwd=torch.tensor([1.0, torch.nan])), "a scale that is not positive and finite"),
+        (changed(scale_bwd=torch.tensor([1.0, 1e-45])), "a scale that is not positive and finite"),
+        (changed(amax_history_fwd=torch.full((5, 3), -1.0)), "an amax that is negative or not finite"),
+        (changed(amax_history_bwd=torch.full((5, 2), torch.inf)), "an amax that is negative or not finite"),
+        (changed(amax_history_bwd=torch.zeros(5, 3)), "scale_bwd has shape (2,) and amax_history_bwd (5, 3)"),
+        (changed(amax_history_bwd=torch.zeros(0, 2)), "expected [n] and [rows, n]"),
+        (changed(scale_fwd=torch.ones(3, dtype=torch.float64)), "scale_fwd is of torch.float64, expected a float32"),
+        (changed(scale_fwd=[1.0, 1.0, 1.0]), "scale_fwd is of list, expected a float32 tensor"),
+        (changed(scale_bwd=torch.ones(3), amax_history_bwd=torch.zeros(5, 3)), "fits no number of GEMMs"),
+        (changed(extra_fp8_variables={"num_gemms": 2}), "says that it has 2 GEMMs, but its scales are those of 1"),
+        (changed(scale_bwd=None), "lacks scale_bwd"),
+        ({"input": {}, "param": {}, "grad_output": {}}, "not the state of a module such as te.Linear"),
+        (torch.zeros(4), "is a tensor of torch.float32, expected uint8"),
+        ("text", "is of type str"),
+        (as_bytes("text"), "holds a str, expected a dict"),
+        (entry_of(trained(1, gemms=4, gradients=(0, 2, 4, 6)), "1.x"), "has 4 GEMMs, as only a GroupedLinear has"),
+    ],
+)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_impossible_state(entry: Any, text: str, pickled: bool) -> None:
+    value = as_bytes(entry) if pickled and isinstance(entry, dict) else entry
+    manager = foreign()
+    before = state_bits(manager)
+    with pytest.raises(CheckpointError, match=re.escape(text)) as caught:
+        manager.load_transformer_engine({"0._extra_state": entry_of(trained(2), "2.x"), "fc._extra_state": value})
+    assert str(caught.value).startswith("fc._extra_state: ")
+    assert state_bits(manager) == before
+
+
+def test_tensors_stay_inside_their_storage() -> None:
+    """A pickle cannot make a tensor larger than itself, or read beside it."""
+    good = pickle.dumps(trained(2).tensors(), 2)
+    shape = b"K\x05K\x03\x86"
+    assert shape in good
+    with pytest.raises(CheckpointError, match="wants more than its storage"):
+        read_extra_state("fc", good.replace(shape, b"K\x06K\x03\x86"))
+    with pytest.raises(CheckpointError, match="wants more than its storage"):
+        read_extra_state("fc", good.replace(shape, b"J\x00\x00\x00\x7fK\x03\x86"))
+
+
+def failing(after: int) -> Callable[[Tensor], Tensor]:
+    calls = iter(range(100))
+
+    def algorithm(windows: Tensor) -> Tensor:
+        if next(calls) >= after:
+            raise ZeroDivisionError("of the user")
+        return windows.amax(1)
+
+    return algorithm
+
+
+def test_nothing_is_changed_when_an_algorithm_fails() -> None:
+    manager = foreign(DelayedScaling(history_len=5, margin=1, amax_algo=failing(0)))
+    before = state_bits(manager)
+    with pytest.raises(ZeroDivisionError):
+        manager.load_transformer_engine({"fc._extra_state": entry_of(trained(3), "2.x")})
+    assert state_bits(manager) == before
+
+
+def test_several_arenas_and_a_resume() -> None:
+    """What was imported is saved and loaded like any other state."""
+    manager, other = foreign(), foreign()
+    manager.load_transformer_engine({"fc._extra_state": entry_of(trained(9), "2.x")})
+    other.load_state_dict(manager.state_dict())
+    assert state_bits(other) == state_bits(manager)
+    assert int(saved_of(manager)["step"]) == 0

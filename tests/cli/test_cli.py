@@ -1,0 +1,511 @@
+"""The command line: checkpoints compared offline, and under torchrun; exit codes; JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist.cli.main import main
+
+Tensors = dict[str, Tensor]
+Capture = pytest.CaptureFixture[str]
+
+
+def weights() -> Tensors:
+    """A few tensors of several dtypes; one of more than a block of 256 KiB."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "big": torch.randn(300, 400, generator=generator),
+        "bf16": torch.randn(7, 5, generator=generator).bfloat16(),
+        "fp8": torch.randn(33, generator=generator).to(torch.float8_e4m3fn),
+        "count": torch.tensor(3),
+    }
+
+
+def _as_dcp(tensors: Tensors, path: Path) -> None:
+    dcp.save(tensors, checkpoint_id=path)
+
+
+WRITERS: dict[str, Callable[[Tensors, Path], None]] = {
+    "safetensors": lambda tensors, path: save_file(tensors, path),
+    "torch": lambda tensors, path: torch.save(tensors, path),
+    "dcp": _as_dcp,
+}
+
+
+def write(tensors: Tensors, path: Path, how: str = "safetensors") -> str:
+    """The path of a checkpoint of these."""
+    WRITERS[how](tensors, path)
+    return str(path)
+
+
+def flip(tensor: Tensor, place: int, bit: int) -> None:
+    """One bit of one element."""
+    words = tensor.view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    words[place] ^= 1 << bit
+
+
+def check(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and report of ``fp8dist check --json``."""
+    code = main(["check", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_equal_checkpoints_are_consistent(how: str, tmp_path: Path, capsys: Capture) -> None:
+    code, report = check(capsys, *(write(weights(), tmp_path / f"c{i}", how) for i in range(3)))
+    assert code == 0
+    assert report["consistent"]
+    assert report["compared"] == [["parameter", 4]]
+
+
+@pytest.mark.parametrize("how", WRITERS)
+@pytest.mark.parametrize(("name", "place", "bit"), [("big", 119_000, 20), ("bf16", 11, 3), ("fp8", 32, 0)])
+def test_one_flipped_bit_is_found_and_told(
+    how: str, name: str, place: int, bit: int, tmp_path: Path, capsys: Capture
+) -> None:
+    paths = []
+    for i in range(3):
+        tensors = weights()
+        if i == 1:
+            flip(tensors[name], place, bit)
+        paths.append(write(tensors, tmp_path / f"c{i}", how))
+    code, report = check(capsys, *paths)
+    assert code == 1
+    (finding,) = report["findings"]
+    right, wrong = weights(), weights()
+    flip(wrong[name], place, bit)
+    columns = right[name].shape[-1] if right[name].ndim == 2 else None
+    assert finding["index"] == ([place] if columns is None else [place // columns, place % columns])
+    assert (finding["name"], finding["kind"], finding["ranks"], finding["reference_rank"]) == (
+        name,
+        "parameter",
+        [1],
+        0,
+    )
+    assert finding["hosts"] == [paths[1]]
+    assert finding["value"] == wrong[name].view(-1)[place].double().item()
+    assert finding["expected"] == right[name].view(-1)[place].double().item()
+    assert finding["ulp"] == 1 << bit
+    assert report["files"] == paths
+
+
+def test_formats_are_compared_with_each_other(tmp_path: Path, capsys: Capture) -> None:
+    paths = [write(weights(), tmp_path / how, how) for how in WRITERS]
+    assert check(capsys, *paths)[0] == 0
+
+
+def test_a_wrong_first_file_is_named_and_two_files_have_no_culprit(tmp_path: Path, capsys: Capture) -> None:
+    wrong = weights()
+    wrong["count"] += 1
+    paths = [write(wrong, tmp_path / "a"), write(weights(), tmp_path / "b"), write(weights(), tmp_path / "c")]
+    _, report = check(capsys, *paths)
+    assert [(f["ranks"], f["reference_rank"], f["value"], f["expected"]) for f in report["findings"]] == [
+        ([0], 1, 4, 3)
+    ]
+    _, report = check(capsys, *paths[:2])
+    assert [(f["ranks"], f["reference_rank"]) for f in report["findings"]] == [([0, 1], None)]
+
+
+def test_absent_names_shapes_and_dtypes(tmp_path: Path, capsys: Capture) -> None:
+    other = weights()
+    del other["bf16"]
+    other["fp8"] = other["fp8"].float()
+    other["big"] = other["big"].T.contiguous()
+    code, report = check(capsys, write(weights(), tmp_path / "a"), write(other, tmp_path / "b"))
+    assert code == 1
+    assert {(f["kind"], f["name"]) for f in report["findings"]} == {("layout", n) for n in ("bf16", "fp8", "big")}
+    details = {f["name"]: f["detail"] for f in report["findings"]}
+    assert "file 1: absent" in details["bf16"]
+    assert "float8_e4m3fn[33]" in details["fp8"]
+
+
+def test_nan_and_infinity_are_equal_to_themselves_and_told_in_json(tmp_path: Path, capsys: Capture) -> None:
+    special = {"x": torch.tensor([math.nan, math.inf, -0.0])}
+    paths = [write(special, tmp_path / f"{i}") for i in range(2)]
+    assert check(capsys, *paths)[0] == 0
+    zero = {"x": torch.tensor([math.nan, math.inf, 0.0])}
+    code, report = check(capsys, paths[0], paths[1], write(zero, tmp_path / "2"))
+    assert (code, report["findings"][0]["index"], report["findings"][0]["ulp"]) == (1, [2], 0)
+    bits = special["x"].clone()
+    flip(bits, 0, 3)
+    code, report = check(capsys, paths[0], paths[1], write({"x": bits}, tmp_path / "3"))
+    assert (code, report["findings"][0]["value"], report["findings"][0]["ulp"]) == (1, "nan", None)
+
+
+# FP8 state ----------------------------------------------------------------------------------------------
+
+
+def trained() -> tuple[nn.Module, fp8dist.StateManager]:
+    """The same model after the same three steps, whenever it is called."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
+    for _ in range(3):
+        model(torch.randn(2, 16)).sum().backward()
+        manager.step()
+    return model, manager
+
+
+def saved_states(folder: Path, count: int, damage: Callable[[int, fp8dist.StateManager], None]) -> str:
+    """The path, with {rank}, of state files of equal managers, some of which were damaged."""
+    for rank in range(count):
+        _, manager = trained()
+        damage(rank, manager)
+        manager.save(folder / f"dump-{rank}.safetensors")
+    return str(folder / "dump-{rank}.safetensors")
+
+
+def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
+    def damage(rank: int, manager: fp8dist.StateManager) -> None:
+        if rank == 2:
+            manager.scale("0", "weight").mul_(2)
+        if rank == 1:
+            manager._syncs[0].arena.history[3, 0] = 7.0
+
+    path = saved_states(tmp_path, 4, damage)
+    code, report = check(capsys, path)
+    assert code == 1
+    found = [(f["kind"], f["name"], f["field"], f["ranks"], f["reference_rank"]) for f in report["findings"]]
+    assert found == [("scale", "0:weight", "scale", [2], 0), ("history", "1:grad_output", "history", [1], 0)]
+    assert report["findings"][1]["value"] == 7.0
+    assert report["findings"][1]["index"] == [1]  # Three steps of four: the first is the second oldest place.
+    assert main(["check", path]) == 1
+    table = capsys.readouterr().out
+    assert "0:weight" in table
+    assert str(tmp_path / "dump-2.safetensors") in table
+
+
+def test_equal_state_dumps(tmp_path: Path, capsys: Capture) -> None:
+    path = saved_states(tmp_path, 2, lambda rank, manager: None)
+    code, report = check(capsys, path)
+    assert code == 0
+    assert dict(report["compared"])["scale"] == 6
+
+
+def test_a_flipped_bit_of_a_state_file_is_damage(tmp_path: Path, capsys: Capture) -> None:
+    path = Path(saved_states(tmp_path, 2, lambda rank, manager: None).replace("{rank}", "1"))
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    assert main(["check", str(tmp_path / "dump-{rank}.safetensors")]) == 3
+    assert re.fullmatch(rf"fp8dist check: {path}: .*checksum.*\n", capsys.readouterr().err)
+
+
+def test_inspect_state_and_parameters(tmp_path: Path, capsys: Capture) -> None:
+    path = saved_states(tmp_path, 1, lambda rank, manager: None).replace("{rank}", "0")
+    assert main(["inspect", path]) == 0
+    text = capsys.readouterr().out
+    assert "step: 3" in text
+    row = next(line.split() for line in text.splitlines() if line.startswith("0:weight"))
+    assert float(row[1]) == pytest.approx(448 / float(row[2]), rel=1e-6)
+    assert main(["inspect", "--json", path]) == 0
+    assert len(json.loads(capsys.readouterr().out)["entries"]) == 6
+    assert main(["inspect", write(weights(), tmp_path / "w")]) == 0
+    assert "300x400" in capsys.readouterr().out
+
+
+# FP8 state inside other checkpoints ---------------------------------------------------------------------------
+
+
+def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateManager], None]) -> list[str]:
+    """Paths of two checkpoints of equal models and managers; one was damaged before it was saved."""
+    paths = []
+    for number in range(2):
+        model, manager = trained()
+        damage(number, manager)
+        path = folder / f"checkpoint-{number}"
+        state = {"model": model.state_dict(), "fp8": manager.state_dict()}
+        torch.save(state, path) if how == "torch" else dcp.save(state, checkpoint_id=path)
+        paths.append(str(path))
+    return paths
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+def test_fp8_state_in_a_checkpoint_is_compared_slot_by_slot(how: str, tmp_path: Path, capsys: Capture) -> None:
+    def damage(number: int, manager: fp8dist.StateManager) -> None:
+        if number == 1:
+            manager.scale("0", "weight").mul_(2)
+            manager._syncs[0].arena.history[3, 0] = 7.0
+
+    equal, damaged = tmp_path / "equal", tmp_path / "damaged"
+    for folder in (equal, damaged):
+        folder.mkdir()
+    code, report = check(capsys, *checkpoints(equal, how, lambda number, manager: None))
+    assert code == 0
+    counts = {"amax": 6, "cold": 6, "counters": 6, "history": 6, "scale": 6, "step": 1, "parameter": 4}
+    assert dict(report["compared"]) == counts
+    code, report = check(capsys, *checkpoints(damaged, how, damage))
+    assert code == 1
+    found = [(f["kind"], f["name"], f["field"]) for f in report["findings"]]
+    assert found == [
+        ("scale", "fp8.shared.0:weight", "scale"),
+        ("history", "fp8.shared.1:grad_output", "history"),
+    ]
+    assert report["findings"][1]["value"] == 7.0
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+def test_fp8_state_in_a_checkpoint_is_shown_slot_by_slot(how: str, tmp_path: Path, capsys: Capture) -> None:
+    path, _ = checkpoints(tmp_path, how, lambda number, manager: None)
+    assert main(["inspect", path]) == 0
+    text = capsys.readouterr().out
+    assert "FP8 state: fp8.shared\nstep: 3\nslots: 6\ncold: 0\n" in text
+    assert "tensors: 4" in text
+    row = next(line.split() for line in text.splitlines() if line.startswith("0:weight"))
+    assert float(row[1]) == pytest.approx(448 / float(row[2]), rel=1e-6)
+    assert main(["inspect", "--json", path]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in shown["entries"]] == [
+        "model.0.bias",
+        "model.0.weight",
+        "model.1.bias",
+        "model.1.weight",
+    ]
+    (state,) = shown["fp8 states"]
+    assert len(state["entries"]) == 6
+    assert state["entries"][0]["taken"] == 3
+
+
+def test_states_of_many_keys_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
+    """Also where one place's name is the beginning of another's."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
+    blob = manager.state_dict()["shared"]
+    torch.save({"fp8": blob, "fp8.rank0": blob, "fp8.rank1": blob}, tmp_path / "a")
+    assert main(["inspect", "--json", str(tmp_path / "a")]) == 0
+    states = json.loads(capsys.readouterr().out)["fp8 states"]
+    assert [(s["FP8 state"], len(s["entries"])) for s in states] == [("fp8.rank0", 3), ("fp8.rank1", 3), ("fp8", 3)]
+    assert model is not None
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+@pytest.mark.parametrize("kind", ["flipped", "truncated"])
+def test_damaged_fp8_state_in_a_checkpoint_is_named(how: str, kind: str, tmp_path: Path, capsys: Capture) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    blob = fp8dist.prepare(model).state_dict()["shared"]
+    damaged = blob[:-1] if kind == "truncated" else blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
+    path = tmp_path / "checkpoint"
+    state = {"weight": torch.ones(2), "fp8": {"rank0": blob, "rank1": damaged}}
+    torch.save(state, path) if how == "torch" else dcp.save(state, checkpoint_id=path)
+    for command in (["inspect", str(path)], ["check", str(path), str(path)]):
+        assert main(command) == 3
+        assert re.fullmatch(rf"fp8dist \w+: {path}.*fp8\.rank1.*\n", capsys.readouterr().err)
+
+
+# Usage ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["check"], ["mend"], ["check", "--wrong", "a", "b"], ["inspect"]])
+def test_bad_usage_exits_with_2(arguments: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: fp8dist" in capsys.readouterr().err
+
+
+def test_one_path_or_two_kinds_of_paths_are_usage_errors(tmp_path: Path, capsys: Capture) -> None:
+    path = write(weights(), tmp_path / "w")
+    assert main(["check", path]) == 2
+    assert "two or more" in capsys.readouterr().err
+    state = saved_states(tmp_path, 1, lambda rank, manager: None)
+    assert main(["check", path, state]) == 2
+    assert "like with like" in capsys.readouterr().err
+
+
+def test_unreadable_input_is_one_line_that_names_the_file(tmp_path: Path, capsys: Capture) -> None:
+    good = write(weights(), tmp_path / "good")
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("hello\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "cut").write_bytes(Path(good).read_bytes()[:-10])
+    for bad in ("empty", "text", "folder", "cut", "absent", "gap-{rank}"):
+        for command in (["check", good, str(tmp_path / bad)], ["inspect", str(tmp_path / bad)]):
+            assert main(command) == 3
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert captured.err.count("\n") == 1
+            assert str(tmp_path / bad.partition("-")[0]) in captured.err
+
+
+def test_a_rank_that_is_missing_in_between_is_named(tmp_path: Path, capsys: Capture) -> None:
+    for rank in (0, 1, 3):
+        write(weights(), tmp_path / f"r{rank}")
+    (tmp_path / "r1x").write_text("another file")
+    assert main(["check", str(tmp_path / "r{rank}")]) == 3
+    assert str(tmp_path / "r2") in capsys.readouterr().err
+    write(weights(), tmp_path / "r2")
+    assert main(["check", str(tmp_path / "r{rank}")]) == 0
+
+
+def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+
+
+@pytest.mark.long
+def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
+    wrong = weights()
+    flip(wrong["bf16"], 4, 2)
+    for rank in range(3):
+        write(wrong if rank == 2 else weights(), tmp_path / f"{rank}.st")
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "fp8dist", "check"]
+    run = _run(*launcher, str(tmp_path / "{rank}.st"))
+    assert run.returncode == 1
+    assert run.stdout.count("bf16") == 1
+    row = next(line.split() for line in run.stdout.splitlines() if " bf16 " in line)
+    assert row[2:8] == ["parameter", "bf16", "2", "0", "0,", "4"]
+    assert "exitcode  : 1" in run.stderr
+    (tmp_path / "1.st").write_bytes((tmp_path / "1.st").read_bytes()[:-1])
+    run = _run(*launcher, str(tmp_path / "{rank}.st"))
+    assert "exitcode  : 3" in run.stderr
+    lines = [line for line in run.stderr.splitlines() if line.startswith("fp8dist check: ")]
+    assert len(lines) == 1
+    assert f"rank 1: {tmp_path / '1.st'}: " in lines[0]
+    (tmp_path / "1.st").unlink()
+    write(wrong, tmp_path / "1.st")
+    write(wrong, tmp_path / "0.st")
+    run = _run(*launcher, "--json", str(tmp_path / "{rank}.st"))
+    assert run.returncode == 0
+    assert json.loads(run.stdout)["consistent"]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
+    """Three files of 160 MB in tensors of 8 MB: far less than one file is held."""
+    tensors = {f"t{i}": torch.randn(2_000_000) for i in range(20)}
+    for rank in range(3):
+        if rank == 2:
+            flip(tensors["t7"], 1_999_999, 1)
+        save_file(tensors, tmp_path / f"{rank}")
+    code = (
+        "import sys, threading, time; from fp8dist.cli.main import main\n"
+        "def now():  # What is mapped from files does not count.\n"
+        "    return int(open('/proc/self/status').read().partition('RssAnon:')[2].split()[0])\n"
+        "before, seen = now(), [0]\n"
+        "def watch():\n"
+        "    while True:\n"
+        "        seen[0] = max(seen[0], now() - before); time.sleep(0.002)\n"
+        "threading.Thread(target=watch, daemon=True).start()\n"
+        "code = main(['check', '--json', sys.argv[1]]); print(seen[0] // 1024, file=sys.stderr); sys.exit(code)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "{rank}")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 1, run.stderr
+    assert [(f["name"], f["ranks"]) for f in json.loads(run.stdout)["findings"]] == [("t7", [2])]
+    assert int(run.stderr.split()[-1]) < 80, "MB"
+
+
+@pytest.mark.slow
+def test_the_installed_command(tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("fp8dist")
+    run = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == f"fp8dist {fp8dist.__version__}"
+
+
+# What reviewers broke -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_more_differences_than_are_looked_into(tmp_path: Path, capsys: Capture) -> None:
+    """States of different runs: hundreds of entries differ, in every field."""
+    for rank in range(3):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(30)])
+        manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
+        torch.manual_seed(rank)
+        model(torch.randn(4, 16)).sum().backward()
+        manager.step()
+        manager.save(tmp_path / f"{rank}")
+    code, report = check(capsys, str(tmp_path / "{rank}"))
+    assert code == 1
+    assert len(report["findings"]) > 64
+    assert {f["kind"] for f in report["findings"]} == {"scale", "history"}
+    assert main(["check", str(tmp_path / "{rank}")]) == 1
+    assert "more" in capsys.readouterr().out
+
+
+def test_damaged_scales_and_histories_of_dumps_can_be_looked_at(tmp_path: Path, capsys: Capture) -> None:
+    """``load`` refuses them; a check is for finding them."""
+
+    def damage(rank: int, manager: fp8dist.StateManager) -> None:
+        if rank == 1:
+            manager.scale("0", "weight").neg_()
+            manager.amax("1", "input").fill_(math.nan)
+
+    path = saved_states(tmp_path, 3, damage)
+    code, report = check(capsys, path)
+    assert code == 1
+    assert [(f["kind"], f["name"], f["ranks"]) for f in report["findings"]] == [
+        ("scale", "0:weight", [1]),
+        ("history", "1:input", [1]),
+    ]
+    assert main(["inspect", "--json", path.replace("{rank}", "1")]) == 0
+    with pytest.raises(fp8dist.errors.CheckpointError):
+        fp8dist.prepare(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))).load(path.replace("{rank}", "1"))
+
+
+def test_every_odd_file_is_named_however_many_sides_there_are(tmp_path: Path, capsys: Capture) -> None:
+    paths = [write({"x": torch.full((4,), max(0.0, i - 10.0))}, tmp_path / f"{i}") for i in range(21)]
+    _, report = check(capsys, *paths)
+    assert sorted(rank for f in report["findings"] for rank in f["ranks"]) == list(range(11, 21))
+
+
+def test_negated_tensors_differ(tmp_path: Path, capsys: Capture) -> None:
+    tensors = weights()
+    negated = {name: -tensor if name == "big" else tensor for name, tensor in tensors.items()}
+    code, report = check(capsys, write(tensors, tmp_path / "a"), write(negated, tmp_path / "b"))
+    assert (code, [f["name"] for f in report["findings"]]) == (1, ["big"])
+
+
+def test_padded_numbers_and_a_stray_file_with_a_huge_one(tmp_path: Path, capsys: Capture) -> None:
+    for name in ("z-00000", "z-00001", "h0", "h1", "h1700000000"):
+        write(weights(), tmp_path / name)
+    assert check(capsys, str(tmp_path / "z-{rank}"))[0] == 0
+    assert main(["check", str(tmp_path / "h{rank}")]) == 3
+    assert str(tmp_path / "h2") in capsys.readouterr().err
+
+
+def test_a_world_size_without_a_launcher_is_a_usage_error(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["check", write(weights(), tmp_path / "w")]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_does_not_change_the_verdict(tmp_path: Path) -> None:
+    wrong = weights()
+    wrong["count"] += 1
+    paths = [write(weights(), tmp_path / "a"), write(wrong, tmp_path / "b")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run([sys.executable, "-m", "fp8dist", "check", *paths], stdout=writer, timeout=60, check=False)
+    os.close(writer)
+    assert run.returncode == 1

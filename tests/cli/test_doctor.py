@@ -1,0 +1,197 @@
+"""The doctor: what it says of this machine, and that it says so whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8dist.cli import doctor
+from fp8dist.cli.doctor import Examination, Observation, examine
+from fp8dist_kernels.backends import why_not_triton
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the all-reduce, which takes seconds."""
+    monkeypatch.setattr(doctor, "_all_reduces", lambda *_: [])
+
+
+def _by_name(examination: Examination) -> dict[str, Observation]:
+    return {line.name: line for line in examination.observations}
+
+
+@pytest.mark.slow
+def test_this_machine_is_healthy() -> None:
+    examination = examine()
+    assert examination.healthy, str(examination)
+    found = _by_name(examination)
+    assert found["torch"].detail.startswith(torch.__version__)
+    for name in ("cast to e4m3", "cast to e5m2", "gloo"):
+        assert found[name].outcome == "ok"
+    for name in ("cast to e5m2, Triton", "matmul e4m3 x e4m3, Triton", "matmul e5m2 x e4m3, Triton"):
+        assert found[name].outcome == "ok"
+    for name in ("matmul e4m3 x e4m3", "matmul e5m2 x e4m3"):
+        assert found[name].outcome == "ok" or torch.cuda.is_available()
+    assert found["all-reduce, 2 local ranks"].detail.startswith("int32 MAX over gloo, NaN kept")
+    assert found.get("GPU", found.get("cuda:0")) is not None
+    assert ("all-reduce, 1 rank" in found) == torch.cuda.is_available()
+    assert json.loads(json.dumps(examination.as_dict()))["healthy"] is True
+    lines = str(examination).splitlines()
+    assert len(lines) == len(examination.observations)
+    assert len({line.index(o.outcome, 15) for line, o in zip(lines, examination.observations)}) == 1
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    _quiet(monkeypatch)
+    given = {"FP8DIST_BACKEND": "torhc", "FP8DIST_CHECK_POLICY": "warn", "FP8DIST_CHECK_POLCY": "warn", "PATH": "x"}
+    found = _by_name(examine(given))
+    assert found["FP8DIST_CHECK_POLICY"] == Observation("FP8DIST_CHECK_POLICY", "ok", "warn")
+    assert found["FP8DIST_BACKEND"].outcome == "failed"
+    assert "torhc" in found["FP8DIST_BACKEND"].detail
+    assert "no such setting" in found["FP8DIST_CHECK_POLCY"].detail
+    assert "PATH" not in found
+    assert not examine(given).healthy
+
+
+def test_triton_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _quiet(monkeypatch)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    why_not_triton.cache_clear()
+    examination = examine({})
+    why_not_triton.cache_clear()
+    found = _by_name(examination)
+    assert found["triton"] == Observation("triton", "absent", "not installed")
+    assert found["Triton kernels"] == Observation("Triton kernels", "absent", "Triton is not installed")
+    assert examination.healthy
+
+
+def test_triton_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _quiet(monkeypatch)
+    monkeypatch.setattr(doctor, "_device", lambda: torch.device("cpu"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    why_not_triton.cache_clear()
+    found = _by_name(examine({}))["Triton kernels"]
+    why_not_triton.cache_clear()
+    assert found.outcome == "absent"
+    assert found.detail.startswith("it needs a GPU")
+
+
+@pytest.mark.parametrize("name", ["_versions", "_devices", "_casts", "_products", "_fused", "_backends", "_settings"])
+def test_it_never_raises(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _quiet(monkeypatch)
+
+    def breaks(*_: object) -> Iterable[Observation]:
+        yield Observation("first", "ok", "seen before")
+        raise RuntimeError("CUDA error:\n  out of luck")
+
+    monkeypatch.setattr(doctor, name, breaks)
+    examination = examine({})
+    assert not examination.healthy
+    assert next(o for o in examination.observations if o.outcome == "failed").detail == (
+        "RuntimeError: CUDA error: out of luck"
+    )
+    assert "first" in _by_name(examination)
+
+
+def test_wrong_casts_and_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    _quiet(monkeypatch)
+    cast, product = doctor.saturating_cast, doctor.matmul_torch
+
+    def truncates(x: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return cast(torch.where(x == 19.0, 18.0, x), *rest)  # type: ignore[arg-type]
+
+    def off_by_one(*operands: object) -> torch.Tensor:
+        found = product(*operands)  # type: ignore[arg-type]
+        found[3, 5] += 1
+        return found
+
+    monkeypatch.setattr(doctor, "saturating_cast", truncates)
+    monkeypatch.setattr(doctor, "matmul_torch", off_by_one)
+    found = _by_name(examine({}))
+    assert "became [0.0, -0.3125, 16.0, 18.0," in found["cast to e4m3"].detail
+    assert found["matmul e5m2 x e4m3"].detail.endswith(f": 1 of {32 * 48} are wrong")
+
+
+def _reduce(monkeypatch: pytest.MonkeyPatch, program: str, timeout: float) -> tuple[Observation, float]:
+    monkeypatch.setattr(doctor, "_RANK_PROGRAM", program)
+    start = time.monotonic()
+    (found,) = doctor._all_reduces({"PATH": os.environ["PATH"]}, timeout)
+    return found, time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_an_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = f"import os, time; open('{tmp_path}/' + str(os.getpid()), 'w'); time.sleep(600)"
+    found, seconds = _reduce(monkeypatch, program, 2.0)
+    assert found == Observation("all-reduce, 2 local ranks", "failed", "no answer within 2 s")
+    assert seconds < 10
+    for pid in os.listdir(tmp_path):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_a_rank_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys, time\nif sys.argv[2] == '1': raise OSError('no network')\ntime.sleep(600)"
+    found, seconds = _reduce(monkeypatch, program, 60.0)
+    assert found == Observation("all-reduce, 2 local ranks", "failed", "OSError: no network")
+    assert seconds < 20
+    found, _ = _reduce(monkeypatch, "import os; os.abort()", 60.0)
+    assert found.detail == "ended with exit code -6"
+    found, _ = _reduce(monkeypatch, 'print(\'{"backend": "gloo", "right": false, "result": "[0.0]"}\')', 60.0)
+    assert found.detail == "over gloo: wrong result [0.0]"
+
+
+def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_RANK_PROGRAM", "pass")
+    found = _by_name(examine({"PATH": os.environ["PATH"]}))
+    assert found["all-reduce"].outcome == "failed"
+
+
+@pytest.mark.long
+def test_under_torchrun(tmp_path: Path) -> None:
+    """Over the job's ranks, twice in one job."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import json, os\nfrom fp8dist.cli.doctor import examine\n"
+        f"found = [examine().as_dict() for _ in range(2)]\n"
+        f"json.dump(found, open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w'))\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={port}",
+        str(script),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        for found in json.loads((tmp_path / str(rank)).read_text()):
+            assert found["healthy"], found
+            (line,) = (line for line in found["observations"] if line["name"].startswith("all-reduce"))
+            assert line["name"] == "all-reduce, 2 ranks"
+
+
+@pytest.mark.slow
+def test_a_job_whose_other_rank_never_comes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = _by_name(examine({**os.environ, **job}, timeout=8.0))
+    assert found["all-reduce, 2 ranks"].outcome == "failed"

@@ -1,0 +1,174 @@
+"""Tier 0: what a sync proves, told with rank and slot although its commit has mended it."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fp8dist
+from fp8dist import DelayedScaling, DivergenceReport
+from tests.support.collectives import counted_collectives
+from tests.support.elements import flip
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import batch, fp8_count, make_net
+
+pytestmark = pytest.mark.xdist_group("four_ranks")
+"""Four processes are enough."""
+
+
+class _LateVerdict(fp8dist.sync.arena_sync.Verdict):
+    """Reads as on CUDA: at the next boundary, not at once."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.immediate = False
+        self._event = mock.Mock()
+
+
+def _job(ddp: bool, update: str, late: bool, odd: int) -> dict[str, Any]:
+    """Six steps; before the fourth one scale is flipped on rank ``odd``. What was reported when, and what it cost."""
+    rank = dist.get_rank()
+    net = make_net()
+    recipe = DelayedScaling(history_len=4, update=update)
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy="warn")
+    model: nn.Module = nn.parallel.DistributedDataParallel(net) if ddp else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    events: list[tuple[int, DivergenceReport]] = []
+    calls_of_steps: list[tuple[list[str], int]] = []
+    damaged: tuple[float, float] | None = None
+    step = 0
+    manager.on_event(lambda event: events.append((step, event.report)) if event.kind == "diverged" else None)  # type: ignore[arg-type]
+    verdict = _LateVerdict if late else fp8dist.sync.arena_sync.Verdict
+    with mock.patch("fp8dist.sync.arena_sync.Verdict", verdict), captured_log():
+        for step in range(6):
+            x, y = batch(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            if step == 3:
+                manager.steps  # noqa: B018 (commits what is due)
+                was = manager.scale("branch", "weight").item()
+                if rank == odd:
+                    flip(manager.scale("branch", "weight"), 20)
+                damaged = (was, manager.scale("branch", "weight").item())
+            with counted_collectives() as calls:
+                optimizer.step()
+            optimizer.zero_grad()
+            calls_of_steps.append((calls.names, fp8_count(calls, manager)))
+    scales = [manager.scale(*slot).item() for slot in manager.slots]
+    return {"events": events, "calls": calls_of_steps, "scales": scales, "damaged": damaged}
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize(
+    ("update", "late"), [("same_step", False), ("same_step", True), ("next_step", False), ("next_step", True)]
+)
+def test_a_flipped_scale_is_reported_at_the_next_sync_without_a_collective_before_it(
+    three_ranks: RankPool, ddp: bool, update: str, late: bool
+) -> None:
+    results = three_ranks.run(_job, ddp, update, late, 1)
+    read_in = 4 if late or update == "next_step" else 3
+    was, bad = results[0]["damaged"][0], results[1]["damaged"][1]
+    assert was != bad
+    for result in results:
+        ((step, report),) = result["events"]
+        assert step == read_in
+        ((finding),) = report.findings
+        assert (finding.kind, finding.name, finding.ranks, finding.reference_rank) == (
+            "scale",
+            "branch:weight",
+            (1,),
+            0,
+        )
+        assert (finding.field, finding.index, finding.value, finding.expected) == ("scale", (), bad, was)
+        assert finding.ulp == 1 << 20
+        assert (finding.step, finding.last_good_step) == (4, 3)
+        assert result["scales"] == results[0]["scales"], "the commit has made them equal again"
+        for i, (names, syncs) in enumerate(result["calls"]):
+            if i != read_in:
+                assert names == ["all_reduce"], "nothing but the sync itself"
+            assert syncs == 1
+        # The sync that carries the damage is the first thing in its step; what localises comes after it, or one later.
+        assert len(result["calls"][read_in][0]) > 1
+
+
+def _checked_before_the_verdict_is_read() -> Any:
+    """Flip, sync, and check() before the next boundary: what the sync proved is known by then."""
+    model = nn.Module()
+    recipe = DelayedScaling(history_len=2, update="next_step")
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, check_policy="warn")
+    manager.register("a", "input", "e4m3")
+    manager.attach()
+    events: list[str] = []
+    manager.on_event(lambda event: events.append(event.kind))
+    with captured_log():
+        for step in range(3):
+            manager.record("a", "input", torch.tensor([1.0 + step]))
+            if step == 2 and dist.get_rank() == 1:
+                manager.scale("a", "input").mul_(2)
+            manager.step()
+        report = manager.check()
+    assert model is not None
+    return events, report.consistent
+
+
+def test_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool) -> None:
+    """DESIGN.md: a verdict is acted on "at boundaries and in check()"."""
+    for events, _ in three_ranks.run(_checked_before_the_verdict_is_read):
+        assert events == ["diverged"]
+
+
+def _check_fails(ranks: int) -> tuple[int, int]:
+    """(errors, steps) of nine boundaries with a check after every third that always raises."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, check_every=3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    errors = 0
+    with mock.patch.object(manager._cycle.checker, "check", side_effect=fp8dist.DivergenceError(DivergenceReport())):
+        for step in range(9):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(net(x), y).backward()
+            try:
+                optimizer.step()
+            except fp8dist.DivergenceError:
+                errors += 1
+    return errors, manager.steps
+
+
+def test_who_catches_what_a_check_raised_goes_on(three_ranks: RankPool) -> None:
+    """The step after it is checked no more than any other."""
+    assert three_ranks.run(_check_fails, 3) == [(2, 7)] * 3
+
+
+def _one_rank_compiles(damaged: bool) -> list[int]:
+    """Next-step timing without hooks; rank 0 alone has compiled something. Steps at which a divergence was told."""
+    net = make_net()
+    manager = fp8dist.prepare(
+        net, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD, check_policy="warn"
+    )
+    manager.attach(boundary="manual")
+    told: list[int] = []
+    manager.on_event(lambda event: told.append(event.step) if event.kind == "diverged" else None)
+    compiled = mock.patch("fp8dist.step.cycle.compiled_any", return_value=dist.get_rank() == 0)
+    with compiled, captured_log():
+        for step in range(5):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(net(x), y).backward()
+            if step == 2 and dist.get_rank() == 1:
+                manager.steps  # noqa: B018 (commits what is due)
+                flip(manager.scale("branch", "weight"), 20)
+            manager.step()
+    return told
+
+
+def test_ranks_act_on_a_verdict_together_though_one_has_compiled(three_ranks: RankPool) -> None:
+    """It commits earlier, and reads what the sync proved no earlier than the others: they would wait for each other."""
+    told = three_ranks.run(_one_rank_compiles, True, timeout=60)
+    assert told == [told[0]] * 3
+    assert len(told[0]) == 1

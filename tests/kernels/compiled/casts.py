@@ -1,0 +1,63 @@
+"""Launches of ``fp8dist_kernels.triton.casts``, to be compiled ahead of time."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8dist_kernels.triton.casts import quantize
+from tests.support.ahead_of_time import Compiler
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def launch(compiler: Compiler) -> None:
+    """As ``tests.support.ahead_of_time.compiled`` asks for. Shapes of Llama 3 8B."""
+    bf16, f32 = torch.bfloat16, torch.float32
+    inputs = (
+        ("bf16", torch.empty(8192, 4096, dtype=bf16), E4M3),
+        ("bf16 transposed", torch.empty(14336, 8192, dtype=bf16).t(), E5M2),
+        ("fp32", torch.empty(8192, 4096, dtype=f32), E4M3),
+    )
+    for name, x, dtype in inputs:
+        for what, rows, columns, record, just_in_time in (
+            ("both, amax", True, True, True, False),
+            ("both, amax, just in time", True, True, True, True),
+            ("rows", True, False, False, False),
+            ("columns, amax", False, True, True, False),
+        ):
+            with compiler.naming(f"{name}: {what}"):
+                _quantize(x, dtype, rows, columns, record, just_in_time)
+    # Weights: in training, and those that FSDP has gathered again.
+    for name, x, dtype in inputs:
+        with compiler.naming(f"{name}: both, amax, outgrown"):
+            _quantize(x, dtype, True, True, True, True, outgrown=1.25)
+    with compiler.naming("bf16: columns, outgrown"):
+        _quantize(inputs[0][1], E4M3, False, True, False, False, outgrown=2.0)
+    for name, x, dtype in (
+        ("bf16 wide", torch.empty(8192, 14336, dtype=bf16), E5M2),
+        ("bf16 padded", torch.empty(8192, 4096 + 64, dtype=bf16)[:, 32:-32], E4M3),
+        ("fp16", torch.empty(8192, 4096, dtype=torch.float16), E5M2),
+        ("bf16 far", torch.empty((1 << 19) + 128, 4096, dtype=bf16), E4M3),  # Beyond 2**31 elements.
+        ("bf16 odd", torch.empty(1000, 1001, dtype=bf16), E4M3),
+        ("bf16 one for all", torch.empty((), dtype=bf16).expand(8192, 4096), E5M2),
+        ("fp32 every second", torch.empty(8192, 8192, dtype=f32)[:, ::2], E4M3),
+        ("bf16 very far", torch.empty(3, 1 << 30, dtype=bf16)[:, :4096], E4M3),  # Such offsets within a tile.
+    ):
+        with compiler.naming(f"{name}: both, amax, just in time"):
+            _quantize(x, dtype, True, True, True, True)
+
+
+def _quantize(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    record: bool,
+    just_in_time: bool,
+    outgrown: float | None = None,
+) -> None:
+    scale, cold, pending = torch.ones(()), torch.ones((), dtype=torch.bool), torch.zeros(())
+    quantize(
+        x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=1, power_of_two=True,
+        rows=rows, columns=columns, outgrown=outgrown,
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Launches of ``fp8dist_kernels.triton.matmuls``, to be compiled ahead of time: all that may be chosen there."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.triton.matmuls import matmul_with
+from fp8dist_kernels.triton.tables import Tile
+from fp8dist_kernels.triton.tiles import Problem, candidates
+from tests.support.ahead_of_time import Compiler
+
+M, N, K = 4096, 4096, 8192
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HOPPER = 90
+
+
+def launch(compiler: Compiler) -> None:
+    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    capability = divmod(compiler.capability, 10)
+    out_dtypes = (torch.bfloat16, torch.float32) if compiler.capability == HOPPER else (torch.bfloat16,)
+    for scaling, fast, out_dtype in product(Scaling, (True, False), out_dtypes):
+        if scaling.in_blocks and fast:
+            continue  # the same kernel
+        for tile in candidates(Problem(M, N, K, scaling, fast), capability):
+            _compile(compiler, tile, scaling, fast, out_dtype, out_dtype is torch.bfloat16)
+    if compiler.capability == HOPPER:
+        best = candidates(Problem(M, N, K, Scaling.TENSORWISE, True), capability)[0]
+        _compile(compiler, best, Scaling.TENSORWISE, True, torch.float16, False)
+        for scaling in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D):
+            for tile in candidates(Problem(M, N, K, scaling, False), capability):
+                _compile(compiler, tile, scaling, False, torch.bfloat16, False, m=M - 1)
+        scalings = (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D)
+        for (a_dtype, b_dtype), scaling, fast in product(((E5M2, E4M3), (E4M3, E5M2)), scalings, (True, False)):
+            if scaling.in_blocks and fast:
+                continue
+            best = candidates(Problem(M, N, K, scaling, fast), capability)[0]
+            _compile(compiler, best, scaling, fast, torch.bfloat16, False, a_dtype, b_dtype)
+
+
+def _compile(
+    compiler: Compiler,
+    tile: Tile,
+    scaling: Scaling,
+    fast: bool,
+    out_dtype: torch.dtype,
+    biased: bool,
+    a_dtype: torch.dtype = E4M3,
+    b_dtype: torch.dtype = E4M3,
+    m: int = M,
+) -> None:
+    a, b = torch.empty(m, K, dtype=a_dtype), torch.empty(N, K, dtype=b_dtype)
+    bias = torch.empty(N, dtype=torch.bfloat16) if biased else None
+    speed = "" if scaling.in_blocks else "fast " if fast else "slow "
+    pair = "" if a_dtype == b_dtype else f" {_short(a_dtype)} x {_short(b_dtype)}"
+    size = f"{tile.rows}x{tile.columns}x{tile.depth}"
+    ragged = "" if m == M else " ragged"
+    with compiler.naming(f"{speed}{scaling.value} {size} {_short(out_dtype)}{' bias' if biased else ''}{pair}{ragged}"):
+        matmul_with(tile, a, b, *_scales(scaling, m), out_dtype, fast, bias)
+
+
+def _scales(scaling: Scaling, m: int) -> tuple[Tensor, Tensor]:
+    if scaling is Scaling.TENSORWISE:
+        return torch.empty(()), torch.empty(())
+    if scaling is Scaling.ROWWISE:
+        return torch.empty(m, 1), torch.empty(N, 1)
+    of_b = torch.empty(N // 128, K // 128) if scaling is Scaling.BLOCKWISE else torch.empty(K // 128, N).t()
+    return torch.empty(K // 128, m).t(), of_b
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").removeprefix("float8_")

@@ -1,0 +1,25 @@
+"""Casts with slots at all kinds of places in their arena, and limits, to be compiled ahead of time."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8dist_kernels.triton.casts import quantize
+from fp8dist_kernels.triton.magnitude import observe
+from tests.support.ahead_of_time import Compiler
+
+SLOTS = 6
+
+
+def launch(compiler: Compiler) -> None:
+    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16)
+    scale, cold, pending = torch.ones(SLOTS), torch.ones(SLOTS, dtype=torch.bool), torch.zeros(SLOTS)
+    for slot in range(SLOTS):
+        with compiler.naming(f"slot {slot}"):
+            for outgrown in (None, 1.0 + slot / 4):
+                quantize(
+                    x, scale[slot], cold[slot], pending[slot], torch.float8_e4m3fn, record=True, just_in_time=True,
+                    margin=0, power_of_two=False, rows=True, columns=True, outgrown=outgrown,
+                )  # fmt: skip
+            observe(x, pending[slot])

@@ -1,0 +1,109 @@
+"""Casts and amaxes as compiled for Hopper and Blackwell: what the machine code must and must not have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled, table
+
+pytestmark = pytest.mark.long
+
+REGISTERS = 64
+"""More, and fewer than 1024 threads fit on a multiprocessor: too few loads under way to keep memory busy."""
+
+
+def check_all(kernels: list[Compiled], names: dict[str, int], record_property: Callable[[str, object], None]) -> None:
+    """``names``: how many of each kernel there must be."""
+    record_property("compiled", table(kernels))
+    assert Counter(kernel.kernel for kernel in kernels) == names
+    for kernel in kernels:
+        name = f"{kernel.kernel}, {kernel.case}"
+        assert kernel.stack == 0, name
+        assert not kernel.count(r"\b(STL|LDL)\b"), name
+        assert kernel.shared <= SHARED_MEMORY_LIMIT, name
+        # Division that is not IEEE; instructions that break FP8 stores beside them (triton issue 11111).
+        assert not kernel.count(r"div\.(full|approx)", of="ptx"), name
+        assert not kernel.count(r"(min|max)[a-z.]*\.NaN|\.ftz", of="ptx"), name
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled("tests.kernels.compiled.casts", capability)
+    check_all(kernels, {"cast_kernel": 24, "amax_kernel": 15}, record_property)
+    for kernel in kernels:
+        if kernel.kernel != "cast_kernel":
+            if "outgrown" in kernel.case:  # It reads all of each weight.
+                assert kernel.registers <= 80, kernel.case
+                assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
+            continue
+        converts = kernel.count(r"cvt\.rn\.satfinite\.e(4m3|5m2)x2\.f32", of="ptx")
+        assert converts, kernel.case
+        assert converts == kernel.count(r"cvt\.rn\.[a-z.]*e(4m3|5m2)x2", of="ptx"), kernel.case
+        assert bool(kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx")) == ("amax" in kernel.case), kernel.case
+        if any(name in kernel.case for name in ("odd", "one for all", "every second", "very far")):
+            continue
+        assert kernel.registers <= REGISTERS, kernel.case
+        assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
+        assert not kernel.count(r"LDG\.E\.(64|U16)"), kernel.case
+        straight_only = ": rows" in kernel.case and "transposed" not in kernel.case
+        straight_only |= ": columns" in kernel.case and "transposed" in kernel.case
+        if not straight_only:
+            assert kernel.count(r"STG\.E\.128") == 2, kernel.case
+        if "both" in kernel.case or straight_only:  # 8 numbers from each load of 16 bytes: a warp writes 256 in a row.
+            assert kernel.count(r"STG\.E\.64") == 4, kernel.case
+        assert not kernel.count(r"STG\.E\.(U8|U16)"), kernel.case
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_amaxes(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled("tests.kernels.compiled.magnitude", capability)
+    check_all(kernels, {"amax_kernel": 12}, record_property)
+    for kernel in kernels:
+        assert kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx") == 1, kernel.case
+        if "wide" in kernel.case:
+            # The fringe of odd sizes is read number by number, with an address for each.
+            assert kernel.registers <= (96 if "odd" in kernel.case else 80), kernel.case
+            assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_shares(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled("tests.kernels.compiled.shares", capability)
+    check_all(kernels, {"shares_kernel": 19}, record_property)
+    for kernel in kernels:
+        assert kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx") == 2, kernel.case
+        assert kernel.count(r"div\.rn\.f32", of="ptx") == 2, kernel.case
+        if not kernel.case.startswith(("bf16 odd", "fp16 every second")):
+            wide = "f32" in kernel.case
+            assert kernel.registers <= (128 if wide else 80), kernel.case
+            assert kernel.count(r"LDG\.E\.128") == (16 if wide else 8), kernel.case  # Of whole tiles, and at edges.
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_casts_with_many_scales(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled("tests.kernels.compiled.blocks", capability)
+    check_all(kernels, {"lines_kernel": 6, "amax_kernel": 2, "squares_kernel": 2}, record_property)
+    for kernel in kernels:
+        assert kernel.registers <= 80, kernel.case  # Three tiles at a time.
+        # A tile is read once; where each copy has scales of its own, by a program for each copy.
+        reads = 2 if kernel.kernel == "lines_kernel" and "rows" not in kernel.case.split(", ") else 1
+        assert kernel.count(r"LDG\.E\.128") >= reads * (8 if "f32" in kernel.case else 4), kernel.case
+        assert not kernel.count(r"LDG\.E\.(U8|U16|64)"), kernel.case
+        assert kernel.count(r"LDG\.E\b(?!\.)") <= 9, kernel.case  # Scales.
+        if kernel.kernel != "amax_kernel":
+            assert kernel.count(r"cvt\.rn\.satfinite\.e(4m3|5m2)x2\.f32", of="ptx"), kernel.case
+            assert kernel.count(r"div\.rn\.f32", of="ptx"), kernel.case
+            assert kernel.count(r"STG\.E\.(128|64)") >= 4, kernel.case
+            assert not kernel.count(r"STG\.E\.(U8|U16)"), kernel.case
+
+
+def test_one_kernel_serves_all_slots() -> None:
+    """Where a slot lies in its arena, and when its tensor has outgrown its scale, are no reasons to compile again: that
+    would stall the first steps."""
+    kernels = compiled("tests.kernels.compiled.slots")
+    assert len(kernels) == 6 * 5
+    # The cast with and without a limit, the amax for either, and with a slot to grow.
+    assert len({kernel.ptx for kernel in kernels}) == 5

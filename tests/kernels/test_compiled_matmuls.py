@@ -1,0 +1,76 @@
+"""Every tile that may be chosen, compiled for the GPUs it may be chosen on: no spills, tensor cores kept busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled, table
+
+pytestmark = pytest.mark.long
+
+MODULE = "tests.kernels.compiled.matmuls"
+ALL_FOR_HOPPER = 68
+
+CONSUMER_SHARED_MEMORY_LIMIT = 101_376
+"""Bytes that a block of an Ada or consumer Blackwell GPU may have."""
+
+
+def _assert_fits(one: Compiled, most_shared: int) -> None:
+    assert one.stack == 0, one.case
+    assert one.count(r"\b(STL|LDL)\b") == 0, one.case
+    assert one.shared <= most_shared, one.case
+
+
+@pytest.fixture(scope="module")
+def hopper() -> list[Compiled]:
+    return compiled(MODULE, 90)
+
+
+def test_hopper(hopper: list[Compiled], record_property: Callable[[str, object], None]) -> None:
+    record_property("compiled", table(hopper))
+    assert len(hopper) == ALL_FOR_HOPPER
+    for one in hopper:
+        _assert_fits(one, SHARED_MEMORY_LIMIT)
+        products = one.count(r"QGMMA")
+        assert products > 0, one.case
+        assert one.count(r"\b(HMMA|QMMA|IMMA)\b") == 0, one.case
+        assert one.count(r"mma\.sync", of="ptx") == 0, one.case
+        assert one.count("UTMALDG") > 0, one.case
+        assert one.count("UTMASTG") > 0, one.case
+        # ptxas may serialise QGMMAs, with a wait after each: then all of a group end in gsb0, and not only its last.
+        groups = one.count(r"wgmma\.commit_group", of="ptx")
+        assert one.count(r"QGMMA[^;]*gsb0") == groups, one.case
+        assert products >= 4 * groups, one.case
+        if one.case.startswith("fast"):  # A step's products run while the next step's operands are waited for.
+            assert one.count(r"wgmma\.wait_group\.sync\.aligned\s+1", of="ptx") == 1, one.case
+
+
+def test_operand_formats_on_hopper_are_in_the_instructions(hopper: list[Compiled]) -> None:
+    for formats, pair in (("E5M2.E4M3", "e5m2 x e4m3fn"), ("E4M3.E5M2", "e4m3fn x e5m2")):
+        ours = [found for found in hopper if found.case.endswith(pair)]
+        assert len(ours) == 5, "fast and slow, tensorwise and row-wise; 1 x 128 by 1 x 128"
+        for one in ours:
+            assert one.count(rf"QGMMA\.64x\d+x32\.F32\.{formats}") == one.count("QGMMA")
+
+
+def test_blackwell(record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled(MODULE, 100)
+    record_property("compiled", table(kernels))
+    assert len(kernels) == 22
+    for one in kernels:
+        _assert_fits(one, SHARED_MEMORY_LIMIT)
+        assert one.count(r"UTC\w*MMA") > 0, one.case  # tcgen05
+        assert one.count("UTMALDG") > 0, one.case
+        assert one.count(r"\b(HMMA|QMMA|IMMA)\b") == 0, one.case
+
+
+@pytest.mark.parametrize("capability", [89, 120])
+def test_consumer_gpus(capability: int, record_property: Callable[[str, object], None]) -> None:
+    kernels = compiled(MODULE, capability)
+    record_property("compiled", table(kernels))
+    assert len(kernels) == 6
+    for one in kernels:
+        _assert_fits(one, CONSUMER_SHARED_MEMORY_LIMIT)
+        assert one.count("QMMA") > 0, one.case

@@ -1,0 +1,79 @@
+"""Triton's casts with many scales against plain torch's, bitwise."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8dist_kernels.reference import blocks as plain
+from fp8dist_kernels.triton import blocks as fused
+from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, poison
+from tests.support.devices import DEVICE
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # Of the interpreter's numpy.
+
+BLOCKS = (None, (1, 128), (128, 128))
+SHAPES = ((1, 16), (33, 80), (130, 272), (17, 3), (0, 32))
+
+
+def run(kernels: Any, x: Tensor, dtype: torch.dtype, block: Any, **changes: Any) -> tuple[Tensor, ...]:
+    options = {"power_of_two": False, "rows": True, "columns": True, **changes}
+    if block is None:
+        return kernels.quantize_rowwise(x, dtype, **options)
+    return kernels.quantize_blocks(x, dtype, block=block, **options)
+
+
+def compare(x: Tensor, dtype: torch.dtype, block: Any, **options: Any) -> None:
+    assert_same(run(fused, x, dtype, block, **options), run(plain, x, dtype, block, **options))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_cast_is_the_twins(block: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    compare(LAYOUTS[layout](hard_values(20, 144).bfloat16()), torch.float8_e4m3fn, block)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_all_shapes_and_strides(block: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    sources = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
+    for index, ((tokens, features), layout) in enumerate(itertools.product(SHAPES, LAYOUTS)):
+        x = hard_values(tokens, features, index, finite=index % 2 == 0)
+        compare(LAYOUTS[layout](x.to(next(sources))), dtype, block, power_of_two=index % 3 == 0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_either_copy_alone(block: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    x = LAYOUTS[layout](hard_values(20, 130).bfloat16())
+    for rows, columns in ((True, False), (False, True), (False, False)):
+        compare(x, torch.float8_e5m2, block, rows=rows, columns=columns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_offsets_beyond_32_bits(block: Any) -> None:
+    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched memory costs nothing.
+    for x in (room.as_strided((3, 16), (2**30, 1)), room.as_strided((16, 257), (1, 2**23))):
+        x.copy_(hard_values(*x.shape, finite=True))
+        assert_same(run(fused, x, torch.float8_e4m3fn, block), run(plain, x.clone(), torch.float8_e4m3fn, block))
+
+
+@pytest.mark.slow
+def test_the_same_again_is_bitwise_the_same() -> None:
+    x = hard_values(130, 144, finite=True).bfloat16()
+    for block in BLOCKS:
+        assert_same(run(fused, x, torch.float8_e4m3fn, block), run(fused, x, torch.float8_e4m3fn, block))
+
+
+def test_other_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="blocks of 64x64; expected 1x128 or 128x128"):
+        run(fused, torch.ones(2, 2, device=DEVICE), torch.float8_e4m3fn, (64, 64))

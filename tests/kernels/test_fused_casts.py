@@ -1,0 +1,332 @@
+"""Triton's casts against plain torch's, bitwise, and against FP8 arithmetic written from its definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8dist_kernels.reference import casts as plain
+from fp8dist_kernels.triton import casts as fused
+from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison, rounded
+from tests.support.devices import DEVICE
+from tests.support.oracle import FLOAT32_MAX, amax_of, divide, float32, scale_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # Of the interpreter's numpy.
+
+VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
+FP8_MAX = MappingProxyType(dict(zip(FORMATS, (448.0, 57344.0))))
+SHAPES = ((1, 16), (5, 48), (33, 80), (130, 272), (17, 3), (0, 32))
+
+
+def run(kernels: Any, x: Tensor, dtype: torch.dtype, before: float = -1.0, **changes: Any) -> tuple[Tensor, ...]:
+    """Row-major, transposed, inv_scale and ``pending`` of one call."""
+    options: dict[str, Any] = {
+        "scale": 0.37, "cold": False, "record": True, "just_in_time": False, "margin": 0, "power_of_two": False,
+        "rows": True, "columns": True, **changes,
+    }  # fmt: skip
+    scale = torch.tensor(options.pop("scale"), device=DEVICE)
+    cold = torch.tensor(options.pop("cold"), device=DEVICE)
+    pending = torch.tensor(before, device=DEVICE)
+    return (*kernels.quantize(x, scale, cold, pending, dtype, **options), pending)
+
+
+def compare(x: Tensor, dtype: torch.dtype, **options: Any) -> None:
+    assert_same(run(fused, x, dtype, **options), run(plain, x, dtype, **options))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "shifted"])
+def test_a_cast_is_the_twins(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    compare(LAYOUTS[layout](hard_values(33, 80).bfloat16()), torch.float8_e4m3fn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_all_shapes_and_strides(source: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    for index, ((tokens, features), layout) in enumerate(itertools.product(SHAPES, LAYOUTS)):
+        finite = index % 2 == 0
+        x = LAYOUTS[layout](hard_values(tokens, features, index, finite).to(source))
+        compare(x, dtype, just_in_time=finite, cold=finite)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", pytest.param("transposed", marks=pytest.mark.long)])
+def test_all_options(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    x = LAYOUTS[layout](hard_values(37, 48, finite=True).bfloat16())
+    flags = itertools.product((False, True), repeat=6)
+    for (record, just_in_time, cold, power_of_two, rows, columns), margin in itertools.product(flags, (0, 3, -2)):
+        compare(
+            x, torch.float8_e5m2, record=record, just_in_time=just_in_time, cold=cold, power_of_two=power_of_two,
+            rows=rows, columns=columns, margin=margin,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_numbers_are_those_of_the_definition(dtype: torch.dtype, just_in_time: bool) -> None:
+    x = hard_values(12, 20, seed=3, finite=just_in_time)
+    row_major, transposed, inv_scale, pending = run(
+        fused, x, dtype, scale=5.3, cold=just_in_time, just_in_time=just_in_time, margin=1
+    )
+    values = x.flatten().tolist()
+    amax = amax_of(values)
+    assert amax is not None
+    scale = scale_for(amax, 1.0, 448.0 if dtype == FORMATS[0] else 57344.0, margin=1) if just_in_time else float32(5.3)
+    expected = [rounded(float32(v * scale) if math.isfinite(v) else v, dtype) for v in values]
+    got = row_major.float().flatten().tolist()
+    assert list(map(repr, got)) == list(map(repr, expected))
+    assert repr(transposed[:, :12].float().t().flatten().tolist()) == repr(got)
+    assert not transposed[:, 12:].view(torch.uint8).any()
+    assert inv_scale.item() == divide(1.0, scale)
+    assert repr(pending.item()) == repr(amax)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_a_cold_slot_without_a_usable_amax_casts_with_one(value: float) -> None:
+    x = torch.full((3, 16), 0.0, device=DEVICE)
+    x[1, 2] = value
+    got = run(fused, x, torch.float8_e4m3fn, scale=8.0, cold=True, just_in_time=True)
+    assert got[2].item() == 1.0
+    assert_same(got, run(plain, x, torch.float8_e4m3fn, scale=8.0, cold=True, just_in_time=True))
+
+
+@pytest.mark.parametrize("before", [-1.0, 0.5, 1e6, math.inf, math.nan])
+def test_pending_only_grows(before: float) -> None:
+    x = torch.full((5, 16), -2.0, device=DEVICE)
+    pending = run(fused, x, torch.float8_e4m3fn, before=before)[3].item()
+    assert repr(pending) == repr(amax_of([before, 2.0]))
+
+
+def test_nothing_is_recorded_without_being_asked_nor_of_nothing() -> None:
+    x = torch.ones(5, 16, device=DEVICE)
+    assert run(fused, x, torch.float8_e4m3fn, record=False)[3].item() == -1.0
+    assert run(fused, x[:0], torch.float8_e4m3fn, cold=True, just_in_time=True)[3].item() == -1.0
+
+
+def test_a_negative_nan_is_recorded_as_nan() -> None:
+    x = torch.ones(5, 16, device=DEVICE)
+    x.view(torch.int32)[3, 3] = -1
+    assert run(fused, x.bfloat16(), torch.float8_e4m3fn)[3].isnan()
+
+
+@pytest.mark.slow
+def test_the_same_again_is_bitwise_the_same() -> None:
+    x = hard_values(130, 144).bfloat16()
+    assert_same(run(fused, x, torch.float8_e4m3fn), run(fused, x, torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(("tokens", "stride"), [(3, 2**30), (260, 2**23)], ids=["in a tile", "between tiles"])
+@pytest.mark.parametrize("on_its_side", [False, True])
+def test_offsets_beyond_32_bits(tokens: int, stride: int, on_its_side: bool) -> None:
+    # Memory that is not touched costs nothing.
+    room = torch.empty((tokens - 1) * stride + 16, dtype=torch.float16, device=DEVICE)
+    x = room.as_strided((tokens, 16), (stride, 1))
+    x.copy_(hard_values(tokens, 16, finite=True))
+    far = x.t() if on_its_side else x
+    near = x.clone().t() if on_its_side else x.clone()
+    options = {"cold": True, "just_in_time": True}
+    assert_same(run(fused, far, torch.float8_e4m3fn, **options), run(plain, near, torch.float8_e4m3fn, **options))
+
+
+def test_float64_beyond_float32_is_infinite() -> None:
+    """In either version: it is read as float32."""
+    x = torch.full((16, 16), 1e300, dtype=torch.float64, device=DEVICE)
+    one, cold = torch.ones((), device=DEVICE), torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for version in (plain, fused):
+        rows, _, _ = version.quantize(
+            x, one, cold, one.clone(), torch.float8_e4m3fn, record=False, just_in_time=False, margin=0,
+            power_of_two=False, rows=True, columns=False,
+        )  # fmt: skip
+        assert rows.float().isnan().all()
+
+
+# outgrown --------------------------------------------------------------------------------------------
+
+
+def has_outgrown(amax: float, scale: float, outgrown: float, dtype: torch.dtype) -> bool:
+    """From its definition. ``amax`` and ``scale`` are float32 values."""
+    return math.isfinite(amax) and float32(amax * scale) > float32(outgrown * FP8_MAX[dtype])
+
+
+def scales_at_the_limit(amax: float, outgrown: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest float32 scale that a tensor with this amax has not outgrown, and the next, which it has."""
+    fits = np.float32(outgrown * FP8_MAX[dtype] / amax)
+    while has_outgrown(amax, float(fits), outgrown, dtype):
+        fits = np.nextafter(fits, np.float32(0))
+    while not has_outgrown(amax, float(following := np.nextafter(fits, np.float32(np.inf))), outgrown, dtype):
+        fits = following
+    return float(fits), float(following)
+
+
+def of_amax(amax: float, source: torch.dtype = torch.float32) -> Tensor:
+    """[5, 48] with this amax (>= 1), of a negative number."""
+    x = hard_values(5, 48, finite=True).clamp(-1, 1)
+    x[4, 33] = -amax
+    return x.to(source)
+
+
+def check_outgrown(version: Any, x: Tensor, dtype: torch.dtype, **options: Any) -> bool:
+    """Cast, and compare with the definition. Returns whether the scale was made just in time."""
+    values = x.flatten().tolist()
+    amax = amax_of([float32(v) for v in values])
+    assert amax is not None
+    scale, margin, power_of_two = options["scale"], options.get("margin", 0), options.get("power_of_two", False)
+    cold = options.get("cold", False)
+    fresh = not cold and options["outgrown"] is not None and has_outgrown(amax, scale, options["outgrown"], dtype)
+    fresh |= cold and options.get("just_in_time", False)
+    used = scale_for(amax, 1.0, FP8_MAX[dtype], margin, power_of_two) if fresh else scale
+    row_major, transposed, inv_scale, pending = run(version, x, dtype, **options)
+    assert inv_scale.item() == divide(1.0, used)
+    assert repr(pending.item()) == repr(amax if options.get("record", True) else -1.0)
+    expected = [rounded(float32(float32(v) * used) if math.isfinite(v) else v, dtype) for v in values]
+    if options.get("rows", True):
+        assert repr(row_major.float().flatten().tolist()) == repr(expected)
+    if options.get("columns", True):
+        assert repr(transposed[:, : x.shape[0]].float().t().flatten().tolist()) == repr(expected)
+    return fresh
+
+
+@VERSIONS
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("outgrown", [1.25, 2.0, 1.1])  # The last is no float32, nor is its product with 448.
+@pytest.mark.parametrize("source", [*DTYPES, torch.float64], ids=str)
+def test_a_tensor_has_outgrown_its_scale_above_the_limit(
+    version: Any, dtype: torch.dtype, outgrown: float, source: torch.dtype
+) -> None:
+    # Of these in float32, one for each format and limit would be decided otherwise by a division.
+    for amax in (2.0, 3.27386332, 1.55342495, 2.52407646, 2.33289218, 2.73025084, 1.60478246):
+        x = of_amax(amax, source)
+        fits, does_not = scales_at_the_limit(x.abs().max().item(), outgrown, dtype)
+        assert not check_outgrown(version, x, dtype, scale=fits, outgrown=outgrown)
+        assert check_outgrown(version, x, dtype, scale=does_not, outgrown=outgrown)
+    exactly = float32(outgrown * FP8_MAX[dtype]) / 2.0
+    assert not check_outgrown(version, of_amax(2.0, source), dtype, scale=exactly, outgrown=outgrown)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
+def test_all_programs_of_a_cast_decide_alike(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    x = hard_values(130, 272, finite=True).clamp(-1, 1)
+    for place in ((0, 0), (129, 271)):
+        x[place] = 3.0
+        for scale, fresh in zip(scales_at_the_limit(3.0, 1.25, FORMATS[0]), (False, True)):
+            options = {"scale": scale, "outgrown": 1.25}
+            of_x = LAYOUTS[layout](x.bfloat16())
+            got = run(fused, of_x, FORMATS[0], **options)
+            assert_same(got, run(plain, of_x, FORMATS[0], **options))
+            assert got[2].item() == divide(1.0, scale_for(3.0, 1.0, 448.0) if fresh else scale)
+        x[place] = 0.5
+
+
+@VERSIONS
+def test_without_the_keyword_nothing_is_outgrown(version: Any) -> None:
+    assert not check_outgrown(version, of_amax(1e6), FORMATS[0], scale=1e6, outgrown=None, just_in_time=True)
+
+
+@VERSIONS
+@pytest.mark.parametrize("amax", [1.0, 100.0])
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_outgrown_and_cold(version: Any, amax: float, cold: bool, just_in_time: bool) -> None:
+    """Either is a reason, but a cold slot's only with ``just_in_time``: else its scale is 1 on purpose."""
+    for power_of_two, margin in ((False, 0), (True, 1), (False, -2)):
+        fresh = check_outgrown(
+            version, of_amax(amax), FORMATS[0], scale=10.0, outgrown=2.0, cold=cold, just_in_time=just_in_time,
+            power_of_two=power_of_two, margin=margin,
+        )  # fmt: skip
+        assert fresh == (just_in_time if cold else amax > 50)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("amax", [1.0, 100.0])
+@pytest.mark.parametrize(("record", "rows", "columns"), [*itertools.product((False, True), repeat=3)])
+def test_outgrown_whichever_copies_are_written(
+    record: bool, rows: bool, columns: bool, amax: float, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch)
+    x = LAYOUTS[layout](of_amax(amax).bfloat16())
+    options: dict[str, Any] = {"scale": 10.0, "outgrown": 2.0, "record": record, "rows": rows, "columns": columns}
+    for version in (plain, fused):
+        assert check_outgrown(version, x, FORMATS[1], **(options | {"scale": 2e3})) == (amax > 50)
+    compare(x, FORMATS[0], **options)
+
+
+@VERSIONS
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_an_amax_that_is_not_finite_outgrows_nothing(
+    version: Any, value: float, cold: bool, just_in_time: bool
+) -> None:
+    """The slot's scale is used: 1 just in time."""
+    options = {"scale": 8.0, "outgrown": 1.25, "cold": cold, "just_in_time": just_in_time}
+    assert check_outgrown(version, of_amax(value), FORMATS[0], **options) == (cold and just_in_time)
+    if math.isnan(value):
+        x = of_amax(1e6)
+        x.view(torch.int32)[0, 0] = -1  # Negative, and of the largest payload.
+        assert check_outgrown(version, x, FORMATS[0], **options) == (cold and just_in_time)
+
+
+@VERSIONS
+def test_a_product_beyond_float32_is_outgrown(version: Any) -> None:
+    assert check_outgrown(version, of_amax(2.0), FORMATS[0], scale=FLOAT32_MAX, outgrown=1.25)
+    assert check_outgrown(version, of_amax(1e38), FORMATS[1], scale=1e38, outgrown=2.0)
+
+
+@VERSIONS
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("cold", [False, True])
+def test_zeros_and_nothing_outgrow_no_scale(version: Any, tokens: int, cold: bool) -> None:
+    x = torch.zeros(tokens, 48, device=DEVICE)
+    options: dict[str, Any] = {"scale": FLOAT32_MAX, "outgrown": 1.25, "cold": cold, "just_in_time": True}
+    rows, _, inv_scale, pending = run(version, x, FORMATS[0], **options)
+    assert inv_scale.item() == (1.0 if cold else divide(1.0, FLOAT32_MAX))
+    assert pending.item() == (0.0 if tokens else -1.0)
+    assert not rows.float().any()
+
+
+@pytest.mark.parametrize("outgrown", [None, 1.25])
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_parts_of_a_hot_slot_are_read_only_where_it_may_be_outgrown(
+    outgrown: float | None, just_in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = []
+
+    def listened(*args: Any) -> Tensor:
+        parts = partial_amaxes(*args)
+        largest.append(parts.max().view(torch.float32).item())
+        return parts
+
+    partial_amaxes = fused.partial_amaxes
+    monkeypatch.setattr(fused, "partial_amaxes", listened)
+    run(fused, of_amax(3.0), FORMATS[0], just_in_time=just_in_time, outgrown=outgrown)
+    assert largest == ([3.0] if outgrown else [0.0] * just_in_time)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the flag is not looked at")
+@pytest.mark.parametrize(
+    ("record", "cold", "outgrown"), [*itertools.product((False, True), (False, True), (None, 1.25))]
+)
+def test_on_a_cpu_an_amax_is_taken_once_and_only_if_wanted(
+    record: bool, cold: bool, outgrown: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Tensor] = []
+
+    def listened(x: Tensor) -> Tensor:
+        calls.append(x)
+        return amax_bits(x)
+
+    amax_bits = plain.amax_bits
+    monkeypatch.setattr(plain, "amax_bits", listened)
+    run(plain, of_amax(3.0), FORMATS[0], record=record, cold=cold, just_in_time=True, outgrown=outgrown)
+    assert len(calls) == (record or cold or outgrown is not None)

@@ -1,0 +1,312 @@
+"""The main job as a user starts it: launch/train_gpt.py, alone and by launch/torchrun.sh on two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fp8dist.errors import ManifestMismatchError
+from fp8dist.sync.groups import _absent
+from tests.support.main_job import ALONE, RANKS, ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+from tests.support.ranks import RankPool
+
+SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
+
+# Runs are shared between tests, and so should be the process that keeps them.
+pytestmark = pytest.mark.xdist_group("main_job")
+
+
+Runner = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def two_rank_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """A tiny FP8 run on two ranks; one with the same flags and ``again`` is made only once."""
+    made: dict[tuple[object, ...], Run] = {}
+
+    def run(*flags: str, again: int = 0) -> Run:
+        key = (*flags, again)
+        if key not in made:
+            made[key] = finish(tmp_path_factory.mktemp("run"), RANKS, *TINY, *flags)
+        return made[key]
+
+    return run
+
+
+@pytest.mark.long
+def test_fp8_learns_like_fp32_on_two_ranks(tmp_path: Path) -> None:
+    fp32 = finish(tmp_path / "fp32", RANKS, *SMALL, "--precision", "fp32")
+    fp8 = finish(tmp_path / "fp8", RANKS, *SMALL, "--precision", "fp8")
+    for run in (fp32, fp8):
+        assert run.losses[0] - run.summary["final_training_loss"] > 1.0
+        assert run.summary["parameters_identical"] is True
+    assert fp8.losses != fp32.losses
+    assert fp8.summary["final_training_loss"] == pytest.approx(fp32.summary["final_training_loss"], rel=0.02)
+    compared = start(
+        (sys.executable, str(ROOT / "launch/compare_runs.py")), str(tmp_path / "fp32"), str(tmp_path / "fp8")
+    )
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert "gap between the final training losses" in compared.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_the_same_state_for_one_collective_a_step(two_rank_run: Runner) -> None:
+    run = two_rank_run()
+    slots = 4 * 3  # qkv, attention_out, mlp_in, mlp_out; lm_head is none
+    assert run.summary["ranks"] == 2
+    assert run.summary["fp8_slots"] == slots
+    assert run.summary["fp8_collectives_per_step"] == 1
+    assert run.summary["fp8_bytes_per_sync"] == 4 * (8 + slots)
+    assert run.summary["exposed_sync_ms_per_step"] > 0
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+    assert "FP8 state identical on all ranks:                         yes" in run.output
+
+
+@pytest.mark.slow
+def test_forked_ranks_are_those_of_torchrun(tmp_path: Path, two_rank_run: Runner) -> None:
+    """So that what other tests see on them is true of real jobs."""
+    assert_equal_runs(finish(tmp_path / "two", TORCHRUN, *TINY), two_rank_run())
+    alone = [finish(tmp_path / "".join(command)[-9:], command, *TINY) for command in (SINGLE, ALONE)]
+    assert_equal_runs(*alone)
+    assert alone[0].losses != two_rank_run().losses
+
+
+@pytest.mark.slow
+def test_metrics_have_a_line_per_step(two_rank_run: Runner) -> None:
+    lines = two_rank_run("--eval-every", "6").lines
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert math.isfinite(line["loss"])
+        assert line["tokens_per_s"] > 0
+        assert line["sync_ms"] > 0
+        assert line["learning_rate"] > 0
+        assert line["cold_slots"] == line["nonfinite_amaxes"] == 0
+    assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12]
+
+
+@pytest.mark.slow
+def test_validation_leaves_training_alone(two_rank_run: Runner) -> None:
+    assert two_rank_run("--eval-every", "6").losses == two_rank_run().losses
+
+
+@pytest.mark.slow
+def test_two_runs_with_one_seed_are_bitwise_equal(two_rank_run: Runner) -> None:
+    assert_equal_runs(two_rank_run(), two_rank_run(again=1))
+
+
+@pytest.mark.slow
+def test_both_update_timings_are_bitwise_equal(two_rank_run: Runner) -> None:
+    next_step = two_rank_run("--update", "next_step")
+    assert_equal_runs(two_rank_run(), next_step)
+    assert next_step.summary["fp8_collectives_per_step"] == 1
+
+
+def assert_equal_runs(first: Run, second: Run) -> None:
+    assert first.losses == second.losses
+    for key in ("validation_loss", "parameters_sha256"):
+        assert first.summary[key] == second.summary[key]
+
+
+@pytest.mark.slow
+def test_accumulation_syncs_once_per_optimizer_step(two_rank_run: Runner) -> None:
+    run = two_rank_run("--accumulate", "2", "--calibrate-steps", "2")
+    assert len(run.losses) == STEPS
+    assert run.summary["fp8_collectives_per_step"] == 1
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+
+
+@pytest.mark.slow
+def test_without_amax_sync_ranks_differ_and_nothing_is_sent(two_rank_run: Runner) -> None:
+    run = two_rank_run("--no-amax-sync")
+    assert run.summary["fp8_collectives_per_step"] == 0
+    assert run.summary["fp8_state_identical"] is False
+    assert run.summary["parameters_identical"] is True
+
+
+@pytest.mark.slow
+def test_switched_off_by_environment_equals_high_precision(tmp_path: Path) -> None:
+    off = finish(tmp_path / "off", ALONE, *TINY, "--precision", "fp8", FP8DIST_ENABLED="0")
+    fp32 = finish(tmp_path / "fp32", ALONE, *TINY, "--precision", "fp32")
+    assert_equal_runs(off, fp32)
+    assert "switched off" in off.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--precision", "fp8", "--calibrate-steps", "2", "--amax-algo", "most_recent", "--format", "e4m3"],
+        ["--precision", "fp8", "--parallel", "ddp", "--backend", "torch", "--margin", "1"],
+        ["--precision", "bf16"],
+    ],
+    ids=lambda flags: flags[1] + flags[-1],
+)
+def test_one_process_without_torchrun(tmp_path: Path, flags: list[str]) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"a few words, over and over. " * 100)
+    run = finish(tmp_path / "out", ALONE, *TINY, *flags, "--data", str(text))
+    assert run.summary["ranks"] == 1
+    assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.slow
+def test_sharded_runs_learn_what_ddp_learns(two_rank_run: Runner) -> None:
+    whole = two_rank_run()
+    for parallel in ("fsdp1", "fsdp2", "hsdp"):
+        run = two_rank_run("--parallel", parallel)
+        # Gradients are summed in another order, and clipped by a norm that was.
+        assert run.losses == pytest.approx(whole.losses, rel=1e-5)
+        assert run.summary["validation_loss"] == pytest.approx(whole.summary["validation_loss"], rel=1e-5)
+        assert run.summary["parameters_identical"] is True
+        assert run.summary["fp8_state_identical"] is True
+        assert run.summary["fp8_collectives_per_step"] == 1
+
+
+@pytest.mark.slow
+def test_two_replicas_of_one_shard_are_ddp(two_rank_run: Runner) -> None:
+    hsdp = two_rank_run("--parallel", "hsdp")
+    assert_equal_runs(two_rank_run(), hsdp)
+    assert hsdp.summary["bytes_gathered_per_step"] == two_rank_run().summary["bytes_gathered_per_step"] == 0
+
+
+@pytest.mark.slow
+def test_gathering_fp8_changes_bytes_and_no_bits(two_rank_run: Runner) -> None:
+    fp8, fp32 = (two_rank_run("--parallel", "fsdp2", flag) for flag in ("--fp8-all-gather", "--no-fp8-all-gather"))
+    assert_equal_runs(fp8, fp32)
+    assert_equal_runs(fp8, two_rank_run("--parallel", "fsdp2"))  # On, where it can be.
+    gathered = fp32.summary["bytes_gathered_per_step"] - fp8.summary["bytes_gathered_per_step"]
+    weights = 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32)  # Elements of the block's four Linears.
+    assert gathered == 2 * (weights // 2) * (4 - 1)  # Forward and backward; half from the other rank; 3 bytes each.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [["fsdp1", "--sharding", "grad_op"], ["fsdp2"]], ids=lambda flags: flags[0])
+def test_sharded_accumulation_and_bfloat16(tmp_path: Path, flags: list[str]) -> None:
+    accumulates = ["--accumulate", "2", "--eval-every", "6", "--batch-size", "3"]  # Uneven validation.
+    bf16 = finish(tmp_path / "bf16", RANKS, *TINY, "--parallel", *flags, "--precision", "bf16", *accumulates)
+    ddp = finish(tmp_path / "ddp", RANKS, *TINY, "--parallel", "ddp", "--precision", "fp32", *accumulates)
+    assert bf16.losses == pytest.approx(ddp.losses, rel=1e-3)  # bfloat16 has 8 bits.
+    assert bf16.summary["validation_loss"] == pytest.approx(ddp.summary["validation_loss"], rel=1e-3)
+
+
+@pytest.mark.long
+def test_replicas_of_shards_on_four_ranks(tmp_path: Path) -> None:
+    flags = ["--parallel", "hsdp", "--check-every", "4", "--calibrate-steps", "2"]
+    run = finish(tmp_path, RANKS, *TINY, *flags, NPROC="4")
+    assert run.summary["ranks"] == 4
+    assert run.summary["bytes_gathered_per_step"] > 0
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+    assert run.summary["checks"] == 4  # Calibration counts as a step: after 3, 7 and 11 steps, and at the end.
+
+
+MISTAKES = {
+    "unknown flag": (["--recpie", "delayed"], "unrecognized arguments: --recpie"),
+    "value out of range": (["--steps", "0"], "--steps: must be at least 1"),
+    "not a number": (["--margin", "much"], "--margin"),
+    "not a choice": (["--parallel", "fsdp3"], "--parallel: invalid choice: 'fsdp3'"),
+    "one rank on two": (["--parallel", "none"], "--parallel none is for one rank, and there are 2"),
+    "heads": (["--heads", "5"], "--width 192 is not a multiple of --heads 5"),
+    "width": (["--width", "20"], "multiples of 16"),
+    "no data": (["--data", "/no/such/file"], "--data /no/such/file: No such file or directory"),
+    "data is a folder": (["--data", "/"], "--data /: Is a directory"),
+    "short text": (["--data", "setup.cfg", "--context", "5000"], "--context 5000 needs at least 50011"),
+    "gather of ddp": (["--fp8-all-gather"], "--fp8-all-gather is for --parallel fsdp2 and hsdp, and this is ddp"),
+    "gather of fp32": (
+        ["--fp8-all-gather", "--parallel", "fsdp2", "--precision", "fp32"],
+        "--fp8-all-gather needs --precision fp8, and this is fp32",
+    ),
+    "gather of local scales": (
+        ["--fp8-all-gather", "--parallel", "hsdp", "--no-amax-sync"],
+        "--fp8-all-gather needs amaxes that ranks share",
+    ),
+    "sharding": (["--sharding", "grad_op"], "--sharding grad_op is for --parallel fsdp1, and this is ddp"),
+    "shards": (["--shard-size", "2"], "--shard-size is for --parallel hsdp, and this is ddp"),
+    "shard size": (["--parallel", "hsdp", "--shard-size", "3"], "--shard-size 3 does not divide the 2 ranks"),
+    "bad out": (["--out", "setup.cfg/run"], "--out setup.cfg/run: Not a directory"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_2(flags: list[str], message: str) -> None:
+    assert_refused(start(TORCHRUN, *flags), message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        (["--data", "/no/such/file"], {}, "/no/such/file"),
+        ([], {"FP8DIST_CHECK_POLICY": "loud"}, "FP8DIST_CHECK_POLICY must be one of"),
+        ([], {"FP8DIST_BACKEND": "abacus"}, "FP8DIST_BACKEND must be one of"),
+        (["--margin", "1000"], {}, "margin must be"),
+    ],
+)
+def test_a_mistake_without_torchrun(
+    tmp_path: Path, flags: list[str], variables: Mapping[str, str], message: str
+) -> None:
+    assert_refused(start(ALONE, "--out", str(tmp_path), *flags, **variables), message)
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_tells_of_a_mistake() -> None:
+    done = start(SINGLE, "--steps", "0", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_help_names_every_flag() -> None:
+    done = start(TORCHRUN, "--help")
+    assert done.returncode == 0
+    for flag in (
+        "--parallel",
+        "--precision",
+        "--update",
+        "--no-amax-sync",
+        "--calibrate-steps",
+        "--out",
+        "--check-every",
+        "--inject",
+        "--shard-size",
+        "--no-fp8-all-gather",
+        "--save-every",
+        "--resume",
+        "--timeout",
+    ):
+        assert flag in done.stdout
+
+
+def test_a_rank_that_does_not_attach_is_missing_and_one_that_differs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    failures = importlib.import_module("failures")
+    watch = failures.Watch(0, 2, "GPT")
+    absent = ManifestMismatchError(_absent([1], 2, timedelta(seconds=9)))
+    with (
+        pytest.raises(failures.CollectiveFailed, match=r"^rank 0: step 0: starting: no FP8 manager"),
+        watch.during("starting"),
+    ):
+        raise absent
+    with pytest.raises(ManifestMismatchError), watch.during("starting"):
+        raise ManifestMismatchError("ranks were prepared differently; timeout: 1 against 2")
+
+
+def _most_restarts(own: tuple[str, ...]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "launch"))
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", own[dist.get_rank()])
+        return int(importlib.import_module("ranks")._most_restarts(torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_all_ranks_count_the_restarts_of_every_agent(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_most_restarts, ("0", "2")) == [2, 2]
+    assert two_ranks.run(_most_restarts, ("1", "0")) == [1, 1]

@@ -1,0 +1,419 @@
+"""The main job's recipes, what leaves FP8 and when, what is written about scales, and its loss guard."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import fp8dist
+from fp8dist.errors import CheckpointError
+from fp8dist.recipe import GEMMS
+from fp8dist_kernels.backends import BACKENDS
+from fp8dist_kernels.reference.blocks import BLOCK
+from tests.support.main_job import ALONE, RANKS, ROOT, STEPS, TORCHRUN, Run, assert_refused, finish, metrics, start
+
+# Runs are shared between tests, and so should be the process that keeps them.
+pytestmark = pytest.mark.xdist_group("main_job_precision")
+
+TWO_BLOCKS = f"--layers 2 --width 64 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 1".split()
+MODULES = [f"blocks.{block}.{name}" for block in (0, 1) for name in ("attention_out", "mlp_in", "mlp_out", "qkv")]
+SLOTS = sorted(f"{module}:{role}" for module in MODULES for role in ("input", "weight", "grad_output"))
+PLANTED = "blocks.1.mlp_in:input"
+"""Where ``--inject outlier`` plants it."""
+
+COLD = "slots had no amax yet in its first step"
+"""What the library says of FP8 that begins without scales."""
+
+Runner = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def single_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """A run of one process; one with the same flags is made only once."""
+    made: dict[tuple[str, ...], Run] = {}
+
+    def run(*flags: str) -> Run:
+        if flags not in made:
+            made[flags] = finish(tmp_path_factory.mktemp("run"), ALONE, *TWO_BLOCKS, *flags)
+        return made[flags]
+
+    return run
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a file of launch/."""
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    return importlib.import_module
+
+
+# Flags -------------------------------------------------------------------------------------------
+
+BLOCKS_CUT = ["--fp8-all-gather", "--parallel", "fsdp2", "--recipe", "block"]
+MISTAKES = {
+    "gather of rows": (
+        ["--fp8-all-gather", "--parallel", "fsdp2", "--recipe", "rowwise"],
+        "--fp8-all-gather does not go with rowwise",
+    ),
+    "gather of one module's rows": (
+        ["--fp8-all-gather", "--parallel", "fsdp2", "--override", "*.qkv=rowwise"],
+        "--fp8-all-gather does not go with rowwise",
+    ),
+    "gather of cut blocks": (BLOCKS_CUT, "--width must be a multiple of 128 times the 2 ranks"),
+    "history of current": (["--recipe", "current", "--history-len", "16"], "--history-len is for delayed scaling"),
+    "margin of block": (["--recipe", "block", "--margin", "0"], "--margin is for delayed scaling, and this is block"),
+    "update of rowwise": (["--recipe", "rowwise", "--update", "next_step"], "--update is for delayed scaling"),
+    "no recipe": (["--override", "blocks.0.*=fast"], "--override: expected PATTERN=RECIPE, with one of delayed"),
+    "no pattern": (["--override", "current"], "--override: expected PATTERN=RECIPE"),
+    "a pattern twice": (["--override", "a=current", "--override", "a=block"], "--override a=… is given more than once"),
+    "nothing left": (["--layers", "3", "--high-first", "2", "--high-last", "1"], "leave none of the --layers 3 in FP8"),
+    "no GEMM": (["--high-gemms", "fprop,bprop"], "--high-gemms: expected some of fprop, dgrad, wgrad"),
+    "late start": (["--steps", "9", "--fp8-start-step", "10"], "--fp8-start-step 10 is beyond --steps 9"),
+    "share": (["--fallback-steps", "5", "--fallback-saturated", "1.5"], "--fallback-saturated: must be a share"),
+    "share alone": (["--fallback-underflow", "0"], "--fallback-underflow needs --fallback-steps"),
+    "jump alone": (["--scale-jump", "8"], "--scale-jump needs --watch-every"),
+    "no jump": (["--watch-every", "1", "--scale-jump", "1"], "--scale-jump: must be finite and above 1"),
+    "TensorBoard alone": (["--tensorboard"], "--tensorboard needs --watch-every"),
+    "ranks alone": (["--watch-ranks"], "--watch-ranks needs --watch-every"),
+    "factor alone": (["--loss-factor", "2"], "--loss-factor needs --loss-guard"),
+    "no factor": (["--loss-guard", "warn", "--loss-factor", "0.5"], "--loss-factor: must be finite and at least 1"),
+    "guard of fp32": (
+        ["--loss-guard", "fallback", "--precision", "fp32"],
+        "--loss-guard fallback needs --precision fp8",
+    ),
+    "no rank": (["--inject", "outlier:2:1"], "--inject outlier:2:1: there is no rank 2"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_2(flags: list[str], message: str) -> None:
+    assert_refused(start(TORCHRUN, *flags), message)
+
+
+def test_flags_say_what_the_library_says(launch: Callable[[str], ModuleType]) -> None:
+    """launch/flags.py cannot ask it: that would import torch."""
+    options, flags = launch("options"), launch("flags")
+    assert flags.BACKENDS == BACKENDS
+    assert flags.GEMMS == GEMMS
+    assert flags.BLOCK == BLOCK
+    kinds = {
+        "delayed": "DelayedScaling",
+        "current": "CurrentScaling",
+        "rowwise": "RowwiseScaling",
+        "block": "BlockScaling",
+    }
+    assert tuple(kinds) == flags.RECIPES
+    recipes = launch("recipes")
+    for kind, name in kinds.items():
+        recipe = recipes.recipe_of(options.parse(["--recipe", kind]))
+        assert recipe == getattr(fp8dist, name)()  # Its defaults are the library's.
+
+
+def test_flags_of_recipes(launch: Callable[[str], ModuleType]) -> None:
+    options, recipes, gpt = launch("options"), launch("recipes"), launch("gpt")
+    flags = "--recipe block --power-of-two --high-gemms wgrad,fprop --margin 1 --layers 4 --high-first 1 --high-last 2"
+    overrides = ["*.qkv=delayed", "blocks.2.*=current", "lm_head=high"]
+    given = options.parse([*flags.split(), *(part for override in overrides for part in ("--override", override))])
+    assert given.recipes == {"block", "delayed", "current"}
+    common: dict[str, Any] = {"power_of_two": True, "high_precision": ("fprop", "wgrad")}
+    assert recipes.recipe_of(given) == fp8dist.BlockScaling(**common)
+    assert list(recipes.overrides_of(given, gpt.GPT(4, 16, 1, 8)).items()) == [
+        ("blocks.0.*", None),
+        ("blocks.2.*", None),
+        ("blocks.3.*", None),
+        ("*.qkv", fp8dist.DelayedScaling(margin=1, **common)),
+        ("lm_head", None),
+    ]
+    assert recipes.fallback_of(given) is None
+    falls = options.parse(["--fallback-steps", "7", "--fallback-underflow", "0"])
+    assert recipes.fallback_of(falls) == fp8dist.Fallback(7, underflow=0.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "gathered"),
+    [
+        (["--recipe", "current"], True),
+        (["--recipe", "rowwise"], False),
+        (["--override", "*.qkv=rowwise"], False),
+        (["--recipe", "block", "--width", "256"], True),
+        (["--recipe", "block", "--width", "384"], False),
+        (["--recipe", "block", "--width", "384", "--parallel", "hsdp"], True),  # Of two ranks each has all.
+        (["--override", "*.qkv=block", "--width", "192"], False),
+        (["--parallel", "ddp"], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_weights_are_gathered_as_fp8_where_they_can_be(
+    launch: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, flags: list[str], gathered: bool
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = launch("options").parse(["--parallel", "fsdp2", *flags])
+    assert (options.why_not_gathered is None) == gathered
+
+
+# Recipes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "parallel"),
+    [
+        ("delayed", "fsdp2"),
+        ("current", "ddp"),
+        ("rowwise", "fsdp2"),
+        ("block", "ddp"),
+        pytest.param("delayed", "ddp", marks=pytest.mark.long),
+        pytest.param("current", "fsdp2", marks=pytest.mark.long),
+        pytest.param("rowwise", "ddp", marks=pytest.mark.long),
+        pytest.param("block", "fsdp2", marks=pytest.mark.long),
+    ],
+)
+def test_each_recipe_learns_and_leaves_ranks_alike(
+    tmp_path: Path, single_run: Runner, recipe: str, parallel: str
+) -> None:
+    run = finish(tmp_path, RANKS, *TWO_BLOCKS, "--recipe", recipe, "--parallel", parallel, "--check-every", "5")
+    assert run.summary["fp8_slots"] == len(SLOTS)
+    assert run.summary["fp8_state_identical"] is run.summary["parameters_identical"] is True
+    # Half of its data is that of one process in FP32, so it is about as far; FP8 shows.
+    fp32 = single_run("--precision", "fp32")
+    assert run.losses[-1] == pytest.approx(fp32.losses[-1], rel=0.03)
+    assert run.losses[-1] < run.losses[0] - 0.5
+    assert [line["high_precision_modules"] for line in run.lines] == [0] * STEPS
+
+
+@pytest.mark.slow
+def test_recipes_and_single_modules_differ(single_run: Runner) -> None:
+    kinds = [["--recipe", kind] for kind in ("delayed", "current", "rowwise", "block")]
+    kinds += [["--override", "blocks.0.mlp_in=rowwise"], ["--high-first", "1"], ["--high-gemms", "wgrad"]]
+    runs = [single_run(*flags) for flags in kinds] + [single_run("--precision", "fp32")]
+    assert len({run.losses[-1] for run in runs}) == len(runs)
+    assert runs[5].summary["fp8_slots"] == len(SLOTS) // 2
+    assert runs[6].summary["high_precision_modules"] == len(MODULES)
+    assert f"FP8 modules in high precision at the end:                 {len(MODULES)}" in runs[6].output
+
+
+@pytest.mark.long
+def test_whole_blocks_are_gathered_as_fp8(tmp_path: Path) -> None:
+    flags = ["--layers", "1", "--width", "256", "--context", "16", "--batch-size", "2", "--steps", "3"]
+    runs = [
+        finish(tmp_path / name, RANKS, *flags, "--recipe", "block", "--parallel", "fsdp2", *more)
+        for name, more in (("fp8", []), ("fp32", ["--no-fp8-all-gather"]))
+    ]
+    assert runs[0].losses == runs[1].losses
+    saved = runs[1].summary["bytes_gathered_per_step"] - runs[0].summary["bytes_gathered_per_step"]
+    weights = 12 * 256 * 256  # Of the block's four Linears.
+    scales = 4 * weights // 128**2
+    assert saved == 2 * (3 * weights - scales) // 2  # Forward and backward; half from the other rank.
+
+
+# Resuming ----------------------------------------------------------------------------------------
+
+
+def assert_resumes(folder: Path, command: tuple[str, ...], *flags: str, at: int = 6) -> tuple[Run, Run]:
+    """An interrupted run ends as one that is not. Returns (straight, the interrupted one)."""
+    straight = finish(folder / "straight", command, *TWO_BLOCKS, *flags)
+    save = ["--save-every", str(at)]
+    finish(folder / "parts", command, *TWO_BLOCKS, *flags, *save, "--stop-after", str(at))
+    second = finish(folder / "parts", command, *TWO_BLOCKS, *flags, *save, "--resume", "auto")
+    assert second.summary["resumed_after_step"] == at
+    assert second.losses == straight.losses
+    assert second.summary["parameters_sha256"] == straight.summary["parameters_sha256"]
+    return straight, second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe", ["delayed", "block", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("current", "rowwise"))]
+)
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, recipe: str) -> None:
+    """In the middle of its steps in high precision."""
+    straight, second = assert_resumes(tmp_path, ALONE, "--recipe", recipe, "--fp8-start-step", "9")
+    for run in (straight, second):
+        # As it is when the step has ended.
+        assert [line["high_precision_modules"] for line in run.lines] == [len(MODULES)] * 7 + [0] * 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recipe", "parallel"), [("current", "ddp"), ("current", "fsdp2"), ("rowwise", "fsdp2"), ("block", "fsdp2")]
+)
+def test_a_resumed_run_of_two_ranks_is_the_same_run(tmp_path: Path, recipe: str, parallel: str) -> None:
+    assert_resumes(tmp_path, RANKS, "--recipe", recipe, "--parallel", parallel, "--fp8-start-step", "4")
+
+
+@pytest.mark.slow
+def test_steps_before_the_first_in_fp8_are_in_high_precision(single_run: Runner) -> None:
+    fp32, fp8 = single_run("--precision", "fp32"), single_run("--fp8-start-step", "5", "--calibrate-steps", "1")
+    assert fp8.losses[:4] == fp32.losses[:4]
+    assert all(one != other for one, other in zip(fp8.losses[4:], fp32.losses[4:], strict=True))
+
+
+@pytest.fixture(scope="module")
+def fp32_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("fp32")
+    finish(out, ALONE, *TWO_BLOCKS, "--precision", "fp32", "--save-every", "6", "--stop-after", "6")
+    return str(out / "checkpoints/step-00000006")
+
+
+@pytest.mark.slow
+def test_fp8_goes_on_from_fp32_with_scales_of_a_calibration(tmp_path: Path, fp32_checkpoint: str) -> None:
+    flags = [*TWO_BLOCKS, "--precision", "fp8", "--resume", fp32_checkpoint]
+    cold = finish(tmp_path / "cold", ALONE, *flags)
+    assert f"16 of {len(SLOTS)} {COLD}" in cold.output  # Those of weights have scales.
+    warm = finish(tmp_path / "warm", ALONE, *flags, "--calibrate-steps", "4", "--save-every", "3")
+    assert COLD not in warm.output
+    assert "has no FP8 state: scales come from --calibrate-steps" in warm.output
+    assert warm.losses != cold.losses
+    # Its own checkpoint has FP8 state, which no calibration may change.
+    again = ["--calibrate-steps", "4", "--resume", str(tmp_path / "warm/checkpoints/step-00000009")]
+    assert finish(tmp_path / "again", ALONE, *TWO_BLOCKS, *again).losses == warm.losses[3:]
+
+
+@pytest.mark.slow
+def test_fp8_goes_on_from_fp32_at_a_later_step(tmp_path: Path, fp32_checkpoint: str, single_run: Runner) -> None:
+    flags = [*TWO_BLOCKS, "--precision", "fp8", "--resume", fp32_checkpoint, "--loss-guard", "warn"]
+    late = finish(tmp_path / "late", ALONE, *flags, "--fp8-start-step", "9")
+    assert late.losses[:2] == single_run("--precision", "fp32").losses[6:8]
+    assert late.losses[2] != single_run("--precision", "fp32").losses[8]
+    assert [line["high_precision_modules"] for line in late.lines] == [8, 0, 0, 0, 0, 0]
+    assert COLD not in late.output
+    passed = finish(tmp_path / "passed", ALONE, *flags, "--fp8-start-step", "7")
+    assert COLD in passed.output
+
+
+# Falling back, and what is watched ---------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_outlier_on_one_rank_sends_all_to_high_precision_for_a_while(tmp_path: Path) -> None:
+    flags = ["--recipe", "current", "--fallback-steps", "3", "--fallback-underflow", "0.5", "--inject", "outlier:1:5"]
+    watched = ["--watch-every", "5", "--watch-ranks", "--tensorboard", "--check-every", "2"]
+    run = finish(tmp_path, RANKS, *TWO_BLOCKS, *flags, *watched)
+    assert "[rank 1] --inject outlier:1:5: the input of blocks.1.mlp_in has " in run.output
+    # The first rank's: its own tensors were as usual.
+    high = [line["high_precision_modules"] for line in run.lines]
+    assert high[:4] == [0] * 4
+    assert all(high[4:7])
+    assert high[7:] == [0] * 5
+    assert [line["fallbacks"] for line in run.lines] == [0] * 4 + [high[4]] * 8
+    assert run.summary["fallbacks"] == high[4]
+    assert "modules that fell back to high precision:" in run.output
+    assert run.summary["fp8_state_identical"] is run.summary["parameters_identical"] is True
+    lines = scales(tmp_path)
+    assert [(line["step"], line["slot"]) for line in lines] == [(step, slot) for step in (5, 10) for slot in SLOTS]
+    planted = {line["step"]: line for line in lines if line["slot"] == PLANTED}
+    assert planted[5]["amax"] > 1e5
+    assert planted[5]["underflow"] > 0.5
+    assert planted[5]["amax_rank"] == planted[5]["underflow_rank"] == 1
+    assert 0 < planted[10]["amax"] < 100
+    assert planted[10]["underflow"] < 0.5
+
+
+def scales(out: Path) -> list[dict[str, Any]]:
+    """The lines of scales.jsonl, which must be strict JSON."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in (out / "scales.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_what_is_written_of_scales_goes_on_after_a_resume(tmp_path: Path) -> None:
+    flags = ["--watch-every", "3", "--calibrate-steps", "1", "--scale-jump", "4"]
+    assert_resumes(tmp_path, ALONE, *flags, at=5)
+    straight, parts = (scales(tmp_path / name) for name in ("straight", "parts"))
+    assert sorted({line["step"] for line in straight}) == [3, 6, 9, 12]
+    assert parts == straight
+
+
+# The loss guard ----------------------------------------------------------------------------------
+
+SPIKE = ["--inject", "spike:0:11"]
+
+
+@pytest.mark.slow
+def test_a_loss_that_jumps_stops_all_ranks_with_exit_6(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ["--loss-guard", "stop", "--inject", "spike:1:11", "--log-every", "4", "--save-every", "8", "--async-save"]
+    done = start(TORCHRUN, *TWO_BLOCKS, *flags, "--out", str(out), TMPDIR=str(tmp_path))
+    assert done.returncode == 6, done.stdout + done.stderr
+    assert done.stderr.count("train_gpt.py: stopped by --loss-guard: step 11: the loss ") == 1
+    assert done.stderr.count("exitcode  : 6") == 2
+    assert "Traceback" not in done.stderr
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, 12))
+    assert lines[-1]["loss"] > 10 * lines[-2]["loss"]  # The mean, and rank 0's was as usual.
+    assert not (out / "summary.json").exists()
+    assert (out / "checkpoints/step-00000008/.metadata").exists()
+
+
+@pytest.mark.slow
+def test_a_warning_changes_nothing(tmp_path: Path) -> None:
+    flags = [*TWO_BLOCKS, *SPIKE]
+    warned = finish(tmp_path / "warned", ALONE, *flags, "--loss-guard", "warn")
+    assert "step 11: the loss " in warned.output
+    assert warned.summary["loss_alarms"] == 1
+    unwatched = finish(tmp_path / "unwatched", ALONE, *flags)
+    assert warned.losses == unwatched.losses
+    assert unwatched.summary["loss_alarms"] == 0
+    deaf = finish(tmp_path / "deaf", ALONE, *flags, "--loss-guard", "warn", "--loss-factor", "1000")
+    assert deaf.summary["loss_alarms"] == 0
+
+
+@pytest.mark.long
+def test_a_guard_remembers_across_a_resume(tmp_path: Path, single_run: Runner) -> None:
+    """Its window of ten losses began before the checkpoint; and the halved rate stays."""
+    straight, _ = assert_resumes(tmp_path / "before", ALONE, "--loss-guard", "lower-lr", *SPIKE)
+    rates = [line["learning_rate"] for line in straight.lines]
+    usual = [line["learning_rate"] for line in single_run().lines]
+    assert rates == [*usual[:10], *(rate / 2 for rate in usual[10:])]
+    _, second = assert_resumes(tmp_path / "after", ALONE, "--loss-guard", "lower-lr", *SPIKE, at=11)
+    assert [line["learning_rate"] for line in second.lines] == rates
+    assert second.summary["loss_alarms"] == 1
+
+
+@pytest.mark.slow
+def test_a_loss_that_jumps_sends_all_to_high_precision(single_run: Runner) -> None:
+    run = single_run("--loss-guard", "fallback", *SPIKE)
+    high = [line["high_precision_modules"] for line in run.lines]
+    assert high == [0] * 10 + [len(MODULES)] * 2
+    assert run.summary["fallbacks"] == 0  # Those are of modules that fall back by themselves.
+
+
+@pytest.mark.slow
+def test_a_loss_that_jumps_skips_the_update_on_all_ranks(tmp_path: Path) -> None:
+    """After step 11 the model is that of step 10, though only rank 1 met the spike; then training goes on."""
+    flags = [*TWO_BLOCKS, "--precision", "fp8", "--loss-guard", "skip", "--save-every", "100"]
+    spike = ["--inject", "spike:1:11"]
+    before = finish(tmp_path / "before", RANKS, *flags, "--stop-after", "10")
+    skipped = finish(tmp_path / "skipped", RANKS, *flags, *spike, "--stop-after", "11")
+    after = finish(tmp_path / "after", RANKS, *flags, *spike)
+    assert [run.summary["loss_alarms"] for run in (before, skipped, after)] == [0, 1, 1]
+    digests = [run.summary["parameters_sha256"] for run in (before, skipped, after)]
+    assert digests[0] == digests[1] != digests[2]
+    assert skipped.output.count("; this step's update is skipped") == 1
+    assert after.lines[-1]["loss"] < 1.1 * before.lines[-1]["loss"]
+
+
+def test_a_guard_refuses_what_is_no_state(launch: Callable[[str], ModuleType]) -> None:
+    options, ranks, guard = launch("options"), launch("ranks"), launch("guard")
+    alone = ranks.Ranks(0, 1, torch.device("cpu"), None)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    made = guard.Guard(options.parse(["--loss-guard", "warn"]), alone, optimizer, None)
+    before = made.describe()
+    for text in ("no JSON", "[]", "{}", '{"learning_rate_factor": 0.5}', '{"learning_rate_factor": 1, "losses": {}}'):
+        with pytest.raises(CheckpointError):
+            made.restore(text)
+        assert made.describe() == before
+    off = guard.Guard(options.parse([]), alone, optimizer, None)
+    assert off.describe() is None
+    off.restore(before)
+    assert off.learning_rate_factor == 1

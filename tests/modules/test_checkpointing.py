@@ -1,0 +1,227 @@
+"""Activation checkpointing of every kind: losses, gradients, parameters and FP8 state equal the plain run, bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist_kernels import ops
+from tests.support.training import batch, bits, gradient_bits, histories, parameter_bits, state_bits
+
+
+class Block(nn.Module):
+    """Linears between which values must be kept or recomputed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Stack(nn.Module):
+    """A Linear in front, two blocks that ``run`` may checkpoint, a Linear behind."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Block(32) for _ in range(2))
+        self.last = nn.Linear(32, 16)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = self.run(block, h)
+        return self.last(h)
+
+
+def plain(block: nn.Module, h: Tensor) -> Tensor:
+    return block(h)
+
+
+def reentrant(block: nn.Module, h: Tensor) -> Tensor:
+    return checkpoint(block, h, use_reentrant=True)
+
+
+def non_reentrant(block: nn.Module, h: Tensor) -> Tensor:
+    return checkpoint(block, h, use_reentrant=False)
+
+
+def nested(block: nn.Module, h: Tensor) -> Tensor:
+    """A checkpoint within a checkpoint recomputes twice."""
+    return checkpoint(non_reentrant, block, h, use_reentrant=False)
+
+
+def _policy(saved: tuple[Any, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(*saved: Any) -> Run:
+    """Selective checkpointing that keeps the results of these ops and recomputes all others."""
+    context = partial(create_selective_checkpoint_contexts, partial(_policy, saved))
+
+    def run(block: nn.Module, h: Tensor) -> Tensor:
+        return checkpoint(block, h, use_reentrant=False, context_fn=context)
+
+    return run
+
+
+KINDS = {
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
+    "nested": nested,
+    "selective, FP8 products saved": selective(ops.matmul),
+    "selective, FP8 casts saved": selective(ops.quantize),
+    "selective, both saved": selective(ops.quantize, ops.matmul),
+    "selective, tanh saved": selective(torch.ops.aten.tanh.default),
+    "selective, nothing saved": selective(),
+}
+
+
+@dataclass
+class Log:
+    """Everything of a run that must not depend on checkpointing."""
+
+    losses: list[bytes] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    states: list[dict[str, bytes]] = field(default_factory=list)
+    parameters: dict[str, bytes] = field(default_factory=dict)
+
+
+def train(
+    run: Run,
+    accumulate: int = 1,
+    read_each_step: bool = True,
+    evaluate: bool = False,
+    fused: bool = False,
+    reuse: bool = True,
+    **recipe: Any,
+) -> Log:
+    stack = Stack(run)
+    manager = fp8dist.prepare(stack, DelayedScaling(history_len=4, **recipe))
+    optimizer = torch.optim.AdamW(stack.parameters(), lr=0.01, fused=fused)
+    manager.attach(stack, optimizer=optimizer)
+    if not reuse:
+        manager._mode.reuse_casts = False
+    log = Log()
+    for step in range(4):
+        for micro in range(accumulate):
+            x, y = batch(0, accumulate * step + micro)
+            loss = nn.functional.mse_loss(stack(x), y)
+            log.losses.append(bits(loss))
+            loss.backward()
+            if evaluate:
+                stack.eval()
+                with torch.no_grad():
+                    log.losses.append(bits(stack(batch(1, step)[0] * 10)))
+                stack.train()
+        log.gradients.append(gradient_bits(stack))
+        optimizer.step()
+        optimizer.zero_grad()
+        if read_each_step:
+            log.states.append(state_bits(manager))
+    log.states.append(state_bits(manager))
+    assert manager.steps == 4
+    assert all(window.count(0.0) == 0 for window in histories(manager).values())  # Every slot ran in every step.
+    log.parameters = parameter_bits(stack)
+    return log
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_plain_run(kind: str, accumulate: int) -> None:
+    assert train(KINDS[kind], accumulate) == train(plain, accumulate)
+
+
+@pytest.mark.parametrize("warmup", ["current", "unit"])
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective, FP8 products saved"])
+def test_equals_the_plain_run_with_scales_that_lag(kind: str, warmup: str) -> None:
+    """next_step and no reads: the commit happens in a forward, and the recomputation sees the same scales."""
+    recipe = {"update": "next_step", "warmup": warmup, "amax_algo": "most_recent"}
+    checkpointed = train(KINDS[kind], 2, read_each_step=False, **recipe)
+    assert checkpointed == train(plain, 2, read_each_step=False, **recipe)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # Reentrant, with grad off.
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_in_between_changes_nothing(kind: str) -> None:
+    assert train(KINDS[kind], 2, evaluate=True) == train(plain, 2, evaluate=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reused_weight_casts_equal_fresh_ones(kind: str) -> None:
+    """AdamW(fused=True) changes weights without bumping their version."""
+    reused = train(KINDS[kind], 3, fused=True)
+    assert reused == train(KINDS[kind], 3, fused=True, reuse=False)
+
+
+def _run_that_must_recompute(kind: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    stack = Stack(KINDS.get(kind, plain))
+    manager = fp8dist.prepare(stack)
+    manager.attach(stack)
+    casts = 0
+    original = LinearSlots.quantize
+
+    def counting(self: LinearSlots, *args: Any, **kwargs: Any) -> Any:
+        nonlocal casts
+        casts += 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LinearSlots, "quantize", counting)
+    stack(batch(0, 0)[0]).sum().backward()
+    return casts
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective, nothing saved"])
+def test_these_tests_do_recompute(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four checkpointed Linears cast their input and weight again: else the tests above would show nothing."""
+    with monkeypatch.context() as patch:
+        once = _run_that_must_recompute("plain", patch)
+    with monkeypatch.context() as patch:
+        assert _run_that_must_recompute(kind, patch) == once + 8
+
+
+def test_reentrant_records_in_its_recomputation_only() -> None:
+    """Its first forward runs with grad off; what a checkpointed module saw still enters the history."""
+    stack = Stack(reentrant)
+    manager = fp8dist.prepare(stack)
+    (sync,) = manager._syncs
+    slot = next(s for s in manager.slots if (s.fqn, s.role) == ("blocks.0.up", "input"))
+    place = sync.arena.index[slot]
+    loss = stack(batch(0, 0)[0]).sum()
+    assert float(sync.arena.pending[place]) == -1.0
+    loss.backward()
+    assert float(sync.arena.pending[place]) > 0
+
+
+@pytest.mark.parametrize("kind", ["non-reentrant", "selective, FP8 products saved"])
+def test_eval_between_forward_and_backward_loses_no_amax(kind: str) -> None:
+    """The first forward has recorded in training mode; that it is recomputed in eval() takes nothing away."""
+    results = []
+    for switch in (False, True):
+        stack = Stack(KINDS[kind])
+        manager = fp8dist.prepare(stack)
+        loss = stack(batch(0, 0)[0]).sum()
+        stack.train(not switch)
+        loss.backward()
+        stack.train()
+        manager.step()
+        results.append((state_bits(manager), gradient_bits(stack)))
+    assert results[0] == results[1]

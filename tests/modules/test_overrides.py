@@ -1,0 +1,460 @@
+"""Recipes of single modules: which pattern counts, several recipes in one model and process, what is saved of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager, first_and_last
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.state.storage import from_bytes
+from tests.support import fp8_oracle
+from tests.support.gemms import Gemms, assert_gemm, numbers
+from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
+
+RECIPES: tuple[Recipe, ...] = (
+    DelayedScaling(history_len=4),
+    DelayedScaling(history_len=2, amax_algo="most_recent", margin=1, format="e4m3", update="next_step"),
+    DelayedScaling(warmup="unit", power_of_two=True, high_precision=("wgrad",)),
+    CurrentScaling(),
+    CurrentScaling(format="e4m3", power_of_two=True),
+    CurrentScaling(high_precision=("dgrad", "fprop")),
+    RowwiseScaling(),
+    RowwiseScaling(format="hybrid", high_precision=("fprop",)),
+    BlockScaling(),
+    BlockScaling(format="hybrid", power_of_two=True),
+)
+
+MIXED: dict[str, Recipe | None] = {
+    "first": CurrentScaling(power_of_two=True),
+    "last": BlockScaling(format="hybrid"),
+}
+"""With a default of delayed scaling: three recipes in ``Net``."""
+
+
+def converted(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FP8Linear)]
+
+
+def recipes(manager: StateManager) -> dict[str, Recipe]:
+    return {slot.fqn: manager.recipe_of(slot.fqn) for slot in manager.slots}
+
+
+# Patterns ----------------------------------------------------------------------------------------
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    model = make_net()
+    delayed, row = DelayedScaling(margin=3), RowwiseScaling()
+    manager = fp8dist.prepare(model, delayed, overrides={"b*": row, "*": None, "branch": BlockScaling()})
+    assert recipes(manager) == {"branch": row}
+    assert converted(model) == ["branch"]
+    manager = fp8dist.prepare(make_net(), delayed, overrides={"l*": None, "[fl]*": row})
+    assert recipes(manager) == {"branch": delayed, "first": row}
+
+
+def test_an_override_with_a_recipe_beats_skip_and_none_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_net()
+    with caplog.at_level(logging.INFO, "fp8dist"):
+        manager = fp8dist.prepare(model, skip=("*",), overrides={"first": CurrentScaling(), "last": None})
+    assert recipes(manager) == {"first": CurrentScaling()}
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "last stays in high precision: overrides say so" in said
+    assert "branch stays in high precision: it matches skip" in said
+
+
+def test_overrides_do_not_make_a_linear_eligible() -> None:
+    model = nn.Sequential(nn.Linear(32, 24), nn.Linear(32, 32))
+    manager = fp8dist.prepare(
+        model, overrides={"*": CurrentScaling()}, filter_fn=lambda module, fqn: module.out_features == 32
+    )
+    assert recipes(manager) == {"1": CurrentScaling()}
+
+
+def test_a_pattern_that_matches_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    fp8dist.prepare(make_net(), overrides={"frist": CurrentScaling(), "*": RowwiseScaling(), "blocks.*": None})
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "fp8dist: overrides: no module with a matmul weight matches 'frist' (nearest: 'first'), 'blocks.*'",
+        )
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["current", CurrentScaling, False, 1])
+def test_an_override_that_is_no_recipe_is_refused(wrong: Any) -> None:
+    model = make_net()
+    with pytest.raises(ConfigurationError, match=r"overrides\['first'\] must be a recipe, or None, got"):
+        fp8dist.prepare(model, overrides={"first": wrong})
+    assert not converted(model)
+
+
+@pytest.mark.parametrize("wrong", ["delayed", DelayedScaling, {}])
+def test_a_recipe_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="recipe must be a recipe such as"):
+        fp8dist.prepare(make_net(), wrong)
+
+
+def _tied() -> nn.Module:
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 32)})
+    model["b"].weight = model["a"].weight
+    return model
+
+
+def test_modules_that_share_a_weight_have_one_recipe() -> None:
+    with pytest.raises(ConfigurationError, match="a and b share a weight: overrides must give both the same recipe"):
+        fp8dist.prepare(_tied(), overrides={"b": CurrentScaling()})
+    # That the same values were written twice is no difference; nor is high precision of one of them.
+    manager = fp8dist.prepare(_tied(), overrides={"a": CurrentScaling(), "b": CurrentScaling()})
+    assert recipes(manager) == {"a": CurrentScaling(), "b": CurrentScaling(), "c": DelayedScaling()}
+    assert [slot.role for slot in manager.slots if slot.fqn == "b"] == ["grad_output", "input"]
+    assert recipes(fp8dist.prepare(_tied(), overrides={"a": None, "b": RowwiseScaling()}))["b"] == RowwiseScaling()
+
+
+# First and last layers ---------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """Two stacks, in the outer of which a list is nested; Linears outside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"mlp": nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)]), "norm": nn.LayerNorm(32)})
+            for _ in range(4)
+        )
+        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(3))})
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.head = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+
+
+def test_first_and_last_of_module_lists() -> None:
+    model = Transformer()
+    assert first_and_last(model) == dict.fromkeys(
+        ["blocks.0.*", "blocks.3.*", "decoder.layers.0", "decoder.layers.2"], None
+    )
+    assert list(first_and_last(model, 2, 0)) == ["blocks.0.*", "blocks.1.*", "decoder.layers.0", "decoder.layers.1"]
+    assert list(first_and_last(model, 0, 1)) == ["blocks.3.*", "decoder.layers.2"]
+    assert first_and_last(model, 0, 0) == {}
+    fp8dist.prepare(model, CurrentScaling(), overrides=first_and_last(model))
+    inside = [f"blocks.{i}.mlp.{j}" for i in (1, 2) for j in (0, 1)]
+    assert converted(model) == ["embed", *inside, "decoder.layers.1", "head.0", "head.1"]
+
+
+def test_first_and_last_of_a_sequential() -> None:
+    model = nn.Sequential(
+        nn.Linear(32, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), nn.Linear(32, 32), nn.ReLU()
+    )
+    assert list(first_and_last(model)) == ["0", "3"]
+    assert list(first_and_last(model, 0, 2)) == ["2.*", "3"]
+    inner = nn.ModuleDict({"tower": model, "other": nn.Linear(32, 32)})
+    assert list(first_and_last(inner)) == ["tower.0", "tower.3"]
+    fp8dist.prepare(inner, overrides=first_and_last(inner))
+    assert converted(inner) == ["tower.2.0", "tower.2.1", "other"]
+
+
+def test_first_and_last_through_wrappers() -> None:
+    """Names are those that ``prepare`` will use."""
+
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = module
+
+    wrapped = DistributedDataParallel(Transformer())
+    assert first_and_last(wrapped) == first_and_last(Transformer())
+
+
+def test_first_and_last_without_layers_or_with_too_few() -> None:
+    for model in (make_net(), nn.ModuleList([nn.LayerNorm(32)])):
+        with pytest.raises(ConfigurationError, match=r"the model has no nn\.ModuleList or nn\.Sequential of Linears"):
+            first_and_last(model)
+    for first, last in ((2, 2), (4, 0), (-1, 1), (1, -1)):
+        with pytest.raises(ConfigurationError, match=f"cannot take {first} and {last} of 3 layers"):
+            first_and_last(nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), first, last)
+
+
+def test_all_layers_may_be_first_or_last(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+    overrides = first_and_last(model, 1, 2)
+    assert list(overrides) == ["0", "1", "2"]
+    fp8dist.prepare(model, overrides=overrides)
+    assert not converted(model)
+    assert "no Linear of this model is eligible" in caplog.text
+
+
+# Several recipes ---------------------------------------------------------------------------------
+
+
+class Watched:
+    """What went into and came back to each Linear of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                self.tensors[name] = {}
+                module.register_forward_hook(self._hook(self.tensors[name]))
+
+    @staticmethod
+    def _hook(seen: dict[str, Tensor]) -> Any:
+        def hook(module: nn.Linear, args: tuple[Tensor], y: Tensor) -> None:
+            seen["input"], seen["weight"] = args[0].detach(), module.weight.detach().clone()
+            y.register_hook(lambda grad: seen.update(grad_output=grad.detach()))
+
+        return hook
+
+
+def test_each_module_of_a_model_is_cast_by_its_recipe() -> None:
+    """Three recipes in one model: what is multiplied is what the oracle says of that module's recipe. Scales of the
+    delayed one are fed from the steps before."""
+    model = make_net()
+    default = DelayedScaling(history_len=4)
+    manager = fp8dist.prepare(model, default, overrides=MIXED)
+    watched = Watched(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager.attach(model, optimizer=optimizer)
+    scales: dict[str, Any] = {}
+    for step in range(3):
+        with Gemms() as gemms:
+            inputs, labels = batch(0, step)
+            (model(inputs) - labels).square().mean().backward()
+        for role in ("input", "weight", "grad_output"):
+            # Weights' scales are those of attach, before the first step; other slots are cold then.
+            if step > 0 or role == "weight":
+                scales[role] = numbers(manager.scale("branch", role)).copy()
+            else:
+                amax = abs(numbers(watched.tensors["branch"][role])).max()
+                scales[role] = fp8_oracle.current_scale(amax, fp8_oracle.formats("hybrid")[role], False)
+        expected = {}
+        for name, recipe in {"branch": default, **MIXED}.items():
+            assert recipe is not None
+            x, weight, grad = (numbers(watched.tensors[name][role]) for role in scales)
+            given = scales if recipe.delayed else None
+            expected[name] = fp8_oracle.operands(x, weight, grad, recipe.by, recipe.format, recipe.power_of_two, given)
+        order = [
+            *(("first", "fprop"), ("branch", "fprop"), ("last", "fprop")),
+            *(("last", "dgrad"), ("last", "wgrad"), ("branch", "dgrad"), ("branch", "wgrad")),
+            ("first", "wgrad"),  # The batch needs no gradient.
+        ]
+        for gemm, (name, product) in zip(gemms.seen, order, strict=True):
+            assert_gemm(gemm, expected[name][product], f"step {step}: {name} {product}")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Job:
+    """One model and its training, step by step."""
+
+    def __init__(self, recipe: Recipe, overrides: dict[str, Recipe | None] | None = None, seed: int = 0) -> None:
+        self.model = make_net(seed)
+        self.manager = fp8dist.prepare(self.model, recipe, overrides=overrides)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.manager.attach(self.model, optimizer=self.optimizer)
+        self.losses: list[bytes] = []
+
+    def step(self, index: int) -> None:
+        x, y = batch(0, index)
+        loss = (self.model(x) - y).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(bits(loss))
+
+    def everything(self) -> Any:
+        return self.losses, parameter_bits(self.model), state_bits(self.manager)
+
+
+@pytest.mark.parametrize("second", RECIPES[1:], ids=repr)
+def test_two_managers_with_other_recipes_do_not_see_each_other(second: Recipe) -> None:
+    """Trained in turns, their losses, parameters and states are those of training alone, bit for bit."""
+    alone = [Job(RECIPES[0]), Job(second, seed=1)]
+    for job in alone:
+        for index in range(4):
+            job.step(index)
+    both = [Job(RECIPES[0]), Job(second, seed=1)]
+    for index in range(4):
+        for job in both if index % 2 else reversed(both):
+            job.step(index)
+    assert [job.everything() for job in both] == [job.everything() for job in alone]
+    assert alone[0].losses != alone[1].losses
+
+
+def test_each_recipe_trains_another_way() -> None:
+    """No option is without effect on the losses, but for those that must not have one."""
+    losses = {}
+    for recipe in RECIPES:
+        job = Job(recipe)
+        for index in range(4):
+            job.step(index)
+        losses[recipe] = tuple(job.losses)
+    assert len(set(losses.values())) == len(RECIPES)
+
+
+# Recipes as values -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_recipes_compare_hash_print_and_can_be_copied(recipe: Recipe) -> None:
+    others = [other for other in RECIPES if other is not recipe]
+    copies = [copy.copy(recipe), copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe)), eval(repr(recipe))]
+    copies.append(Recipe.from_description(json.loads(json.dumps(recipe.describe()))))
+    for same in copies:
+        assert same == recipe
+        assert hash(same) == hash(recipe)
+        assert repr(same) == repr(recipe)
+        assert same.describe() == recipe.describe()
+        assert type(same) is type(recipe)
+    for other in others:
+        assert other != recipe
+        assert repr(other) != repr(recipe)
+    assert len({recipe, *copies}) == 1
+    assert repr(recipe).startswith(f"{type(recipe).__name__}(")
+
+
+def test_recipes_of_other_kinds_with_equal_fields_differ() -> None:
+    assert RowwiseScaling() != BlockScaling()
+    assert CurrentScaling(format="e4m3") != RowwiseScaling()
+    assert len({RowwiseScaling(), BlockScaling(), CurrentScaling(format="e4m3")}) == 3
+
+
+def test_the_order_of_gemms_does_not_matter() -> None:
+    for given in (("wgrad", "fprop"), ["fprop", "wgrad", "wgrad"], {"wgrad", "fprop"}):
+        assert CurrentScaling(high_precision=given) == CurrentScaling(high_precision=("fprop", "wgrad"))  # type: ignore[arg-type]
+
+
+def saved_recipes(manager: StateManager) -> dict[str, Recipe]:
+    """Of each module, from the bytes of a checkpoint."""
+    (blob,) = manager.state_dict().values()
+    saved, _ = from_bytes(blob, "a test")
+    made = [Recipe.from_description(description) for description in saved["recipes"]]
+    return {fqn: made[place] for (fqn, _), place in zip(saved["slots"], saved["recipe_of"])}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_a_recipe_comes_back_from_a_checkpoint(recipe: Recipe) -> None:
+    manager = fp8dist.prepare(make_net(), recipe)
+    assert saved_recipes(manager) == dict.fromkeys(("first", "branch", "last"), recipe)
+
+
+def test_the_recipes_of_a_mixed_model_come_back_from_a_checkpoint() -> None:
+    manager = fp8dist.prepare(make_net(), RECIPES[0], overrides=MIXED)
+    assert saved_recipes(manager) == {"branch": RECIPES[0], **MIXED} == recipes(manager)
+
+
+def _median(windows: Tensor) -> Tensor:
+    return windows.median(1).values
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ({}, "there is no recipe None"),
+        ({"recipe": "MXScaling"}, "there is no recipe 'MXScaling'; there are DelayedScaling, CurrentScaling"),
+        ({"recipe": "Recipe"}, "there is no recipe 'Recipe'"),
+        ({"recipe": ["CurrentScaling"]}, "there is no recipe"),
+        ({"recipe": "CurrentScaling", "margin": 0}, "CurrentScaling has no margin"),
+        ({"recipe": "CurrentScaling", "format": "e5m2"}, "format must be one of"),
+        ({"recipe": "DelayedScaling", "history_len": 2.0}, "history_len must be an integer"),
+        ({"recipe": "BlockScaling", "high_precision": ["fprop", "bgrad"]}, "high_precision must be a tuple of"),
+        ({"recipe": "BlockScaling", "high_precision": "fprop"}, "high_precision must be a tuple of"),
+        ({"recipe": "RowwiseScaling", "power_of_two": 1}, "power_of_two must be True or False"),
+        (DelayedScaling(amax_algo=_median).describe(), "amax_algo must be one of"),
+        ({"recipe": "BlockScaling", "high_precision": [["fprop"]]}, "high_precision must be a tuple of"),
+        ({"recipe": "CurrentScaling", 3: 4}, "CurrentScaling has no 3"),
+        ({"recipe": "CurrentScaling", "format": ["hybrid"]}, "format must be one of"),
+    ],
+)
+def test_strange_descriptions_are_refused(description: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Recipe.from_description(description)
+
+
+# Checkpoints -------------------------------------------------------------------------------------
+
+
+def test_a_resume_of_a_mixed_model_is_bitwise() -> None:
+    straight = Job(RECIPES[0], MIXED)
+    for index in range(6):
+        straight.step(index)
+    first = Job(RECIPES[0], MIXED)
+    for index in range(3):
+        first.step(index)
+    resumed = Job(RECIPES[0], MIXED, seed=5)
+    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.manager.state_dict()))
+    resumed.model.load_state_dict(saved[0])
+    resumed.optimizer.load_state_dict(saved[1])
+    resumed.manager.load_state_dict(saved[2])
+    for index in range(3, 6):
+        resumed.step(index)
+    assert resumed.losses == straight.losses[3:]
+    assert resumed.everything()[1:] == straight.everything()[1:]
+
+
+JUST_IN_TIME = tuple(recipe for recipe in RECIPES if not recipe.delayed)
+
+
+@pytest.mark.parametrize("recipe", JUST_IN_TIME, ids=repr)
+def test_delayed_state_goes_into_a_recipe_without_state(recipe: Recipe) -> None:
+    """What was saved is of no use there, and no obstacle: losses are those of a run that loaded none."""
+    delayed = Job(RECIPES[0])
+    for index in range(3):
+        delayed.step(index)
+    losses = []
+    for load in (False, True):
+        job = Job(recipe)
+        job.model.load_state_dict(copy.deepcopy(delayed.model.state_dict()))
+        if load:
+            job.manager.load_state_dict(delayed.manager.state_dict())
+            assert job.manager.steps == 3
+        for index in range(3, 5):
+            job.step(index)
+        losses.append(job.losses)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("recipe", JUST_IN_TIME, ids=repr)
+def test_delayed_scaling_refuses_state_without_scales(recipe: Recipe) -> None:
+    current, delayed = Job(recipe), Job(RECIPES[0])
+    for job in (current, delayed):
+        for index in range(3):
+            job.step(index)
+    before = state_bits(delayed.manager)
+    with pytest.raises(CheckpointError, match=rf"recipe is '{type(recipe).__name__}' there and 'DelayedScaling' here"):
+        delayed.manager.load_state_dict(current.manager.state_dict())
+    assert state_bits(delayed.manager) == before
+    delayed.manager.load_state_dict(current.manager.state_dict(), convert=True)
+    for index in range(3, 5):
+        delayed.step(index)
+    assert all(bool(torch.isfinite(p).all()) for p in delayed.model.parameters())
+
+
+def test_an_override_more_or_less_is_another_recipe() -> None:
+    """The module that was delayed and is not any more, and the other way round; modules that stay are loaded."""
+    mixed, plain = Job(RECIPES[0], MIXED), Job(RECIPES[0])
+    for job in (mixed, plain):
+        for index in range(3):
+            job.step(index)
+    scale = float(plain.manager.scale("branch", "input"))
+    mixed.manager.load_state_dict(plain.manager.state_dict())
+    assert float(mixed.manager.scale("branch", "input")) == scale
+    with pytest.raises(CheckpointError, match="recipe is 'CurrentScaling' there and 'DelayedScaling' here"):
+        plain.manager.load_state_dict(mixed.manager.state_dict())
+
+
+def test_a_default_that_no_module_has_synchronises_nothing() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, DelayedScaling(), overrides={"*": CurrentScaling()})
+    assert [sync.arena.recipe for sync in manager._syncs] == [CurrentScaling()]
+    alone = fp8dist.prepare(nn.Sequential(nn.ReLU()), DelayedScaling())
+    assert [sync.arena.recipe for sync in alone._syncs] == [DelayedScaling()]

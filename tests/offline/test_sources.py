@@ -1,0 +1,973 @@
+"""Checkpoints of every kind, read offline: the values are those that torch reads, and nothing else gets through."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import random
+import socket
+import struct
+import subprocess
+import sys
+import tarfile
+import textwrap
+import warnings
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.errors import CheckpointError
+from fp8dist.offline import failures, slices, tiling, values
+from fp8dist.offline.sources import Entry, Source, open_source
+from tests.support.ranks import RankPool
+from tests.support.states import saved_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TENSORS = {
+    "a": torch.arange(12.0).reshape(3, 4),
+    "bf16": torch.linspace(-1, 1, 6).bfloat16(),
+    "empty": torch.zeros(0, 4),
+    "fp8": torch.linspace(-9, 9, 8).to(torch.float8_e4m3fn).reshape(2, 4),
+    "fp8_grad": torch.linspace(-9, 9, 7).to(torch.float8_e5m2),
+    "ints": torch.tensor([1 << 40, -3]),
+    "nan": torch.tensor([torch.nan, -0.0, torch.inf]),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "true": torch.tensor([True, False]),
+}
+
+
+def _bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    return tensor.dtype, tuple(tensor.shape), tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _all(path: Path | str) -> dict[str, Tensor]:
+    """What a source says it holds, read; what it says of each is compared with what is read."""
+    found = {}
+    with open_source(path) as source:
+        assert source.path == str(path)
+        assert list(source.entries) == sorted(source.entries)
+        for index, entry in enumerate(source.entries):
+            tensor = source.read(index)
+            assert entry == Entry(entry.name, entry.kind, tuple(tensor.shape), str(tensor.dtype).split(".")[1])
+            assert type(tensor) is Tensor
+            assert not tensor.requires_grad
+            found[entry.name if source.family == "parameters" else f"{entry.name}/{entry.kind}"] = tensor
+    return found
+
+
+def _same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert _bits(found[name]) == _bits(tensor), name
+
+
+def _refused(path: Path | str, *texts: str) -> str:
+    """The error of opening or reading ``path``: one line that names it."""
+    with pytest.raises(CheckpointError) as caught:
+        _all(path)
+    text = str(caught.value)
+    assert text.startswith(failures.one_line(str(path)))
+    assert text.isprintable()
+    assert all(part in text for part in texts), text
+    return text
+
+
+def _save(path: Path, value: Any, legacy: bool = False) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=not legacy)
+    return path
+
+
+# State files ---------------------------------------------------------------------------------------------
+
+
+def test_state_files(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=3))
+    model(torch.randn(4, 16)).sum().backward()
+    manager.step()
+    path = tmp_path / "state.safetensors"
+    manager.save(path)
+    found = _all(path)
+    state = saved_of(manager)
+    expected = {"step/step": state["step"]}
+    for place, (fqn, role) in enumerate(state["slots"]):
+        for kind in ("scale", "amax", "cold", "history"):
+            expected[f"{fqn}:{role}/{kind}"] = state[kind][place]
+        expected[f"{fqn}:{role}/counters"] = state["counters"][:, place]
+    _same(found, expected)
+    assert found["0:input/scale"].item() == manager.scale("0", "input").item()
+    with open_source(path) as source:
+        assert source.family == "state"
+    renamed = path.rename(tmp_path / "state.bin")  # It is the content that counts.
+    _same(_all(renamed), expected)
+
+
+def test_a_damaged_state_file(tmp_path: Path) -> None:
+    manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), DelayedScaling(history_len=3))
+    path = tmp_path / "state.safetensors"
+    manager.save(path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert _refused(path, "checksum").count(str(path)) == 1
+
+
+# Safetensors ---------------------------------------------------------------------------------------------
+
+
+def test_safetensors_file_and_folder(tmp_path: Path) -> None:
+    one = tmp_path / "one.safetensors"
+    save_file(TENSORS, one)
+    _same(_all(one), TENSORS)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    names = sorted(TENSORS)
+    save_file({n: TENSORS[n] for n in names[:4]}, folder / "model-1-of-2.safetensors")
+    save_file({n: TENSORS[n] for n in names[4:]}, folder / "model-2-of-2.safetensors")
+    (folder / "config.json").write_text("{}")
+    _same(_all(folder), TENSORS)
+    save_file({"a": TENSORS["a"]}, folder / "other.safetensors")
+    _refused(folder, "other.safetensors", "a is in model-1-of-2.safetensors as well")
+
+
+def test_a_folder_does_not_hide_state_or_pipes(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "a.safetensors")
+    manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), DelayedScaling(history_len=3))
+    manager.save(tmp_path / "fp8.safetensors")
+    _refused(tmp_path, "fp8.safetensors", "name the file itself")
+    (tmp_path / "fp8.safetensors").unlink()
+    os.mkfifo(tmp_path / "b.safetensors")
+    _refused(tmp_path, "b.safetensors", "a pipe")
+
+
+def test_truncated_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file(TENSORS, path)
+    data = path.read_bytes()
+    for length in (4, 8, 40, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        _refused(path)
+    path.write_bytes(struct.pack("<Q", 1 << 60) + data[8:])
+    _refused(path)
+
+
+def test_hugging_face_storage(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    with _quiet():
+        dcp.save({"a": TENSORS["a"], "b": TENSORS["ints"]}, storage_writer=HuggingFaceStorageWriter(str(tmp_path)))
+    _same(_all(tmp_path), {"a": TENSORS["a"], "b": TENSORS["ints"]})
+
+
+# torch.save ----------------------------------------------------------------------------------------------
+
+
+def _trained() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4, dtype=torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, betas=(0.5, 0.75))
+    model(torch.randn(5, 8)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7, "rng": torch.get_rng_state()}
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """An oracle of its own for names and values."""
+    if isinstance(value, Mapping) or type(value) in (list, tuple, torch.Size):
+        children = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, child in children:
+            yield from _flat(child, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, Tensor):
+        yield prefix, value.detach().resolve_conj().resolve_neg()
+    elif value is None:
+        yield prefix, torch.empty(0, dtype=torch.uint8)
+    elif isinstance(value, (str, bytes)):
+        data = value.encode() if isinstance(value, str) else value
+        yield prefix, torch.tensor(list(data), dtype=torch.uint8)
+    elif isinstance(value, float):
+        yield prefix, torch.tensor(value, dtype=torch.float64)
+    elif isinstance(value, complex):
+        yield prefix, torch.tensor(value, dtype=torch.complex128)
+    else:
+        yield prefix, torch.tensor(value)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_training_checkpoint(tmp_path: Path, legacy: bool) -> None:
+    path = _save(tmp_path / "checkpoint.pt", _trained(), legacy)
+    found = _all(path)
+    _same(found, dict(_flat(torch.load(path, weights_only=True, map_location="cpu"))))
+    assert found["optimizer.param_groups.0.lr"].item() == 0.125
+    assert found["optimizer.param_groups.0.betas.1"].item() == 0.75
+    assert found["optimizer.state.0.exp_avg"].shape == (16, 8)
+    assert found["step"].item() == 7
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_views_and_kinds_of_tensors(tmp_path: Path, legacy: bool) -> None:
+    base = torch.arange(24.0)
+    attributed = torch.ones(2)
+    attributed.note = "kept by torch, no content"  # type: ignore[attr-defined]
+    value = {
+        **TENSORS,
+        "attributed": attributed,
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "expanded": torch.ones(1).expand(3, 4),
+        "part": base[5:9],
+        "parameter": nn.Parameter(torch.ones(2)),
+        "permuted": base.reshape(2, 3, 4).permute(2, 0, 1),
+        "step": base[::3],
+        "uint16": torch.tensor([65535, 1], dtype=torch.uint16),
+    }
+    path = _save(tmp_path / "a.bin", value, legacy)
+    _same(_all(path), dict(_flat(value)))
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_plain_values(tmp_path: Path, legacy: bool) -> None:
+    value = {
+        "bytes": b"\x00\xff",
+        "complex": 1 + 2j,
+        "counter": Counter({"x": 3}),
+        "empty": {},
+        "false": False,
+        "float": -0.0,
+        "int": -(1 << 63),
+        "nested": [{"deep": (1, (2.0, None))}],
+        "ordered": OrderedDict(y=1),
+        "shape": torch.Size([3, 4]),
+        5: {True: "numbers are names too"},
+    }
+    path = _save(tmp_path / "a.pth", value, legacy)
+    found = _all(path)
+    _same(found, dict(_flat(value)))
+    assert found["nested.0.deep.1.1"].numel() == 0
+    others = {"big": 1 << 70, "dtype": torch.float8_e5m2, "set": {"b", "a"}, "device": torch.device("cuda:1")}
+    found = _all(_save(path, others, legacy))
+    texts = {name: bytes(tensor.tolist()).decode() for name, tensor in found.items()}
+    expected = {"big": str(1 << 70), "dtype": "torch.float8_e5m2", "set.0": "a", "set.1": "b", "device": "cuda:1"}
+    assert texts == expected
+
+
+def test_a_bare_tensor(tmp_path: Path) -> None:
+    _same(_all(_save(tmp_path / "a.pt", torch.ones(3))), {"value": torch.ones(3)})
+
+
+def test_a_storage(tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.pt", {"s": TENSORS["ints"].untyped_storage()})
+    _same(_all(path), {"s": TENSORS["ints"].view(torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.eye(2).to_sparse(), "_rebuild_sparse_tensor"),
+        (torch.empty(2, device="meta"), "_rebuild_meta_tensor_no_storage"),
+        (numpy.float64(1.0), "numpy"),
+        (Path("x"), "pathlib"),
+        (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+        ({((("deep",),),): 1}, "dict key of type tuple"),
+    ],
+    ids=["sparse", "meta", "numpy", "object", "module", "key"],
+)
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
+def test_what_is_no_plain_tensor(tmp_path: Path, value: Any, text: str, legacy: bool) -> None:
+    _refused(_save(tmp_path / "a.pt", {"x": value}, legacy), text, "expected")
+
+
+def test_one_name_for_two_things(tmp_path: Path) -> None:
+    _refused(_save(tmp_path / "a.pt", {"a.b": 1, "a": {"b": 2}}), "two tensors in it are called a.b")
+
+
+# Damage --------------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_of_a_zip_record_is_seen(tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.pt", {"a": torch.ones(4), "b": torch.arange(3)})
+    data = path.read_bytes()
+    chance = random.Random(0)
+    with zipfile.ZipFile(path) as archive:
+        starts = {i.filename: (i.header_offset, i.file_size) for i in archive.infolist()}
+    for name, (header, size) in starts.items():
+        sizes = struct.unpack("<HH", data[header + 26 : header + 30])
+        for place in range(header + 30 + sum(sizes), header + 30 + sum(sizes) + size):
+            broken = bytearray(data)
+            broken[place] ^= 1 << chance.randrange(8)
+            path.write_bytes(broken)
+            _refused(path, f"record {name.partition('/')[2]} is damaged", "CRC", "set_crc32_options(False)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_every_truncation_is_seen(tmp_path: Path, legacy: bool) -> None:
+    path = _save(tmp_path / "a.pt", {"a": torch.ones(4), "b": torch.arange(3)}, legacy)
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        _refused(path)
+    path.write_bytes(data + b"x")
+    if legacy:
+        _refused(path, "1 bytes more")
+
+
+def test_files_without_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = _save(tmp_path / "a.pt", {"a": 1})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    _refused(path, "is damaged", "set_crc32_options(False)")
+
+
+def test_compressed_and_big_endian_archives(tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.pt", {"a": torch.ones(100)})
+    _rezip(path, {}, zipfile.ZIP_DEFLATED)
+    _refused(path, "compressed")
+    _rezip(_save(path, {"a": torch.ones(100)}), {"byteorder": b"big"})
+    _refused(path, "big-endian")
+    _rezip(_save(path, {"a": torch.ones(100)}), {"data/0": b"short"})
+    _refused(path, "more than its storage 0 of 5 bytes")
+
+
+def _rezip(path: Path, records: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> Path:
+    """The same archive with other records; all checksums are right."""
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    folder = next(iter(content)).partition("/")[0]
+    content.update({f"{folder}/{name}": data for name, data in records.items()})
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    return path
+
+
+def test_a_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.pt", {"a": torch.ones(4)})
+    with open_source(path) as source:
+        path.write_bytes(b"")
+        with pytest.raises(CheckpointError, match=r"a\.pt: was changed while it was read"):
+            source.read(0)
+    source = open_source(_save(path, {"a": 1}))
+    with pytest.raises(IndexError):
+        source.read(1)
+    source.close()
+    with pytest.raises(CheckpointError, match="closed"):
+        source.read(0)
+
+
+# Hostile pickles -----------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Unpickled by pickle, it leaves a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_pickles_are_never_executed(tmp_path: Path, protocol: int) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "a.pt"
+    bomb = pickle.dumps({"a": Bomb(marker)}, protocol)
+    _rezip(_save(path, {}), {"data.pkl": bomb})
+    _refused(path)
+    head = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+    path.write_bytes(head + bomb)
+    _refused(path)
+    path.write_bytes(bomb)
+    _refused(path)
+    folder = _dcp(tmp_path / "dcp", {"a": torch.ones(2), "b": "text"})
+    index = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(bomb)
+    _refused(folder, ".metadata")
+    (folder / ".metadata").write_bytes(index)
+    _replace_pieces(folder, lambda data: _rezipped(data, bomb))
+    with open_source(folder) as source:  # A value is listed as its bytes, a tensor cannot be.
+        assert [(e.name, e.dtype) for e in source.entries] == [("a", "float32"), ("b", "uint8")]
+        assert bytes(source.read(1).tolist()).startswith(bomb)
+        with pytest.raises(CheckpointError, match="the piece of a at"):
+            source.read(0)
+    assert not marker.exists()
+    pickle.loads(bomb)
+    assert marker.exists(), "the bomb is none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "pickled"),
+    [
+        ("a deep key", b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."),
+        ("a deep tuple", b"\x80\x02)" + b"\x85" * 300_000 + b"."),
+        ("a deep list", b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."),
+        ("a list in itself", b"\x80\x02]q\x00h\x00a."),
+        (
+            "a billion lists",
+            b"\x80\x02]q\x00"
+            + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
+            + b".",
+        ),
+        ("a huge memo", b"\x80\x02Nr\xff\xff\xff\xffNj\x00\x00\x00\x7f."),
+        ("a huge text", b"\x80\x02X\xff\xff\xff\x7fabc."),
+        ("huge bytes", b"\x80\x05\x8e" + struct.pack("<Q", 1 << 62) + b"abc."),
+        ("a huge allocation", b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R."),
+        ("a huge bytearray", b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."),
+        (
+            "many copies",
+            b"\x80\x02c_codecs\nencode\nq\x00X\x40\x42\x0f\x00" + b"x" * 1_000_000 + b"X\x06\x00\x00\x00latin1"
+            b"\x86q\x01" + b"h\x00h\x01R" * 100_000 + b".",
+        ),
+        ("nothing", b"."),
+        ("no end", b"\x80\x02}"),
+        ("no mark", b"\x80\x02}u."),
+        ("half a dict", b"\x80\x02}(K\x01u."),
+        ("state of a tensor class", b"\x80\x02ctorch\nFloatStorage\n}b."),
+        ("a call of a dtype", b"\x80\x02ctorch\nfloat32\n)R."),
+        ("a lone surrogate", b"\x80\x02X\x03\x00\x00\x00\xed\xa0\x80."),
+        ("a name with a line break", b"\x80\x02cevil\x0b\x1b[31m\nx\n."),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_hostile_pickles(tmp_path: Path, name: str, pickled: bytes) -> None:
+    path = _rezip(_save(tmp_path / "a.pt", {}), {"data.pkl": pickled})
+    text = _refused(path)
+    assert "Recursion" not in text, name
+    head = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+    path.write_bytes(head + pickled)
+    _refused(path)
+    folder = _dcp(tmp_path / "dcp", {"a": torch.ones(2)})
+    (folder / ".metadata").write_bytes(pickled)
+    _refused(folder, ".metadata")
+
+
+class Laughs:
+    """A list of two lists of two lists …, 2**60 in all: not to be printed, hashed or compared."""
+
+    def __init__(self, hashable: bool = False) -> None:
+        self.value: Any = "ha"
+        for _ in range(60):
+            self.value = (self.value, self.value) if hashable else [self.value, self.value]
+
+
+@pytest.mark.parametrize("where", ["value", "set", "key", "keys", "version", "system"])
+@pytest.mark.timeout(20)
+def test_lists_that_unfold_without_end(tmp_path: Path, where: str) -> None:
+    laughs = Laughs(hashable=True).value
+    value, keys, version, system = {}, [], 1001, {"little_endian": True}
+    if where == "value":
+        value = {"x": laughs}
+    elif where == "set":
+        value = {"x": Call(set, [laughs, Laughs(hashable=True).value])}
+    elif where == "keys":
+        keys = [laughs]
+    elif where == "version":
+        version = laughs
+    elif where == "system":
+        system = laughs
+    path = tmp_path / "a.pt"
+    parts = [pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, version, system, value, keys)]
+    if where == "key":  # Pickle itself would never end to make one.
+        parts[3] = b"\x80\x02}" + pickle.dumps(laughs, 2)[2:-1] + b"K\x01s."
+    path.write_bytes(b"".join(parts))
+    _refused(path)
+    if where in ("value", "set", "key"):
+        _refused(_rezip(_save(path, {}), {"data.pkl": parts[3]}))
+
+
+class Call:
+    """Pickled as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "where", ["relative_path", "offset", "transform_descriptors", "fqn", "size", "dtype", "planner"]
+)
+@pytest.mark.timeout(20)
+def test_indexes_that_unfold_without_end(tmp_path: Path, where: str) -> None:
+    folder = _dcp(tmp_path, {"a": torch.ones(2), "b": 1})
+    index = _index(folder)
+    laughs: Any = Laughs().value
+    (key, place), *_ = index.storage_data.items()
+    if where in ("relative_path", "offset", "transform_descriptors"):
+        setattr(place, where, laughs)
+    elif where == "fqn":
+        object.__setattr__(key, "fqn", laughs)
+    elif where == "size":
+        index.state_dict_metadata["a"].size = laughs
+    elif where == "dtype":
+        index.state_dict_metadata["a"].properties.dtype = laughs
+    else:
+        index.planner_data = laughs
+    _write_index(folder, index)
+    if where == "planner":  # Nobody looks at it.
+        _all(folder)
+    else:
+        _refused(folder, ".metadata")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"shape": (1 << 40,), "stride": (1,)}, "wants more than its storage"),
+        ({"shape": (1 << 40,), "stride": (0,)}, "wants more than its storage"),
+        ({"shape": (1 << 62,) * 3, "stride": (0,) * 3}, "no tuple of sizes"),
+        ({"shape": (-1,), "stride": (1,)}, "no tuple of sizes"),
+        ({"shape": (2,), "stride": (-1,)}, "no tuple of sizes"),
+        ({"shape": (2, 2), "stride": (1,)}, "strides"),
+        ({"shape": (4,), "stride": (1,), "offset": 1}, "wants more"),
+        ({"shape": (4,), "stride": (1,), "offset": -1}, "no tuple of sizes"),
+        ({"shape": ("4",), "stride": (1,)}, "no tuple of sizes"),
+        ({"shape": (1,) * 65, "stride": (1,) * 65}, "no tuple of sizes"),
+        ({"shape": (4,), "stride": (1,), "numel": 1 << 50}, "no tuple of sizes"),
+        ({"shape": (5,), "stride": (1,), "numel": 5}, "wants more"),
+        ({"shape": (4,), "stride": (1,), "key": "9"}, "no record data/9"),
+        ({"shape": (4,), "stride": (1,), "key": "../a"}, "no record"),
+    ],
+    ids=str,
+)
+def test_tensors_stay_inside_their_storage(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    given = {"offset": 0, "numel": 4, "key": "0"} | changes
+
+    class Fake:
+        def __reduce__(self) -> Any:
+            function = torch._utils._rebuild_tensor_v2
+            return function, (Stored(), given["offset"], given["shape"], given["stride"], False, OrderedDict())
+
+    class Stored:
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, found: Any) -> Any:
+            is_storage = isinstance(found, Stored)
+            return ("storage", torch.FloatStorage, given["key"], "cpu", given["numel"]) if is_storage else None
+
+    stream = io.BytesIO()
+    Pickler(stream, 2).dump({"a": Fake()})
+    path = _save(tmp_path / "a.pt", {"a": torch.ones(4)})
+    _refused(_rezip(path, {"data.pkl": stream.getvalue()}), *([] if text == "no tuple of sizes" else [text]))
+
+
+# DCP -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns that there is no process group; tracing warns of itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _dcp(folder: Path, state: dict[str, Any], **options: Any) -> Path:
+    with _quiet():
+        dcp.save(state, storage_writer=FileSystemWriter(folder, **options))
+    return folder
+
+
+def _index(folder: Path) -> Any:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def _write_index(folder: Path, index: Any) -> Path:
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return folder
+
+
+def _rezipped(data: bytes, pickled: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, pickled if name.endswith("/data.pkl") else old.read(name))
+    return stream.getvalue()
+
+
+def _replace_pieces(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    """Every stored piece changed, each in a file of its own."""
+    index = _index(folder)
+    for number, (key, place) in enumerate(index.storage_data.items()):
+        data = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+        new = change(data)
+        (folder / f"piece{number}").write_bytes(new)
+        index.storage_data[key] = type(place)(f"piece{number}", 0, len(new))
+    _write_index(folder, index)
+
+
+@pytest.mark.parametrize("options", [{}, {"thread_count": 2}, {"single_file_per_rank": False}], ids=str)
+def test_dcp_folders(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = {
+        **TENSORS,
+        "nested": {"view": TENSORS["a"].t(), "lr": 0.5, "name": "x", "none": None, "list": [1, (2, "y")]},
+    }
+    found = _all(_dcp(tmp_path, state, **options))
+    _same(found, dict(_flat(state)))
+
+
+def test_equal_values_are_equal_however_they_were_pickled(tmp_path: Path) -> None:
+    """Pickles tell one object twice from two equal objects."""
+    text = "".join(["a", "b"])
+    first = _dcp(tmp_path / "1", {"x": [text, text]})
+    second = _dcp(tmp_path / "2", {"x": [text, "".join(["a", "b"])]})
+    assert (first / "__0_0.distcp").read_bytes() != (second / "__0_0.distcp").read_bytes()
+    _same(_all(first), _all(second))
+
+
+def test_tensors_inside_values(tmp_path: Path) -> None:
+    class Holder(dict[str, Any]):
+        """Not flattened by DCP."""
+
+    state = {"x": torch.ones(3), "h": 1}
+    folder = _dcp(tmp_path, state)
+    stream = io.BytesIO()
+    torch.save({"inner": {"t": TENSORS["a"]}}, stream)
+    index = _index(folder)
+    (folder / "value").write_bytes(b"..." + stream.getvalue())
+    place = index.storage_data[MetadataIndex("h")]
+    index.storage_data[MetadataIndex("h")] = type(place)("value", 3, len(stream.getvalue()))
+    _same(_all(_write_index(folder, index)), {"x": torch.ones(3), "h.inner.t": TENSORS["a"]})
+
+
+def _save_shards(folder: str) -> dict[str, Any]:
+    """Saved by two ranks: sharded over either dim, unevenly, replicated, and values per rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    full = {
+        "rows": torch.arange(20.0).reshape(5, 4),
+        "columns": torch.arange(15).reshape(3, 5),
+        "fp8": torch.linspace(-9, 9, 12).reshape(3, 4),
+        "one": torch.ones(1),
+        "whole": torch.arange(3.0),
+    }
+    placed = {"rows": Shard(0), "columns": Shard(1), "fp8": Shard(0), "one": Shard(0), "whole": Replicate()}
+    state: dict[str, Any] = {n: distribute_tensor(t, mesh, [placed[n]]) for n, t in full.items()}
+    state["fp8"] = state["fp8"].to(torch.float8_e4m3fn)
+    with _quiet():
+        dcp.save({"model": state, "rank": {f"of{dist.get_rank()}": dist.get_rank()}}, checkpoint_id=folder)
+    return {n: t.tolist() for n, t in full.items()}
+
+
+def test_sharded_dcp_folders(two_ranks: RankPool, tmp_path: Path) -> None:
+    full = two_ranks.run(_save_shards, str(tmp_path))[0]
+    expected = {f"model.{name}": torch.tensor(values) for name, values in full.items()}
+    expected["model.fp8"] = expected["model.fp8"].to(torch.float8_e4m3fn)
+    expected |= {"rank.of0": torch.tensor(0), "rank.of1": torch.tensor(1)}
+    _same(_all(tmp_path), expected)
+
+
+def test_damaged_pieces(tmp_path: Path) -> None:
+    folder = _dcp(tmp_path, {"a": torch.arange(100.0), "b": torch.ones(3), "c": "text"})
+    index = _index(folder)
+    place = index.storage_data[MetadataIndex("a", torch.Size([0]))]
+    pieces = folder / "__0_0.distcp"
+    data = pieces.read_bytes()
+    where = data.index(struct.pack("<f", 77.0), place.offset)
+    pieces.write_bytes(data[:where] + b"\xff" + data[where + 1 :])
+    with open_source(folder) as source:
+        assert source.read(1).tolist() == [1.0] * 3
+        with pytest.raises(CheckpointError, match=r"the piece of a at \(0,\) \(byte \d+\): record data/0 is damaged"):
+            source.read(0)
+    pieces.write_bytes(data[: len(data) - 1])
+    _refused(folder, "__0_0.distcp: is truncated")
+    pieces.unlink()
+    _refused(folder, "__0_0.distcp", "No such file")
+    pieces.mkdir()
+    _refused(folder, "__0_0.distcp", "a folder")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "", "a\0b", 5])
+def test_pieces_stay_in_the_folder(tmp_path: Path, name: Any) -> None:
+    folder = _dcp(tmp_path / "folder", {"a": torch.ones(2)})
+    (tmp_path / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
+    index = _index(folder)
+    for place in index.storage_data.values():
+        place.relative_path = name
+    _refused(_write_index(folder, index), ".metadata", "the file")
+
+
+def _two_chunks(tmp_path: Path) -> tuple[Path, Any, list[Any]]:
+    """A folder, its index, and the chunks of a tensor of shape (4,) in two pieces."""
+    folder = _dcp(tmp_path, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])})
+    index = _index(folder)
+    description = index.state_dict_metadata["a"]
+    description.size = torch.Size([4])
+    chunk = type(description.chunks[0])
+    description.chunks.append(chunk(offsets=torch.Size([2]), sizes=torch.Size([2])))
+    index.storage_data[MetadataIndex("a", [2])] = index.storage_data.pop(MetadataIndex("b", [0]))
+    del index.state_dict_metadata["b"]
+    return folder, index, description.chunks
+
+
+def test_pieces_are_assembled(tmp_path: Path) -> None:
+    folder, index, _ = _two_chunks(tmp_path)
+    _same(_all(_write_index(folder, index)), {"a": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+
+
+@pytest.mark.parametrize("damage", ["gap", "overlap", "beyond", "shape", "dtype", "missing", "huge", "transform"])
+def test_an_index_that_does_not_fit(tmp_path: Path, damage: str) -> None:
+    folder, index, chunks = _two_chunks(tmp_path)
+    text = "do not fill (4,) exactly"
+    if damage == "gap":
+        chunks.pop()
+    elif damage == "overlap":
+        chunks[1].offsets = torch.Size([1])
+    elif damage == "beyond":
+        chunks[1].sizes = torch.Size([3])
+    elif damage == "shape":
+        index.state_dict_metadata["a"].size, text = torch.Size([5]), "do not fill (5,) exactly"
+    elif damage == "dtype":
+        index.state_dict_metadata["a"].properties.dtype, text = torch.int32, "expected torch.int32"
+    elif damage == "missing":
+        del index.storage_data[MetadataIndex("a", [2])]
+        text = "does not say where a at (2,) is stored"
+    elif damage == "huge":
+        index.state_dict_metadata["a"].size = chunks[0].sizes = torch.Size([1 << 40])
+        chunks.pop()
+        text = "claims a piece of a"
+    else:
+        for place in index.storage_data.values():
+            place.transform_descriptors = ["stream.zstd/1"]
+        text = "are transformed"
+    _refused(_write_index(folder, index), text)
+
+
+def test_old_indexes(tmp_path: Path) -> None:
+    """Torch before 2.3 took TensorProperties from sharded tensors; Python 3.13 moved PosixPath."""
+    folder = _dcp(tmp_path, {"a": torch.ones(2)})
+    data = pickle.dumps(_index(folder), 2)
+    new, old = b"ctorch.distributed.checkpoint.metadata\n", b"ctorch.distributed._shard.sharded_tensor.metadata\n"
+    data = data.replace(new + b"TensorProperties\n", old + b"TensorProperties\n")
+    data = data.replace(new + b"_MEM_FORMAT", old + b"MEM_FORMAT").replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert old in data
+    assert b"_local" in data
+    (folder / ".metadata").write_bytes(data)
+    _same(_all(folder), {"a": torch.ones(2)})
+
+
+def test_tilings() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        shape = [chance.randrange(1, 4) for _ in range(chance.randrange(1, 4))]
+        boxes = []
+        for _ in range(chance.randrange(1, 4)):
+            offsets = [chance.randrange(n) for n in shape]
+            boxes.append((offsets, [chance.randrange(1, n - o + 1) for n, o in zip(shape, offsets)]))
+        filled = Counter(cell for o, s in boxes for cell in itertools.product(*(range(a, a + b) for a, b in zip(o, s))))
+        exact = all(filled[cell] == 1 for cell in itertools.product(*map(range, shape)))
+        assert tiling.tiles(shape, boxes) == exact
+        cells = [(cell, [1] * len(shape)) for cell in itertools.product(*map(range, shape))]
+        assert tiling.tiles(shape, cells)
+        assert not tiling.tiles(shape, cells[1:])
+        assert not tiling.tiles(shape, [*cells, cells[0]])
+    assert tiling.tiles([], [([], [])])
+    assert not tiling.tiles([], [])
+    assert tiling.tiles([0, 3], [])
+
+
+# What is no checkpoint -----------------------------------------------------------------------------------
+
+
+def _write(path: Path, kind: str) -> None:
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("hello\nworld\n")
+    elif kind == "lfs":
+        path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    elif kind == "npz":
+        numpy.savez(path.with_suffix(".npz"), a=numpy.ones(2))
+        path.with_suffix(".npz").rename(path)
+    elif kind == "npy":
+        numpy.save(path.with_suffix(".npy"), numpy.ones(2))
+        path.with_suffix(".npy").rename(path)
+    elif kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a/b.txt", "hello")
+    elif kind == "empty zip":
+        zipfile.ZipFile(path, "w").close()
+    elif kind == "tar":
+        with tarfile.open(path, "w") as archive:
+            archive.add(__file__, "storages")
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps({"a": 1}))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    elif kind == "script":
+        with _quiet():
+            torch.jit.trace(nn.Linear(1, 1), torch.ones(1, 1)).save(str(path))
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "half a folder":
+        path.mkdir()
+        (path / "__0_0.distcp").write_bytes(b"x")
+    elif kind == "ranks":
+        path.mkdir()
+        (path / "__0.metadata").write_bytes(b"x")
+    elif kind == "noise":
+        path.write_bytes(bytes(random.Random(0).randrange(256) for _ in range(600)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("missing", "No such file"),
+        ("empty", "is empty"),
+        ("text", "is text"),
+        ("lfs", "git lfs pull"),
+        ("npz", "NumPy .npz"),
+        ("npy", "NumPy .npy"),
+        ("zip", "foreign zip"),
+        ("empty zip", "foreign zip"),
+        ("tar", "tar archive"),
+        ("pickle", "not opened"),
+        ("pipe", "is a pipe"),
+        ("socket", "is a socket"),
+        ("script", "TorchScript"),
+        ("folder", "neither .metadata nor"),
+        ("half a folder", "was not finished"),
+        ("ranks", "an index per rank (__0.metadata)"),
+        ("noise", "no known kind"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x", "is", "a\nb\x1b[31m"])
+def test_what_is_no_checkpoint(
+    tmp_path: Path, kind: str, text: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(Path(name), kind)
+    message = _refused(name, text)
+    assert message.startswith(f"{failures.one_line(name)}: ")
+
+
+def test_devices_and_strange_paths() -> None:
+    _refused("/dev/zero", "is a device")
+    _refused("/dev/null", "is a device")
+    _refused("a\0b")
+    _refused("x" * 5000)
+
+
+def test_paths_as_bytes(tmp_path: Path) -> None:
+    path = os.fsencode(_save(tmp_path / "a.pt", {"a": 1}))
+    with open_source(path) as source:  # type: ignore[arg-type]
+        assert source.path == os.fsdecode(path)
+
+
+def test_a_piece_alone(tmp_path: Path) -> None:
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(b"\x00" * 20)
+    _refused(path, "name its folder")
+
+
+def test_slices(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(bytes(range(100)))
+    part = slices.FileSlice.of(str(path)).part(10, 20)
+    assert part.read() == bytes(range(10, 30))
+    assert part.read() == b""
+    assert part.seek(-5, os.SEEK_END) == 15
+    assert part.read(3) == bytes([25, 26, 27])
+    assert part.bytes_at(2, 3).tolist() == [12, 13, 14]
+    for offset, length in ((0, 21), (21, 0), (-1, 2), (0, -1), (5, 1 << 62)):
+        with pytest.raises(CheckpointError, match="truncated"):
+            part.part(offset, length)
+
+
+def test_panics_are_caught_and_interrupts_are_not() -> None:
+    class PanicException(BaseException):
+        """As safetensors' Rust raises it."""
+
+    with pytest.raises(CheckpointError, match="x: cannot be read: PanicException: oh no"), failures.reading("x"):
+        raise PanicException("oh\nno")
+    with pytest.raises(KeyboardInterrupt), failures.reading("x"):
+        raise KeyboardInterrupt
+    with pytest.raises(CheckpointError, match="x: cannot be read: MemoryError"), failures.reading("x"):
+        raise MemoryError
+
+
+def test_there_is_no_tensor_of_an_object() -> None:
+    with pytest.raises(CheckpointError, match="holds a object"):
+        values.plain_tensor(object())
+
+
+# Memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors", "dcp", "hostile"])
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, kind: str) -> None:
+    """20 tensors of 10 MB: reading all of them takes less than five of them. Mapped pages do not count."""
+    tensors = {f"t{i}": torch.full((10 << 18,), float(i)) for i in range(20)}
+    path = tmp_path / "checkpoint"
+    if kind in ("zip", "legacy"):
+        _save(path, tensors, legacy=kind == "legacy")
+    elif kind == "safetensors":
+        save_file(tensors, path)
+    elif kind == "dcp":
+        _dcp(path, tensors)
+    else:  # Claims two terabytes.
+        _save(path, {"a": torch.ones(4)})
+        with zipfile.ZipFile(path) as archive:
+            pickled = archive.read("checkpoint/data.pkl")
+        _rezip(path, {"data.pkl": pickled.replace(b"K\x04", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))})
+    program = """
+        import sys
+        from pathlib import Path
+        from fp8dist.errors import CheckpointError
+        from fp8dist.offline.sources import open_source
+
+        def anonymous() -> int:
+            text = Path("/proc/self/status").read_text()
+            return int(text.partition("RssAnon:")[2].split()[0]) * 1024
+
+        before, peak, read = anonymous(), 0, 0
+        try:
+            with open_source(sys.argv[1]) as source:
+                for index in range(len(source.entries)):
+                    tensor = source.read(index)
+                    read += float(tensor[-1]) == float(source.entries[index].name[1:])
+                    peak = max(peak, anonymous() - before)
+        except CheckpointError:
+            pass
+        print(peak, read)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    peak, read = map(int, done.stdout.split())
+    assert read == (0 if kind == "hostile" else 20)
+    assert peak < 5 * 10 * 2**20
+
+
+def test_many_sources_at_once(tmp_path: Path) -> None:
+    """Sources of many ranks are open together: they hold no descriptors of torch.save and DCP files."""
+    path = _save(tmp_path / "a.pt", {"a": torch.ones(2)})
+    before = len(os.listdir("/proc/self/fd"))
+    sources: list[Source] = [open_source(path) for _ in range(50)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(source.read(0).tolist() == [1.0, 1.0] for source in sources)

@@ -1,0 +1,241 @@
+"""FullyShardedDataParallel (FSDP1): the numbers of DDP, with the memory of a shard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_linear import FP8Linear
+from tests.support.fsdp1 import (
+    BF16,
+    FOREACH,
+    FUSED,
+    HISTORY,
+    LOW,
+    SGD,
+    Buffered,
+    Job,
+    assert_bitwise,
+    assert_synced,
+    build,
+    clean_names,
+    quiet,
+    train,
+)
+from tests.support.logs import captured_log
+from tests.support.parallel import loss_of, make_blocks, tokens, watched_reductions
+from tests.support.ranks import RankPool
+from tests.support.training import AmaxRecorder, expected_histories, histories, state_bits
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("FULL_SHARD", steps=20),
+        Job("SHARD_GRAD_OP", steps=20, optimizer=FUSED),
+        Job("NO_SHARD", steps=20),
+        Job("FULL_SHARD", per_block=False, steps=20, optimizer=FOREACH, update="next_step"),
+        Job("FULL_SHARD", optimizer=FUSED, steps=6),
+        Job("FULL_SHARD", accumulate=3, no_sync=True),
+        Job("FULL_SHARD", frozen=("model.blocks.0.up.weight", "model.blocks.1.norm.bias"), steps=6),
+    ],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "one unit, next_step", "fused", "no_sync", "frozen"],
+)
+def test_on_two_ranks_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, job: Job) -> None:
+    """Adding two numbers has one order."""
+    sharded = two_ranks.run(train, job)
+    replicated = two_ranks.run(train, replace(job, strategy=""))
+    for mine, theirs in zip(sharded, replicated):
+        assert_bitwise(mine, theirs)
+        assert mine.syncs == [1] * job.steps
+    assert_synced(sharded)
+
+
+def test_gradient_clipping(two_ranks: RankPool) -> None:
+    """The norm of shards is summed up in another order: the factor may differ by an ULP, and so then do casts."""
+    job = Job(clip=0.5, steps=4, optimizer=FOREACH)
+    sharded, replicated = two_ranks.run(train, job), two_ranks.run(train, replace(job, strategy=""))
+    unclipped = two_ranks.run(train, replace(job, clip=0.0, optimizer=SGD))
+    for mine, theirs, free in zip(sharded, replicated, unclipped):
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-3)
+        assert mine.losses[0] == theirs.losses[0]
+        assert mine.losses[1:] != free.losses[1:]
+    assert_synced(sharded)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_on_three_ranks(three_ranks: RankPool, strategy: str) -> None:
+    """The first step is the same to the bit; then sums of three in another order tip single elements by an FP8 step."""
+    sharded = three_ranks.run(train, Job(strategy))
+    replicated = three_ranks.run(train, Job(""))
+    for mine, theirs in zip(sharded, replicated):
+        assert mine.losses[0] == theirs.losses[0]
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-3)
+        for slot, window in theirs.histories.items():
+            assert mine.histories[slot] == pytest.approx(window, rel=2e-2)
+    assert_synced(sharded)
+
+
+@pytest.mark.parametrize("precision", [BF16, LOW], ids=["reduced in float32", "reduced in bfloat16"])
+def test_mixed_precision(two_ranks: RankPool, precision: MixedPrecision) -> None:
+    """Amaxes are those of the bfloat16 tensors that the modules multiply; the recorder sees the same ones."""
+    outcomes = two_ranks.run(train, Job(precision=precision, optimizer=FOREACH, steps=6))
+    assert_synced(outcomes)
+    rounded = float(make_blocks().blocks[0].up.weight.detach().bfloat16().abs().max())  # type: ignore[union-attr]
+    exact = float(make_blocks().blocks[0].up.weight.detach().abs().max())  # type: ignore[union-attr]
+    assert rounded != exact
+    for outcome in outcomes:
+        assert outcome.histories["model.blocks.0.up", "weight"][-6] == rounded
+        for window in outcome.histories.values():
+            assert all(float(torch.tensor(a).bfloat16()) == a for a in window)
+
+
+# Memory ---------------------------------------------------------------------------------------------------
+
+
+def _saved_fp8(strategy: str) -> tuple[list[int], int, float]:
+    """Numbers of elements of the FP8 tensors that a forward keeps for its backward, whether they are still those of
+    weights, and the loss of the second step, whose backward derived them anew."""
+    with quiet():
+        built = build(Job(strategy))
+    loss = built.backward(0)
+    built.optimizer.step()
+    built.optimizer.zero_grad()
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.element_size() == 1:
+            kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        x, target = tokens(dist.get_rank(), 1)
+        output = built.module(torch.cat([x, x, x]))  # 48 tokens: no tensor of tokens is as large as a weight.
+    weights = sum(1 for tensor in kept if tensor.numel() == 32 * 64)
+    loss_of(output[:2], target).backward()
+    held = [linear.fp8_slots._cast for linear in built.net.modules() if isinstance(linear, FP8Linear)]
+    assert (held == [None] * 4) is bool(strategy)
+    return sorted(tensor.numel() for tensor in kept), weights, loss
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_no_cast_of_a_weight_outlives_its_forward(two_ranks: RankPool, strategy: str) -> None:
+    inputs = [48 * 32, 48 * 32, 48 * 64, 48 * 64]
+    for kept, weights, _ in two_ranks.run(_saved_fp8, strategy):
+        assert weights == 0
+        assert [numel for numel in kept if numel] == inputs
+    for kept, weights, _ in two_ranks.run(_saved_fp8, ""):
+        assert weights == 4
+        assert [numel for numel in kept if numel] == sorted([*inputs, *[32 * 64] * 4])
+
+
+# Checks and modes -----------------------------------------------------------------------------------------
+
+
+def _checked(strategy: str) -> Any:
+    with quiet():
+        built = build(Job(strategy))
+    built.backward(0)
+    built.optimizer.step()
+    with captured_log():
+        clean = built.manager.check(parameters=True, gradients=True, optimizer=built.optimizer)
+    built.manager.refresh_weights()
+    built.module.eval()
+    with torch.no_grad():
+        before = state_bits(built.manager)
+        built.module(tokens(dist.get_rank(), 1)[0])
+    assert state_bits(built.manager) == before
+    scale = float(built.manager.scale("model.blocks.0.up", "weight"))
+    full = torch.frombuffer(bytearray(built.full()["model.blocks.0.up.weight"]), dtype=torch.float32)
+    assert scale == float(torch.tensor(448.0) / full.abs().max())
+    return clean.consistent, clean.compared, clean.skipped
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_check_gives_no_false_alarm(two_ranks: RankPool, strategy: str) -> None:
+    for consistent, compared, skipped in two_ranks.run(_checked, strategy):
+        assert consistent
+        whole = dict(compared).get("parameter", 0)
+        assert whole == (12 if strategy == "NO_SHARD" else 0)
+        assert any("FSDP1" in reason for reason in skipped) is (strategy != "NO_SHARD")
+
+
+def _calibrated(job: Job) -> Any:
+    with quiet():
+        built = build(job)
+    recorder = AmaxRecorder(built.net)
+    with watched_reductions() as reductions, built.manager.calibrate():
+        loss = built.backward(0)
+    recorder.end_step()
+    plain = make_blocks()
+    x, target = tokens(dist.get_rank(), 0)
+    assert loss == pytest.approx(float(loss_of(plain(x + 0.125), target).detach()), rel=1e-5)
+    return (
+        [len(reductions.of(built.manager))],
+        histories(built.manager),
+        clean_names(recorder.steps),
+        state_bits(built.manager),
+    )
+
+
+@pytest.mark.parametrize("hook", ["", "ours"])
+def test_calibration(two_ranks: RankPool, hook: str) -> None:
+    results = two_ranks.run(_calibrated, Job(hook=hook))
+    expected = expected_histories(list(results[0][1]), [r[2] for r in results], HISTORY)
+    for syncs, windows, _, state in results:
+        assert syncs == [1]
+        assert windows == expected
+        assert state == results[0][3]
+
+
+def _flat_parameters() -> str:
+    net = Buffered()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    module = FullyShardedDataParallel(net, use_orig_params=False, device_id=torch.device("cpu"))
+    with pytest.raises(ConfigurationError) as error:
+        manager.attach(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    return str(error.value)
+
+
+def test_flat_parameters_are_refused(two_ranks: RankPool) -> None:
+    """Their weights are no parameters any more, and have no memory between forwards."""
+    assert all("use_orig_params" in text for text in two_ranks.run(_flat_parameters))
+
+
+def _interrupted(broken: bool) -> Any:
+    with quiet():
+        built = build(Job())
+    linears = [module for module in built.net.modules() if isinstance(module, FP8Linear)]
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise KeyError("interrupted")
+
+    states = []
+    for step in range(3):
+        if broken and step == 1:
+            handle = linears[2].register_forward_pre_hook(fail)
+            with pytest.raises(KeyError):
+                built.backward(step)
+            handle.remove()
+            built.optimizer.zero_grad()
+        loss = built.backward(step)
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+        states.append((loss, state_bits(built.manager)))
+    return states
+
+
+def test_training_goes_on_after_a_failed_forward(two_ranks: RankPool) -> None:
+    """The failed forward had the same batch as the next one: nothing it recorded is larger."""
+    assert two_ranks.run(_interrupted, True) == two_ranks.run(_interrupted, False)

@@ -1,0 +1,326 @@
+"""Models and options that FSDP2 users have: skipped, tied and frozen modules, prefetching, checkpointing, one rank."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.modules.fp8_weight import FP8Weight
+from tests.support.ranks import RankPool
+from tests.support.sharded import HISTORY, OPTIMIZERS, Deep, Job, arena_bits, assert_same, full, shard, train
+from tests.support.training import batch, bits
+
+pytestmark = pytest.mark.slow
+
+# Skipped modules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.parametrize(
+    "skip",
+    [
+        pytest.param(((0, 1), (1, 1), (0, 2), (1, 2)), id="on all ranks"),
+        pytest.param(((0, 0), (1, 2), (0, 3)), id="on one rank"),
+    ],
+)
+def test_skipped_modules_are_as_under_ddp(two_ranks: RankPool, skip: Any, update: str) -> None:
+    # A rank that runs a module alone is alone in its collectives under FSDP2: so one FSDP module, as users must.
+    alone = any((1 - rank, step) not in skip for rank, step in skip)
+    if alone and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("this FSDP2 cannot reduce gradients of modules that a rank skipped")
+    job = Job(
+        skip=skip,
+        reduce_unused=alone,
+        per_module=False,
+        update=update,
+        optimizer="sgd",
+        ddp={"find_unused_parameters": True},
+    )
+    ours = two_ranks.run(train, job)
+    theirs = two_ranks.run(train, replace(job, parallel="ddp"))
+    assert_same(ours, theirs, job.steps)
+
+
+# Tied, frozen ------------------------------------------------------------------------------------
+
+
+class TiedLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 48)
+        self.a = nn.Linear(48, 48)
+        self.b = nn.Linear(48, 48)
+        self.b.weight = self.a.weight
+        self.last = nn.Linear(48, 16)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        h = torch.relu(self.first(x))
+        if not skip:
+            h = h + self.a(h)
+        return self.last(h + torch.relu(self.b(h)))
+
+
+class TiedEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.inner = nn.Linear(32, 32)
+        self.lm_head = nn.Linear(32, 64, bias=False)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        tokens = (x[:, :16].abs() * 10).long() % 64
+        logits = self.lm_head(torch.relu(self.inner(self.embedding(tokens))))
+        return logits.mean(1)[:, :16]
+
+
+class Frozen(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].up.weight.requires_grad_(False)
+        for parameter in self.blocks[1].parameters():
+            parameter.requires_grad_(False)
+
+
+class Checkpointed(Deep):
+    """Recomputes its blocks in backward."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+MODELS = {
+    "tied linears": TiedLinears,
+    "tied embedding": TiedEmbedding,
+    "frozen": Frozen,
+    "checkpoint": Checkpointed,
+    "reentrant checkpoint": Reentrant,
+    "checkpoint_wrapper inside": Deep,
+    "checkpoint_wrapper outside": Deep,
+    "forward prefetch": Deep,
+    "backward prefetch": Deep,
+    "kept after backward": Deep,
+    "dim 1": Deep,
+}
+
+
+def _run(kind: str, parallel: str, precision: str = "fp8") -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    manager = None
+    if precision == "fp8":
+        manager = fp8dist.prepare(
+            model,
+            DelayedScaling(history_len=HISTORY),
+            group=dist.group.WORLD,
+            skip=None,
+            fp8_all_gather=parallel == "fsdp2",
+        )
+    wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    if kind == "checkpoint_wrapper inside":
+        for i in range(2):
+            model.blocks[i] = wrap(model.blocks[i])
+    if parallel == "ddp":
+        called: Any = DistributedDataParallel(model)
+    elif kind in ("tied linears", "tied embedding"):
+        fully_shard(model.last if kind == "tied linears" else model.inner)
+        called = fully_shard(model)
+    elif kind == "dim 1":
+        called = shard(model, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
+    else:
+        called = shard(model)
+    if kind == "checkpoint_wrapper outside":
+        for i in range(2):
+            model.blocks[i] = wrap(model.blocks[i])
+    if parallel == "fsdp2" and "prefetch" in kind:
+        parts = [model.first, *model.blocks, model.last]
+        for one, other in itertools.pairwise(parts):
+            if kind == "forward prefetch":
+                one.set_modules_to_forward_prefetch([other])
+            else:
+                other.set_modules_to_backward_prefetch([one])
+    optimizer = OPTIMIZERS["adamw"]([p for p in called.parameters() if p.requires_grad])
+    if manager is not None:
+        manager.attach(called, optimizer=optimizer)
+    losses, kinds = [], set()
+    for index in range(4):
+        if parallel == "fsdp2" and kind == "kept after backward":
+            called.set_reshard_after_backward(False)
+        for micro in range(2):
+            if micro == 1 and parallel == "fsdp2" and kind == "kept after backward":
+                called.set_reshard_after_backward(True)
+            last = micro == 1
+            if parallel == "fsdp2":
+                called.set_requires_gradient_sync(last)
+            with called.no_sync() if parallel == "ddp" and not last else torch.enable_grad():
+                x, y = batch(dist.get_rank(), 2 * index + micro)
+                handle = next(m for m in model.modules() if isinstance(m, nn.Linear)).register_forward_pre_hook(
+                    lambda m, a: kinds.add(type(m.weight).__name__)
+                )
+                loss = nn.functional.mse_loss(called(x), y) / 2
+                handle.remove()
+                loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {name.replace("_checkpoint_wrapped_module.", ""): bits(value) for name, value in full(model).items()}
+    slots = tuple(manager.slots) if manager else ()
+    return losses, arena_bits(manager) if manager else {}, names, slots, kinds, _lm_kind(model)
+
+
+def _lm_kind(model: nn.Module) -> str:
+    """What the tied head multiplies with."""
+    if not isinstance(model, TiedEmbedding):
+        return ""
+    seen: list[str] = []
+    model.lm_head.register_forward_pre_hook(lambda m, a: seen.append(type(m.weight).__name__))
+    model(batch(0, 0)[0])
+    return seen[0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.startswith("reentrant")])
+def test_models_and_options_are_as_under_ddp(two_ranks: RankPool, kind: str) -> None:
+    ours = two_ranks.run(_run, kind, "fsdp2")
+    theirs = two_ranks.run(_run, kind, "ddp")
+    for mine, other in zip(ours, theirs):
+        assert mine[0] == other[0]
+        assert mine[1] == other[1]
+        assert mine[2] == other[2]
+        assert mine[3] == other[3]
+        if kind == "tied embedding":
+            assert mine[5] == "Parameter"  # An Embedding uses it too: gathered in high precision.
+        assert "FP8Weight" in mine[4]
+
+
+def test_reentrant_checkpointing_is_as_without_reentrance(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(_run, "reentrant checkpoint", "fsdp2")
+    theirs = two_ranks.run(_run, "checkpoint", "fsdp2")
+    for mine, other in zip(ours, theirs):
+        assert mine[0] == other[0]
+        assert mine[1] == other[1]
+        assert mine[2] == other[2]
+
+
+# One rank, and what is kept ----------------------------------------------------------------------
+
+
+def test_one_rank_is_as_without_fsdp2() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    runs = []
+    for parallel in ("fsdp2", "none"):
+        if parallel == "fsdp2":
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        try:
+            torch.manual_seed(0)
+            model = Deep()
+            manager = fp8dist.prepare(model, DelayedScaling(history_len=4), fp8_all_gather=parallel == "fsdp2")
+            if parallel == "fsdp2":
+                shard(model)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            manager.attach(model, optimizer=optimizer)
+            losses = []
+            for index in range(4):
+                x, y = batch(0, index)
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            with torch.no_grad():
+                model.last.weight.mul_(8)
+            if parallel == "none":
+                manager.refresh_weights()
+                # Only the changed one is derived anew under FSDP2.
+            losses.append(float(nn.functional.mse_loss(model(x), y).detach()))
+            runs.append((losses[:4], {name: bits(value) for name, value in full(model).items()}, losses[4]))
+        finally:
+            if parallel == "fsdp2":
+                dist.destroy_process_group()
+    assert runs[0][:2] == runs[1][:2]
+    assert runs[0][2] == pytest.approx(runs[1][2], rel=0.02)
+
+
+def _kept_bytes(fp8_all_gather: bool, reshard: bool) -> tuple[int, int]:
+    """Bytes saved for backward, by kind: (FP8 of a weight's size, other FP8)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 192, bias=False), nn.ReLU(), nn.Linear(192, 64, bias=False))
+    manager = fp8dist.prepare(
+        model, DelayedScaling(history_len=2), group=dist.group.WORLD, fp8_all_gather=fp8_all_gather
+    )
+    called = shard(model, reshard)
+    manager.attach(called, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    sizes: dict[str, int] = {"weight": 0, "other": 0}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, FP8Weight) and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            sizes["weight" if tensor.numel() == 64 * 192 else "other"] += tensor.numel()
+        return tensor
+
+    x = torch.randn(16, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = called(x)
+    output.sum().backward()
+    return sizes["weight"], sizes["other"]
+
+
+@pytest.mark.parametrize("fp8_all_gather", [True, False])
+def test_no_cast_of_a_weight_is_kept_for_backward(two_ranks: RankPool, fp8_all_gather: bool) -> None:
+    for weights, others in two_ranks.run(_kept_bytes, fp8_all_gather, True):
+        assert weights == 0
+        assert others == 16 * (64 + 192)  # The inputs.
+
+
+def _compiled(fp8_all_gather: bool, compiled: bool) -> list[float] | str:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Deep()
+    manager = fp8dist.prepare(
+        model, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD, fp8_all_gather=fp8_all_gather
+    )
+    called = shard(model)
+    if compiled:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    optimizer = OPTIMIZERS["adamw"](called.parameters())
+    manager.attach(called, optimizer=optimizer)
+    losses = []
+    for index in range(3):
+        x, y = batch(dist.get_rank(), index)
+        loss = nn.functional.mse_loss(called(x), y)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8_all_gather", [True, False])
+def test_compiled_blocks_are_as_eager_ones(two_ranks: RankPool, fp8_all_gather: bool) -> None:
+    assert two_ranks.run(_compiled, fp8_all_gather, True) == two_ranks.run(_compiled, fp8_all_gather, False)

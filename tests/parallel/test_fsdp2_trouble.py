@@ -1,0 +1,461 @@
+"""What a reviewer broke of the FP8 all-gather: writes that nobody noticed, ranks left alone, weights kept gathered."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_weight import FP8Weight
+from tests.support.meshes import mesh_of
+from tests.support.ranks import RankPool
+from tests.support.running import FITS, Running
+from tests.support.sharded import Job, arena_bits, fp8_linears, seeded, shard
+from tests.support.training import batch
+
+pytestmark = pytest.mark.slow
+
+
+def _times_8(run: Running) -> None:
+    with torch.no_grad():
+        for linear in fp8_linears(run.model).values():
+            linear.weight.mul_(8)
+
+
+def _attach_again_after_load(run: Running) -> None:
+    run.called.load_state_dict({k: v * 8 for k, v in run.called.state_dict().items()})
+    run.manager.attach(run.called, optimizer=run.optimizer)
+
+
+def _attach_again_after_replacing(run: Running) -> None:
+    run.called.load_state_dict({k: v * 8 for k, v in run.called.state_dict().items()}, assign=True)
+    run.manager.attach(run.called, optimizer=torch.optim.SGD(run.called.parameters(), lr=0.0))
+
+
+def _before_the_step(run: Running) -> None:
+    run.loss().backward()
+    _times_8(run)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def _before_a_manual_step(run: Running) -> None:
+    run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
+    run.loss().backward()
+    run.optimizer.step()
+    _times_8(run)
+    run.manager.step()
+
+
+def _while_calibrating(run: Running) -> None:
+    run.manager.attach(run.called)
+    with run.manager.calibrate():
+        run.called(batch(0, 0)[0])
+        _times_8(run)
+
+
+WRITES: dict[str, Callable[[Running], None]] = {
+    "loaded, attached again": _attach_again_after_load,
+    "replaced, attached again": _attach_again_after_replacing,
+    "before the optimizer's step": _before_the_step,
+    "before a manual step": _before_a_manual_step,
+    "while calibrating": _while_calibrating,
+}
+
+
+def _share_after(write: str) -> float:
+    run = Running(Job())
+    run.step()
+    WRITES[write](run)
+    return max(run.saturated().values())
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_no_write_is_accepted_without_a_look(two_ranks: RankPool, write: str) -> None:
+    for share in two_ranks.run(_share_after, write):
+        assert share < FITS
+
+
+def _share_after_setting_state() -> float:
+    run = Running(Job())
+    run.step()
+    model = {k: v * 8 for k, v in run.called.state_dict().items()}
+    fresh = torch.optim.AdamW(run.called.parameters(), lr=1e-3)
+    run.manager.attach(run.called, optimizer=fresh)
+    set_model_state_dict(run.called, model)
+    # torch steps a fresh optimizer once, with a learning rate of 0, to have a state to load into.
+    set_optimizer_state_dict(run.called, fresh, get_optimizer_state_dict(run.called, run.optimizer))
+    return max(run.saturated().values())
+
+
+def test_the_step_that_makes_optimizer_state_hides_no_write(two_ranks: RankPool) -> None:
+    for share in two_ranks.run(_share_after_setting_state):
+        assert share < FITS
+
+
+class Experts(nn.Module):
+    """One expert per rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 16)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.expert(x))
+
+
+def _experts(trouble: str) -> list[float]:
+    """Rank 0's expert is cold, or is written to; rank 1's is not."""
+    mesh = mesh_of((2, 1), ("ep", "edp"))
+    torch.manual_seed(0)
+    model = Experts()
+    if trouble == "cold" and dist.get_rank() == 0:
+        nn.init.zeros_(model.expert.weight)
+    groups = {"expert": mesh["edp"]}
+    manager = fp8dist.prepare(
+        model, DelayedScaling(history_len=4), group=dist.group.WORLD, groups=groups, fp8_all_gather=True
+    )
+    fully_shard(model.expert, mesh=mesh["edp"])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.attach(model, optimizer=optimizer)
+    losses = []
+    for step in range(3):
+        if trouble == "written" and step == 1 and dist.get_rank() == 0:
+            with torch.no_grad():
+                model.expert.weight.mul_(8)
+        x, y = batch(dist.get_rank(), step)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("trouble", ["cold", "written"])
+def test_an_expert_of_one_rank_leaves_no_rank_alone(two_ranks: RankPool, trouble: str) -> None:
+    for losses in two_ranks.run(_experts, trouble, timeout=40.0):
+        assert all(map(torch.isfinite, torch.tensor(losses)))
+
+
+def _validated(how: str) -> list[float]:
+    """Losses of steps with a validation before each but the first."""
+    run = Running(Job(reshard=False))
+    losses = []
+    for step in range(3):
+        if step and how != "none":
+            with torch.inference_mode() if how == "inference" else torch.no_grad():
+                run.called(batch(dist.get_rank(), 100)[0])
+        losses.append(run.step())
+    return losses
+
+
+def test_validation_in_inference_mode_changes_no_loss(two_ranks: RankPool) -> None:
+    """Weights stay gathered from it until the next step's backward."""
+    without, inferred, without_grad = (two_ranks.run(_validated, how) for how in ("none", "inference", "no_grad"))
+    assert without == inferred == without_grad
+
+
+def _before_attach() -> str:
+    model = seeded("net")
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=True)
+    shard(model)
+    try:
+        model(batch(0, 0)[0])
+    except ConfigurationError as error:
+        return str(error)
+    return f"no error of {manager}"
+
+
+def test_a_forward_before_attach_is_refused(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_before_attach):
+        assert "attach() must come before the first forward" in text
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _input_gradients(tensor_parallel: bool) -> float:
+    """How much of dx changes when a weight's scale changes between forward and backward."""
+    mesh = mesh_of((2, 1), ("dp", "tp"))
+    gradients = []
+    for change in (False, True):
+        torch.manual_seed(0)
+        model = Two()
+        manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)
+        if tensor_parallel:
+            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=mesh["dp"])
+        manager.attach(model)
+        x = batch(dist.get_rank(), 0)[0].requires_grad_()
+        loss = model(x).square().mean()
+        if change:
+            manager.set_scale("up", "weight", float(manager.scale("up", "weight")) / 4)
+        loss.backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    return float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+
+
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_gathered_bytes_keep_their_meaning_under_tensor_parallelism(two_ranks: RankPool, tensor_parallel: bool) -> None:
+    """Powers of two of a scale change bytes by rounding of subnormals only."""
+    for change in two_ranks.run(_input_gradients, tensor_parallel):
+        assert change < 0.02
+
+
+class Around(nn.Module):
+    """Holds the prepared model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.inner(x))
+
+
+def _outside(named: bool) -> Any:
+    model = seeded("net")
+    whole = Around(model)
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=True)
+    fully_shard(model.first)
+    fully_shard(whole)
+    try:
+        manager.attach(whole if named else None)
+    except ConfigurationError as error:
+        return str(error)
+    whole(batch(dist.get_rank(), 0)[0]).sum().backward()
+    return [linear.fp8_slots.resharded for linear in fp8_linears(model).values()]
+
+
+def test_a_root_outside_of_the_model_must_be_named(two_ranks: RankPool) -> None:
+    for text in two_ranks.run(_outside, False):
+        assert "pass it as attach(module=…)" in text
+    assert two_ranks.run(_outside, True) == [[True] * 3] * 2
+
+
+class TiedOutside(nn.Module):
+    """The prepared part shares a weight with an embedding beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+        self.embedding = nn.Embedding(48, 32)
+        self.embedding.weight = self.body[0].weight
+
+    def forward(self, x: Any) -> Any:
+        return self.body(x + self.embedding(torch.arange(8)))
+
+
+def _tied_outside() -> list[bool]:
+    model = TiedOutside()
+    manager = fp8dist.prepare(model.body, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=True)
+    fully_shard(model)
+    manager.attach(model)
+    seen: list[bool] = []
+    for module in (model.body[0], model.body[1], model.embedding):
+        module.register_forward_pre_hook(lambda module, args: seen.append(isinstance(module.weight, FP8Weight)))
+    model(batch(0, 0)[0]).sum().backward()
+    return seen
+
+
+def test_a_weight_that_is_tied_outside_of_the_model_stays_in_high_precision(two_ranks: RankPool) -> None:
+    for seen in two_ranks.run(_tied_outside):
+        assert seen == [False, False, True]  # The embedding runs first.
+
+
+def _amaxes(swap: bool) -> dict[str, bytes]:
+    """A step in which other weights are evaluated between backward and the optimizer's step."""
+    run = Running(Job(optimizer="sgd"))
+    for _ in range(2):
+        run.loss().backward()
+        if swap:
+            kept = [p.detach().clone() for p in run.called.parameters()]
+            with torch.no_grad():
+                for parameter in run.called.parameters():
+                    parameter.mul_(0.75)
+                run.called(batch(dist.get_rank(), 50)[0])
+                for parameter, value in zip(run.called.parameters(), kept):
+                    parameter.copy_(value)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return arena_bits(run.manager)
+
+
+def test_an_evaluation_of_other_weights_leaves_no_amax(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_amaxes, True) == two_ranks.run(_amaxes, False)
+
+
+def _kept_bytes() -> dict[str, int]:
+    """What autograd keeps in dense tensors of a weight's shape, by mode."""
+    run = Running(Job())
+    shapes = {tuple(linear.weight.shape) for linear in fp8_linears(run.model).values()}
+    kept = {}
+    for mode in ("fp8", "high"):
+        count = 0
+
+        def pack(tensor: Any) -> Any:
+            nonlocal count
+            count += type(tensor) is torch.Tensor and tuple(tensor.shape) in shapes
+            return tensor
+
+        with run.manager.autocast(enabled=mode == "fp8"), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = run.called(batch(0, 0)[0]).sum()
+        kept[mode] = count
+        loss.backward()
+    return kept
+
+
+def test_no_mode_keeps_whole_weights_until_backward(two_ranks: RankPool) -> None:
+    for kept in two_ranks.run(_kept_bytes):
+        assert kept == {"fp8": 0, "high": 0}
+
+
+def _high_precision_gradients() -> float:
+    """Of parameters in autocast(enabled=False), against plain products with the dequantised weights."""
+    run = Running(Job(model="mlp"))
+    weights = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            weights[name] = module.weight.high_precision().requires_grad_()
+
+        return hook
+
+    for name, linear in fp8_linears(run.model).items():
+        linear.register_forward_pre_hook(note(name))
+    x, y = batch(dist.get_rank(), 0)
+    with run.manager.autocast(enabled=False):
+        nn.functional.mse_loss(run.called(x), y).backward()
+    biases = {name: linear.bias.full_tensor().detach() for name, linear in fp8_linears(run.model).items()}
+    h = x
+    for i, name in enumerate(weights):
+        h = nn.functional.linear(h, weights[name], biases[name])
+        h = torch.relu(h) if i < len(weights) - 1 else h
+    nn.functional.mse_loss(h, y).backward()
+    worst = 0.0
+    for name, linear in fp8_linears(run.model).items():
+        expected = weights[name].grad
+        dist.all_reduce(expected)
+        worst = max(worst, float((linear.weight.grad.full_tensor() - expected / 2).abs().max() / expected.abs().max()))
+    return worst
+
+
+def test_gradients_in_high_precision_are_right(two_ranks: RankPool) -> None:
+    for worst in two_ranks.run(_high_precision_gradients):
+        assert worst < 1e-6
+
+
+def _casts(microbatches: int) -> tuple[int, int]:
+    """(weight casts of a step under tensor parallelism, in a plain model)."""
+    counts = []
+    for tensor_parallel in (True, False):
+        mesh = mesh_of((2,), ("tp",))
+        torch.manual_seed(0)
+        model = Two()
+        manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh)
+        if tensor_parallel:
+            parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        casts = 0
+        for linear in fp8_linears(model).values():
+            slots, original = linear.fp8_slots, linear.fp8_slots.quantize
+
+            def counting(x: Any, state: Any, *args: Any, of: Any = slots, quantize: Any = original, **kw: Any) -> Any:
+                nonlocal casts
+                casts += state is of._states[1]
+                return quantize(x, state, *args, **kw)
+
+            slots.quantize = counting  # type: ignore[method-assign]
+        for index in range(microbatches):
+            model(batch(0, index)[0]).sum().backward()
+        counts.append(casts)
+    return counts[0], counts[1]
+
+
+def test_casts_are_reused_under_tensor_parallelism(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_casts, 3) == [(2, 2)] * 2
+
+
+def _silent_writes() -> list[str]:
+    run = Running(Job())
+    told: list[str] = []
+
+    def hook(module: nn.Module, args: Any) -> None:
+        weight, other = module.weight, torch.ones(())
+        for write in (
+            lambda: weight.mul_(3.0),
+            lambda: torch._foreach_mul_([weight], 3.0),
+            lambda: torch.mul(other, 3.0, out=weight),
+        ):
+            try:
+                with torch.no_grad():
+                    write()
+                told.append("written")
+            except ConfigurationError as error:
+                told.append("refused" if "cannot be written to" in str(error) else str(error))
+
+    run.model.first.register_forward_pre_hook(hook)  # type: ignore[union-attr]
+    run.loss()
+    return told
+
+
+def test_writes_to_a_gathered_weight_are_refused(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_silent_writes) == [["refused"] * 3] * 2
+
+
+def _after_a_nan() -> bool:
+    run = Running(Job(optimizer="sgd"))
+    for _ in range(2):
+        run.step()
+    before = arena_bits(run.manager)
+    weight = run.model.first.weight  # type: ignore[union-attr]
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+        run.called(batch(0, 0)[0])
+        weight.copy_(kept)
+        run.called(batch(0, 0)[0])
+    return arena_bits(run.manager) == before
+
+
+def test_a_nan_empties_no_history(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_after_a_nan) == [True, True]
+
+
+def _copies() -> bool:
+    run = Running(Job())
+    run.step()
+    optimizer, parameters = copy.deepcopy((run.optimizer, list(run.called.parameters())))
+    return all(type(p._local_tensor) is torch.Tensor for p in parameters) and len(optimizer.param_groups) == 1
+
+
+def test_copies_of_parameters_and_optimizers_are_plain(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_copies) == [True, True]

@@ -1,0 +1,280 @@
+"""Sharded weights that something other than the optimizer writes to: their scales follow, or the user is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8dist.consistency.checker import Event
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_weight import FP8Weight
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.running import FITS, Running
+from tests.support.sharded import Job, arena_bits, fp8_linears, full
+from tests.support.training import batch, bits
+
+
+def _in_place(factor: float) -> Callable[[Running], None]:
+    def write(run: Running) -> None:
+        with torch.no_grad():
+            for linear in fp8_linears(run.model).values():
+                linear.weight.mul_(factor)
+
+    return write
+
+
+def _foreach(run: Running) -> None:
+    with torch.no_grad():
+        for linear in fp8_linears(run.model).values():
+            linear.weight.copy_(linear.weight * 8)
+
+
+def _data_then_refresh(run: Running) -> None:
+    for linear in fp8_linears(run.model).values():
+        linear.weight.data.mul_(8)
+    run.manager.refresh_weights()
+
+
+def _local_then_refresh(run: Running) -> None:
+    for linear in fp8_linears(run.model).values():
+        linear.weight.to_local().data.mul_(8)  # type: ignore[operator]
+    run.manager.refresh_weights()
+
+
+def _load(factor: float) -> Callable[[Running], None]:
+    def write(run: Running) -> None:
+        state = {k: v * factor for k, v in run.called.state_dict().items()}
+        run.called.load_state_dict(state)
+
+    return write
+
+
+WRITES: dict[str, Callable[[Running], None]] = {
+    "times 8": _in_place(8),
+    "by an eighth": _in_place(0.125),
+    "copy_": _foreach,
+    ".data, refresh": _data_then_refresh,
+    "local, refresh": _local_then_refresh,
+    "load_state_dict, times 8": _load(8),
+    "load_state_dict, by an eighth": _load(0.125),
+}
+
+
+def _written(job: Job, write: str) -> tuple[Any, ...]:
+    run = Running(job)
+    for _ in range(2):
+        run.step()
+    WRITES[write](run)
+    shares = run.saturated()
+    scales, fitting = run.scales(), run.fitting()
+    windows = {n: run.manager.amax_history(n, "weight").tolist() for n in fp8_linears(run.model)}
+    before = run.counted
+    loss = run.step()
+    inputs = run.manager.amax_history("first", "input").tolist()
+    counted = run.counted - before
+    return shares, scales, fitting, windows, inputs, loss, counted, arena_bits(run.manager)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    "job", [pytest.param(Job(), id="adamw"), pytest.param(Job(optimizer="adamw_fused", update="next_step"), id="fused")]
+)
+def test_scales_follow_weights_that_were_written_to(two_ranks: RankPool, job: Job, write: str) -> None:
+    outcomes = two_ranks.run(_written, job, write)
+    for shares, scales, fitting, windows, inputs, loss, counted, state in outcomes:
+        assert max(shares.values()) < FITS
+        assert scales == fitting
+        assert all(not any(window) for window in windows.values())  # It told of other weights.
+        assert sum(1 for amax in inputs if amax) == 3  # Inputs' windows stay.
+        assert loss > 0
+        assert counted == 0
+        assert state == outcomes[0][-1]
+
+
+def _unseen(job: Job) -> tuple[Any, ...]:
+    run = Running(job)
+    events: list[Event] = []
+    run.manager.on_event(events.append)
+    run.step()
+    run.step()
+    before = run.counted
+    assert not events
+    for linear in fp8_linears(run.model).values():
+        linear.weight.data.mul_(8)
+    shares = run.saturated()
+    with captured_log() as log:
+        for _ in range(3):
+            run.step()
+        run.manager.check()
+    return shares, run.counted - before, log, events, run.scales(), run.fitting()
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_data_without_refresh_is_counted_and_told(two_ranks: RankPool, update: str) -> None:
+    outcomes = two_ranks.run(_unseen, Job(update=update, optimizer="sgd"))
+    for rank, (shares, counted, log, events, _scales, _fitting) in enumerate(outcomes):
+        assert max(shares.values()) > 0.1  # The test would be void otherwise.
+        assert counted == 3
+        told = [entry for entry in log if "beyond" in entry[1]]
+        assert len(told) == (rank == 0)  # One rank speaks.
+        for level, message in told:
+            assert level == logging.WARNING
+            assert "branch" in message
+            assert "refresh_weights" in message
+        (event,) = [e for e in events if e.kind == "saturated"]
+        assert event.step == 3
+        assert [slot.fqn for slot in event.slots] == ["branch", "first", "last"]
+        assert {slot.role for slot in event.slots} == {"weight"}
+
+
+def _reload(job: Job) -> tuple[Any, ...]:
+    run, other = Running(job), Running(job)
+    for each in (run, other):
+        each.step()
+        each.step()
+    state = {name: value.clone() for name, value in run.called.state_dict().items()}
+    with torch.no_grad():
+        for parameter in run.called.parameters():
+            parameter.copy_(parameter * 1.01)
+    run.called.load_state_dict(state)
+    with torch.no_grad():
+        for name, parameter in run.called.named_parameters():
+            parameter.copy_(state[name])
+    losses = [(run.step(), other.step()) for _ in range(3)]
+    return losses, arena_bits(run.manager), arena_bits(other.manager)
+
+
+def test_a_reload_of_the_same_weights_touches_nothing(two_ranks: RankPool) -> None:
+    for losses, ours, other in two_ranks.run(_reload, Job(optimizer="sgd")):
+        assert all(mine == theirs for mine, theirs in losses)
+        assert ours == other
+
+
+def _unshard_after_a_change(per_module: bool) -> list[str]:
+    run = Running(Job(per_module=per_module))
+    run.step()
+    with torch.no_grad():
+        run.model.branch.weight.mul_(8)  # type: ignore[union-attr,operator]
+    found = []
+    module: Any = run.model.branch if per_module else run.called
+    try:
+        module.unshard()
+    except ConfigurationError as error:
+        found.append(str(error))
+    run.manager.refresh_weights()
+    module.unshard()
+    weight = run.model.branch.weight
+    assert isinstance(weight, FP8Weight)
+    module.reshard()
+    found.append(type(run.model.branch.weight).__name__)
+    run.step()  # And the job goes on.
+    return found
+
+
+@pytest.mark.parametrize("per_module", [True, False])
+def test_unshard_outside_of_a_forward_asks_for_refresh_weights(two_ranks: RankPool, per_module: bool) -> None:
+    for message, kind in two_ranks.run(_unshard_after_a_change, per_module):
+        assert "branch" in message
+        assert "refresh_weights()" in message
+        assert kind == "DTensor"
+
+
+def _change_one(job: Job) -> tuple[Any, ...]:
+    run = Running(job)
+    for _ in range(3):
+        run.step()
+    before = {n: run.manager.amax_history(n, "weight").tolist() for n in fp8_linears(run.model)}
+    with torch.no_grad():
+        run.model.branch.weight.mul_(8)  # type: ignore[union-attr,operator]
+    shares = run.saturated()
+    after = {n: run.manager.amax_history(n, "weight").tolist() for n in fp8_linears(run.model)}
+    return shares, before, after
+
+
+def test_only_what_was_changed_is_derived_anew(two_ranks: RankPool) -> None:
+    for shares, before, after in two_ranks.run(_change_one, Job()):
+        assert max(shares.values()) < FITS
+        assert not any(after["branch"])
+        assert {n: w for n, w in after.items() if n != "branch"} == {n: w for n, w in before.items() if n != "branch"}
+
+
+def _zero_weights(job: Job) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    run = Running(job)
+    weight = run.model.branch.weight
+    with torch.no_grad():
+        weight.zero_()  # type: ignore[union-attr,operator]
+    run.manager.reset()
+    run.manager.attach(run.called, optimizer=run.optimizer)
+    found, scales = [], []
+    # In a third step DDP, which need not share its casts, gives outgrown weights scales of their own.
+    for _ in range(2):
+        found.append(run.step())
+        scales.append(run.scales()["branch"])
+    return found, scales, arena_bits(run.manager), {n: bits(v) for n, v in full(run.model).items()}
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_zero_initialised_weights_are_cast_with_a_shared_scale(two_ranks: RankPool, update: str) -> None:
+    from dataclasses import replace
+
+    job = Job(update=update)
+    ours = two_ranks.run(_zero_weights, job)
+    theirs = two_ranks.run(_zero_weights, replace(job, parallel="ddp"))
+    for mine, other in zip(ours, theirs):
+        assert mine[0] == other[0]  # Losses: the second depends on the cast of the first update.
+        assert mine[3] == other[3]
+        assert mine[1][1:] == other[1][1:]
+        # The words of the last header are of the scales before: under DDP those of cold slots are never set.
+        assert {n: b for n, b in mine[2].items() if n != "0.words"} == {
+            n: b for n, b in other[2].items() if n != "0.words"
+        }
+        assert 1.0 not in mine[1][1:]
+
+
+# While weights are gathered: after an evaluation with reshard_after_forward=False they stay so. ---------------------
+
+
+def _while_gathered(what: str) -> tuple[str, dict[str, float], dict[str, float], float]:
+    run = Running(Job(reshard=False, per_module=False, optimizer="sgd"))
+    run.step()
+    with torch.no_grad():
+        run.called(batch(0, 0)[0])
+    assert isinstance(run.model.branch.weight, FP8Weight)
+    failure = ""
+    try:
+        if what == "refresh":
+            run.manager.refresh_weights()
+        elif what == "write, refresh":
+            for group in run.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.mul_(8)
+            run.manager.refresh_weights()
+        else:
+            run.manager.attach(run.called, optimizer=run.optimizer)
+    except ConfigurationError as error:
+        failure = str(error)
+    scales = run.scales()
+    run.called.reshard()
+    try:
+        return failure, scales, run.fitting(), run.step()
+    except RuntimeError as error:
+        return f"{failure}; then {error}", scales, {}, 0.0
+
+
+@pytest.mark.parametrize("what", ["refresh", "write, refresh"])
+def test_refresh_weights_takes_the_sharded_weights_while_they_are_gathered(two_ranks: RankPool, what: str) -> None:
+    for failure, scales, fitting, _ in two_ranks.run(_while_gathered, what):
+        assert not failure
+        assert scales == fitting
+
+
+def test_attach_again_while_weights_are_gathered(two_ranks: RankPool) -> None:
+    for failure, _, _, loss in two_ranks.run(_while_gathered, "attach"):
+        assert not failure
+        assert loss > 0

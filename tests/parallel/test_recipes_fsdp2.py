@@ -1,0 +1,416 @@
+"""FSDP2 under all recipes: the numbers of DDP; what is gathered in FP8, and what that costs in collectives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Recipe, RowwiseScaling
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_weight import FP8Weight
+from tests.support.collectives import CountingAllGather, counted_collectives
+from tests.support.ranks import RankPool
+from tests.support.running import Running
+from tests.support.sharded import HISTORY, Job, Outcome, build, fp8_linears, full, seeded, shard, train
+from tests.support.training import batch, bits
+
+pytestmark = pytest.mark.slow
+
+CURRENT = Job(recipe=CurrentScaling(), model="deep")
+BLOCK = Job(recipe=BlockScaling(), model="wide", overrides={"layers.3": CurrentScaling()})
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(history_len=HISTORY),
+    "current": CurrentScaling(),
+    "current, powers of two": CurrentScaling(power_of_two=True),
+    "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
+}
+
+
+def assert_as_ddp(ours: list[Outcome], theirs: list[Outcome]) -> None:
+    """Losses and parameters bitwise, rank by rank; and something was learnt."""
+    for mine, other in zip(ours, theirs):
+        assert mine.losses == other.losses
+        assert mine.parameter_bits == other.parameter_bits
+        assert mine.steps == other.steps
+    assert ours[0].losses[0] != ours[0].losses[-1]
+
+
+# Gathered in high precision -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gathered_in_high_precision_is_bitwise_ddp(two_ranks: RankPool, name: str) -> None:
+    job = Job(recipe=RECIPES[name], model="deep", fp8_all_gather=False, steps=8, accumulate=2, no_sync=True)
+    assert_as_ddp(two_ranks.run(train, job), two_ranks.run(train, replace(job, parallel="ddp")))
+
+
+# Gathered in FP8 ------------------------------------------------------------------------------------
+
+SAME = [
+    pytest.param(replace(CURRENT, steps=12), id="current"),
+    pytest.param(replace(CURRENT, accumulate=3, no_sync=True), id="current, accumulation"),
+    pytest.param(replace(CURRENT, reshard=False, accumulate=2, no_sync=True), id="current, kept after forward"),
+    pytest.param(replace(CURRENT, reshard="mixed", model="net"), id="current, kept by some"),
+    pytest.param(replace(CURRENT, per_module=False, optimizer="sgd"), id="current, root only, sgd"),
+    pytest.param(replace(CURRENT, optimizer="adamw_foreach"), id="current, foreach"),
+    pytest.param(replace(CURRENT, optimizer="adamw_fused"), id="current, fused"),
+    pytest.param(replace(CURRENT, recipe=CurrentScaling(format="e4m3", power_of_two=True)), id="current, powers of 2"),
+    pytest.param(BLOCK, id="block"),
+    pytest.param(
+        replace(BLOCK, recipe=BlockScaling(power_of_two=True), reshard=False, accumulate=2, no_sync=True),
+        id="block, kept",
+    ),
+    pytest.param(replace(BLOCK, overrides={"layers.3": None}, optimizer="adamw_fused"), id="block, fused"),
+    pytest.param(replace(BLOCK, per_module=False, overrides={"layers.3": DelayedScaling()}), id="block, root only"),
+    pytest.param(replace(CURRENT, overrides={"last": DelayedScaling(), "blocks.0.*": None}), id="mixed"),
+]
+
+
+@pytest.mark.parametrize("job", SAME)
+def test_gathered_in_fp8_is_bitwise_ddp(two_ranks: RankPool, job: Job) -> None:
+    assert_as_ddp(two_ranks.run(train, job), two_ranks.run(train, replace(job, parallel="ddp")))
+
+
+def _collectives(job: Job) -> list[list[tuple[str, int]]]:
+    """What Python code asked for, step by step: forward, backward, the optimizer's step."""
+    _, called, manager, optimizer = build(job)
+    assert manager is not None
+    seen: list[list[tuple[str, int]]] = []
+    with counted_collectives() as calls:
+        for step in range(3):
+            for part in ("forward", "step"):
+                calls.names.clear()
+                calls.sizes.clear()
+                if part == "forward":
+                    x, y = batch(dist.get_rank(), step)
+                    nn.functional.mse_loss(called(x), y).backward()
+                else:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append([pair for pair in zip(calls.names, calls.sizes) if pair[0] == "all_reduce"])
+    return seen
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_foreach", "adamw_fused", "sgd"])
+def test_current_scaling_reduces_all_weights_at_once_after_each_step(two_ranks: RankPool, optimizer: str) -> None:
+    slots = 3 * (2 + 2 * 2)
+    for seen in two_ranks.run(_collectives, replace(CURRENT, optimizer=optimizer)):
+        assert seen == [[], [("all_reduce", 4 * slots)]] * 3
+
+
+def test_block_scaling_reduces_nothing(two_ranks: RankPool) -> None:
+    for seen in two_ranks.run(_collectives, replace(BLOCK, overrides={"layers.3": None})):
+        assert seen == [[], []] * 3
+
+
+# The scales of gathered weights ---------------------------------------------------------------------
+
+WRITES = ("mul_", "copy_", "load_state_dict", "another optimizer", ".data, refresh")
+
+
+def _write(run: Running, how: str) -> None:
+    weight: Any = run.model.branch.weight
+    with torch.no_grad():
+        if how == "mul_":
+            weight.mul_(1.5)
+        elif how == "copy_":
+            weight.copy_(weight * 8)
+        elif how == "load_state_dict":
+            run.called.load_state_dict({name: value * 0.7 for name, value in run.called.state_dict().items()})
+        elif how == "another optimizer":
+            for parameter in run.called.parameters():
+                parameter.grad = parameter.detach().clone()
+            torch.optim.SGD(run.called.parameters(), lr=0.5, foreach=True).step()
+            run.optimizer.zero_grad()
+        else:
+            weight.data.mul_(8)
+            run.manager.refresh_weights()
+
+
+def _bytes_as_used(run: Running, x: Tensor) -> dict[str, tuple[bytes, bytes]]:
+    """(FP8 bytes, inverse scale) of each weight in a forward with grad off."""
+    used: dict[str, tuple[bytes, bytes]] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            weight = module.weight
+            assert isinstance(weight, FP8Weight)
+            used[name] = (bits(weight.rows.clone()), bits(weight.inv_scale.clone()))
+
+        return hook
+
+    handles = [linear.register_forward_pre_hook(note(name)) for name, linear in fp8_linears(run.model).items()]
+    with torch.no_grad():
+        run.called(x)
+    for handle in handles:
+        handle.remove()
+    return used
+
+
+def _expected_bytes(run: Running) -> dict[str, tuple[bytes, bytes]]:
+    """From the formula alone, with the amax of the whole weight. COLLECTIVE."""
+    whole, expected = full(run.model), {}
+    for name in fp8_linears(run.model):
+        weight = whole[f"{name}.weight"]
+        scale = torch.tensor(448.0) / weight.abs().max()
+        rows = (weight * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        expected[name] = (bits(rows), bits(torch.reciprocal(scale)))
+    return expected
+
+
+def _written(job: Job, how: str) -> None:
+    run = Running(job)
+    for step in range(3):
+        run.step()
+        if step == 1:
+            _write(run, how)
+        expected = _expected_bytes(run)  # Before the forward, after which they may stay gathered.
+        run.called.eval()
+        assert _bytes_as_used(run, batch(dist.get_rank(), 9)[0]) == expected
+        run.called.train()
+    assert run.manager.check().consistent
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("how", WRITES)
+def test_scales_are_those_of_the_whole_weights_whoever_wrote_them(two_ranks: RankPool, how: str, reshard: bool) -> None:
+    two_ranks.run(_written, Job(recipe=CurrentScaling(), reshard=reshard), how)
+
+
+def test_uneven_shards_share_a_scale(three_ranks: RankPool) -> None:
+    """16 rows are 6, 6 and 4; the last of 32 ranks' parts would be empty."""
+    job = Job(recipe=CurrentScaling(), model="mlp", optimizer="sgd", steps=4)
+    three_ranks.run(_written, replace(CURRENT, model="net", optimizer="adamw_fused"), "mul_")
+    ours = three_ranks.run(train, job)
+    theirs = three_ranks.run(train, replace(job, fp8_all_gather=False))
+    assert_as_ddp(ours, theirs)
+
+
+def _unshard_by_hand() -> None:
+    """After an optimizer's step the scales fit at once: a gather outside of a forward needs nobody's help."""
+    run = Running(Job(recipe=CurrentScaling(), optimizer="adamw_foreach"))
+    run.step()
+    branch: Any = run.model.branch
+    branch.unshard()
+    assert isinstance(branch.weight, FP8Weight)
+    held = bits(branch.weight.rows.clone())
+    branch.reshard()
+    assert held == _expected_bytes(run)["branch"][0]
+
+
+def test_a_gather_by_hand_after_a_step(two_ranks: RankPool) -> None:
+    two_ranks.run(_unshard_by_hand)
+
+
+def _with_fallback() -> None:
+    """Then each step has a sync, and a commit: of what the step's forwards saw, which the scales must not follow."""
+    run = Running(replace(CURRENT, model="net", settings={"fallback": Fallback()}))
+    run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
+    for _ in range(3):
+        run.step()
+        run.manager.step()
+        expected = _expected_bytes(run)
+        assert _bytes_as_used(run, batch(dist.get_rank(), 9)[0]) == expected
+
+
+def test_a_commit_after_the_optimizers_step_leaves_scales_alone(two_ranks: RankPool) -> None:
+    two_ranks.run(_with_fallback)
+
+
+def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Of weights: the amaxes that are written in the first step, and those of the whole weights."""
+    model = seeded("net")
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
+    manager.watch(every=1, path=path)
+    called = shard(model)
+    optimizer = torch.optim.SGD(called.parameters(), lr=0.1)  # type: ignore[attr-defined]
+    manager.attach(called, optimizer=optimizer)  # type: ignore[arg-type]
+    amaxes = {f"{name}:weight": float(full(model)[f"{name}.weight"].abs().max()) for name in fp8_linears(model)}
+    x, y = batch(dist.get_rank(), 0)
+    nn.functional.mse_loss(called(x), y).backward()  # type: ignore[operator]
+    optimizer.step()
+    dist.barrier()
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return {line["slot"]: line["amax"] for line in lines if line["slot"] in amaxes}, amaxes
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(history_len=HISTORY)], ids=["current", "delayed"])
+def test_a_watch_sees_gathered_weights(two_ranks: RankPool, recipe: Recipe, tmp_path: Path) -> None:
+    for written, amaxes in two_ranks.run(_watched, recipe, str(tmp_path / "scales.jsonl")):
+        assert written == amaxes
+
+
+def _two_optimizers(parallel: str) -> tuple[list[float], list[int]]:
+    model, called, manager, _ = build(replace(CURRENT, model="net", parallel=parallel))
+    assert manager is not None
+    groups = ([], [])
+    for name, parameter in model.named_parameters():
+        groups[name.startswith("branch")].append(parameter)
+    optimizers = [torch.optim.AdamW(groups[0], lr=0.01), torch.optim.SGD(groups[1], lr=0.05)]
+    manager.attach(called, optimizer=optimizers)
+    losses, reduced = [], []
+    for step in range(4):
+        x, y = batch(dist.get_rank(), step)
+        loss = nn.functional.mse_loss(called(x), y)
+        loss.backward()
+        with counted_collectives() as calls:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        reduced.append(calls.names.count("all_reduce"))
+        losses.append(float(loss.detach()))
+    return losses, reduced
+
+
+def test_two_optimizers_are_bitwise_as_under_ddp(two_ranks: RankPool) -> None:
+    ours, theirs = (two_ranks.run(_two_optimizers, parallel) for parallel in ("fsdp2", "ddp"))
+    assert [losses for losses, _ in ours] == [losses for losses, _ in theirs]
+    assert [reduced for _, reduced in ours] == [[2] * 4] * 2
+    assert [reduced for _, reduced in theirs] == [[0] * 4] * 2
+
+
+def _scaled(parallel: str, optimizer: str) -> tuple[list[float], float, int]:
+    """One step of five overflows, on all ranks, and is skipped."""
+    _, called, manager, optim = build(replace(CURRENT, parallel=parallel, optimizer=optimizer))
+    assert manager is not None
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    manager.attach(called, optimizer=optim, scaler=scaler)
+    losses = []
+    for step in range(5):
+        x, y = batch(dist.get_rank(), step)
+        loss = nn.functional.mse_loss(called(x), y)
+        scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, scaler.get_scale(), manager.steps
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
+def test_a_step_that_the_loss_scaler_skips(two_ranks: RankPool, optimizer: str) -> None:
+    ours, theirs = (two_ranks.run(_scaled, parallel, optimizer) for parallel in ("fsdp2", "ddp"))
+    assert ours == theirs
+    assert [(scale, steps) for _, scale, steps in ours] == [(128.0, 4)] * 2
+
+
+# Resume ---------------------------------------------------------------------------------------------
+
+
+def _resumed(job: Job, folder: str) -> tuple[list[float], list[float]]:
+    run = Running(job)
+    for _ in range(3):
+        run.step()
+    parts = _checkpointed(run)
+    dcp.save(parts, checkpoint_id=folder)
+    on = [run.step() for _ in range(3)]
+    other = Running(job)
+    state = _checkpointed(other)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(other.called, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    other.index = 3
+    return on, [other.step() for _ in range(3)]
+
+
+def _checkpointed(run: Running) -> dict[str, Any]:
+    model, optimizer = get_state_dict(run.called, run.optimizer)
+    return {"model": model, "optimizer": optimizer, "fp8": run.manager}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(CURRENT, id="current"),
+        pytest.param(BLOCK, id="block"),
+        pytest.param(replace(CURRENT, overrides={"last": DelayedScaling()}, optimizer="adamw_fused"), id="mixed"),
+    ],
+)
+def test_a_resume_through_dcp_is_bitwise(two_ranks: RankPool, job: Job, tmp_path: Path) -> None:
+    for on, resumed in two_ranks.run(_resumed, job, str(tmp_path / "checkpoint")):
+        assert on == resumed
+
+
+# Blocks ---------------------------------------------------------------------------------------------
+
+
+def _gathered_bytes() -> tuple[int, int]:
+    """Bytes that all ranks' parts of one weight of 1024 x 512 come to; collectives of a step."""
+    model = nn.Sequential(nn.Linear(512, 1024, bias=False))
+    manager = fp8dist.prepare(model, BlockScaling(), group=dist.group.WORLD, fp8_all_gather=True)
+    shard(model)
+    manager.attach(model)
+    log: list[int] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(CountingAllGather(log))  # type: ignore[arg-type]
+    with torch.no_grad(), counted_collectives() as calls:
+        model(torch.randn(4, 512))
+    return sum(log), calls.names.count("all_reduce")
+
+
+def test_bytes_and_scales_of_blocks_are_gathered(two_ranks: RankPool) -> None:
+    elements = 1024 * 512
+    assert two_ranks.run(_gathered_bytes) == [(elements + elements * 4 // 16384, 0)] * 2
+
+
+def _attached(out_features: int, dim: int, recipe: Recipe, gather: bool) -> str:
+    model = nn.Sequential(nn.Linear(256, out_features))
+    manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=gather)
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(dim if parameter.ndim > 1 else 0))
+    try:
+        manager.attach(model)
+    except ConfigurationError as error:
+        assert not manager._cycle.attached
+        return str(error)
+    model(torch.randn(16, 256)).sum().backward()
+    return ""
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(128, 0), (384, 0), (240, 0), (16, 0), (256, 1), (512, 1)])
+def test_shards_that_cut_blocks_are_refused_by_all_ranks(two_ranks: RankPool, rows: int, dim: int) -> None:
+    first, *others = two_ranks.run(_attached, rows, dim, BlockScaling(), True)
+    assert others == [first]
+    for part in (f"0: its weight ({rows}, 256)", f"along dim {dim} over 2 ranks", "overrides", "fp8_all_gather"):
+        assert part in first
+    assert (f"{rows // 2} rows each" in first) == (dim == 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "recipe", "gather"),
+    [(256, BlockScaling(), True), (384, BlockScaling(), False), (384, CurrentScaling(), True)],
+)
+def test_shards_that_cut_no_block_are_taken(two_ranks: RankPool, rows: int, recipe: Recipe, gather: bool) -> None:
+    assert two_ranks.run(_attached, rows, 0, recipe, gather) == [""] * 2
+
+
+def test_uneven_shards_are_refused() -> None:
+    """FSDP2 pads what short parts send, but nothing that comes with it: 2160 rows over 17 ranks are 128 each, and 112
+    for the last. One process acts as the first of them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=17)
+    try:
+        assert "128 rows each, but 112 for the last" in _attached(2160, 0, BlockScaling(), True)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rowwise_scaling_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.raises(ConfigurationError, match="1: fp8_all_gather=True does not go with RowwiseScaling"):
+        fp8dist.prepare(model, overrides={"1": RowwiseScaling()}, fp8_all_gather=True)
+    assert type(model[1]) is nn.Linear

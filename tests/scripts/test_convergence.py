@@ -1,0 +1,374 @@
+"""scripts/convergence: its arithmetic, its tables, what it runs again and what not, and what it says of gradients."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.recipe import GEMMS
+from scripts.benchmarks.markdown import NOT_YET
+from scripts.benchmarks.results_tables import filled
+from scripts.convergence import results
+from scripts.convergence.comparison import (
+    Comparison,
+    Spread,
+    compare,
+    final_loss,
+    gap_percent,
+    mean_curve,
+    spread_of,
+)
+from scripts.convergence.gradients import Gradients, cosine, fp8_gradients, gradients_of
+from scripts.convergence.gradients import compare as compare_gradients
+from scripts.convergence.plot import draw, smoothed
+from scripts.convergence.tables import CONVERGENCE_TABLES, gaps, gradients, layers, setting
+from scripts.convergence.tasks import Task, TaskFailed, run_all
+from scripts.convergence.variants import VARIANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TWENTY = 20 * [9.0]
+
+
+def run(final: float, validation: float) -> dict[str, Any]:
+    """Of 20 steps: the last two are what counts, and their mean is ``final``."""
+    return {"losses": [*TWENTY[:18], final - 0.5, final + 0.5], "validation_loss": validation, "tokens_per_s": 1.0}
+
+
+def kept(**runs: dict[str, Any]) -> dict[str, Any]:
+    """A results file of two seeds. Gaps of the recipe: +1 % and -0.5 %."""
+    two = {
+        "fp32": {"0": run(2.0, 2.5), "1": run(4.0, 5.0)},
+        "current": {"0": run(2.02, 2.55), "1": run(3.98, 4.9)},
+    }
+    case = {"recipe": "bf16", "fp8": [], "overall": 1.0, "projection": 1.0}
+    case |= {"weights": {"blocks.0.qkv": 0.75, "blocks.0.mlp_in": 0.25}, "inputs": {"blocks.0": 0.125}}
+    return {
+        **{"schema": 1, "date": "2026-01-31T12:00:00Z", "commits": ["0123456789abcdef+"], "machine": "an abacus"},
+        **{"versions": {"torch": "2.13.0"}, "steps": 20, "flags": ["--width", "32"], "plot": True},
+        **{"runs": {**two, **runs}, "gradients": {"seed": 0, "points": [{"step": 7, "cases": [case]}]}},
+    }
+
+
+def test_the_final_loss_is_that_of_the_last_tenth() -> None:
+    assert final_loss([*TWENTY[:18], 2.0, 3.0]) == 2.5
+    assert final_loss([5.0, 4.0, 3.0]) == 3.0, "a short run has its last step"
+    assert final_loss([*27 * [9.0], 1.0, 2.0, 6.0]) == 3.0
+
+
+def test_gap_and_spread_are_right() -> None:
+    assert gap_percent(2.02, 2.0) == pytest.approx(1.0)
+    assert gap_percent(1.99, 2.0) == pytest.approx(-0.5)
+    spread = spread_of([1.0, 2.0, 6.0])  # Deviations -2, -1, 3: squares 4 + 1 + 9 over 2.
+    assert spread == Spread(3.0, pytest.approx(math.sqrt(7.0)), 1.0, 6.0)
+    assert spread_of([2.0]) == Spread(2.0, None, 2.0, 2.0)
+    assert mean_curve([[1.0, 2.0], [3.0, 6.0]]) == [2.0, 4.0]
+    assert smoothed([0.0, 2.0, *10 * [7.0]])[:3] == [0.0, 1.0, 3.0]
+    assert smoothed([0.0, 2.0, *10 * [7.0]])[9:] == [5.8, 6.5, 7.0]
+
+
+def test_a_variant_is_compared_with_fp32_of_the_same_seed() -> None:
+    found = compare(kept()["runs"])
+    assert list(found) == ["fp32", "current"]
+    assert found["fp32"].training_gap is None
+    assert found["fp32"].training == Spread(3.0, pytest.approx(math.sqrt(2)), 2.0, 4.0)
+    current = found["current"]
+    assert (current.seeds, current.goal) == ((0, 1), 0.5)
+    deviation = math.sqrt(2 * 0.75**2)
+    approximately = [pytest.approx(value) for value in (0.25, deviation, -0.5, 1.0)]
+    assert current.training_gap == Spread(*approximately)  # type: ignore[arg-type]
+    assert current.validation_gap == Spread(*[pytest.approx(v) for v in (0.0, math.sqrt(8), -2.0, 2.0)])  # type: ignore
+    alone = compare({"block": {"0": run(2.0, 2.0)}, "fp32": {"1": run(2.0, 2.0)}})["block"]
+    assert (alone.training_gap, alone.reached) == (None, "-")
+
+
+@pytest.mark.parametrize(
+    ("gaps_of_seeds", "reached"),
+    [
+        ([0.5, -0.5], "yes, with every seed"),
+        ([0.6, -0.2], "yes, on average"),
+        ([-0.6, -0.5], "no"),
+        ([math.nan, 0.1], "no"),
+    ],
+)
+def test_whether_a_goal_was_reached(gaps_of_seeds: Sequence[float], reached: str) -> None:
+    gap = spread_of(gaps_of_seeds)
+    assert Comparison((0, 1), gap, gap, gap, gap, 0.5).reached == reached
+
+
+def test_a_run_that_blew_up_reaches_nothing() -> None:
+    broken = {**run(2.0, 2.0), "losses": [*TWENTY[:18], "nan", "nan"], "validation_loss": "nan"}
+    data = kept(block={"0": run(2.0, 2.0), "1": broken})
+    assert compare(data["runs"])["block"].reached == "no"
+    assert results.problems_of(data) == []
+
+
+def _line(table: str, start: str) -> str:
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {start} |")]
+    return line
+
+
+def test_tables_say_what_the_results_are() -> None:
+    table = gaps(kept())
+    assert len(table.splitlines()) == 2 + len(VARIANTS)
+    assert _line(table, "FP32") == "| FP32 | 2 | 3.0000 ± 1.4142 | - | - | 3.7500 ± 1.7678 | - | - | - |"
+    figures = "3.0000 ± 1.3859 | +0.250 ± 1.061 % | -0.500 to +1.000 % | 3.7250 ± 1.6617 | +0.000 ± 2.828 %"
+    assert _line(table, "FP8, current") == f"| FP8, current | 2 | {figures} | within 0.50 % | yes, on average |"
+    assert NOT_YET in _line(table, "FP8, block")
+    assert (
+        "| 20 | 2 steps | `--width 32` | an abacus | torch 2.13.0 | 0123456789 and changes | 2026-01-31 |"
+        in setting(kept())
+    )
+    assert "| bf16 | none | 0.50000 | 0.25000 (blocks.0.mlp_in, step 7) | 1.00000 | 0.12500 |" in gradients(kept())
+    assert "| blocks.0.mlp_in.weight | 0.25000 |" in layers(kept())
+    assert "| input of blocks.0 | 0.12500 |" in layers(kept())
+
+
+def test_without_results_nothing_is_claimed() -> None:
+    for make in (setting, gradients, layers):
+        (row,) = make(None).splitlines()[2:]
+        assert NOT_YET in row
+        assert not any(character.isdecimal() for character in row)
+    assert gaps(None).count(NOT_YET) == len(VARIANTS) + 4
+    page = "<!-- results:convergence -->\nold\n<!-- end of results:convergence -->"
+    assert filled(page, [], kept()).splitlines()[1:-1] == gaps(kept()).splitlines()
+
+
+def test_readme_has_every_table() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in CONVERGENCE_TABLES if f"<!-- results:{name} -->" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"schema": 9}, "schema 1"),
+        ({"machine": None}, "machine is missing"),
+        ({"runs": {"fp4": {}}}, "unknown variant 'fp4'"),
+        ({"steps": 19}, "needs 19 losses"),
+    ],
+)
+def test_what_is_no_results_file_is_refused(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    folder = results.folder_of(tmp_path)
+    assert results.load(tmp_path) is None
+    folder.mkdir(parents=True)
+    (folder / results.FILE).write_text(json.dumps({**kept(), **change}))
+    with pytest.raises(ValueError, match=problem):
+        results.load(tmp_path)
+    (folder / results.FILE).write_text(json.dumps(kept()))
+    assert results.load(tmp_path) == kept()
+
+
+@pytest.mark.slow
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    draw(kept(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+# What is run, and what is not run again
+
+
+def _task(folder: Path, code: str = "", **stamp: Any) -> Task:
+    """Counts its runs in the file ``count``."""
+    program = f"import time, sys; from pathlib import Path; f = Path({str(folder)!r}); {code or 'pass'}\n"
+    program += "with open(f / 'count', 'a') as c: c.write('x')\n(f / 'product').touch()"
+    return Task(folder.name, folder, ("-c", program), "product", stamp, {"commit": stamp.get("version", "none")})
+
+
+def _runs(task: Task) -> int:
+    return len((task.folder / "count").read_text())
+
+
+def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
+    task, said = _task(tmp_path / "a"), []
+    assert run_all([task], 1, said.append) == 1
+    assert run_all([task], 1, said.append) == 0
+    assert said[-1] == "1 of 1 are finished already"
+    (task.folder / "product").unlink()
+    assert run_all([task], 1, said.append) == 1, "an interrupted run has none"
+    other = _task(tmp_path / "a", version="2")
+    assert run_all([other], 1, said.append) == 1, "another stamp"
+    assert other.made_by == {"commit": "2"}
+    assert run_all([_task(tmp_path / "a", "time.sleep(0)", version="2")], 1, said.append) == 1, "another program"
+    assert _runs(task) == 4
+
+
+def test_runs_go_on_side_by_side(tmp_path: Path) -> None:
+    wait = "(f / 'here').touch()\nwhile not (f.parent / {!r} / 'here').exists(): time.sleep(0.02)"
+    tasks = [_task(tmp_path / "a", wait.format("b")), _task(tmp_path / "b", wait.format("a"))]
+    assert run_all(tasks, 2, lambda text: None) == 2
+
+
+def test_a_run_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
+    bad, slow = _task(tmp_path / "bad", "sys.exit('no such luck')"), _task(tmp_path / "slow", "time.sleep(60)")
+    start = time.monotonic()
+    with pytest.raises(TaskFailed, match="no such luck"):
+        run_all([bad, slow], 2, lambda text: None)
+    assert time.monotonic() - start < 30
+    assert not bad.finished
+    assert not slow.finished
+
+
+TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4", "--steps", "4")
+
+
+def _convergence(*flags: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "launch"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "scripts.convergence", *flags]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.long
+def test_from_end_to_end(tmp_path: Path) -> None:
+    flags = [*TINY, "--seeds", "1", "--jobs", "2", "--out", str(tmp_path), "--variants", "fp32", "block"]
+    done = _convergence(*flags)
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / results.FILE).read_text())
+    assert results.problems_of(data) == []
+    losses = {name: data["runs"][name]["0"]["losses"] for name in ("fp32", "block")}
+    assert losses["fp32"] != losses["block"]
+    assert losses["fp32"] == pytest.approx(losses["block"], rel=0.01)
+    assert [point["step"] for point in data["gradients"]["points"]] == [1, 2, 4]
+    assert {case["recipe"] for case in data["gradients"]["points"][0]["cases"]} == {
+        *("bf16", "delayed", "current", "rowwise", "block"),
+    }
+    for case in data["gradients"]["points"][-1]["cases"]:
+        assert 0.99 < case["overall"] < 1, case
+        assert 0.97 < case["projection"] < 1.03, case
+    assert gaps(data) in done.stdout
+    assert (tmp_path / results.PLOT).exists()
+    before = (tmp_path / "fp32/seed-0/metrics.jsonl").stat().st_mtime_ns
+    again = _convergence(*flags)
+    assert "3 of 3 are finished already" in again.stderr
+    assert json.loads((tmp_path / results.FILE).read_text())["runs"] == data["runs"]
+    assert (tmp_path / "fp32/seed-0/metrics.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "3"], "--seed is not for this program"),
+        (["--recipe=block"], "--recipe=block is not for this program"),
+        (["--width", "many"], "invalid integer value: 'many'"),
+        (["--seeds", "0"], "must be at least 1"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(tmp_path: Path, flags: list[str], message: str) -> None:
+    done = _convergence("--out", str(tmp_path), "--variants", "fp32", *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# Gradients
+
+
+LINEARS = tuple(f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "attention_out", "mlp_in", "mlp_out"))
+STREAMS = ("blocks.0", "blocks.1")
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """The main job's, small, with weights large enough that all blocks matter."""
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    torch.manual_seed(0)
+    made = importlib.import_module("gpt").GPT(layers=2, width=32, heads=2, context=16)
+    assert isinstance(made, nn.Module)
+    for parameter in made.parameters():
+        parameter.data.mul_(4) if parameter.ndim > 1 else None
+    return made
+
+
+def _loss(seed: int, factor: float = 1.0) -> Any:
+    tokens = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(seed))
+
+    def loss(model: nn.Module) -> Tensor:
+        return factor * model(tokens[:, :-1], tokens[:, 1:])
+
+    return loss
+
+
+def _cosines(model: nn.Module, recipe: fp8dist.Recipe, factor: float = 1.0, calibrated: bool = True) -> Any:
+    loss, others = _loss(0, factor), [_loss(seed, factor) for seed in (1, 2)] if calibrated else []
+    expected = gradients_of(model, loss, LINEARS, STREAMS)
+    return compare_gradients(fp8_gradients(model, recipe, loss, LINEARS, STREAMS, others), expected)
+
+
+def test_the_cosine_is_that_of_the_angle() -> None:
+    assert cosine(torch.tensor([[3.0, 4.0]]), torch.tensor([[4.0, 3.0]])) == pytest.approx(24 / 25)
+    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])) == 0
+    assert cosine(torch.tensor([1e-30, 0.0]), torch.tensor([-7e30, 0.0])) == -1, "float32 would overflow"
+    assert cosine(torch.zeros(2), torch.ones(2)) == 0
+    assert math.isnan(cosine(torch.tensor([math.nan, 0.0]), torch.ones(2)))
+    left = Gradients({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, {})
+    right = Gradients({"a": torch.tensor([0.0]), "b": torch.tensor([0.0, 2.0])}, {})
+    found = compare_gradients(left, right)
+    assert (found.weights, found.overall, found.projection) == ({"a": 0.0, "b": 1.0}, pytest.approx(0.8), 2.0)
+
+
+def test_gradients_are_those_of_autograd(model: nn.Module) -> None:
+    loss = _loss(0)
+    found = gradients_of(model, loss, LINEARS, STREAMS)
+    parameters = [model.get_submodule(name).weight for name in LINEARS]
+    for name, wanted in zip(LINEARS, torch.autograd.grad(loss(model), parameters)):
+        assert torch.equal(found.weights[name], wanted)
+    # By what flows into the first block: the position's gradient is its sum over the windows.
+    position = torch.autograd.grad(loss(model), [model.position])[0]
+    torch.testing.assert_close(found.inputs["blocks.0"].sum(0), position)
+
+
+@pytest.mark.parametrize("make", [fp8dist.DelayedScaling, fp8dist.CurrentScaling, fp8dist.RowwiseScaling])
+def test_all_gemms_in_high_precision_turn_nothing(model: nn.Module, make: type[Any]) -> None:
+    found = _cosines(model, make(high_precision=GEMMS))
+    for value in (*found.weights.values(), *found.inputs.values(), found.overall, found.projection):
+        assert value == pytest.approx(1.0, abs=1e-12)
+
+
+RECIPES = (fp8dist.DelayedScaling(), fp8dist.CurrentScaling(), fp8dist.RowwiseScaling(), fp8dist.BlockScaling())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_fp8_turns_gradients_a_little(model: nn.Module, recipe: fp8dist.Recipe) -> None:
+    found = _cosines(model, recipe)
+    for name, value in {**found.weights, **found.inputs, "overall": found.overall}.items():
+        assert 0.9 < value < 1 - 1e-6, name
+
+
+def test_each_gemm_turns_what_it_makes(model: nn.Module) -> None:
+    only_wgrad = _cosines(model, fp8dist.CurrentScaling(high_precision=("fprop", "dgrad")))
+    assert list(only_wgrad.inputs.values()) == [pytest.approx(1.0, abs=1e-12)] * 2
+    assert all(value < 1 - 1e-6 for value in only_wgrad.weights.values())
+    only_dgrad = _cosines(model, fp8dist.CurrentScaling(high_precision=("fprop", "wgrad")))
+    assert only_dgrad.weights["blocks.1.mlp_out"] == pytest.approx(1.0, abs=1e-12), "nothing is above it"
+    assert only_dgrad.inputs["blocks.0"] < only_dgrad.inputs["blocks.1"] < 1 - 1e-6, "errors add up"
+    assert only_dgrad.weights["blocks.1.mlp_in"] < 1 - 1e-6
+
+
+def test_scales_that_do_not_fit_turn_them_a_lot(model: nn.Module) -> None:
+    factor = 1e-6  # Gradients below E5M2's smallest number, 2**-16.
+    bad = _cosines(model, fp8dist.DelayedScaling(warmup="unit"), factor, calibrated=False)
+    good = _cosines(model, fp8dist.DelayedScaling(), factor)
+    assert bad.overall < 0.5 < 0.9 < good.overall
+
+
+def test_a_measurement_leaves_the_model_alone(model: nn.Module) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fp8_gradients(model, fp8dist.DelayedScaling(), _loss(0), LINEARS, STREAMS, [_loss(1)])
+    assert all(type(module) is not FP8Linear for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

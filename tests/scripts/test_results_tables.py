@@ -1,0 +1,209 @@
+"""Tables of measured figures come from kernels/results and scripts/results, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from scripts.benchmarks import results_tables
+from scripts.benchmarks.gpu import results
+from scripts.benchmarks.results_tables import GOALS, NOT_YET, TABLES, filled, goals, kept, unknown_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+STAMP = MappingProxyType({"commit": "0123456789abcdef", "dirty": False, "date": "2026-01-31T12:00:00Z"})
+
+
+def _timing(median: float) -> dict[str, float]:
+    return {"median_us": median, "low_us": 0.9 * median, "high_us": 1.1 * median, "count": 20}
+
+
+def _part(cases: list[dict[str, Any]], figures: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    part = {"status": "done", "seconds": 1.0, "problem": None, "cases": cases, "figures": figures}
+    return {**part, **STAMP, **changes}
+
+
+def measured(**parts: Any) -> dict[str, Any]:
+    """The results of a device that does not exist."""
+    ratios = {"geomean": 0.98, "lowest": 0.91, "lowest_case": "70b down wgrad", "shapes": 96, "fprop": 0.97}
+    product = {"name": "70b down wgrad", "timings": {"fp8dist": _timing(100.0)}, "tflops": {"fp8dist": 1234.4}}
+    cast = {
+        "name": "cast 8x16",
+        "kernel": "cast",
+        "rows": 8,
+        "columns": 16,
+        "tensors": 1,
+        "ratio": 0.93,
+        "gb_per_s": {"fp8dist": 3900.0, "copy": 4200.0},
+        "timings": {"fp8dist": _timing(31.5), "copy": _timing(29.3)},
+    }
+    casts = {"copy_gb_per_s": 4200.0, "cast": {"geomean": 0.93, "lowest": 0.93, "lowest_case": "c"}}
+    commit = {"name": "commit", "update": "commit", "slots": 1000, "history": 1024}
+    linear = {"name": "8b qkv, 8192 tokens", "ratio": 1.63, "eager_ratio": 1.61}
+    kept = {
+        "matmul_tensorwise": _part([product], ratios),
+        "memory": _part([cast], casts),
+        "update": _part(
+            [{**commit, "timings": {"graph": _timing(3.2), "graph_cold": _timing(5.1), "eager": _timing(14.0)}}],
+            {"commit_1000_graph_us": 3.2, "commit_1000_graph_cold_us": 5.1, "commit_1000_eager_us": 14.0},
+        ),
+        "linears": _part(
+            [{**linear, "timings": {"fp8dist": _timing(1000.0), "bf16": _timing(1630.0)}}],
+            {"geomean": 1.63, "lowest": 1.63, "lowest_case": "8b qkv, 8192 tokens"},
+        ),
+    }
+    return {
+        **results.empty(None, False, "test"),
+        **STAMP,
+        "device": {"name": "Imaginary 9000", "capability": [9, 9], "driver": "1.2", "memory_gib": 1, "processors": 1},
+        "versions": {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0", "torchao": None},
+        "tests": {"passed": 100, "failed": 0, "skipped": 2, "seconds": 60.0, "failures": [], "cut_off": False, **STAMP},
+        "parts": {**kept, **parts},
+    }
+
+
+def _line(table: str, start: str) -> str:
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {start} ")]
+    return line
+
+
+def test_without_results_nothing_is_claimed() -> None:
+    table = goals([])
+    assert len(table.splitlines()) == 2 + len(GOALS)
+    assert all(line.endswith(f"| {NOT_YET} |") for line in table.splitlines()[2:])
+    for name, make in TABLES.items():
+        assert NOT_YET in make([]), name
+
+
+def test_figures_are_those_of_the_file(tmp_path: Path) -> None:
+    results.write(tmp_path / "imaginary-9000.json", measured())
+    loaded = results.load_all(tmp_path)
+    table = goals(loaded)
+    assert "Imaginary 9000" in table.splitlines()[0]
+    assert _line(table, "GEMM, tensorwise,").endswith("| 0.98 (lowest 0.91: 70b down wgrad) |")
+    assert _line(table, "GEMM, row-wise").endswith(f"| {NOT_YET} |")
+    assert _line(table, "cast only").endswith("| 0.93 (lowest 0.93: c) |")
+    assert _line(table, "digest").endswith(f"| {NOT_YET} |")
+    assert _line(table, "commit,").endswith(
+        "| 3.2 µs in a CUDA graph, warm; 5.1 µs cold; 14.0 µs launched one by one, warm |"
+    )
+    assert "| 0.97 | - | - | 0.91 (70b down wgrad) | 1234 |" in TABLES["matmuls"](loaded)
+    assert "| cast | 1 of 8 x 16 | 31.5 | 3900 | 0.93 | 0.93 |" in TABLES["memory"](loaded)
+    assert "| commit | 1,000 | 1024 | 3.2 warm, 5.1 cold | 14.0 warm |" in TABLES["updates"](loaded)
+    assert "| 8b qkv, 8192 tokens | 1.00 | 1.63 | 1.63 | 1.61 |" in TABLES["linears"](loaded)
+    machines = TABLES["machines"](loaded)
+    for text in ("0123456789", "torch 2.11.0, Triton 3.6.0", "2026-01-31", "100 passed, 0 failed, 2 skipped"):
+        assert text in machines
+
+
+def test_a_wrong_result_gives_no_figure_but_its_reason() -> None:
+    problem = "wrong: relative error 1.4, at most 0.004 is right"
+    case = {"name": "8b qkv", "problem": problem}
+    table = goals([measured(matmul_tensorwise=_part([case], {"shapes": 3}, problem=problem))])
+    assert _line(table, "GEMM, tensorwise,").endswith(f"| no figure: {problem} |")
+    refused = _part([], {"shapes": 0, "refused_by_torch": "no such kernel (96 shapes)"})
+    table = goals([measured(matmul_blockwise=refused)])
+    assert _line(table, "GEMM, block-scaled").endswith("| no figure: no such kernel (96 shapes) |")
+
+
+def test_a_part_that_was_cut_off_says_so() -> None:
+    figures = {"geomean": 1.0, "lowest": 0.9, "lowest_case": "x", "shapes": 10}
+    part = _part([], figures, status="cut off", problem="out of time after 10 of 96 cases")
+    assert "out of time after 10 of 96" in _line(goals([measured(matmul_rowwise=part)]), "GEMM, row-wise")
+
+
+def test_smoke_runs_are_no_figures(tmp_path: Path) -> None:
+    results.write(tmp_path / "x86-64.json", {**measured(), "smoke": True})
+    assert results.load_all(tmp_path) == []
+
+
+def test_tables_go_between_their_markers() -> None:
+    page = "before\n<!-- results:goals -->\nold\n<!-- end of results:goals -->\nafter\n"
+    once = filled(page, [measured()])
+    assert once.startswith("before\n<!-- results:goals -->\n| what |")
+    assert once.endswith("|\n<!-- end of results:goals -->\nafter\n")
+    assert "\nold\n" not in once
+    assert filled(once, [measured()]) == once
+    assert unknown_tables(page) == []
+    assert unknown_tables("<!-- results:goals -->") == ["goals"]
+    assert unknown_tables("<!-- results:x --><!-- end of results:x -->") == ["x"]
+
+
+@pytest.mark.parametrize("page", results_tables.PAGES)
+def test_the_pages_are_up_to_date(page: str) -> None:
+    """If not: ``python -m scripts.benchmarks.results_tables`` writes them."""
+    text = (ROOT / page).read_text()
+    assert unknown_tables(text) == []
+    assert filled(text, *kept()) == text
+
+
+def test_the_kernels_page_has_every_table() -> None:
+    text = (ROOT / "kernels/README.md").read_text()
+    assert [name for name in TABLES if f"<!-- results:{name} -->" not in text] == []
+
+
+def test_the_kept_results_are_right() -> None:
+    for path in (ROOT / "kernels" / "results").glob("*.json"):
+        data = results.read(path)
+        assert not data["smoke"]
+        assert path == results.file_of(path.parent, data["device"]["name"])
+
+
+def _without(key: str) -> dict[str, Any]:
+    data = measured()
+    del data[key]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ([], "not an object"),
+        (_without("device"), "device is missing"),
+        (_without("commit"), "no commit"),
+        ({**measured(), "schema": 99}, "schema 99"),
+        (measured(other=_part([], {})), "unknown part 'other'"),
+        (measured(memory=_part([], {}, status="fine")), "unknown status 'fine'"),
+        (measured(memory=_part([{}], {})), "a case has no name"),
+        (measured(memory=_part([{"name": "c"}], {})), "neither timings nor a problem"),
+        (measured(memory=_part([{"name": "c", "timings": {"a": {"count": 3}}}], {})), "a has no median_us"),
+    ],
+)
+def test_what_is_no_results_file_is_refused(tmp_path: Path, data: Any, problem: str) -> None:
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=problem):
+        results.read(path)
+    assert results.problems_of(measured()) == []
+
+
+def test_what_was_not_measured_again_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tests = {**measured(), "parts": {}}
+    benchmark = {**measured(), "tests": None}
+    both = results.merged(tests, benchmark)
+    assert (both["tests"], both["parts"]) == (tests["tests"], benchmark["parts"])
+    later = {**benchmark, "run": "later", "commit": "fedcba9876543210", "parts": {"linears": _part([], {})}}
+    assert list(results.merged(both, later)["parts"]) == list(benchmark["parts"])
+    assert results.merged(both, later)["parts"]["linears"]["cases"] == []
+    for change in ({"versions": {}}, {"smoke": True}, {"device": {}}):
+        assert results.merged(both, {**later, **change})["parts"] == later["parts"], change
+    for change in ({"commit": None}, {"dirty": True}):
+        assert results.merged({**both, **change}, later)["parts"] == later["parts"], "of which code, nobody knows"
+        same_run = results.merged({**both, **change}, {**later, "run": both["run"]})
+        assert list(same_run["parts"]) == list(benchmark["parts"])
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert results.earlier(broken) is None
+    assert "no results" in capsys.readouterr().err
+    assert results.earlier(tmp_path / "none.json") is None
+
+
+def test_figures_of_another_commit_say_so() -> None:
+    table = goals([{**measured(), "commit": "fedcba9876543210"}])
+    assert _line(table, "cast only").endswith("| 0.93 (lowest 0.93: c) (commit 0123456789) |")
+    assert "(commit" not in goals([measured()])

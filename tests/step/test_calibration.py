@@ -1,0 +1,329 @@
+"""calibrate(): scales from high-precision passes, and nothing else is changed."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import CurrentScaling, DelayedScaling, StateManager
+from fp8dist.errors import ConfigurationError
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import batch, bits, histories, make_net, parameter_bits
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+
+
+class Noisy(nn.Module):
+    """Everything that a pass may change: a BatchNorm, dropout, a buffer that a forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 48), nn.BatchNorm1d(48), nn.Dropout(0.5), nn.Linear(48, 16))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.seen = x.detach()
+        y: Tensor = self.net(x)
+        return y
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """Bits of parameters, gradients and buffers, and the states of the generators."""
+    return {
+        "parameters": parameter_bits(model),
+        "gradients": {name: None if p.grad is None else bits(p.grad) for name, p in model.named_parameters()},
+        "buffers": {name: bits(b) for name, b in model.named_buffers()},
+        "random": bits(torch.get_rng_state()),
+        "training": [m.training for m in model.modules()],
+    }
+
+
+def loss_of(model: nn.Module, index: int, rank: int = 0) -> Tensor:
+    x, y = batch(rank, index)
+    loss: Tensor = (model(x) - y).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["no gradients", "gradients"])
+@pytest.mark.parametrize("raises", [False, True], ids=["clean", "raises"])
+def test_nothing_else_changes(gradients: bool, raises: bool) -> None:
+    model = Noisy()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager.attach(optimizer=optimizer)
+    if gradients:
+        loss_of(model, 0).backward()
+        manager.reset()  # Of which amaxes wait.
+    before, held = everything(model), {name: p.grad for name, p in model.named_parameters()}
+    cold = manager.metrics()["fp8/cold_slots"]
+    buffer, state = model.calls, copy.deepcopy(optimizer.state_dict())
+    try:
+        with manager.calibrate():
+            for index in range(3):
+                loss_of(model, index).backward()
+            if raises:
+                raise KeyError("stop")
+    except KeyError:
+        pass
+    assert everything(model) == before
+    assert {name: p.grad for name, p in model.named_parameters()} == held  # The same tensors.
+    assert model.calls is buffer
+    assert str(optimizer.state_dict()) == str(state)
+    assert manager.metrics()["fp8/cold_slots"] == (cold if raises else 0)
+    assert manager.steps == (0 if raises else 1)
+
+
+def test_amaxes_are_those_of_high_precision_passes() -> None:
+    """An independent look at them, over three batches; and the next forward is in FP8 with scales that follow."""
+    net, twin = make_net(), make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    seen: dict[str, float] = {}
+
+    def note(name: str, x: Tensor) -> None:
+        seen[name] = max(seen.get(name, 0.0), float(x.detach().abs().max()))
+
+    for name in ("first", "branch", "last"):
+        module = getattr(twin, name)
+        module.register_forward_pre_hook(lambda m, args, name=name: note(f"{name}:input", args[0]))
+        module.register_forward_hook(
+            lambda m, args, y, name=name: y.register_hook(lambda grad: note(f"{name}:grad_output", grad)) and None
+        )
+        seen[f"{name}:weight"] = float(module.weight.detach().abs().max())
+    with manager.calibrate():
+        for index in range(3):
+            loss_of(net, index).backward()
+    for index in range(3):
+        loss_of(twin, index).backward()
+    assert {str(slot): manager.amax(*slot).item() for slot in manager.slots} == pytest.approx(seen, rel=0, abs=0)
+    for slot in manager.slots:
+        largest = 57344.0 if slot.role == "grad_output" else 448.0
+        scale = torch.tensor(largest) / torch.tensor(seen[str(slot)])
+        assert manager.scale(*slot).item() == scale.item()
+
+
+def test_a_step_inside_is_refused() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    manager.attach(optimizer=optimizer)
+    before = parameter_bits(net)
+
+    def with_a_step_inside() -> None:
+        with manager.calibrate():
+            loss_of(net, 0).backward()
+            optimizer.step()
+
+    with pytest.raises(ConfigurationError, match=r"inside calibrate\(\)"):
+        with_a_step_inside()
+    assert parameter_bits(net) == before
+    loss_of(net, 0).backward()
+    optimizer.step()  # And now it may.
+    assert manager.steps == 1
+
+
+def test_it_counts_for_no_schedule_and_no_policy() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    manager.set_precision("*", "high", steps=1)
+    with manager.calibrate():
+        loss_of(net, 0).backward()
+    assert manager.high_precision("first") != ()
+    assert manager.metrics()["fp8/cold_slots"] == 0
+
+
+def test_recipes_without_state_have_nothing_to_calibrate() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, CurrentScaling())
+    manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    before = everything(net)
+    with manager.calibrate():
+        loss_of(net, 0).backward()
+    assert everything(net) == before
+
+
+# On ranks ------------------------------------------------------------------------------------------
+
+
+def _on_ranks(how: str) -> tuple[bool, list[int], dict[Any, list[float]], bool]:
+    rank = dist.get_rank()
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    module: Any = net
+    if how == "fsdp2":
+        fully_shard(net.first)
+        fully_shard(net)
+    else:
+        module = DistributedDataParallel(net, gradient_as_bucket_view=how == "bucket views")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    manager.attach(module, optimizer=optimizer)
+    loss_of(module, 0, rank).backward()  # Gradients that wait for an optimizer's step.
+    manager.reset()
+    before = everything(_local(module))
+    with counted_collectives() as calls, manager.calibrate():
+        for index in range(2):
+            loss_of(module, index, rank).backward()
+    same = everything(_local(module)) == before
+    optimizer.step()  # With the gradients of before.
+    expected = {name: 0 for name, p in module.named_parameters() if p.grad is None}
+    fp8 = [size for name, size in zip(calls.names, calls.sizes) if name == "all_reduce" and size == 4 * (8 + 9)]
+    return same, fp8, histories(manager), not expected
+
+
+def _local(module: nn.Module) -> nn.Module:
+    """DTensors as what this rank has of them."""
+    plain = nn.Module()
+    for number, parameter in enumerate(module.parameters()):
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        copied = nn.Parameter(local.detach().clone())
+        if parameter.grad is not None:
+            grad = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            copied.grad = grad.detach().clone()
+        plain.register_parameter(f"p{number}", copied)
+    return plain
+
+
+@pytest.mark.parametrize("how", ["ddp", "bucket views", "fsdp2"])
+def test_ranks_share_the_amaxes_in_one_collective(two_ranks: RankPool, how: str) -> None:
+    first, second = two_ranks.run(_on_ranks, how)
+    assert first[0]
+    assert second[0]
+    assert first[1] == second[1] == [4 * (8 + 9)]
+    assert first[2] == second[2]
+    assert first[3]
+
+
+def _after_an_evaluation(gather: bool) -> tuple[bool, bool]:
+    """FSDP2 leaves its outermost module gathered after a forward without a backward."""
+    rank = dist.get_rank()
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=gather)
+    fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    manager.attach(net, optimizer=optimizer)
+    same = []
+    for waiting in (True, False):
+        if waiting:
+            loss_of(net, 0, rank).backward()
+        before = everything(_local(net))
+        with torch.no_grad():
+            net(batch(rank, 1)[0])
+        with manager.calibrate():
+            loss_of(net, 1, rank).backward()
+        same.append(everything(_local(net)) == before)
+        optimizer.step()
+        optimizer.zero_grad()
+    return same[0], same[1]
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["high precision", "FP8"])
+def test_gradients_are_those_of_before_also_after_an_evaluation(two_ranks: RankPool, gather: bool) -> None:
+    assert two_ranks.run(_after_an_evaluation, gather) == [(True, True)] * 2
+
+
+def _between_microbatches() -> list[str]:
+    rank, told = dist.get_rank(), []
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    fully_shard(net.first)
+    fully_shard(net)
+    manager.attach(net)
+    for waits in (True, False):
+        net.set_requires_gradient_sync(not waits)
+        loss_of(net, 0, rank).backward()
+        try:
+            with manager.calibrate():
+                pass
+            told.append("")
+        except ConfigurationError as error:
+            told.append(str(error))
+    return told
+
+
+def test_gradients_that_wait_for_a_reduction_are_not_mixed_in(two_ranks: RankPool) -> None:
+    for waits, reduced in two_ranks.run(_between_microbatches):
+        assert "has not reduced yet" in waits
+        assert reduced == ""
+
+
+# From FP32 to FP8 ----------------------------------------------------------------------------------
+
+
+class Trained:
+    """The main job's model after some hundred steps in FP32 on real text, and one more batch."""
+
+    def __init__(self, steps: int = 200) -> None:
+        sys.path.insert(0, str(LAUNCH))
+        try:
+            from gpt import GPT
+            from text import read_text
+        finally:
+            sys.path.remove(str(LAUNCH))
+        text = torch.frombuffer(bytearray(read_text(None, 32).training), dtype=torch.uint8)
+        self._text, self._random = text, torch.Generator().manual_seed(1)
+        torch.manual_seed(0)
+        self.model = GPT(layers=2, width=64, heads=2, context=32)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        for _ in range(steps):
+            self.model(*self.batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.batches = [self.batch() for _ in range(4)]
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(0, len(self._text) - 33, (8,), generator=self._random)
+        windows = self._text[starts[:, None] + torch.arange(33)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return Trained()
+
+
+def first_losses(trained: Trained, calibrated: bool) -> tuple[float, float, StateManager]:
+    """(loss of the first FP8 step with unit scales or calibrated ones, that of FP32)."""
+    model = copy.deepcopy(trained.model)
+    manager = fp8dist.prepare(model, DelayedScaling(warmup="unit"))
+    # As a job that goes on from a checkpoint without FP8 state: no weight amaxes of attach either.
+    if calibrated:
+        before = everything(model)
+        with manager.calibrate():
+            for tokens, targets in trained.batches[1:]:
+                model(tokens, targets).backward()
+        assert everything(model) == before
+    in_fp8 = model(*trained.batches[0]).item()
+    with torch.no_grad():
+        in_fp32 = trained.model(*trained.batches[0]).item()
+    return in_fp8, in_fp32, manager
+
+
+@pytest.mark.slow
+def test_calibration_takes_away_the_error_of_the_first_step(
+    trained: Trained, record_property: pytest.RecordProperty
+) -> None:
+    """With unit scales, small weights and gradients are lost to FP8's smallest numbers."""
+    with captured_log():
+        uncalibrated, exact, _ = first_losses(trained, False)
+        calibrated, _, _ = first_losses(trained, True)
+    errors = abs(uncalibrated - exact), abs(calibrated - exact)
+    record_property("first_step_loss", f"FP32 {exact:.5f}, unit scales {uncalibrated:.5f}, calibrated {calibrated:.5f}")
+    print(f"\nfirst step: FP32 {exact:.5f}; error with unit scales {errors[0]:.5f}, calibrated {errors[1]:.5f}")
+    assert errors[1] <= errors[0] / 10
+    assert errors[1] <= 0.01 * exact

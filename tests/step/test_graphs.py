@@ -1,0 +1,389 @@
+"""A training step as a CUDA graph: no decision on the host, and ``poll()`` does the host's part. On an emulated graph;
+the real one is in tests/test_gpu_*.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist import ConfigurationError, DelayedScaling, StateManager
+from tests.support.elements import flip
+from tests.support.graphs import EmulatedGraph
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.states import state_of
+from tests.support.training import batch, make_net
+
+WARM_UP, REPLAYS = 2, 6
+
+
+class _Job:
+    """A net with a static batch, as capture needs it."""
+
+    def __init__(
+        self, momentum: float = 0.9, check_every: int = 0, group: Any = None, check_policy: Any = None, **recipe: Any
+    ) -> None:
+        self.net: nn.Module = make_net()
+        backend = recipe.pop("backend", "auto")
+        self.manager: StateManager = fp8dist.prepare(
+            self.net,
+            DelayedScaling(history_len=3, **recipe),
+            group=group,
+            backend=backend,
+            check_every=check_every,
+            check_policy=check_policy,
+        )
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=momentum)
+        self.manager.attach(optimizer=self.optimizer)
+        self.x, self.y = batch(0, 0)
+        self.loss = torch.zeros(())
+
+    def load(self, step: int) -> None:
+        """The next batch into the same memory; later ones are larger, so that scales must follow."""
+        x, y = batch(0, step)
+        self.x.copy_(x * (1 + step))
+        self.y.copy_(y)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.mse_loss(self.net(self.x), self.y)
+        loss.backward()
+        self.optimizer.step()
+        self.loss = loss.detach()
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a capture by emulation changes and should not."""
+        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        arenas = [t for sync in self.manager._syncs for t in sync.arena.arrays]
+        return [*self.net.parameters(), *self.net.buffers(), *state, *arenas]
+
+
+def _eager(job: _Job) -> list[float]:
+    losses = []
+    for step in range(WARM_UP + REPLAYS):
+        job.load(step)
+        job.step()
+        losses.append(job.loss.item())
+    return losses
+
+
+def _captured(job: _Job) -> EmulatedGraph:
+    job.manager.poll()
+    before = [t.detach().clone() for t in job.tensors()]
+    graph = EmulatedGraph()
+    with graph.capture():
+        job.step()
+    with torch.no_grad():
+        for tensor, old in zip(job.tensors(), before):
+            tensor.copy_(old)
+    return graph
+
+
+def _replayed(job: _Job) -> list[float]:
+    losses = []
+    for step in range(WARM_UP):
+        job.load(step)
+        job.step()
+        losses.append(job.loss.item())
+    graph = _captured(job)
+    for step in range(WARM_UP, WARM_UP + REPLAYS):
+        job.load(step)
+        graph.replay()
+        job.manager.poll()
+        losses.append(job.loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.long)])
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.parametrize("warmup", ["current", "unit"])
+def test_replays_are_steps(update: str, warmup: str, backend: str) -> None:
+    """Losses, parameters and FP8 state bit for bit as in eager mode, scales and step counter included."""
+    eager, graphed = (_Job(update=update, warmup=warmup, backend=backend) for _ in range(2))
+    assert _replayed(graphed) == _eager(eager)
+    assert state_of(graphed.manager) == state_of(eager.manager)
+    for mine, theirs in zip(graphed.net.parameters(), eager.net.parameters()):
+        assert torch.equal(mine, theirs)
+    assert graphed.manager.steps == eager.manager.steps == WARM_UP + REPLAYS
+    assert graphed.manager.metrics()["fp8/step"] == WARM_UP + REPLAYS
+
+
+def test_captured_while_cold() -> None:
+    """Hot or cold is decided by each replay: a graph that was captured with cold slots uses their scales once they have
+    some."""
+    eager, graphed = (_Job(momentum=0.0) for _ in range(2))  # Momentum begins on the host, in torch's SGD.
+    graph = _captured(graphed)
+    for step in range(4):
+        for job in (eager, graphed):
+            job.load(step)
+        eager.step()
+        graph.replay()
+        graphed.manager.poll()
+    assert state_of(graphed.manager) == state_of(eager.manager)
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether verdicts are read as on CUDA: not before the next boundary or poll."""
+    if request.param:
+        original = fp8dist.sync.arena_sync.Verdict.__init__
+
+        def made(self: Any, outcome: Tensor, tripped: Tensor | None = None) -> None:
+            original(self, outcome, tripped)
+            self.immediate, self._event = False, mock.Mock()
+            self._outcome = self._outcome.clone()
+
+        monkeypatch.setattr("fp8dist.sync.arena_sync.Verdict.__init__", made)
+    return bool(request.param)
+
+
+def _events(job: _Job) -> list[tuple[str, int]]:
+    events: list[tuple[str, int]] = []
+    job.manager.on_event(lambda event: events.append((event.kind, event.step)))
+    return events
+
+
+def _warm(job: _Job) -> None:
+    for step in range(WARM_UP):
+        job.load(step)
+        job.step()
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_poll_tells_what_a_replay_saw(update: str, late: bool) -> None:
+    """Once, with its step and its slots, also when the next replay has run already."""
+    job = _Job(update=update)
+    events = _events(job)
+    named: list[Any] = []
+    job.manager.on_event(lambda event: named.append({slot.fqn for slot in event.slots}))
+    _warm(job)
+    graph = _captured(job)
+    for step in range(WARM_UP, WARM_UP + 4):
+        job.load(step)
+        if step == WARM_UP + 1:
+            job.x[0, 0] = torch.inf
+            before = [t.detach().clone() for t in job.tensors()]
+        graph.replay()
+        if step == WARM_UP + 1:  # Its parameters are ruined: go on from those before it.
+            with torch.no_grad():
+                for tensor, old in zip(job.net.parameters(), before):
+                    tensor.copy_(old)
+            for state in job.optimizer.state.values():
+                state["momentum_buffer"].zero_()
+        job.manager.poll()
+        job.manager.poll()  # Once more does no harm.
+    assert events == [("nonfinite", WARM_UP + 2)]
+    assert named[0]
+    assert job.manager.metrics()["fp8/nonfinite_amaxes"] > 0
+
+
+def test_two_graphs_of_one_job(late: bool) -> None:
+    """Whichever is replayed: what it saw is told, what it did is counted."""
+    job = _Job()
+    events = _events(job)
+    _warm(job)
+    first, second = _captured(job), _captured(job)
+    for graph in (first, second, first):
+        graph.replay()
+        job.manager.poll()
+    job.x[0, 0] = torch.inf
+    first.replay()
+    job.manager.poll()
+    job.manager.poll()
+    assert job.manager.steps == WARM_UP + 4
+    assert job.manager._mode.boundaries == WARM_UP + 4
+    assert events == [("nonfinite", WARM_UP + 4)]
+
+
+def test_two_steps_in_a_graph(late: bool) -> None:
+    """What the first of them saw is told as well."""
+    job = _Job(momentum=0.0)
+    events = _events(job)
+    named: list[Any] = []
+    job.manager.on_event(lambda event: named.append(event.slots))
+    _warm(job)
+    job.manager.poll()
+    graph = EmulatedGraph()
+    before = [t.detach().clone() for t in job.tensors()]
+    with graph.capture():
+        job.step()
+        job.x.nan_to_num_(posinf=0.0)
+        with torch.no_grad():
+            for parameter in job.net.parameters():
+                parameter.nan_to_num_()
+        job.step()
+    with torch.no_grad():
+        for tensor, old in zip(job.tensors(), before):
+            tensor.copy_(old)
+    job.x[0, 0] = torch.inf
+    graph.replay()
+    job.manager.poll()
+    job.manager.poll()
+    assert [kind for kind, _ in events] == ["nonfinite"]
+    assert named[0], "by name, although the last step saw none"
+    assert job.manager.steps == job.manager._mode.boundaries == WARM_UP + 2
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_a_capture_that_failed_leaves_nothing_behind(update: str, late: bool) -> None:
+    """Adam that is not capturable, say, raises after the boundary. Steps go on one by one, or another is captured."""
+    eager, failed = _Job(update=update), _Job(update=update)
+    for job in (eager, failed):
+        _warm(job)
+    failed.manager.poll()
+    before = [t.detach().clone() for t in failed.tensors()]
+    refuses = mock.patch.object(torch.optim.SGD, "_init_group", side_effect=RuntimeError("not capturable"))
+    with refuses, EmulatedGraph().capture(), pytest.raises(RuntimeError, match="not capturable"):
+        failed.step()
+    with torch.no_grad():  # On a GPU nothing has run.
+        for tensor, old in zip(failed.tensors(), before):
+            tensor.copy_(old)
+    for step in range(WARM_UP, WARM_UP + 2):
+        for job in (eager, failed):
+            job.load(step)
+            job.step()
+    graph = _captured(failed)
+    for step in range(WARM_UP + 2, WARM_UP + 4):
+        for job in (eager, failed):
+            job.load(step)
+        eager.step()
+        graph.replay()
+        failed.manager.poll()
+    assert state_of(failed.manager) == state_of(eager.manager)
+    assert failed.manager.steps == WARM_UP + 4
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_only_forward_and_backward_in_the_graph(update: str) -> None:
+    """As ``make_graphed_callables`` has it: the optimizer's step commits, for no replay does."""
+    eager, graphed = (_Job(update=update, momentum=0.0) for _ in range(2))
+    for job in (eager, graphed):
+        _warm(job)
+    graphed.manager.poll()
+    before = [t.detach().clone() for t in graphed.tensors()]
+    graph = EmulatedGraph()
+    graphed.optimizer.zero_grad(set_to_none=True)
+    with graph.capture():
+        loss = nn.functional.mse_loss(graphed.net(graphed.x), graphed.y)
+        loss.backward()
+    with torch.no_grad():
+        for tensor, old in zip(graphed.tensors(), before):
+            tensor.copy_(old)
+    losses = []
+    for step in range(WARM_UP, WARM_UP + 4):
+        for job in (eager, graphed):
+            job.load(step)
+        eager.step()
+        graph.replay()
+        graphed.optimizer.step()
+        losses.append((loss.item(), eager.loss.item()))
+    assert [a for a, _ in losses] == [b for _, b in losses]
+    assert state_of(graphed.manager) == state_of(eager.manager)
+
+
+def test_eager_steps_go_on_after_replays() -> None:
+    """Casts that were made before replays are not used after them."""
+    eager, graphed = _Job(), _Job()
+    _eager(eager)
+    _replayed(graphed)
+    for job in (eager, graphed):
+        for step in range(3):
+            job.load(step)
+            job.step()
+    assert state_of(graphed.manager) == state_of(eager.manager)
+    assert graphed.loss.item() == eager.loss.item()
+
+
+def test_checks_become_due_by_polls(late: bool) -> None:
+    """After every second step, replayed or not, and once each."""
+    job = _Job(check_every=2)
+    checked: list[tuple[int, bool]] = []
+    job.manager._cycle.check = lambda scope, policy, in_step: checked.append((job.manager.steps, in_step))  # type: ignore
+    _replayed(job)
+    assert checked == [(step, False) for step in (2, 4, 6, 8)]
+    for step in range(2):
+        job.load(step)
+        job.step()
+        job.manager.poll()
+    assert len(checked) == 5
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_a_capture_before_poll_is_refused(update: str) -> None:
+    """What the last eager step left, a commit or a verdict, must not get into a graph."""
+    job = _Job(update=update)
+    job.step()
+    if update == "same_step":  # As on CUDA, where a verdict is read later.
+        (sync,) = job.manager._syncs
+        sync.verdict = fp8dist.sync.arena_sync.Verdict(torch.zeros(7, dtype=torch.bool))
+    with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match=r"call manager.poll\(\) before"):
+        job.step()
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    job = _Job()
+    job.manager.poll()
+    with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="comm_hook cannot be captured"):
+        job.manager.early_launcher().launch_early()
+    job.manager._cycle.sharded = mock.Mock()
+    with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="cannot be captured"):
+        job.step()
+
+
+def test_a_copy_has_seen_no_replays() -> None:
+    job = _Job()
+    _replayed(job)
+    twin = fp8dist.get_manager(copy.deepcopy(job.net))
+    twin.poll()
+    assert twin._mode.boundaries == job.manager._mode.boundaries
+    assert twin.metrics()["fp8/checks"] == 0
+
+
+def _graphed_ranks(update: str, fault: bool, replays_per_poll: int) -> Any:
+    """Two steps, then replays whose collective is in the graph; before the fourth, rank 1's scale of a slot is
+    damaged."""
+    job = _Job(update=update, group=dist.group.WORLD, check_policy="warn")
+    found: list[Any] = []
+    job.manager.on_event(
+        lambda event: found.extend((f.step, f.kind, f.name, f.ranks) for f in event.report.findings)  # type: ignore
+    )
+    with captured_log():
+        _warm(job)
+        graph = _captured(job)
+        for step in range(WARM_UP, WARM_UP + REPLAYS):
+            job.load(step)
+            if fault and step == WARM_UP + 3 and dist.get_rank() == 1:
+                flip(job.manager.scale("branch", "weight"), 20)
+            graph.replay()
+            if (step + 1) % replays_per_poll == 0:
+                job.manager.poll()
+    metrics = job.manager.metrics()
+    return found, state_of(job.manager), metrics["fp8/collectives"], job.manager.steps
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.parametrize("replays_per_poll", [1, 2])
+def test_ranks_that_replay(three_ranks: RankPool, update: str, replays_per_poll: int) -> None:
+    """The sync is in the graph: state equal on all ranks, each collective counted."""
+    results = three_ranks.run(_graphed_ranks, update, False, replays_per_poll)
+    attach = 1
+    for found, state, collectives, steps in results:
+        assert not found
+        assert state == results[0][1]
+        assert collectives == attach + WARM_UP + REPLAYS
+        assert steps == WARM_UP + REPLAYS
+
+
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+def test_a_scale_that_differs_in_a_replay_is_named_once(three_ranks: RankPool, update: str) -> None:
+    results = three_ranks.run(_graphed_ranks, update, True, 1)
+    for found, state, _, _ in results:
+        assert found == [(WARM_UP + 4, "scale", "branch:weight", (1,))]
+        assert state == results[0][1]

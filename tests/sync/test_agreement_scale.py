@@ -1,0 +1,188 @@
+"""Agreement at attach: each rank's share of the work does not grow with the ranks. Ranks are threads, or take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import get_ident
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fp8dist.errors import ManifestMismatchError
+from fp8dist.sync.groups import SyncGroup, agree_on_manifests, publish_manifest
+from tests.support.large_world import SIZE, CountingStore, Member, group_of, world
+
+MANIFEST: dict[str, Any] = {"numerics_version": 1, "settings": {"margin": 0}, "arenas": []}
+SECOND = timedelta(seconds=1)
+LIMIT = timedelta(seconds=30)
+
+
+def other(value: int) -> dict[str, Any]:
+    """A manifest that differs from all others in its margin."""
+    return {**MANIFEST, "settings": {"margin": value}}
+
+
+class CountingByThread(CountingStore):
+    """Counts what each thread asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_thread: dict[int, int] = {}
+
+    def _note(self, name: str, *texts: Any) -> None:
+        super()._note(name, *texts)
+        self.by_thread[get_ident()] = self.by_thread.get(get_ident(), 0) + 1
+
+
+def _attach_all(
+    store: CountingByThread,
+    groups: Callable[[int], Sequence[SyncGroup]],
+    manifest: Callable[[int, int], dict[str, Any]],
+    size: int,
+) -> tuple[list[str], list[int]]:
+    """(what each rank was told, how often it asked the store). ``groups``: of a rank; ``manifest``: for its i-th."""
+    everyone = [[Member(group, rank) for group in groups(rank)] for rank in range(size)]
+
+    def attach(rank: int) -> tuple[str, int]:
+        store.by_thread[get_ident()] = 0
+        told = "agreed"
+        try:
+            published = [publish_manifest(group, manifest(rank, i)) for i, group in enumerate(everyone[rank])]
+            agree_on_manifests(published, len(everyone[rank]) - 1, LIMIT)
+        except ManifestMismatchError as error:
+            told = str(error)
+        return told, store.by_thread[get_ident()]
+
+    with ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(attach, range(size)))
+    return [told for told, _ in results], [asked for _, asked in results]
+
+
+def _with_experts(size: int, groups: int = 2) -> Callable[[int], Sequence[SyncGroup]]:
+    """All ranks, and the four ranks that have the same experts; the first ``groups`` of these."""
+    everyone = group_of(range(size))
+    experts = [group_of(range(start, start + 4)) for start in range(0, size, 4)]
+    return lambda rank: (everyone, experts[rank // 4])[:groups]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_rank_asks_the_store_as_often_whatever_the_number_of_ranks(groups: int) -> None:
+    most = []
+    for size in (8, 64):
+        store = CountingByThread()
+        with world(0, size, store):
+            of = _with_experts(size, groups)
+            told, asked = _attach_all(store, of, lambda rank, i: MANIFEST, size)
+            assert told == ["agreed"] * size
+            again, _ = _attach_all(store, of, lambda rank, i: other(1), size)
+            assert again == ["agreed"] * size
+            most.append(max(asked))
+    # Per group: count, verdict?, digest, same, came (and the last: complete); then the lowest waits (2), counts, asks
+    # and writes, or the others wait for two keys (4). With a second group: well (and the last: told), told (2).
+    assert most[0] <= 10 * groups + (4 * groups if groups > 1 else 0)
+    assert most[1] <= most[0] + groups  # The last to come and the lowest rank may be one.
+
+
+def test_a_failure_in_one_group_reaches_all_ranks_of_the_others() -> None:
+    size = 32
+    store = CountingByThread()
+    with world(0, size, store):
+        told, asked = _attach_all(store, _with_experts(size), lambda rank, i: other(i * (rank == 21)), size)
+    assert len(set(told)) == 1
+    assert "rank 20 " in told[0]
+    assert "against rank(s) 21 " in told[0]
+    assert "settings.margin: 0 here, 1 there" in told[0]
+    assert max(asked) <= 40
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_another_group_is_not_missed() -> None:
+    """Rank 0 does not come, and rank 1 waits for it, in the group that rank 1 does not lead."""
+    store, groups = CountingByThread(), [(0, 1), (1, 2)]
+    with world(0, 3, store):
+        members = {rank: [Member(group_of(group), rank) for group in groups if rank in group] for rank in (1, 2)}
+
+        def attach(rank: int) -> str:
+            published = [publish_manifest(member, MANIFEST) for member in members[rank]]
+            with pytest.raises(ManifestMismatchError) as raised:
+                agree_on_manifests(published, 1, SECOND)
+            return str(raised.value)
+
+        with ThreadPoolExecutor(2) as threads:
+            told = list(threads.map(attach, (1, 2)))
+    assert told[0] == told[1]
+    assert "by rank(s) 0 of 2" in told[0]
+
+
+def _publish_all(store: CountingStore, manifest: Callable[[int], dict[str, Any] | None]) -> dict[int, Any]:
+    """None: this rank does not come."""
+    everyone = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    made = ((rank, manifest(rank)) for rank in range(SIZE))
+    return {rank: publish_manifest(Member(everyone, rank), m) for rank, m in made if m is not None}
+
+
+def _told(publication: Any, timeout: timedelta = SECOND) -> str:
+    try:
+        agree_on_manifests([publication], 0, timeout)
+    except ManifestMismatchError as error:
+        return str(error)
+    return "agreed"
+
+
+@pytest.mark.slow
+def test_sixteen_thousand_ranks_agree() -> None:
+    store = CountingStore()
+    with world(0, SIZE, store):
+        publications = _publish_all(store, lambda rank: MANIFEST)
+        assert store.total == 5 * SIZE + 1
+        for rank in (0, 1, 8_191, 16_383):
+            before, moved = store.total, store.bytes
+            assert _told(publications[rank]) == "agreed"
+            assert store.total - before <= 5
+            assert store.bytes - moved < 1_000
+
+
+@pytest.mark.slow
+def test_one_of_sixteen_thousand_that_never_comes_is_named() -> None:
+    store = CountingStore()
+    with world(0, SIZE, store):
+        publications = _publish_all(store, lambda rank: None if rank == 8_191 else MANIFEST)
+        before = store.total
+        told = _told(publications[0])
+        assert f"within 1 s by rank(s) 8191 of {SIZE}" in told
+        assert store.total - before <= 2 * 14 + 5  # It is looked for by halves,
+        before = store.total
+        assert _told(publications[16_383]) == told
+        assert store.total - before <= 4  # and by the lowest rank only.
+
+
+@pytest.mark.slow
+def test_one_of_sixteen_thousand_that_differs_is_named() -> None:
+    store = CountingStore()
+    with world(0, SIZE, store):
+        publications = _publish_all(store, lambda rank: other(int(rank == 8_191)))
+        with ThreadPoolExecutor(1) as thread:
+            theirs = thread.submit(_told, publications[8_191], LIMIT)
+            told = _told(publications[0])
+            assert theirs.result() == told
+        assert "against rank(s) 8191 " in told
+        assert "settings.margin: 0 here, 1 there" in told
+        assert store.operations["multi_get"] == 1
+
+
+@pytest.mark.slow
+def test_sixteen_thousand_ranks_that_all_differ_are_told_in_a_few_lines() -> None:
+    store = CountingStore()
+    with world(0, SIZE, store):
+        publications = _publish_all(store, other)
+        for rank in range(1, 9):  # They would show theirs if they were here.
+            store.set(f"fp8dist/{publications[0].group.identity}/1/manifest/{rank}", b'{"numerics_version": 2}')
+        before = store.total
+        told = _told(publications[0])
+        assert "against rank(s) 8 " in told
+        assert f"rank(s) 9, 10, 11, 12, 13, 14, 15, 16 and {SIZE - 17} more have {SIZE - 9} other manifests" in told
+        assert len(told) < 2_000
+        assert store.total - before <= 2 * 8 + 6

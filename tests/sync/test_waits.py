@@ -1,0 +1,253 @@
+"""How long a rank waits in its syncs: what is kept of it, and that it is the right rank's, in the right step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.sync.waits import KEPT, Moment, Waits, clock_of
+from tests.support.collectives import counted_collectives
+from tests.support.graphs import EmulatedGraph
+from tests.support.ranks import RankPool
+from tests.support.training import batch, fp8_count, make_net, parameter_bits, state_bits
+
+
+class Hand:
+    """A moment that a test sets."""
+
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def ms_since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, Hand)
+        return self.ms - earlier.ms
+
+
+class Clock:
+    """Goes on by what a test says, and says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.ms, self.asked = 0.0, 0
+
+    def __call__(self) -> Hand:
+        self.asked += 1
+        return Hand(self.ms)
+
+    def wait(self, waits: Waits, ms: float) -> None:
+        with waits.waiting(self):
+            self.ms += ms
+
+
+def test_the_waits_of_a_step_are_summed_up() -> None:
+    clock, waits = Clock(), Waits()
+    clock.wait(waits, 2)
+    clock.ms += 100  # Not waited.
+    clock.wait(waits, 3)
+    assert waits.take() == []  # No step has ended.
+    waits.end_step()
+    waits.end_step()
+    clock.wait(waits, 4)
+    waits.end_step()
+    clock.wait(waits, 50)
+    assert waits.take() == [5, 0, 4]
+    assert waits.take() == []
+    waits.drop()  # What came before a run of steps, say.
+    clock.wait(waits, 1)
+    waits.end_step()
+    assert waits.take() == [1]
+    assert clock.asked == 2 * 5
+
+
+def test_a_wait_that_fails_counts() -> None:
+    clock, waits = Clock(), Waits()
+
+    def fail() -> None:
+        with waits.waiting(clock):
+            clock.ms += 7
+            raise RuntimeError("timed out")
+
+    with pytest.raises(RuntimeError, match="timed out"):
+        fail()
+    waits.end_step()
+    assert waits.take() == [7]
+
+
+def test_who_never_asks_costs_no_memory() -> None:
+    clock, waits = Clock(), Waits()
+    for step in range(KEPT + 3):
+        clock.wait(waits, step)
+        waits.end_step()
+    taken = waits.take()
+    assert all(math.isnan(ms) for ms in taken[:3])
+    assert taken[3:] == [float(step) for step in range(3, KEPT + 3)]
+
+
+class _Event:
+    """torch.cuda.Event, of a stream that this test plays."""
+
+    reached = 0.0
+    """Where the stream is, in ms; class-level, as there is one stream."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.at: float | None = None
+        self.synchronized = False
+
+    def record(self) -> None:
+        self.at = _Event.reached
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert end.synchronized, "read before the stream was there"
+        assert self.at is not None
+        assert end.at is not None
+        return end.at - self.at
+
+
+def test_on_cuda_the_stream_is_timed_and_nothing_is_read_before_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(_Event, "reached", 0.0)
+    clock, waits = clock_of(torch.device("cuda", 0)), Waits()
+    with waits.waiting(clock):
+        _Event.reached += 1.5
+    waits.end_step()
+    ((start, end),) = waits._ended[0]
+    assert [start.event.synchronized, end.event.synchronized] == [False, False]  # type: ignore[attr-defined]
+    assert waits.take() == [1.5]
+
+
+def test_on_a_cpu_the_host_is_timed() -> None:
+    waits = Waits()
+    with waits.waiting(clock_of(torch.device("cpu"))):
+        time.sleep(0.02)
+    waits.end_step()
+    (ms,) = waits.take()
+    assert 20 <= ms < 2000
+
+
+STEPS, LATE = 4, 0.15
+
+
+def _late(update: str, groups: bool) -> tuple[list[float], int, float]:
+    """Rank 1 comes late to each boundary; what each rank waited, how often it communicated, the host's total."""
+    net = make_net()
+    apart: Any = {"groups": {"branch": dist.new_group()}} if groups else {}
+    recipe = DelayedScaling(history_len=4, update=update)  # type: ignore[arg-type]
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, **apart)
+    manager.attach(net)
+    assert manager.take_waits() == []
+    with counted_collectives() as calls:
+        for step in range(STEPS):
+            net(batch(dist.get_rank(), step)[0]).sum().backward()
+            if dist.get_rank() == 1:
+                time.sleep(LATE)
+            manager.step()
+        waits = manager.take_waits()
+        assert manager.take_waits() == []
+    return waits, len(calls.names) if groups else fp8_count(calls, manager), manager.metrics()["fp8/sync_wait_ms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.parametrize("groups", [False, True], ids=["one arena", "two arenas"])
+def test_the_others_wait_for_a_late_rank(two_ranks: RankPool, update: str, groups: bool) -> None:
+    (waiting, collectives, host), (late, *_) = two_ranks.run(_late, update, groups)
+    assert len(waiting) == len(late) == STEPS
+    assert collectives == STEPS * (1 + groups)
+    # Under next_step the last sync is waited for in a step that has not ended; the first step has none before it.
+    measured = waiting if update == "same_step" else waiting[1:]
+    assert min(measured) > 1e3 * LATE / 2
+    if update == "next_step":
+        assert waiting[0] == late[0] == 0
+    assert sum(late) < sum(waiting) / 2
+    assert sum(waiting) <= host * 1.01 + 1  # The same waits, by the same clock, less the last.
+
+
+def _calibrated_copied_off() -> list[int]:
+    """How many steps there are to tell of: a calibration is none, a copy begins anew, without FP8 there are none."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    manager.attach(net)
+    x, _ = batch(0, 0)
+    with manager.calibrate():
+        net(x).sum().backward()
+    counts = [len(manager.take_waits())]
+    for _ in range(2):
+        net(x).sum().backward()
+        manager.step()
+    twin = fp8dist.get_manager(copy.deepcopy(net))
+    counts += [len(twin.take_waits()), len(manager.take_waits())]
+    off = make_net()
+    without = fp8dist.prepare(off, group=dist.group.WORLD, enabled=False)
+    without.attach(off)
+    without.step()
+    return [*counts, len(without.take_waits())]
+
+
+def test_only_steps_of_training_count(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_calibrated_copied_off) == [[0, 0, 2, 0]] * 2
+
+
+def _captured() -> list[int]:
+    """Steps that a capture and its replays add: none. Eager ones go on to count."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD)
+    manager.attach(net)
+    x, _ = batch(0, 0)
+
+    def step() -> None:
+        net(x).sum().backward()
+        manager.step()
+
+    step()
+    manager.poll()
+    manager.take_waits()
+    net.zero_grad()
+    graph = EmulatedGraph()
+    with graph.capture():
+        step()
+    counts = [len(manager.take_waits())]
+    for _ in range(2):
+        graph.replay()
+        manager.poll()
+    counts.append(len(manager.take_waits()))
+    step()
+    return [*counts, len(manager.take_waits())]
+
+
+def test_steps_in_a_graph_are_left_out(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_captured) == [[0, 0, 1]] * 2
+
+
+def _asks(often: bool) -> Any:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    manager.attach(net, optimizer=optimizer)
+    with counted_collectives() as calls:
+        for step in range(STEPS):
+            net(batch(dist.get_rank(), step)[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if often:
+                manager.take_waits()
+                assert manager._syncs[0].phase.value == "due"  # It commits nothing early.
+    return state_bits(manager), parameter_bits(net), calls.names
+
+
+def test_asking_changes_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_asks, True) == two_ranks.run(_asks, False)
