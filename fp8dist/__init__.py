@@ -14,11 +14,11 @@ from fp8dist.checkpoint.transformer_engine import ImportReport
 from fp8dist.consistency.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.coverage import Coverage, CoverageRow
-from fp8dist.errors import ConfigurationError, DivergenceError, LossDiverged
+from fp8dist.errors import ConfigurationError, DivergenceError, LossAlarm, LossDiverged
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
 from fp8dist.modules.overrides import first_and_last
-from fp8dist.monitoring.loss_guard import LossAlarm, LossGuard
+from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.parallel import ddp
 from fp8dist.parallel import fsdp1 as fsdp
