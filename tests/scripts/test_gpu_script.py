@@ -80,7 +80,7 @@ def test_without_pytest_timeout_the_tests_run(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.long
 @pytest.mark.timeout(120)
 def test_check_runs_the_tests_of_the_gpu_and_of_the_kernels(tmp_path: Path) -> None:
-    done = _gpu("check", "--smoke", "--out", str(tmp_path), "--", "--collect-only", "-q", "-n", "0", timeout=110)
+    done = _gpu("check", "--smoke", "--out", str(tmp_path), "--", "--collect-only", "-qq", "-n", "0", timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/kernels").glob("test_fused_*.py")}
@@ -88,11 +88,12 @@ def test_check_runs_the_tests_of_the_gpu_and_of_the_kernels(tmp_path: Path) -> N
     assert collected == (kernels | on_a_gpu) - {"tests/scripts/test_gpu_script.py"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(120)
 def test_a_smoke_run_writes_nothing_into_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = sorted(Path(ROOT, "kernels").rglob("*"))
-    done = _gpu("check", "--smoke", "--", "-n", "0", "-k", "test_fused_magnitude and special_values")
+    done = _gpu("check", "--smoke", "--", "-n", "0", "-k", "test_fused_magnitude and special_values", timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(Path(ROOT, "kernels").rglob("*")) == before
     (out,) = tmp_path.glob("fp8dist-gpu-*")
