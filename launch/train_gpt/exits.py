@@ -28,5 +28,5 @@ def exit_with(error: Exception) -> NoReturn:
     """End with MISTAKE and the error on one line, told once per node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         line = " ".join(str(error).split())
-        print(f"train_gpt.py: error: {line}", file=sys.stderr, flush=True)
+        print(f"train_gpt: error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(MISTAKE)

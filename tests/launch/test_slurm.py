@@ -86,7 +86,7 @@ def test_a_mistake_is_told_before_any_rank_starts(cluster: Slurm, tmp_path: Path
     state = ended(cluster, submit(cluster, out, "--heads", "5", options=("--gpus-per-node", "1")))
     log = (out / "job.log").read_text()
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), log
-    assert "train_gpt.py: error: --width 32 is not a multiple of --heads 5" in log
+    assert "train_gpt: error: --width 32 is not a multiple of --heads 5" in log
     assert not (out / "logs").exists()
 
 
@@ -97,7 +97,7 @@ def test_a_cancelled_job_leaves_no_process(cluster: Slurm, tmp_path: Path) -> No
     while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert cluster.state_of(job)["JobState"] == "RUNNING", (out / "job.log").read_text()
-    ranks = [said for _, said in cluster.processes() if "train_gpt.py" in said and "torchrun.py" not in said]
+    ranks = [said for _, said in cluster.processes() if "-u -m launch.train_gpt" in said]
     assert len(ranks) >= 2
     cluster.command("scancel", job)
     assert ended(cluster, job)["JobState"] == "CANCELLED"

@@ -72,4 +72,4 @@ def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("train_gpt.py: error: ")
+    assert done.stderr.startswith("train_gpt: error: ")
