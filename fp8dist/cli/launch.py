@@ -94,5 +94,5 @@ def _require_program(words: Sequence[str]) -> None:
             raise _BadCommand(f"name a module after -m: {USAGE}")
     elif first.startswith("-"):
         raise _BadCommand(f"no such flag: {first}; the program's own come after it: {USAGE}")
-    elif not Path(first).exists():
-        raise _BadCommand(f"no such file: {first}, seen from {Path.cwd()}")
+    elif not (first and Path(first).exists()):
+        raise _BadCommand(f"no such file: {first or repr(first)}, seen from {Path.cwd()}")

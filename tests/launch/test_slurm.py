@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import slurm
-from tests.support.main_job import ROOT, TINY, metrics
+from tests.support.main_job import LESSON, ROOT, TINY, metrics
 from tests.support.slurm import Slurm
 
 pytestmark = [
@@ -31,11 +31,19 @@ def cluster() -> Iterator[Slurm]:
         yield cluster
 
 
-def submit(cluster: Slurm, out: Path, *flags: str, options: tuple[str, ...] = (), **variables: str) -> str:
-    """Submit a tiny job from the repository's root; its number."""
+def submit(
+    cluster: Slurm,
+    out: Path,
+    *flags: str,
+    program: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
+    **variables: str,
+) -> str:
+    """Submit a tiny job, or this program with all its arguments, from the repository's root; its number."""
     out.mkdir()
     own = ["--output", str(out / "job.log"), *ON_THIS_MACHINE, *options]
-    words = ["sbatch", "--parsable", "--chdir", str(ROOT), *own, SCRIPT, *TINY, *flags, "--out", str(out / "run")]
+    job_words = program or (*TINY, *flags, "--out", str(out / "run"))
+    words = ["sbatch", "--parsable", "--chdir", str(ROOT), *own, SCRIPT, *job_words]
     (port,) = slurm.free_ports(1)
     own_variables = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "LOGS": str(out / "logs")}
     more = {**own_variables, "MASTER_PORT": str(port), **variables}
@@ -78,6 +86,17 @@ def test_the_status_is_that_of_the_rank_that_failed(cluster: Slurm, tmp_path: Pa
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "137:0"), log
     assert "[1]: [rank 1] --inject kill-backward:1:3: SIGKILL" in log
     assert not (out / "run/summary.json").exists()
+    assert processes_after(cluster, 20) == []
+
+
+def test_a_program_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
+    """One rank fails on purpose: the job's status is that of this rank, the highest of all nodes'."""
+    out, program = tmp_path / "out", (str(LESSON.relative_to(ROOT)), "--fail-rank", "1")
+    state = ended(cluster, submit(cluster, out, program=program, options=("--gpus-per-node", "0"), NPROC="1"))
+    log = (out / "job.log").read_text()
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "7:0"), log
+    assert len(list(out.glob("logs/node-*/*/attempt_0/0/stderr.log"))) == 2
+    assert "train_gpt" not in log
     assert processes_after(cluster, 20) == []
 
 

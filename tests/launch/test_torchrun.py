@@ -20,7 +20,7 @@ from fp8dist.launcher import environment, interface
 from fp8dist.launcher.environment import BadVariable, Job
 from fp8dist.launcher.plan import Plan
 from launch.train_gpt import exits
-from tests.support.main_job import ROOT, TINY, TORCHRUN, finish, start
+from tests.support.main_job import ROOT, TINY, TORCHRUN, assert_launcher_refused, finish, start
 
 CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 OURS = (
@@ -196,13 +196,6 @@ def test_nodes_that_cannot_start(tmp_path: Path) -> None:
     done = start(TORCHRUN, *out, **{**TWO_NODES, "MASTER_ADDR": "no-such-host.invalid", "JOIN_TIMEOUT": "1"})
     assert done.returncode == 5
     assert done.stderr.splitlines()[-1].startswith("fp8dist launch: MASTER_ADDR no-such-host.invalid: ")
-
-
-def assert_launcher_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
-    """It ended with exit status 2, and said this in one line."""
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"fp8dist launch: error: {message}")
-    assert done.stderr.count("\n") == 1
 
 
 # Runs where it may change the network and /etc.

@@ -22,15 +22,18 @@ START = 90.0
 class HostedJob:
     """The main job, or another program, one rank on each host of a lab."""
 
-    def __init__(self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), **variables: str) -> None:
+    def __init__(
+        self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), cwd: Path = ROOT, **variables: str
+    ) -> None:
         """
         Args:
             flags: of the main job, stronger than those of TINY and TIMEOUT.
             program: what torchrun.sh starts instead of the main job, and all its arguments.
+            cwd: where it is started.
             variables: of the environment, on all hosts.
         """
         out.mkdir(exist_ok=True)
-        self.lab, self.out = lab, out
+        self.lab, self.out, self._cwd = lab, out, cwd
         tiny = [*TINY, "--timeout", str(TIMEOUT), "--out", str(out / "run")]
         self._words, self._variables = program or (*tiny, *flags), variables
         self._launchers: dict[str, subprocess.Popen[str]] = {}
@@ -41,9 +44,9 @@ class HostedJob:
         nodes = {"NNODES": str(len(hosts)), "NODE_RANK": str(host.index), "MASTER_ADDR": first.name, "NPROC": "1"}
         common = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **nodes, **self._variables, **variables}
         command = [str(clone / "launch/torchrun.sh"), *self._words]
-        script = f'exec "$@" >>{self.log(host)} 2>&1'
+        script = f'cd "$0" && exec "$@" >>{self.log(host)} 2>&1'  # nsenter has left the current folder.
         self._launchers[host.name] = host.start(
-            ["bash", "-c", script, "bash", *command], TMPDIR=str(self.out), **common
+            ["bash", "-c", script, str(self._cwd), *command], TMPDIR=str(self.out), **common
         )
 
     def start_all(self) -> HostedJob:
