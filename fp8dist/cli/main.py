@@ -37,7 +37,7 @@ CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)
 """Exit codes."""
 
 _EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: something failed), 2 usage, 3 unreadable
-input
+input; "launch --help" tells its own
 
 Under torchrun each rank of "check" brings its own path, with {rank} substituted:
     torchrun --nproc-per-node=8 -m fp8dist check '/local/dump-{rank}.safetensors'

@@ -47,9 +47,8 @@ def run(arguments: list[str]) -> int:
         main(arguments)
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
-        # All these ranks were seen at once, so times do not tell who was first. A rank that missed another has less
-        # to tell than the one that was missed.
-        code = min(error.failures.values(), key=_as_cause).exitcode
+        # torchrun has seen all these failures at once, so their times hardly tell which was first.
+        code = min(error.failures.values(), key=_distance_from_cause).exitcode
         return code if code > 0 else 128 - code
     except MISSED as error:
         cause = error.__cause__ or error
@@ -63,7 +62,8 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _as_cause(failure: ProcessFailure) -> tuple[int, int]:
-    """Sorts failures of ranks, the likeliest cause first."""
-    kinds = (failure.exitcode in CONSEQUENCES) * 2 or int(failure.exitcode == UNCAUGHT)
-    return kinds, failure.timestamp
+def _distance_from_cause(failure: ProcessFailure) -> tuple[int, int]:
+    """Sorts failures, the likeliest cause first: a rank that missed another has less to tell than the missed one."""
+    if failure.exitcode in CONSEQUENCES:
+        return 2, failure.timestamp
+    return int(failure.exitcode == UNCAUGHT), failure.timestamp

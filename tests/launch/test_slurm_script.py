@@ -24,8 +24,8 @@ printf '%s\\n' "$@"
 def submitted(
     folder: Path, body: str, *words: str, srun: str = SRUN, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script with these arguments as SLURM does, in ``folder``, with ``scontrol`` doing this and ``srun`` telling
-    what it is to do."""
+    """Run the script with these arguments as SLURM does, in ``folder``; ``scontrol`` does this, and ``srun`` tells
+    what it is to do, or runs it."""
     for name, script in {"scontrol": SCONTROL.format(body=body), "srun": srun}.items():
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
