@@ -31,6 +31,7 @@ if [[ $# == 0 || ($1 == -* && $1 != -m) ]]; then
     if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
         exec "$python" -m launch.train_gpt.options --help
     fi
+    export PYTHONSAFEPATH=1 # A launch.py or fp8dist of the current folder is not ours. (From Python 3.11 on.)
     # A mistake in the flags is told here, once, and before torch is imported. Later, torchrun would add its own report.
     ranks=$("$python" "$root/fp8dist/launcher/environment.py")
     WORLD_SIZE=$ranks "$python" -m launch.train_gpt.options "$@"

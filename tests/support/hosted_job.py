@@ -23,13 +23,13 @@ class HostedJob:
     """The main job, or another program, one rank on each host of a lab."""
 
     def __init__(
-        self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), cwd: Path = ROOT, **variables: str
+        self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), cwd: Path | None = None, **variables: str
     ) -> None:
         """
         Args:
             flags: of the main job, stronger than those of TINY and TIMEOUT.
             program: what torchrun.sh starts instead of the main job, and all its arguments.
-            cwd: where it is started.
+            cwd: where it is started, if not in the repository's root.
             variables: of the environment, on all hosts.
         """
         out.mkdir(exist_ok=True)
@@ -46,7 +46,7 @@ class HostedJob:
         command = [str(clone / "launch/torchrun.sh"), *self._words]
         script = f'cd "$0" && exec "$@" >>{self.log(host)} 2>&1'  # nsenter has left the current folder.
         self._launchers[host.name] = host.start(
-            ["bash", "-c", script, str(self._cwd), *command], TMPDIR=str(self.out), **common
+            ["bash", "-c", script, str(self._cwd or clone), *command], TMPDIR=str(self.out), **common
         )
 
     def start_all(self) -> HostedJob:
