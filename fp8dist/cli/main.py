@@ -20,6 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import fp8dist
 from fp8dist.cli.doctor import examine
+from fp8dist.cli.launch import launch
 from fp8dist.cli.simulate import add_flags, simulate
 from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import check_replicas
@@ -36,7 +37,7 @@ CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)
 """Exit codes."""
 
 _EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: something failed), 2 usage, 3 unreadable
-input
+input; "launch --help" tells its own
 
 Under torchrun each rank of "check" brings its own path, with {rank} substituted:
     torchrun --nproc-per-node=8 -m fp8dist check '/local/dump-{rank}.safetensors'
@@ -49,8 +50,10 @@ class _Usage(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["launch"]:  # argparse would read the flags of the program to launch as ours.
+        return launch(words[1:])
+    options = _parser().parse_args(words)
     # What goes wrong is told below, once and in one line.
     logging.getLogger("fp8dist").setLevel(logging.CRITICAL)
     try:
@@ -96,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_flags(simulation)
     simulation.set_defaults(run=_simulate)
+    commands.add_parser("launch", help="start a training program on the ranks of this node, and join other nodes")
     for command in (check, inspect, doctor, simulation):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser

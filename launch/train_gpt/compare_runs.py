@@ -1,6 +1,6 @@
-"""Put two runs of train_gpt.py side by side.
+"""Put two runs of the example job side by side.
 
-    python launch/compare_runs.py runs/fp32 runs/fp8
+    python -m launch.train_gpt.compare_runs runs/fp32 runs/fp8
 
 Exits 1 when the final training losses are more than 2% apart, or when the ranks of a run ended up with
 different parameters or FP8 state.

@@ -18,7 +18,9 @@ DIVERGED = 4
 """Exit status of a run that stopped because its ranks differ."""
 
 FAILED_COLLECTIVE = 5
-"""Exit status of a rank whose collective failed or timed out: another rank is gone, or hangs."""
+"""Exit status of a rank whose collective failed or timed out: another rank is gone, or hangs.
+
+The launcher knows it by the same number, in fp8dist/launcher/interface.py."""
 
 LOSS_DIVERGED = 6
 """Exit status of a run that ``--loss-guard stop`` stopped."""
@@ -28,5 +30,5 @@ def exit_with(error: Exception) -> NoReturn:
     """End with MISTAKE and the error on one line, told once per node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         line = " ".join(str(error).split())
-        print(f"train_gpt.py: error: {line}", file=sys.stderr, flush=True)
+        print(f"train_gpt: error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(MISTAKE)

@@ -147,7 +147,7 @@ def main(arguments: list[str]) -> None:
                 raise
             except LossDiverged as error:
                 if ranks.first:
-                    print(f"train_gpt.py: stopped by --loss-guard: {error}", file=sys.stderr, flush=True)
+                    print(f"train_gpt: stopped by --loss-guard: {error}", file=sys.stderr, flush=True)
                 raise
     except (BadInput, CheckpointError, ConfigurationError, ManifestMismatchError) as error:
         exit_with(error)

@@ -175,8 +175,8 @@ def test_a_host_a_day_ahead_changes_nothing(lab: Lab, tmp_path: Path, undisturbe
 
 def test_a_host_of_another_version_is_named(lab: Lab, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    shutil.copytree(ROOT / "fp8dist", other / "fp8dist", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "kernels/ops", other / "fp8dist/kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("fp8dist", "kernels", "launch"):
+        shutil.copytree(ROOT / folder, other / folder, ignore=shutil.ignore_patterns("__pycache__"))
     manifest = other / "fp8dist/state/manifest.py"
     text, changed = re.subn(
         r"^NUMERICS_VERSION = \d+", "NUMERICS_VERSION = 99", manifest.read_text(), flags=re.MULTILINE
@@ -185,10 +185,10 @@ def test_a_host_of_another_version_is_named(lab: Lab, tmp_path: Path) -> None:
     manifest.write_text(text)
     job = HostedJob(lab, tmp_path)
     for host in lab.hosts:
-        job.start(host, **({"PYTHONPATH": str(other)} if host.index == 2 else {}))
+        job.start(host, clone=other if host.index == 2 else ROOT)
     assert job.statuses(time.monotonic() + START) == [2] * SIZE
     for host in lab.hosts:
-        (said,) = re.findall(r"^train_gpt.py: error: .+$", job.said(host), re.MULTILINE)
+        (said,) = re.findall(r"^train_gpt: error: .+$", job.said(host), re.MULTILINE)
         assert "rank 0 (host0) against rank(s) 2 (host2): numerics version: 1 here, 99 there" in said, said
     job.assert_gone()
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from tests.support.main_job import ALONE, RANKS, ROOT, TINY, TORCHRUN, assert_refused, finish, metrics, start
+from tests.support.main_job import ALONE, RANKS, TINY, TORCHRUN, assert_refused, finish, metrics, start
 
 THREE = {"NPROC": "3"}  # The fewest with a majority.
 SCALE = "blocks.0.attention_out:weight"
@@ -194,29 +191,3 @@ def test_the_environment_is_checked_too(
     tmp_path: Path, flags: list[str], variables: Mapping[str, str], message: str
 ) -> None:
     assert_refused(start(ALONE, *flags, "--out", str(tmp_path), **variables), message)
-
-
-@pytest.mark.slow
-def test_the_launcher_tells_of_a_signal_as_shells_do(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    launcher = (sys.executable, str(ROOT / "launch/torchrun.py"), "--standalone", "--nproc-per-node=1")
-    done = start(launcher, str(script), TMPDIR=str(tmp_path))
-    assert done.returncode == 128 + 9, done.stderr
-    assert "job.py FAILED" in done.stderr
-
-
-def test_the_launcher_tells_of_another_node_that_has_ended_the_job(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    launcher = importlib.import_module("torchrun")
-
-    def main(arguments: list[str]) -> None:
-        raise RendezvousClosedError("closed")
-
-    monkeypatch.setattr(launcher, "main", main)
-    assert launcher.launch([]) == 5
-    said = capsys.readouterr().err
-    assert said.startswith("torchrun.py: another node has ended the job, or cannot be reached: RendezvousClosedError")
-    assert said.count("\n") == 1

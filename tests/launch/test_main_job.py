@@ -1,8 +1,7 @@
-"""The main job as a user starts it: launch/train_gpt.py, alone and by launch/torchrun.sh on two ranks."""
+"""The main job as a user starts it: launch/train_gpt, alone and by launch/torchrun.sh on two ranks."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +14,9 @@ import torch.distributed as dist
 
 from fp8dist.errors import ManifestMismatchError
 from fp8dist.sync.groups import _absent
-from tests.support.main_job import ALONE, RANKS, ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+from launch.train_gpt.faults.failures import CollectiveFailed, Watch
+from launch.train_gpt.ranks import _most_restarts
+from tests.support.main_job import ALONE, RANKS, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 from tests.support.ranks import RankPool
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
@@ -51,7 +52,7 @@ def test_fp8_learns_like_fp32_on_two_ranks(tmp_path: Path) -> None:
     assert fp8.losses != fp32.losses
     assert fp8.summary["final_training_loss"] == pytest.approx(fp32.summary["final_training_loss"], rel=0.02)
     compared = start(
-        (sys.executable, str(ROOT / "launch/compare_runs.py")), str(tmp_path / "fp32"), str(tmp_path / "fp8")
+        (sys.executable, "-m", "launch.train_gpt.compare_runs"), str(tmp_path / "fp32"), str(tmp_path / "fp8")
     )
     assert compared.returncode == 0, compared.stdout + compared.stderr
     assert "gap between the final training losses" in compared.stdout
@@ -285,13 +286,11 @@ def test_help_names_every_flag() -> None:
         assert flag in done.stdout
 
 
-def test_a_rank_that_does_not_attach_is_missing_and_one_that_differs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    failures = importlib.import_module("failures")
-    watch = failures.Watch(0, 2, "GPT")
+def test_a_rank_that_does_not_attach_is_missing_and_one_that_differs_is_not() -> None:
+    watch = Watch(0, 2, "GPT")
     absent = ManifestMismatchError(_absent([1], 2, timedelta(seconds=9)))
     with (
-        pytest.raises(failures.CollectiveFailed, match=r"^rank 0: step 0: starting: no FP8 manager"),
+        pytest.raises(CollectiveFailed, match=r"^rank 0: step 0: starting: no FP8 manager"),
         watch.during("starting"),
     ):
         raise absent
@@ -299,14 +298,13 @@ def test_a_rank_that_does_not_attach_is_missing_and_one_that_differs_is_not(monk
         raise ManifestMismatchError("ranks were prepared differently; timeout: 1 against 2")
 
 
-def _most_restarts(own: tuple[str, ...]) -> int:
+def _restarts(own: tuple[str, ...]) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "launch"))
         patch.setenv("TORCHELASTIC_RESTART_COUNT", own[dist.get_rank()])
-        return int(importlib.import_module("ranks")._most_restarts(torch.device("cpu")))
+        return _most_restarts(torch.device("cpu"))
 
 
 @pytest.mark.slow
 def test_all_ranks_count_the_restarts_of_every_agent(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_most_restarts, ("0", "2")) == [2, 2]
-    assert two_ranks.run(_most_restarts, ("1", "0")) == [1, 1]
+    assert two_ranks.run(_restarts, ("0", "2")) == [2, 2]
+    assert two_ranks.run(_restarts, ("1", "0")) == [1, 1]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +15,13 @@ from fp8dist.errors import CheckpointError
 from fp8dist.recipe import GEMMS
 from fp8dist_kernels.backends import BACKENDS
 from fp8dist_kernels.reference.blocks import BLOCK
-from tests.support.main_job import ALONE, RANKS, ROOT, STEPS, TORCHRUN, Run, assert_refused, finish, metrics, start
+from launch.train_gpt.faults.guard import Guard
+from launch.train_gpt.model import GPT
+from launch.train_gpt.options import flags as job_flags
+from launch.train_gpt.options.options import parse
+from launch.train_gpt.ranks import Ranks
+from launch.train_gpt.recipes import fallback_of, overrides_of, recipe_of
+from tests.support.main_job import ALONE, RANKS, STEPS, TORCHRUN, Run, assert_refused, finish, metrics, start
 
 # Runs are shared between tests, and so should be the process that keeps them.
 pytestmark = pytest.mark.xdist_group("main_job_precision")
@@ -45,13 +49,6 @@ def single_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
         return made[flags]
 
     return run
-
-
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a file of launch/."""
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    return importlib.import_module
 
 
 # Flags -------------------------------------------------------------------------------------------
@@ -97,43 +94,40 @@ def test_a_mistake_is_one_line_and_exit_2(flags: list[str], message: str) -> Non
     assert_refused(start(TORCHRUN, *flags), message)
 
 
-def test_flags_say_what_the_library_says(launch: Callable[[str], ModuleType]) -> None:
-    """launch/flags.py cannot ask it: that would import torch."""
-    options, flags = launch("options"), launch("flags")
-    assert flags.BACKENDS == BACKENDS
-    assert flags.GEMMS == GEMMS
-    assert flags.BLOCK == BLOCK
+def test_flags_say_what_the_library_says() -> None:
+    """options/flags.py cannot ask it: that would import torch."""
+    assert job_flags.BACKENDS == BACKENDS
+    assert job_flags.GEMMS == GEMMS
+    assert job_flags.BLOCK == BLOCK
     kinds = {
         "delayed": "DelayedScaling",
         "current": "CurrentScaling",
         "rowwise": "RowwiseScaling",
         "block": "BlockScaling",
     }
-    assert tuple(kinds) == flags.RECIPES
-    recipes = launch("recipes")
+    assert tuple(kinds) == job_flags.RECIPES
     for kind, name in kinds.items():
-        recipe = recipes.recipe_of(options.parse(["--recipe", kind]))
+        recipe = recipe_of(parse(["--recipe", kind]))
         assert recipe == getattr(fp8dist, name)()  # Its defaults are the library's.
 
 
-def test_flags_of_recipes(launch: Callable[[str], ModuleType]) -> None:
-    options, recipes, gpt = launch("options"), launch("recipes"), launch("gpt")
+def test_flags_of_recipes() -> None:
     flags = "--recipe block --power-of-two --high-gemms wgrad,fprop --margin 1 --layers 4 --high-first 1 --high-last 2"
     overrides = ["*.qkv=delayed", "blocks.2.*=current", "lm_head=high"]
-    given = options.parse([*flags.split(), *(part for override in overrides for part in ("--override", override))])
+    given = parse([*flags.split(), *(part for override in overrides for part in ("--override", override))])
     assert given.recipes == {"block", "delayed", "current"}
     common: dict[str, Any] = {"power_of_two": True, "high_precision": ("fprop", "wgrad")}
-    assert recipes.recipe_of(given) == fp8dist.BlockScaling(**common)
-    assert list(recipes.overrides_of(given, gpt.GPT(4, 16, 1, 8)).items()) == [
+    assert recipe_of(given) == fp8dist.BlockScaling(**common)
+    assert list(overrides_of(given, GPT(4, 16, 1, 8)).items()) == [
         ("blocks.0.*", None),
         ("blocks.2.*", None),
         ("blocks.3.*", None),
         ("*.qkv", fp8dist.DelayedScaling(margin=1, **common)),
         ("lm_head", None),
     ]
-    assert recipes.fallback_of(given) is None
-    falls = options.parse(["--fallback-steps", "7", "--fallback-underflow", "0"])
-    assert recipes.fallback_of(falls) == fp8dist.Fallback(7, underflow=0.0)
+    assert fallback_of(given) is None
+    falls = parse(["--fallback-steps", "7", "--fallback-underflow", "0"])
+    assert fallback_of(falls) == fp8dist.Fallback(7, underflow=0.0)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +145,10 @@ def test_flags_of_recipes(launch: Callable[[str], ModuleType]) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_weights_are_gathered_as_fp8_where_they_can_be(
-    launch: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, flags: list[str], gathered: bool
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], gathered: bool
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    options = launch("options").parse(["--parallel", "fsdp2", *flags])
+    options = parse(["--parallel", "fsdp2", *flags])
     assert (options.why_not_gathered is None) == gathered
 
 
@@ -345,7 +339,7 @@ def test_a_loss_that_jumps_stops_all_ranks_with_exit_6(tmp_path: Path) -> None:
     flags = ["--loss-guard", "stop", "--inject", "spike:1:11", "--log-every", "4", "--save-every", "8", "--async-save"]
     done = start(TORCHRUN, *TWO_BLOCKS, *flags, "--out", str(out), TMPDIR=str(tmp_path))
     assert done.returncode == 6, done.stdout + done.stderr
-    assert done.stderr.count("train_gpt.py: stopped by --loss-guard: step 11: the loss ") == 1
+    assert done.stderr.count("train_gpt: stopped by --loss-guard: step 11: the loss ") == 1
     assert done.stderr.count("exitcode  : 6") == 2
     assert "Traceback" not in done.stderr
     lines = metrics(out)
@@ -403,17 +397,16 @@ def test_a_loss_that_jumps_skips_the_update_on_all_ranks(tmp_path: Path) -> None
     assert after.lines[-1]["loss"] < 1.1 * before.lines[-1]["loss"]
 
 
-def test_a_guard_refuses_what_is_no_state(launch: Callable[[str], ModuleType]) -> None:
-    options, ranks, guard = launch("options"), launch("ranks"), launch("guard")
-    alone = ranks.Ranks(0, 1, torch.device("cpu"), None)
+def test_a_guard_refuses_what_is_no_state() -> None:
+    alone = Ranks(0, 1, torch.device("cpu"), None)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    made = guard.Guard(options.parse(["--loss-guard", "warn"]), alone, optimizer, None)
+    made = Guard(parse(["--loss-guard", "warn"]), alone, optimizer, None)
     before = made.describe()
     for text in ("no JSON", "[]", "{}", '{"learning_rate_factor": 0.5}', '{"learning_rate_factor": 1, "losses": {}}'):
         with pytest.raises(CheckpointError):
             made.restore(text)
         assert made.describe() == before
-    off = guard.Guard(options.parse([]), alone, optimizer, None)
+    off = Guard(parse([]), alone, optimizer, None)
     assert off.describe() is None
     off.restore(before)
     assert off.learning_rate_factor == 1

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,31 +14,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.main_job import ALONE, RANKS, ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+from launch.train_gpt.checkpoints import checkpoints, folders
+from launch.train_gpt.faults import failures
+from launch.train_gpt.options.options import parse
+from launch.train_gpt.ranks import Ranks
+from tests.support.main_job import ALONE, RANKS, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 
 # The same worker as test_main_job's: two such runs at once would be too much for two cores.
-
-
-@pytest.fixture
-def folders(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """launch/folders.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    return importlib.import_module("folders")
 
 
 Opener = Callable[..., Any]
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
+def opened(tmp_path: Path) -> Opener:
     """Makes the Checkpoints of a job of one process, as torchrun has restarted it so many times."""
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    modules = {name: importlib.import_module(name) for name in ("checkpoints", "options", "ranks")}
 
     def make(*flags: str, restarts: int = 0) -> Any:
-        options = modules["options"].parse(["--out", str(tmp_path), *flags])
-        ranks = modules["ranks"].Ranks(0, 1, torch.device("cpu"), None, restarts)
-        return modules["checkpoints"].Checkpoints(options, ranks)
+        options = parse(["--out", str(tmp_path), *flags])
+        return checkpoints.Checkpoints(options, Ranks(0, 1, torch.device("cpu"), None, restarts))
 
     return make
 
@@ -53,7 +45,7 @@ def write(folder: Path) -> Path:
     return folder
 
 
-def test_a_checkpoint_counts_from_its_renaming_on(tmp_path: Path, folders: ModuleType) -> None:
+def test_a_checkpoint_counts_from_its_renaming_on(tmp_path: Path) -> None:
     assert folders.whole(tmp_path / "absent") == []
     write(tmp_path / "step-00000004")
     written = write(folders.partial(tmp_path, 8))
@@ -64,7 +56,7 @@ def test_a_checkpoint_counts_from_its_renaming_on(tmp_path: Path, folders: Modul
     assert not written.exists()
 
 
-def test_what_has_another_name_or_no_metadata_does_not_count(tmp_path: Path, folders: ModuleType) -> None:
+def test_what_has_another_name_or_no_metadata_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "step-00000009").mkdir()
     for name in ("step-9", "step-00000009.new", "abandoned-step-00000009", "mine"):
         write(tmp_path / name)
@@ -72,14 +64,14 @@ def test_what_has_another_name_or_no_metadata_does_not_count(tmp_path: Path, fol
     assert folders.newest(tmp_path) is None
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path, folders: ModuleType) -> None:
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000, 5):
         write(folders.partial(tmp_path, step))
         folders.finish(tmp_path, step)
     assert [folders.step_of(folder) for folder in folders.whole(tmp_path)] == [5, 99_999_999, 100_000_000]
 
 
-def test_only_the_newest_are_kept(tmp_path: Path, folders: ModuleType) -> None:
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         write(tmp_path / f"step-{step:08d}")
     folders.prune(tmp_path, 2)
@@ -88,9 +80,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, folders: ModuleType) -> None:
     assert len(folders.whole(tmp_path)) == 2
 
 
-def test_a_removal_that_is_interrupted_leaves_nothing_whole(
-    tmp_path: Path, folders: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_that_is_interrupted_leaves_nothing_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (2, 4):
         write(tmp_path / f"step-{step:08d}")
 
@@ -107,7 +97,7 @@ def test_a_removal_that_is_interrupted_leaves_nothing_whole(
     assert folders.whole(tmp_path) == [tmp_path / "step-00000004"]
 
 
-def test_later_steps_are_set_aside(tmp_path: Path, folders: ModuleType) -> None:
+def test_later_steps_are_set_aside(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write(tmp_path / f"step-{step:08d}")
     write(tmp_path / "abandoned-step-00000006")
@@ -118,7 +108,7 @@ def test_later_steps_are_set_aside(tmp_path: Path, folders: ModuleType) -> None:
     assert folders.newest(tmp_path) == tmp_path / "step-00000002"
 
 
-def test_what_was_set_aside_is_never_lost_and_can_be_put_back(tmp_path: Path, folders: ModuleType) -> None:
+def test_what_was_set_aside_is_never_lost_and_can_be_put_back(tmp_path: Path) -> None:
     for i in range(3):
         (write(tmp_path / "step-00000004") / "which").write_text(str(i))
         aside = folders.set_aside(tmp_path, 2)
@@ -169,7 +159,6 @@ def _failing(cause: Exception) -> Callable[..., None]:
 
 
 def test_a_full_disk_is_no_failed_collective(tmp_path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints, failures = (importlib.import_module(name) for name in ("checkpoints", "failures"))
     made, module = opened("--save-every", "4"), torch.nn.Linear(1, 1)
     optimizer, watch = torch.optim.SGD(module.parameters()), failures.Watch(0, 2, "GPT")
     monkeypatch.setattr(checkpoints, "save", _failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))

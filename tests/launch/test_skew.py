@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import random
@@ -13,17 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.main_job import ROOT
+from launch.train_gpt.measure import skew
 
 Steps = list[list[tuple[float, float, float]]]
 """By rank and step: ms in the sync, in other collectives, in all."""
-
-
-@pytest.fixture
-def skew(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module."""
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    return importlib.import_module("skew")
 
 
 def measured(steps: Steps) -> Any:
@@ -52,7 +44,7 @@ def with_own(own: Sequence[Sequence[float]], step: float) -> Steps:
     return [[(0.0, step - ms, step) for ms in of_rank] for of_rank in own]
 
 
-def test_each_line_has_the_spread_over_the_ranks(skew: Any) -> None:
+def test_each_line_has_the_spread_over_the_ranks() -> None:
     steps = made_up(5, 3)
     lines = skew.Skew(5).add(measured(steps))
     for index, line in enumerate(lines):
@@ -67,7 +59,7 @@ def test_each_line_has_the_spread_over_the_ranks(skew: Any) -> None:
         assert line["last_rank"] == own.index(max(own))
 
 
-def test_the_summary_has_each_rank_over_the_steps(skew: Any) -> None:
+def test_the_summary_has_each_rank_over_the_steps() -> None:
     steps = made_up(3, 30)
     seen = skew.Skew(3)
     for start in range(0, 30, 7):  # As they come, an interval at a time.
@@ -86,7 +78,7 @@ def test_the_summary_has_each_rank_over_the_steps(skew: Any) -> None:
     assert json.loads(json.dumps(summary)) == summary
 
 
-def test_without_fp8_there_are_the_other_waits(skew: Any) -> None:
+def test_without_fp8_there_are_the_other_waits() -> None:
     seen = skew.Skew(2)
     (line, *_) = seen.add(measured([[(math.nan, 5.0, 30.0)] * 9, [(math.nan, 25.0, 30.0)] * 9]))
     assert line["wait_max_ms"] == 25
@@ -97,7 +89,7 @@ def test_without_fp8_there_are_the_other_waits(skew: Any) -> None:
     assert "-" in skew.lines_of(summary)[-1]
 
 
-def test_a_step_that_did_not_end_is_left_out(skew: Any) -> None:
+def test_a_step_that_did_not_end_is_left_out() -> None:
     cut = (math.nan, math.nan, math.nan)
     seen = skew.Skew(2)
     first, last = seen.add(measured([[(1.0, 2.0, 9.0), cut], [(2.0, 2.0, 9.0), cut]]))
@@ -107,7 +99,7 @@ def test_a_step_that_did_not_end_is_left_out(skew: Any) -> None:
     assert seen.add(measured([[cut], [cut]])) == [{}]
 
 
-def test_one_rank_waits_for_nobody(skew: Any) -> None:
+def test_one_rank_waits_for_nobody() -> None:
     seen = skew.Skew(1)
     assert seen.add(measured([[(0.0, 0.0, 9.0)] * 2])) == [{}, {}]
     assert seen.summary(["a"]) is None
@@ -122,7 +114,7 @@ def noisy(ranks: int, steps: int, slow: dict[int, float], noise: float = 4.0) ->
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_a_rank_that_is_slow_in_each_step_is_named(skew: Any, ranks: int) -> None:
+def test_a_rank_that_is_slow_in_each_step_is_named(ranks: int) -> None:
     seen = skew.Skew(ranks)
     hosts = [f"host{rank}" for rank in range(ranks)]
     lines = seen.add(measured(noisy(ranks, 24, {ranks - 1: 15})))
@@ -136,7 +128,7 @@ def test_a_rank_that_is_slow_in_each_step_is_named(skew: Any, ranks: int) -> Non
     assert "; and" not in text[0]
 
 
-def test_a_slow_host_is_named_by_all_of_its_ranks(skew: Any) -> None:
+def test_a_slow_host_is_named_by_all_of_its_ranks() -> None:
     seen = skew.Skew(8)
     seen.add(measured(noisy(8, 24, {4: 20, 5: 30, 6: 20, 7: 20})))  # Half of them.
     summary = seen.summary(["a"] * 4 + ["b"] * 4)
@@ -146,7 +138,7 @@ def test_a_slow_host_is_named_by_all_of_its_ranks(skew: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_noise_names_nobody(skew: Any, ranks: int) -> None:
+def test_noise_names_nobody(ranks: int) -> None:
     seen = skew.Skew(ranks)
     lines = seen.add(measured(noisy(ranks, 24, {}, noise=60)))
     summary = seen.summary(["a"] * ranks)
@@ -166,13 +158,13 @@ def test_noise_names_nobody(skew: Any, ranks: int) -> None:
     ],
     ids=["share", "floor", "sometimes", "few"],
 )
-def test_what_is_no_straggler(skew: Any, own: list[list[float]], step: float) -> None:
+def test_what_is_no_straggler(own: list[list[float]], step: float) -> None:
     seen = skew.Skew(2)
     seen.add(measured(with_own(own, step)))
     assert seen.summary(["a", "b"])["straggler"] is None
 
 
-def test_lines_tell_of_the_newest_steps_and_memory_has_an_end(skew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_tell_of_the_newest_steps_and_memory_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skew, "KEPT_STEPS", 40)
     seen = skew.Skew(3)
     named = []
@@ -187,7 +179,7 @@ def test_lines_tell_of_the_newest_steps_and_memory_has_an_end(skew: Any, monkeyp
     assert summary["straggler"]["rank"] == 2
 
 
-def test_of_many_ranks_the_summary_has_the_extremes(skew: Any) -> None:
+def test_of_many_ranks_the_summary_has_the_extremes() -> None:
     ranks = 100
     own = [[float(50 + rank)] * 10 for rank in range(ranks)]
     seen = skew.Skew(ranks)

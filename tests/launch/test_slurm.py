@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import slurm
-from tests.support.main_job import ROOT, TINY, metrics
+from tests.support.main_job import LESSON, ROOT, TINY, metrics
 from tests.support.slurm import Slurm
 
 pytestmark = [
@@ -31,11 +31,19 @@ def cluster() -> Iterator[Slurm]:
         yield cluster
 
 
-def submit(cluster: Slurm, out: Path, *flags: str, options: tuple[str, ...] = (), **variables: str) -> str:
-    """Submit a tiny job from the repository's root; its number."""
+def submit(
+    cluster: Slurm,
+    out: Path,
+    *flags: str,
+    program: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
+    **variables: str,
+) -> str:
+    """Submit a tiny job, or this program with all its arguments, from the repository's root; its number."""
     out.mkdir()
     own = ["--output", str(out / "job.log"), *ON_THIS_MACHINE, *options]
-    words = ["sbatch", "--parsable", "--chdir", str(ROOT), *own, SCRIPT, *TINY, *flags, "--out", str(out / "run")]
+    job_words = program or (*TINY, *flags, "--out", str(out / "run"))
+    words = ["sbatch", "--parsable", "--chdir", str(ROOT), *own, SCRIPT, *job_words]
     (port,) = slurm.free_ports(1)
     own_variables = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "LOGS": str(out / "logs")}
     more = {**own_variables, "MASTER_PORT": str(port), **variables}
@@ -81,12 +89,23 @@ def test_the_status_is_that_of_the_rank_that_failed(cluster: Slurm, tmp_path: Pa
     assert processes_after(cluster, 20) == []
 
 
+def test_a_program_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
+    """One rank fails on purpose: the job's status is that of this rank, the highest of all nodes'."""
+    out, program = tmp_path / "out", (str(LESSON.relative_to(ROOT)), "--fail-rank", "1")
+    state = ended(cluster, submit(cluster, out, program=program, options=("--gpus-per-node", "0"), NPROC="1"))
+    log = (out / "job.log").read_text()
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "7:0"), log
+    assert len(list(out.glob("logs/node-*/*/attempt_0/0/stderr.log"))) == 2
+    assert "train_gpt" not in log
+    assert processes_after(cluster, 20) == []
+
+
 def test_a_mistake_is_told_before_any_rank_starts(cluster: Slurm, tmp_path: Path) -> None:
     out = tmp_path / "out"
     state = ended(cluster, submit(cluster, out, "--heads", "5", options=("--gpus-per-node", "1")))
     log = (out / "job.log").read_text()
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), log
-    assert "train_gpt.py: error: --width 32 is not a multiple of --heads 5" in log
+    assert "train_gpt: error: --width 32 is not a multiple of --heads 5" in log
     assert not (out / "logs").exists()
 
 
@@ -97,7 +116,7 @@ def test_a_cancelled_job_leaves_no_process(cluster: Slurm, tmp_path: Path) -> No
     while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert cluster.state_of(job)["JobState"] == "RUNNING", (out / "job.log").read_text()
-    ranks = [said for _, said in cluster.processes() if "train_gpt.py" in said and "torchrun.py" not in said]
+    ranks = [said for _, said in cluster.processes() if "-u -m launch.train_gpt" in said]
     assert len(ranks) >= 2
     cluster.command("scancel", job)
     assert ended(cluster, job)["JobState"] == "CANCELLED"

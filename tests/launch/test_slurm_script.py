@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,28 @@ printf '%s\\n' "$@"
 """
 
 
-def submitted(folder: Path, body: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script as SLURM does, with ``scontrol`` doing this and ``srun`` telling what it is to do."""
-    for name, script in {"scontrol": SCONTROL.format(body=body), "srun": SRUN}.items():
+def submitted(
+    folder: Path, body: str, *words: str, srun: str = SRUN, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script with these arguments as SLURM does, in ``folder``; ``scontrol`` does this, and ``srun`` tells
+    what it is to do, or runs it."""
+    for name, script in {"scontrol": SCONTROL.format(body=body), "srun": srun}.items():
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))}
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "2", "SLURM_SUBMIT_DIR": "/at"}
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "nodes",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
     return subprocess.run(
-        ["bash", str(ROOT / "launch/slurm.sbatch"), "--steps", "7"],
+        ["bash", str(ROOT / "launch/slurm.sbatch"), *words],
+        cwd=folder,
         env={**bare, "PATH": f"{folder}:{os.environ['PATH']}", **job, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -41,7 +51,7 @@ def test_the_first_of_very_many_nodes_is_the_master(tmp_path: Path) -> None:
     """Names of more bytes than a pipe holds: who writes them notices that nobody reads on."""
     done = submitted(tmp_path, "seq --format node%.0f 100000")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[0] == "node1 2 train-gpt-7.ranks"
+    assert done.stdout.splitlines()[0] == "node1 2 fp8dist-7.ranks"
 
 
 @pytest.mark.parametrize("body", ["exit 0", "exit 1"])
@@ -54,6 +64,35 @@ def test_a_job_whose_nodes_nobody_knows(tmp_path: Path, body: str) -> None:
 
 @pytest.mark.parametrize(("cpus", "option"), [({}, []), ({"SLURM_CPUS_PER_TASK": "64"}, ["--cpus-per-task=64"])])
 def test_a_task_has_the_cpus_of_the_job(tmp_path: Path, cpus: dict[str, str], option: list[str]) -> None:
-    words = submitted(tmp_path, "echo node1", **cpus).stdout.splitlines()[1:]
+    words = submitted(tmp_path, "echo node1", "--steps", "7", **cpus).stdout.splitlines()[1:]
     assert words[: words.index("bash")] == ["--kill-on-bad-exit=0", "--wait", "900", *option]
-    assert words[-3:] == ["/at/launch/torchrun.sh", "--steps", "7"]
+    assert words[-3:] == [str(ROOT / "launch/torchrun.sh"), "--steps", "7"]
+
+
+def test_the_repository_may_be_elsewhere(tmp_path: Path) -> None:
+    done = submitted(tmp_path, "echo node1", "train.py", SLURM_SUBMIT_DIR="/at")
+    assert (done.returncode, done.stdout) == (2, "")
+    said = "there is no /at/launch/torchrun.sh: set REPOSITORY to the folder of fp8dist"
+    assert done.stderr == f"slurm.sbatch: error: {said}\n"
+    done = submitted(tmp_path, "echo node1", "train.py", "--help", SLURM_SUBMIT_DIR="/at", REPOSITORY=str(ROOT))
+    assert done.stdout.splitlines()[-3:] == [str(ROOT / "launch/torchrun.sh"), "train.py", "--help"]
+
+
+TASK = """#!/bin/bash
+# The one task of a job of one node.
+while [[ $1 != bash ]]; do shift; done
+SLURM_NODEID=0 exec "$@"
+"""
+
+
+@pytest.mark.slow
+def test_a_program_gets_its_arguments_and_gives_the_status(tmp_path: Path) -> None:
+    """Its path is relative to the folder of submission, and nothing of the example job runs."""
+    program = "import os, sys\nprint(os.environ['RANK'], *sys.argv, 'launch' in sys.modules)\nsys.exit(7)\n"
+    (tmp_path / "train.py").write_text(program)
+    one = {"SLURM_JOB_NUM_NODES": "1", "NPROC": "1", "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
+    done = submitted(tmp_path, "echo localhost", "train.py", "--help", "a b", srun=TASK, **one)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "[0]: 0 train.py --help a b False\n"
+    (log,) = (tmp_path / "fp8dist-7.ranks").glob("*/attempt_0/0/stdout.log")
+    assert log.read_text() == "0 train.py --help a b False\n"

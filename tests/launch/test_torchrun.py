@@ -1,14 +1,14 @@
-"""launch/torchrun.sh: what it makes of its environment, what is written for each rank, and nodes that do not come."""
+"""The launcher: what it makes of its environment, what is written for each rank, and nodes that do not come."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,140 +16,203 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.support.main_job import ROOT, TINY, TORCHRUN, finish, start
-
-RECORDER = """#!/bin/sh
-# Python, but torchrun.py is not run: what it was to run with is written down.
-case $1 in
-    */torchrun.py) exec {python} -c '
-import json, os, sys
-open("{record}", "w").write(json.dumps([sys.argv[1:], dict(os.environ)]))
-' "$@" ;;
-    *) exec {python} "$@" ;;
-esac
-"""
+from fp8dist.launcher import environment, interface
+from fp8dist.launcher.environment import BadVariable, Job
+from fp8dist.launcher.plan import Plan
+from launch.train_gpt import exits
+from tests.support.main_job import ROOT, TINY, TORCHRUN, assert_launcher_refused, finish, start
 
 CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-OURS = ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "JOIN_TIMEOUT", "LOGS", "IFNAME")
+OURS = (
+    "NPROC",
+    "NNODES",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MAX_RESTARTS",
+    "JOIN_TIMEOUT",
+    "LOGS",
+    "IFNAME",
+    "LOCAL_ADDR",
+)
 SET_BOTH = "set IFNAME and LOCAL_ADDR to this node's interface and address"
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "localhost", "NPROC": "3"}
+PROGRAM = ["train.py", "--steps", "7"]
 
 
 @dataclass(frozen=True)
-class Started:
-    """What torchrun.sh said, and how it was about to run torchrun.py."""
+class Planned:
+    """What the launcher would start."""
 
-    done: subprocess.CompletedProcess[str]
     arguments: Any  # As torchrun itself reads them.
     environment: dict[str, str]
 
 
-@pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run torchrun.sh with these variables and no others of its own, up to where torchrun would start."""
-    for name in (*CHOSEN, *OURS, "LOCAL_ADDR", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"):
-        monkeypatch.delenv(name, raising=False)
-    record, python = tmp_path / "record.json", tmp_path / "python"
-    python.write_text(RECORDER.format(python=sys.executable, record=record))
-    python.chmod(0o755)
-
-    def run(**variables: str) -> Started:
-        record.unlink(missing_ok=True)
-        environment = {**os.environ, "PYTHON": str(python), **variables}
-        command = [*TORCHRUN, "--steps", "7"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment, check=False
-        )
-        if not record.exists():
-            return Started(done, None, {})
-        (script, *arguments), environment = json.loads(record.read_text())
-        assert Path(script) == ROOT / "launch/torchrun.py"
-        parsed = get_args_parser().parse_args(arguments)
-        assert Path(parsed.training_script) == ROOT / "launch/train_gpt.py"
-        assert parsed.training_script_args == ["--steps", "7"]
-        return Started(done, parsed, environment)
-
-    return run
+def planned(program: Sequence[str] = PROGRAM, **variables: str) -> Planned:
+    """The plan with these variables, and none of its own that the tests may have."""
+    own = {*CHOSEN, *OURS, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
+    environment = {name: value for name, value in os.environ.items() if name not in own} | variables
+    plan = Plan.of(Job.read(environment), program, environment)
+    return Planned(get_args_parser().parse_args(plan.arguments), environment | plan.variables)
 
 
-def test_one_node_stays_for_itself(launch: Any) -> None:
-    started = launch(NPROC="2")
-    assert started.arguments.standalone
-    assert (started.arguments.nproc_per_node, started.arguments.max_restarts) == ("2", 0)
-    assert (started.arguments.log_dir, started.arguments.tee) == (None, "0")
-    assert [name for name in CHOSEN if name in started.environment] == ["OMP_NUM_THREADS"]
+@pytest.mark.parametrize(
+    "words", [["--help"], ["-m", "x"], ["--", "--nproc-per-node", "9"], ["a", "--", "-m"], [""]], ids=" ".join
+)
+def test_the_program_has_all_that_follows_it(words: list[str]) -> None:
+    arguments = planned(["folder/train.py", *words]).arguments
+    assert (arguments.module, arguments.training_script) == (False, "folder/train.py")
+    assert (arguments.training_script_args, arguments.nproc_per_node) == (words, "2")
+    arguments = planned(["-m", "package.module", *words]).arguments
+    assert (arguments.module, arguments.training_script) == (True, "package.module")
+    assert arguments.training_script_args == words
+
+
+def test_one_node_stays_for_itself() -> None:
+    plan = planned(NPROC="2")
+    assert plan.arguments.standalone
+    assert (plan.arguments.training_script, plan.arguments.training_script_args) == ("train.py", ["--steps", "7"])
+    assert (plan.arguments.nproc_per_node, plan.arguments.max_restarts) == ("2", 0)
+    assert (plan.arguments.log_dir, plan.arguments.tee) == (None, "0")
+    assert [name for name in CHOSEN if name in plan.environment] == ["OMP_NUM_THREADS"]
     cores = len(os.sched_getaffinity(0))
-    assert started.environment["OMP_NUM_THREADS"] == str(max(1, cores // 2))
-    assert launch(NPROC="2", OMP_NUM_THREADS="5").environment["OMP_NUM_THREADS"] == "5"
+    assert plan.environment["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert planned(NPROC="2", OMP_NUM_THREADS="5").environment["OMP_NUM_THREADS"] == "5"
 
 
-def test_several_nodes_meet_at_the_first(launch: Any) -> None:
-    started = launch(**TWO_NODES)
-    arguments = started.arguments
+def test_several_nodes_meet_at_the_first() -> None:
+    plan = planned(**TWO_NODES)
+    arguments = plan.arguments
     assert (arguments.nnodes, arguments.node_rank, arguments.nproc_per_node) == ("2", 1, "3")
     assert (arguments.rdzv_backend, arguments.master_addr, arguments.master_port) == ("static", "localhost", 29500)
     assert (arguments.rdzv_conf, arguments.local_addr) == ("timeout=600", "127.0.0.1")
-    assert started.environment["GLOO_SOCKET_IFNAME"] == "lo"
-    assert started.environment["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in started.environment
+    assert plan.environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert plan.environment["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in plan.environment
 
 
 @pytest.mark.parametrize(("node", "is_host"), [("0", "true"), ("1", "false")])
-def test_nodes_that_may_meet_again(launch: Any, node: str, is_host: str) -> None:
+def test_nodes_that_may_meet_again(node: str, is_host: str) -> None:
     more = {"NODE_RANK": node, "MAX_RESTARTS": "3", "MASTER_PORT": "2345", "JOIN_TIMEOUT": "90"}
-    started = launch(**{**TWO_NODES, **more})
-    arguments = started.arguments
+    plan = planned(**{**TWO_NODES, **more})
+    arguments = plan.arguments
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.max_restarts) == ("c10d", "localhost:2345", 3)
     assert arguments.rdzv_conf == f"is_host={is_host},join_timeout=90,read_timeout=90"
     assert arguments.local_addr == "127.0.0.1"
-    assert started.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert plan.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_what_the_user_has_set_stays(launch: Any) -> None:
+def test_what_the_user_has_set_stays() -> None:
     own = {"GLOO_SOCKET_IFNAME": "ib0", "JOIN_TIMEOUT": "20", "LOCAL_ADDR": "10.1.2.3", "IFNAME": "lo,ib1"}
-    started = launch(**TWO_NODES, **own)
-    assert started.environment["GLOO_SOCKET_IFNAME"] == "ib0"
-    assert started.environment["NCCL_SOCKET_IFNAME"] == "=lo,ib1"
-    assert (started.arguments.local_addr, started.arguments.rdzv_conf) == ("10.1.2.3", "timeout=20")
+    plan = planned(**TWO_NODES, **own)
+    assert plan.environment["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert plan.environment["NCCL_SOCKET_IFNAME"] == "=lo,ib1"
+    assert (plan.arguments.local_addr, plan.arguments.rdzv_conf) == ("10.1.2.3", "timeout=20")
     # With an interface and an address nothing is asked, nor is IPv6 refused.
     own = {"MASTER_ADDR": "fd00::9", "IFNAME": "ib0", "LOCAL_ADDR": "fd00::1"}
-    started = launch(**{**TWO_NODES, **own})
-    assert (started.arguments.master_addr, started.arguments.local_addr) == ("fd00::9", "fd00::1")
-    assert [started.environment[name] for name in CHOSEN[:2]] == ["ib0", "=ib0"]
+    plan = planned(**{**TWO_NODES, **own})
+    assert (plan.arguments.master_addr, plan.arguments.local_addr) == ("fd00::9", "fd00::1")
+    assert [plan.environment[name] for name in CHOSEN[:2]] == ["ib0", "=ib0"]
     # Where all is said, nothing is asked: this name has no address.
     said = {"MASTER_ADDR": "no-such-host.invalid", "NCCL_SOCKET_IFNAME": "ib", "LOCAL_ADDR": "fd00::1"}
-    started = launch(**{**TWO_NODES, **said}, GLOO_SOCKET_IFNAME="ib0")
-    assert started.environment["NCCL_SOCKET_IFNAME"] == "ib"
-    assert (started.arguments.master_addr, started.arguments.local_addr) == ("no-such-host.invalid", "fd00::1")
+    plan = planned(**{**TWO_NODES, **said}, GLOO_SOCKET_IFNAME="ib0")
+    assert plan.environment["NCCL_SOCKET_IFNAME"] == "ib"
+    assert (plan.arguments.master_addr, plan.arguments.local_addr) == ("no-such-host.invalid", "fd00::1")
 
 
-def test_a_folder_for_the_logs_of_each_node(launch: Any) -> None:
-    started = launch(**TWO_NODES, LOGS="logs of it")
-    assert (started.arguments.log_dir, started.arguments.tee) == ("logs of it/node-1", "3")
-    assert started.environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[${rank}]: "
-    assert launch(LOGS="logs").arguments.log_dir == "logs"
+def test_a_folder_for_the_logs_of_each_node() -> None:
+    plan = planned(**TWO_NODES, LOGS="logs of it")
+    assert (plan.arguments.log_dir, plan.arguments.tee) == ("logs of it/node-1", "3")
+    assert plan.environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[${rank}]: "
+    assert planned(LOGS="logs").arguments.log_dir == "logs"
+
+
+def test_interfaces_are_asked_for_only_when_needed() -> None:
+    """One that does not exist is a mistake, but not where all is said."""
+    with pytest.raises(BadVariable, match=r"^IFNAME none0: this node has no none0 with an IPv4 address, but (.+, )?lo"):
+        planned(**TWO_NODES, IFNAME="none0")
+    assert planned(**TWO_NODES, IFNAME="none0", LOCAL_ADDR="10.1.2.3").environment["GLOO_SOCKET_IFNAME"] == "none0"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT must be a whole number of at least 1, got soon"),
+        ({"NPROC": "0"}, "NPROC must be a whole number of at least 1, got 0"),
+        ({"NPROC": "gpu"}, "NPROC must be a whole number of at least 1, got gpu"),
+        ({"NNODES": "1:4"}, "NNODES must be a whole number of at least 1, got 1:4"),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a whole number of at least 0, got -1"),
+        ({"NODE_RANK": "2"}, "NODE_RANK must be below NNODES, which is 2, got 2"),
+        ({"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK to the number of this node, from 0"),
+        ({"MASTER_ADDR": ""}, "NNODES is 2: set MASTER_ADDR to the host of node 0"),
+        ({"MASTER_ADDR": "fd00::9"}, f"MASTER_ADDR fd00::9 is an IPv6 address: {SET_BOTH}"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
+)
+def test_a_variable_that_cannot_be_used(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(BadVariable) as refused:
+        planned(**{**TWO_NODES, **variables})
+    assert str(refused.value) == message
+
+
+def test_the_launcher_needs_no_torch_until_it_starts_the_agent(tmp_path: Path) -> None:
+    """Of its own modules: ``import fp8dist`` itself needs torch, and torchrun.sh must not wait for that to find a
+    mistake."""
+    folder = ROOT / "fp8dist/launcher"
+    bare = (
+        "import sys, types\n"
+        "for name in ('fp8dist', 'fp8dist.launcher'): sys.modules[name] = types.ModuleType(name)\n"
+        f"sys.modules['fp8dist.launcher'].__path__ = [{str(folder)!r}]\n"
+        "import fp8dist.launcher.plan\n"
+    )
+    for command in (["-c", bare], ["-m", "launch.train_gpt.options", "--out", str(tmp_path)]):
+        without = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=without, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert " fp8dist.launcher.plan\n" in done.stderr or "launch.train_gpt.options" in done.stderr
+        assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+
+
+def test_the_job_and_the_launcher_mean_the_same_by_a_status() -> None:
+    assert exits.FAILED_COLLECTIVE == interface.FAILED_COLLECTIVE
+    assert exits.MISTAKE == environment.MISTAKE
+
+
+@pytest.mark.parametrize(("listed", "ranks"), [("exit 9", 2), ("echo GPU 0; echo GPU 1; echo GPU 2", 3), ("", 2)])
+def test_a_node_has_a_rank_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, ranks: int) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\n[ "$*" = --list-gpus ] || exit 1\n{listed}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert Job.read({}).nproc == ranks
+    assert Job.read({"NPROC": "5", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"}).ranks == 15
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variables", "status", "message"),
-    [
-        ({"JOIN_TIMEOUT": "soon"}, 2, "torchrun.sh: error: JOIN_TIMEOUT must be a whole number of seconds, got soon\n"),
-        ({"IFNAME": "none0"}, 2, "train_gpt.py: error: IFNAME none0: this node has no none0 with an IPv4 address, but"),
-        ({"MASTER_ADDR": "fd00::9"}, 2, f"train_gpt.py: error: MASTER_ADDR fd00::9 is an IPv6 address: {SET_BOTH}\n"),
-        ({"NODE_RANK": ""}, 1, "set NODE_RANK to the number of this node, from 0\n"),
-        ({"MASTER_ADDR": ""}, 1, "set MASTER_ADDR to the host of node 0\n"),
-        ({"MASTER_ADDR": "no-such-host.invalid", "JOIN_TIMEOUT": "1"}, 5, "interface.py: MASTER_ADDR no-such-host"),
-    ],
-)
-def test_nodes_that_cannot_start(launch: Any, variables: dict[str, str], status: int, message: str) -> None:
-    started = launch(**{**TWO_NODES, **variables})
-    assert started.done.returncode == status
-    assert message in started.done.stderr
-    assert started.arguments is None
+def test_nodes_that_cannot_start(tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path))
+    assert_launcher_refused(start(TORCHRUN, *out, **{**TWO_NODES, "NODE_RANK": ""}), "NNODES is 2: set NODE_RANK to")
+    assert_launcher_refused(start(TORCHRUN, *out, **TWO_NODES, IFNAME="none0"), "IFNAME none0: this node has no none0")
+    done = start(TORCHRUN, *out, **{**TWO_NODES, "MASTER_ADDR": "no-such-host.invalid", "JOIN_TIMEOUT": "1"})
+    assert done.returncode == 5
+    assert done.stderr.splitlines()[-1].startswith("fp8dist launch: MASTER_ADDR no-such-host.invalid: ")
 
 
+# Runs where it may change the network and /etc.
 IN_A_NAMESPACE = """
+import os, subprocess
+from fp8dist.launcher.interface import Unreachable, chosen
+
+def do(commands):
+    subprocess.run(["bash", "-euc", commands], check=True)
+
+def ask(host, patience=0.0, name=None):
+    try:
+        print(*chosen(host, patience, name))
+    except (ValueError, Unreachable) as error:
+        print(f"{type(error).__name__}: {error}")
+
+do('''
 ip link set lo up
 ip link add trunk0 type veth peer name end0
 ip link add trunk01 type veth peer name end01
@@ -160,24 +223,22 @@ ip address add 10.9.1.7/24 dev trunk0
 ip address add 10.9.2.2/24 dev trunk01
 ip link set trunk0 up
 ip link set trunk01 up
-export PYTHON
-ask() { "$PYTHON" launch/interface.py "$@" 2>&1; }
-ask 10.9.1.9 0           # Another node.
-ask 10.9.2.2 0           # Node 0, by its own address.
-ask 10.9.1.7 0           # The same, the second of its interface.
-ask 10.9.1.9 0 trunk01   # As the caller wants it.
-ask 10.10.0.1 0          # Nothing leads there.
-mount --bind "$HOSTS" /etc/hosts
-mount --bind "$SWITCH" /etc/nsswitch.conf
-ask node0 0              # Its own name is the loopback's, as Debian has it, and nothing leads elsewhere.
-ip route add default via 10.9.2.1
-ask node0 0
-ask 127.0.0.1 0          # All ranks on one machine.
-ask node6 60             # Its name has an IPv6 address, and no other.
-ip address add 10.9.3.1/32 dev lo
-ask 10.9.3.1 0           # As node 0 of a network whose routes lead to hosts.
-ip route add 10.9.4.0/24 via 10.9.2.1 src 10.9.3.1
-ask 10.9.4.1 0           # As another node of it.
+''')
+ask("10.9.1.9")                   # Another node.
+ask("10.9.2.2")                   # Node 0, by its own address.
+ask("10.9.1.7")                   # The same, the second of its interface.
+ask("10.9.1.9", 0.0, "trunk01")   # As the caller wants it.
+ask("10.10.0.1")                  # Nothing leads there.
+do('mount --bind "$HOSTS" /etc/hosts; mount --bind "$SWITCH" /etc/nsswitch.conf')
+ask("node0")                      # Its own name is the loopback's, as Debian has it, and nothing leads elsewhere.
+do("ip route add default via 10.9.2.1")
+ask("node0")
+ask("127.0.0.1")                  # All ranks on one machine.
+ask("node6", 60.0)                # Its name has an IPv6 address, and no other.
+do("ip address add 10.9.3.1/32 dev lo")
+ask("10.9.3.1")                   # As node 0 of a network whose routes lead to hosts.
+do("ip route add 10.9.4.0/24 via 10.9.2.1 src 10.9.3.1")
+ask("10.9.4.1")                   # As another node of it.
 """
 
 
@@ -187,8 +248,8 @@ def test_the_interface_is_the_one_that_leads_to_node_0(tmp_path: Path) -> None:
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node0\nfd00::9 node6\n")
     switch.write_text("hosts: files\n")  # A name server that does not answer is no reason to give up.
     done = subprocess.run(
-        ["unshare", "--net", "--mount", "bash", "-c", IN_A_NAMESPACE],
-        env={**os.environ, "PYTHON": sys.executable, "HOSTS": str(hosts), "SWITCH": str(switch)},
+        ["unshare", "--net", "--mount", sys.executable, "-c", IN_A_NAMESPACE],
+        env={**os.environ, "HOSTS": str(hosts), "SWITCH": str(switch)},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -201,20 +262,18 @@ def test_the_interface_is_the_one_that_leads_to_node_0(tmp_path: Path) -> None:
         "trunk01 10.9.2.2",
         "trunk0 10.9.1.7",
         "trunk01 10.9.2.2",
-        "interface.py: MASTER_ADDR 10.10.0.1 (10.10.0.1) cannot be reached: Network is unreachable",
-        "train_gpt.py: error: MASTER_ADDR node0 is 127.0.1.1 on this node, where no other reaches it: set MASTER_ADDR "
+        "Unreachable: MASTER_ADDR 10.10.0.1 (10.10.0.1) cannot be reached: Network is unreachable",
+        "BadVariable: MASTER_ADDR node0 is 127.0.1.1 on this node, where no other reaches it: set MASTER_ADDR "
         "to an address",
         "trunk01 10.9.2.2",
         "lo 127.0.0.1",
-        f"train_gpt.py: error: MASTER_ADDR node6 has IPv6 addresses only: {SET_BOTH}",
-        "train_gpt.py: error: MASTER_ADDR 10.9.3.1 (10.9.3.1) is reached from 10.9.3.1, which lo has: set IFNAME",
-        "train_gpt.py: error: MASTER_ADDR 10.9.4.1 (10.9.4.1) is reached from 10.9.3.1, which lo has: set IFNAME",
+        f"BadVariable: MASTER_ADDR node6 has IPv6 addresses only: {SET_BOTH}",
+        "BadVariable: MASTER_ADDR 10.9.3.1 (10.9.3.1) is reached from 10.9.3.1, which lo has: set IFNAME",
+        "BadVariable: MASTER_ADDR 10.9.4.1 (10.9.4.1) is reached from 10.9.3.1, which lo has: set IFNAME",
     ]
 
 
-def test_all_interfaces_with_an_address_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    interface = importlib.import_module("interface")
+def test_all_interfaces_with_an_address_are_known() -> None:
     assert interface.addresses()["127.0.0.1"] == "lo"
     if shutil.which("ip") is None:
         return
@@ -255,7 +314,7 @@ def test_a_node_that_is_alone_gives_up(tmp_path: Path, node: str, restarts: str,
     done = start(TORCHRUN, *TINY, "--out", str(tmp_path), JOIN_TIMEOUT="2", **variables)
     assert done.returncode == 5, done.stdout + done.stderr
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("torchrun.py: another node has ended the job, or cannot be reached: ")
+    assert said.startswith("fp8dist launch: another node has ended the job, or cannot be reached: ")
     assert "Traceback" not in done.stderr
 
 
@@ -268,7 +327,7 @@ def test_a_port_in_use_is_a_mistake_on_node_0(tmp_path: Path, restarts: str) -> 
         done = start(TORCHRUN, *TINY, "--out", str(tmp_path), JOIN_TIMEOUT="20", **variables)
     assert done.returncode == 2, done.stdout + done.stderr
     said = done.stderr.splitlines()[-1]
-    assert said == f"train_gpt.py: error: MASTER_PORT {port} is in use on this node: set another on all nodes"
+    assert said == f"fp8dist launch: error: MASTER_PORT {port} is in use on this node: set another on all nodes"
     assert "Traceback" not in done.stderr
 
 

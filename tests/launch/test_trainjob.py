@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 import subprocess
@@ -16,16 +15,18 @@ import yaml
 from kubeflow_trainer_api import models
 from torch.distributed.run import get_args_parser
 
+from fp8dist.launcher.environment import Job
+from fp8dist.launcher.plan import Plan
+from launch.train_gpt.options.options import parse
 from tests.support.main_job import ROOT
 
 KINDS = {("trainer.kubeflow.org/v1alpha1", "TrainJob"): models.TrainerV1alpha1TrainJob}
 
 RECORDER = """#!/bin/sh
-# Python, but what torchrun.py is to be run with is written down.
-case $1 in
-    */torchrun.py) printf '%s\\n' "$@" >{record} ;;
-    *) exec {python} "$@" ;;
-esac
+# Python, but what ``fp8dist launch`` is to start is written down.
+[ "$1 $2 $3" = "-m fp8dist launch" ] || exec {python} "$@"
+shift 3
+exec {python} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))' "$@"
 """
 
 
@@ -85,9 +86,8 @@ def test_four_nodes_with_flags_that_the_job_knows(monkeypatch: pytest.MonkeyPatc
     trainer = job["spec"]["trainer"]
     assert trainer["numNodes"] == 4
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == str(trainer["numProcPerNode"])
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
     monkeypatch.setenv("WORLD_SIZE", str(trainer["numNodes"] * trainer["numProcPerNode"]))
-    options = importlib.import_module("options").parse(trainer["args"])
+    options = parse(trainer["args"])
     assert (options.parallel, options.precision, options.resume) == ("fsdp2", "fp8", "auto")
     (patch,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = patch["template"]["spec"]["template"]["spec"]
@@ -96,11 +96,12 @@ def test_four_nodes_with_flags_that_the_job_knows(monkeypatch: pytest.MonkeyPatc
     assert sorted(mounts) == sorted(volume["name"] for volume in pod["volumes"])
 
 
-def test_its_command_starts_torchrun_with_what_trainer_sets(tmp_path: Path) -> None:
+def started_by_trainer(folder: Path, *args: str) -> tuple[list[str], str, dict[str, str]]:
+    """What the pod's command starts with these ``args``: words of ``fp8dist launch``, its folder and environment."""
     (job,) = documents()
     trainer = job["spec"]["trainer"]
-    record, python = tmp_path / "arguments", tmp_path / "python"
-    python.write_text(RECORDER.format(python=sys.executable, record=record))
+    python = folder / "python"
+    python.write_text(RECORDER.format(python=sys.executable))
     python.chmod(0o755)
     own = {variable["name"]: variable["value"] for variable in trainer["env"]}
     here = {"REPOSITORY": str(ROOT), "PYTHON": str(python)}
@@ -110,11 +111,29 @@ def test_its_command_starts_torchrun_with_what_trainer_sets(tmp_path: Path) -> N
         "PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "localhost",
         "PET_MASTER_PORT": "29400",
     }  # fmt: skip
-    flags = [*trainer["args"][:-1], str(tmp_path)]  # The folder of --out is made.
     environment = {**os.environ, **own, **set_by_trainer, **here}
-    subprocess.run([*trainer["command"], *flags], env=environment, cwd=tmp_path, timeout=60, check=True)
-    arguments = get_args_parser().parse_args(record.read_text().splitlines()[1:])
+    command = [*trainer["command"], *args]
+    done = subprocess.run(
+        command, env=environment, cwd=folder, timeout=120, check=True, stdout=subprocess.PIPE, text=True
+    )
+    words, where, variables = json.loads(done.stdout)
+    return words, where, variables
+
+
+def test_its_command_starts_torchrun_with_what_trainer_sets(tmp_path: Path) -> None:
+    (job,) = documents()
+    flags = [*job["spec"]["trainer"]["args"][:-1], str(tmp_path)]  # The folder of --out is made.
+    if sys.version_info >= (3, 11):  # Older Pythons cannot tell it from ours.
+        (tmp_path / "launch.py").write_text("raise SystemExit(9)\n")
+    words, _, environment = started_by_trainer(tmp_path, *flags)
+    arguments = get_args_parser().parse_args(Plan.of(Job.read(environment), words, environment).arguments)
     assert (arguments.nnodes, arguments.nproc_per_node, arguments.max_restarts) == ("4", "8", 3)
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("c10d", "localhost:29400")
     assert arguments.rdzv_conf == "is_host=false,join_timeout=600,read_timeout=600"
+    assert (arguments.module, arguments.training_script) == (True, "launch.train_gpt")
     assert arguments.training_script_args == flags
+
+
+def test_its_args_may_be_a_program_of_the_working_directory(tmp_path: Path) -> None:
+    words, folder, _ = started_by_trainer(tmp_path, "train.py", "--help")
+    assert (words, folder) == (["train.py", "--help"], str(tmp_path))

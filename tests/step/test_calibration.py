@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError
+from launch.train_gpt.data import read_text
+from launch.train_gpt.model import GPT
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, bits, histories, make_net, parameter_bits
-
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 
 class Noisy(nn.Module):
@@ -269,12 +267,6 @@ class Trained:
     """The main job's model after some hundred steps in FP32 on real text, and one more batch."""
 
     def __init__(self, steps: int = 200) -> None:
-        sys.path.insert(0, str(LAUNCH))
-        try:
-            from gpt import GPT
-            from text import read_text
-        finally:
-            sys.path.remove(str(LAUNCH))
         text = torch.frombuffer(bytearray(read_text(None, 32).training), dtype=torch.uint8)
         self._text, self._random = text, torch.Generator().manual_seed(1)
         torch.manual_seed(0)

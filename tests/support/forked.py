@@ -1,8 +1,8 @@
 """Processes forked from one that has imported torch and the main job: they start in a tenth of a second, not in four.
 
-``RANKS`` and ``ALONE`` stand for torchrun.sh and train_gpt.py in ``tests/support/main_job.py``: real ranks with torch's
-environment variables and a store in this process, as torchrun's agent has it. What torchrun itself does is tested with
-torchrun.
+``RANKS`` and ``ALONE`` stand for torchrun.sh and ``python -m launch.train_gpt`` in ``tests/support/main_job.py``: real
+ranks with torch's environment variables and a store in this process, as torchrun's agent has it. What torchrun itself
+does is tested with torchrun.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """The main job with these flags, on so many ranks; None: without torchrun's environment variables.
 
-    Its exit status is that of the first rank that failed. ``main``: what each rank does in place of train_gpt.start.
+    Its exit status is that of the first rank that failed. ``main``: what each rank does in place of the job.
     """
     from torch.distributed import TCPStore
 

@@ -6,10 +6,11 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.hosts import Host, Lab
-from tests.support.main_job import TINY, TORCHRUN, Run, read_run
+from tests.support.hosts import ROOT, Host, Lab
+from tests.support.main_job import TINY, Run, read_run
 
 TIMEOUT = 10
 """Seconds of ``--timeout``."""
@@ -19,24 +20,33 @@ START = 90.0
 
 
 class HostedJob:
-    """The main job, one rank on each host of a lab."""
+    """The main job, or another program, one rank on each host of a lab."""
 
-    def __init__(self, lab: Lab, out: Path, *flags: str, **variables: str) -> None:
-        """``flags``: stronger than those of TINY and TIMEOUT. ``variables``: of the environment, on all hosts."""
+    def __init__(
+        self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), cwd: Path | None = None, **variables: str
+    ) -> None:
+        """
+        Args:
+            flags: of the main job, stronger than those of TINY and TIMEOUT.
+            program: what torchrun.sh starts instead of the main job, and all its arguments.
+            cwd: where it is started, if not in the repository's root.
+            variables: of the environment, on all hosts.
+        """
         out.mkdir(exist_ok=True)
-        self.lab, self.out = lab, out
-        self._flags, self._variables = flags, variables
+        self.lab, self.out, self._cwd = lab, out, cwd
+        tiny = [*TINY, "--timeout", str(TIMEOUT), "--out", str(out / "run")]
+        self._words, self._variables = program or (*tiny, *flags), variables
         self._launchers: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, host: Host, **variables: str) -> None:
-        """Start it on one host, with variables on this host only."""
+    def start(self, host: Host, clone: Path = ROOT, **variables: str) -> None:
+        """Start it on one host, from this clone of the repository and with variables on this host only."""
         first, *_ = hosts = self.lab.hosts
         nodes = {"NNODES": str(len(hosts)), "NODE_RANK": str(host.index), "MASTER_ADDR": first.name, "NPROC": "1"}
         common = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **nodes, **self._variables, **variables}
-        command = [*TORCHRUN, *TINY, "--timeout", str(TIMEOUT), "--out", str(self.out / "run"), *self._flags]
-        script = f'exec "$@" >>{self.log(host)} 2>&1'
+        command = [str(clone / "launch/torchrun.sh"), *self._words]
+        script = f'cd "$0" && exec "$@" >>{self.log(host)} 2>&1'  # nsenter has left the current folder.
         self._launchers[host.name] = host.start(
-            ["bash", "-c", script, "bash", *command], TMPDIR=str(self.out), **common
+            ["bash", "-c", script, str(self._cwd or clone), *command], TMPDIR=str(self.out), **common
         )
 
     def start_all(self) -> HostedJob:

@@ -13,6 +13,9 @@ from typing import Any
 from tests.support import forked
 from tests.support.forked import ROOT
 
+LESSON = ROOT / "tests/launch/programs/ddp_lesson.py"
+"""A program in plain torch: ``--steps N``, ``--fail-rank N``."""
+
 TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
 SINGLE = (sys.executable, "-m", "launch.train_gpt")
 
@@ -72,4 +75,11 @@ def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("train_gpt.py: error: ")
+    assert done.stderr.startswith("train_gpt: error: ")
+
+
+def assert_launcher_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+    """The same of ``fp8dist launch``."""
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"fp8dist launch: error: {message}")
+    assert done.stderr.count("\n") == 1

@@ -256,7 +256,7 @@ class Checkpoints:
         run: dict[str, Any] = {key.removeprefix("run."): None for key in saved if key.startswith("run.")}
         missing = {"step", *SHAPE} - set(run)
         if missing:
-            raise ConfigurationError(f"--resume {folder}: no checkpoint of train_gpt.py, without {sorted(missing)}")
+            raise ConfigurationError(f"--resume {folder}: no checkpoint of train_gpt, without {sorted(missing)}")
         state = {"run": run}
         self._read(state, folder)
         run = state["run"]

@@ -32,7 +32,7 @@ def write_report(report: DivergenceReport, folder: Path, ranks: Ranks) -> None:
         return
     (folder / TEXT).write_text(f"{report}\n", encoding="utf-8")
     (folder / JSON).write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-    print(f"train_gpt.py: stopped, because ranks differ: {folder / TEXT}", file=sys.stderr, flush=True)
+    print(f"train_gpt: stopped, because ranks differ: {folder / TEXT}", file=sys.stderr, flush=True)
 
 
 class ErrorFile(ErrorHandler):

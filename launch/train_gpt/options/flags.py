@@ -1,4 +1,4 @@
-"""The flags of train_gpt.py: their names, what each takes, and what ``--help`` says of them."""
+"""The flags of the example job: their names, what each takes, and what ``--help`` says of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """It raises BadInput where argparse would end the process."""
     made = _Parser(
-        prog="train_gpt.py",
+        prog="train_gpt",
         description="Train a small byte-level GPT on one or many ranks, in high precision or in FP8.",
         epilog=(
             "--amax-sync, --backend, --check-every and --check-policy, when left out, follow their FP8DIST_… "

@@ -1,8 +1,4 @@
-"""What one run of train_gpt.py does, read from its flags and checked without importing torch.
-
-``python launch/options.py FLAGS…`` says in one line what train_gpt.py would refuse and exits 2:
-torchrun.sh asks it before it starts any rank.
-"""
+"""What one run of the example job does, read from its flags and checked without importing torch."""
 
 from __future__ import annotations
 

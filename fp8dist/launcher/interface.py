@@ -1,9 +1,4 @@
-"""The network interface by which this node reaches node 0, without importing torch.
-
-``python launch/interface.py MASTER_ADDR SECONDS [NAME]`` prints the interface's name and its IPv4 address, and waits so
-long for MASTER_ADDR to have one. With NAME it is that interface. torchrun.sh asks when the job has several nodes, and
-not when it is told both: that is how a job uses IPv6.
-"""
+"""The network interface by which this node reaches node 0, found without importing torch. IPv4 only."""
 
 from __future__ import annotations
 
@@ -15,55 +10,61 @@ import struct
 import sys
 import time
 
-from launch.train_gpt.data import BadInput
-from launch.train_gpt.exits import FAILED_COLLECTIVE, exit_with
+from fp8dist.launcher.environment import BadVariable
 
-__all__ = ["Unreachable", "addresses", "chosen"]
+__all__ = ["FAILED_COLLECTIVE", "Unreachable", "addresses", "chosen"]
+
+FAILED_COLLECTIVE = 5
+"""Exit status where another rank or node is missing. The example job's exits.py has the same number."""
 
 SIOCGIFCONF = 0x8912
-"""Linux: the interfaces with an IPv4 address."""
+"""Linux's ioctl that lists the interfaces with an IPv4 address."""
 
 NAME_SIZE, ADDRESS_AT, ENTRY_SIZE = 16, 20, 40
-"""Bytes of its ``struct ifreq``: the name, where the address begins, all."""
+"""Bytes of its ``struct ifreq``: length of the name, offset of the address, length of the whole."""
 
 LOOPBACK = "lo"
-"""As Linux calls it."""
+"""Linux's name of the loopback interface."""
 
 ELSEWHERE = "203.0.113.1"
-"""An address that no node has (RFC 5737); what leads there is the default route."""
+"""An address that no node has (RFC 5737): only the default route leads there."""
 
 
 class Unreachable(Exception):
-    """Node 0 has no address, or nothing leads there; the message is one line for the terminal."""
+    """Another node cannot be reached, or has ended the job. The message is one line for the terminal."""
 
 
 def chosen(host: str, patience: float = 0.0, name: str | None = None) -> tuple[str, str]:
-    """Name and address of the interface that leads to this host, on the host itself of the one that others reach.
+    """Name and IPv4 address of the interface that leads to a host; on that host, of the one that other nodes reach.
 
     Args:
-        patience: seconds to wait for the host to have an address: names of a cluster may come after its nodes.
-        name: the interface, where the caller knows it; of several, with commas between them, the first.
+        host: node 0, as MASTER_ADDR names it.
+        patience: seconds to wait until the host has an address: a cluster may publish names after its nodes start.
+        name: the interface, if the user has chosen it. Of several, separated by commas, the first counts.
 
     Raises:
-        BadInput: this node has no interface of that name, or none can be told without it; or the host has IPv6 only.
-        Unreachable: see there.
+        BadVariable: this node has no interface of that name, or only a name could tell which; or the host has IPv6
+            only.
+        Unreachable: the host has no address after ``patience``, or nothing leads there.
     """
     if ":" in host:
-        raise BadInput(_only_ipv6(host, "is an IPv6 address"))
+        raise BadVariable(_only_ipv6(host, "is an IPv6 address"))
     own = addresses()
     if name is not None:
         first = name.split(",")[0]
         for address, interface in own.items():
             if interface == first:
                 return first, address
-        raise BadInput(f"IFNAME {name}: this node has no {first} with an IPv4 address, but {', '.join(own.values())}")
+        raise BadVariable(
+            f"IFNAME {name}: this node has no {first} with an IPv4 address, but {', '.join(own.values())}"
+        )
     there = _resolved(host, patience)
     if ipaddress.ip_address(there).is_loopback and not _means_loopback(host):
         # This is node 0, and /etc/hosts calls it so. The other nodes have its name from elsewhere.
         try:
             there = _source_towards(ELSEWHERE)
         except OSError:
-            raise BadInput(
+            raise BadVariable(
                 f"MASTER_ADDR {host} is {there} on this node, where no other reaches it: set MASTER_ADDR to an address"
             ) from None
     source = there
@@ -73,15 +74,17 @@ def chosen(host: str, patience: float = 0.0, name: str | None = None) -> tuple[s
         except OSError as error:
             raise Unreachable(f"MASTER_ADDR {host} ({there}) cannot be reached: {error.strerror or error}") from None
         if source not in own:
-            raise BadInput(f"MASTER_ADDR {host} ({there}) is reached from {source}, which no interface has: set IFNAME")
+            raise BadVariable(
+                f"MASTER_ADDR {host} ({there}) is reached from {source}, which no interface has: set IFNAME"
+            )
     if own[source] == LOOPBACK and not ipaddress.ip_address(source).is_loopback:
         # As where routes lead to each host, not to networks. gloo and NCCL would take 127.0.0.1.
-        raise BadInput(f"MASTER_ADDR {host} ({there}) is reached from {source}, which {LOOPBACK} has: set IFNAME")
+        raise BadVariable(f"MASTER_ADDR {host} ({there}) is reached from {source}, which {LOOPBACK} has: set IFNAME")
     return own[source], source
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 addresses of this node, each with the name of its interface, the interfaces in the kernel's order."""
+    """Interface names by IPv4 address, all of this node, in the kernel's order."""
     size = 64 * ENTRY_SIZE
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         while True:
@@ -108,7 +111,7 @@ def _resolved(host: str, patience: float) -> str:
             return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
             if error.errno != socket.EAI_AGAIN and _has_ipv6(host):
-                raise BadInput(_only_ipv6(host, "has IPv6 addresses only")) from None
+                raise BadVariable(_only_ipv6(host, "has IPv6 addresses only")) from None
             why = f"MASTER_ADDR {host}: {error.strerror or error}"
             if time.monotonic() >= deadline:
                 raise Unreachable(why) from None
@@ -130,7 +133,7 @@ def _only_ipv6(host: str, why: str) -> str:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether all ranks are on this node, and the caller knows."""
+    """True if the user names this node's loopback on purpose: all ranks are here."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -138,17 +141,7 @@ def _means_loopback(host: str) -> bool:
 
 
 def _source_towards(address: str) -> str:
-    """This node's address on the way to another. Nothing is sent."""
+    """This node's address on the way to another. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((address, 9))
         return str(way.getsockname()[0])
-
-
-if __name__ == "__main__":
-    try:
-        print(*chosen(sys.argv[1], float(sys.argv[2]), *sys.argv[3:]))
-    except BadInput as mistake:
-        exit_with(mistake)
-    except Unreachable as unreachable:
-        print(f"interface.py: {unreachable}", file=sys.stderr, flush=True)
-        sys.exit(FAILED_COLLECTIVE)

@@ -1,0 +1,85 @@
+"""What starts on this node: torchrun's arguments, and the variables that its agent and the ranks see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8dist.launcher import interface
+from fp8dist.launcher.environment import Job
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How torchrun's agent starts on this node.
+
+    Attributes:
+        arguments: torchrun's, the program and its own arguments last.
+        variables: to be set beside those that are there.
+    """
+
+    arguments: list[str]
+    variables: dict[str, str]
+
+    @classmethod
+    def of(cls, job: Job, program: Sequence[str], environment: Mapping[str, str]) -> Plan:
+        """The plan for one node of a job.
+
+        Args:
+            program: a file or ``-m`` and a module, then its arguments.
+            environment: variables that the user has set already; they stay as they are.
+
+        Raises:
+            BadVariable: the network interface cannot be told from the variables.
+            Unreachable: node 0 has no address, or nothing leads there.
+        """
+        variables: dict[str, str] = {}
+        if not environment.get("OMP_NUM_THREADS"):
+            variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // job.nproc))
+        arguments = ["--standalone"] if job.nnodes == 1 else _rendezvous(job, environment, variables)
+        if job.logs is not None:
+            arguments += ["--log-dir", f"{job.logs}/node-{job.node_rank}" if job.nnodes > 1 else job.logs, "--tee", "3"]
+            # Without it torchrun would print the rank on this node, not that of the job.
+            template = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+            variables[template] = environment.get(template, "[${rank}]: ")
+        if job.max_restarts:
+            # Else restarted ranks find the addresses of their predecessors in torchrun's store, and may wait for them
+            # (pytorch/pytorch issue 135712; seen with torch 2.13).
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        arguments += ["--nproc-per-node", str(job.nproc), "--max-restarts", str(job.max_restarts)]
+        module = program[0] == "-m"
+        # After "--" argparse leaves the rest alone, be it --help or another "--".
+        arguments += ["-m", "--", *program[1:]] if module else ["--", *program]
+        return cls(arguments, variables)
+
+
+def _rendezvous(job: Job, environment: Mapping[str, str], variables: dict[str, str]) -> list[str]:
+    """Arguments by which several nodes meet. Adds the variables that name the network interface."""
+    ifname, address = job.ifname, job.local_addr
+    gloo, nccl = environment.get("GLOO_SOCKET_IFNAME"), environment.get("NCCL_SOCKET_IFNAME")
+    if not (address and (ifname or (gloo and nccl))):
+        found = interface.chosen(job.master_addr, job.join_timeout, ifname)
+        ifname, address = ifname or found[0], address or found[1]
+    variables["GLOO_SOCKET_IFNAME"] = gloo or str(ifname)
+    variables["NCCL_SOCKET_IFNAME"] = nccl or f"={ifname}"
+    arguments = ["--nnodes", str(job.nnodes), "--local-addr", address]
+    if job.max_restarts == 0:
+        return [
+            *arguments,
+            *("--node-rank", str(job.node_rank)),
+            *("--master-addr", job.master_addr),
+            *("--master-port", str(job.master_port)),
+            *("--rdzv-conf", f"timeout={job.join_timeout}"),
+        ]
+    # A static rendezvous cannot use its ports twice.
+    is_host = "true" if job.node_rank == 0 else "false"
+    return [
+        *arguments,
+        *("--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"{job.master_addr}:{job.master_port}"),
+        *("--rdzv-id", f"fp8dist-{job.master_port}"),
+        *("--rdzv-conf", f"is_host={is_host},join_timeout={job.join_timeout},read_timeout={job.join_timeout}"),
+    ]

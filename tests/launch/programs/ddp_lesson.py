@@ -1,0 +1,41 @@
+"""A training program that knows nothing of fp8dist: DistributedDataParallel fits a line, and each rank says its loss.
+
+Tests start it as any user's program, by each of the launch scripts.
+"""
+
+import argparse
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    """Join the group, train, and leave; one rank may fail on the way."""
+    parser = argparse.ArgumentParser(prog="ddp_lesson", description="Fit a line on all ranks.")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--fail-rank", type=int, default=-1, help="this rank exits with 7 before the last step")
+    options = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(rank)  # Each rank has data of its own; DDP makes the parameters equal.
+    model = DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(64, 8)
+    targets = inputs.sum(dim=1, keepdim=True)
+    for step in range(options.steps):
+        if rank == options.fail_rank and step == options.steps - 1:
+            sys.exit(7)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"rank {rank} of {dist.get_world_size()}: loss {loss.item():.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Programs that are not ours, started by launch/torchrun.sh and by ``fp8dist launch``."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+
+from fp8dist.cli.main import main
+from fp8dist.launcher import agent
+from tests.support.hosted_job import START, HostedJob
+from tests.support.hosts import lab_or_skip
+from tests.support.main_job import LESSON, ROOT, TORCHRUN, assert_launcher_refused
+
+SAID = [f"rank {rank} of 2: loss " for rank in range(2)]
+
+
+def started(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this folder, which has the lesson as a file and as a module of a package."""
+    (folder / "lessons").mkdir(exist_ok=True)
+    for place in ("lesson.py", "lessons/ddp.py"):
+        shutil.copy(LESSON, folder / place)
+    common = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **common, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_trained(done: subprocess.CompletedProcess[str]) -> None:
+    """Both ranks have come to their end, and said their loss there."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in SAID if line not in done.stdout] == []
+
+
+@pytest.mark.slow
+def test_a_program_by_its_path(tmp_path: Path) -> None:
+    """That of the caller's folder, not the repository's; each rank has a log."""
+    done = started(tmp_path, *TORCHRUN, "./lesson.py", "--steps", "3", LOGS="logs of it")
+    assert_trained(done)
+    for rank in range(2):
+        (log,) = (tmp_path / "logs of it").glob(f"*/attempt_0/{rank}/stdout.log")
+        assert log.read_text().startswith(SAID[rank])
+        assert f"[{rank}]: {log.read_text()}" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_module_whose_rank_fails_gives_the_status(tmp_path: Path) -> None:
+    """The other one misses it in a collective, and may end with a traceback, and 1, in the same moment."""
+    done = started(tmp_path, *TORCHRUN, "-m", "lessons.ddp", "--fail-rank", "1")
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: 7 ", done.stderr)
+
+
+@pytest.mark.slow
+def test_help_is_for_whom_it_is_asked(tmp_path: Path) -> None:
+    """After a program it is the program's, without one the example job's; ``fp8dist launch`` has its own."""
+    done = started(tmp_path, *TORCHRUN, "lesson.py", "--help", NPROC="1")
+    assert (done.returncode, done.stdout.startswith("usage: ddp_lesson ")) == (0, True), done.stderr
+    done = started(tmp_path, *TORCHRUN, "--help")
+    assert (done.returncode, done.stdout.startswith("usage: train_gpt ")) == (0, True), done.stderr
+
+
+def test_the_launcher_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("-h", "--help"):
+        assert main(["launch", flag]) == 0
+        help_ = capsys.readouterr().out
+        assert help_.startswith("usage: fp8dist launch ")
+        for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "JOIN_TIMEOUT"):
+            assert f"\n    {name} " in help_
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert re.search(r"\n +launch +start a training program", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a program: fp8dist launch [-h] (PROGRAM | -m MODULE) [ARGUMENT …]"),
+        (["-m"], "name a module after -m: fp8dist launch"),
+        (["--steps", "7"], "no such flag: --steps; the program's own come after it: fp8dist launch"),
+        (["no/such.py", "--help"], f"no such file: no/such.py, seen from {Path.cwd()}"),
+        ([""], "no such file: '', seen from"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_command_that_starts_nothing(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    status = main(["launch", *words])
+    captured = capsys.readouterr()
+    assert_launcher_refused(subprocess.CompletedProcess(words, status, captured.out, captured.err), message)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_launcher(tmp_path: Path) -> None:
+    """Packages as a wheel holds them, and no folder launch/ anywhere; started elsewhere."""
+    site = tmp_path / "site"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "fp8dist", site / "fp8dist", ignore=ignored)
+    shutil.copytree(ROOT / "kernels/fp8dist_kernels", site / "fp8dist_kernels", ignore=ignored)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    show = "import runpy, sys, fp8dist; print(fp8dist.__file__); runpy.run_module('fp8dist', run_name='__main__')"
+    done = started(elsewhere, sys.executable, "-c", show, "launch", "-m", "lessons.ddp", PYTHONPATH=str(site))
+    assert_trained(done)
+    assert done.stdout.startswith(f"{site}/fp8dist/__init__.py\n")
+
+
+@pytest.mark.slow
+def test_a_signal_is_told_as_shells_do(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    done = started(tmp_path, *TORCHRUN, "killed.py", NPROC="1")
+    assert done.returncode == 128 + 9, done.stderr
+    assert "killed.py FAILED" in done.stderr
+
+
+def test_another_node_that_has_ended_the_job_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(arguments: list[str]) -> None:
+        raise RendezvousClosedError("closed")
+
+    monkeypatch.setattr(agent, "main", closed)
+    assert main(["launch", __file__]) == 5
+    said = capsys.readouterr().err
+    missing = "another node has ended the job, or cannot be reached"
+    assert said == f"fp8dist launch: {missing}: RendezvousClosedError: closed\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"),
+    [
+        ([7], 7),
+        ([1, 7], 7),  # Rank 0 has missed rank 1 in a collective, and had no handler for that.
+        ([5, 1], 1),  # The example job has one.
+        ([5, -15, 3], 3),
+        ([1, -9], 128 + 9),
+        ([5, 5], 5),
+        ([-15], 128 + 15),
+    ],
+    ids=str,
+)
+def test_of_ranks_that_fail_together_the_cause_gives_the_status(
+    monkeypatch: pytest.MonkeyPatch, codes: list[int], status: int
+) -> None:
+    def failed(arguments: list[str]) -> None:
+        failures = {rank: ProcessFailure(rank, 100 + rank, code, "<none>") for rank, code in enumerate(codes)}
+        raise ChildFailedError("program", failures)
+
+    monkeypatch.setattr(agent, "main", failed)
+    assert agent.run([]) == status
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_a_program_on_three_hosts(tmp_path: Path) -> None:
+    program = ["lesson.py", "--steps", "4"]
+    shutil.copy(LESSON, tmp_path / "lesson.py")
+    with lab_or_skip(3) as lab:
+        job = HostedJob(lab, tmp_path / "good", program=program, cwd=tmp_path, LOGS="logs").start_all()
+        assert job.statuses(time.monotonic() + START) == [0, 0, 0], list(map(job.said, lab.hosts))
+        for host in lab.hosts:
+            (log,) = tmp_path.glob(f"logs/node-{host.index}/*/attempt_0/0/stdout.log")
+            assert log.read_text().startswith(f"rank {host.index} of 3: loss ")
+            assert f"[{host.index}]: {log.read_text()}" in job.said(host)
+        job.assert_gone()
+        job = HostedJob(lab, tmp_path / "bad", program=[*program, "--fail-rank", "1"], cwd=tmp_path).start_all()
+        statuses = job.statuses(time.monotonic() + START)
+        assert statuses[1] == 7, list(map(job.said, lab.hosts))
+        assert 0 not in statuses
+        job.assert_gone()
