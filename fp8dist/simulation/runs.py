@@ -72,11 +72,11 @@ def _waits(path: str) -> tuple[list[float], str]:
         if waits:
             if not all(_is_number(wait) and wait >= 0 for wait in waits):
                 raise ConfigurationError(
-                    f"{path}: {field} is not a time in every line: give a metrics.jsonl of launch/train_gpt.py"
+                    f"{path}: {field} is not a time in every line: give a metrics.jsonl of the example job"
                 )
             return waits, field
     raise ConfigurationError(
-        f"{path}: no line has {' or '.join(FIELDS)}: give the metrics.jsonl of a run of launch/train_gpt.py in FP8"
+        f"{path}: no line has {' or '.join(FIELDS)}: give the metrics.jsonl of a run of the example job in FP8"
     )
 
 
@@ -92,7 +92,7 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
             yield line
         elif number < len(texts) or number == 1:
             raise ConfigurationError(
-                f"{path}: line {number} is no JSON object: give a metrics.jsonl of launch/train_gpt.py"
+                f"{path}: line {number} is no JSON object: give a metrics.jsonl of the example job"
             )
 
 
@@ -102,7 +102,7 @@ def _summary(path: Path) -> dict[str, Any]:
     except ValueError:
         summary = None
     if not isinstance(summary, dict):
-        raise ConfigurationError(f"{path}: no JSON object: give a run of launch/train_gpt.py that has come to its end")
+        raise ConfigurationError(f"{path}: no JSON object: give a run of the example job that has come to its end")
     return summary
 
 
@@ -112,7 +112,7 @@ def _text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigurationError(
-            f"{path}: {reason}: give the metrics.jsonl of a run of launch/train_gpt.py, with its summary.json beside it"
+            f"{path}: {reason}: give the metrics.jsonl of a run of the example job, with its summary.json beside it"
         ) from error
 
 

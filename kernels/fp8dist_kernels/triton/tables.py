@@ -1,4 +1,4 @@
-"""Measured tiles, shipped as data: ``tables/<device>.json``, written by ``scripts/tune_matmuls.py``.
+"""Measured tiles, shipped as data: ``tables/<device>.json``, written by ``scripts/gpu tune``.
 
 A file holds what was measured on one kind of device::
 
