@@ -91,7 +91,7 @@ def test_from_high_precision_to_fp8(tmp_path: Path) -> None:
 
 def test_table_of_methods_is_complete() -> None:
     table = README.split("## Which calls are collective")[1].split("## Flags")[0]
-    hooks = {"checkable", "early_launcher", "join_hook", "join_device", "join_process_group"}
+    hooks = {"join_hook", "join_device", "join_process_group"}
     public = {name for name in vars(StateManager) if not name.startswith("_")} - hooks
     missing = {name for name in public if f"{name}" not in table}
     assert not missing

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Recipe, RowwiseScaling
 from fp8dist.errors import DivergenceError, ManifestMismatchError
+from fp8dist.modules.overrides import High
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
@@ -24,7 +25,7 @@ from tests.support.training import batch, bits, make_net
 STEPS = 4
 SLOTS = 3 * 3  # Of Net.
 
-RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | None], list[int]]] = {
+RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | High], list[int]]] = {
     # (recipe, overrides, bytes of each all-reduce of a step)
     "delayed": (DelayedScaling(history_len=HISTORY), {}, [4 * (8 + SLOTS)]),
     "current": (CurrentScaling(), {}, []),
@@ -37,7 +38,7 @@ RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | None], list[int]]] = {
     ),
     "delayed, current, high": (
         DelayedScaling(history_len=HISTORY),
-        {"first": CurrentScaling(), "branch": None},
+        {"first": CurrentScaling(), "branch": "high"},
         [4 * (8 + 3)],
     ),
     "current, one delayed": (CurrentScaling(), {"branch": DelayedScaling(history_len=1)}, [4 * (8 + 3)]),
@@ -68,7 +69,7 @@ def _trained(name: str) -> tuple[list[float], dict[str, bytes], dict[str, str], 
     return losses, {name: bits(value) for name, value in full(model).items()}, recipes, manager.steps
 
 
-def _of_attach(recipe: Recipe, overrides: dict[str, Recipe | None]) -> int:
+def _of_attach(recipe: Recipe, overrides: dict[str, Recipe | High]) -> int:
     """Delayed scales of weights are derived there, once per arena."""
     return sum(each is not None and each.delayed for each in {recipe, *overrides.values()})
 
@@ -159,7 +160,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "format of the same recipe": ({"recipe": DelayedScaling(format="e4m3")}, ("format", "e4m3")),
     "gemms": ({"recipe": DelayedScaling(high_precision=("wgrad",))}, ("high_precision", "wgrad")),
     "one module's recipe": ({"overrides": {"last": CurrentScaling()}}, ("last",)),
-    "one module in high precision": ({"overrides": {"last": None}}, ("last",)),
+    "one module in high precision": ({"overrides": {"last": "high"}}, ("last",)),
     "fallback": ({"fallback": Fallback(steps=7)}, ("fallback",)),
 }
 
