@@ -183,7 +183,8 @@ class StateManager(Joinable):
 
         All hooks on optimizers, loss scaler and DDP are taken off, and this rank shares its FP8 state with no other.
         The model keeps its FP8Linears, and this manager its state, bit for bit. The model then trains as between
-        ``prepare`` and ``attach``: nothing is synchronised, and no optimizer's step is a boundary. ``attach`` may be
+        ``prepare`` and ``attach``: nothing is synchronised, no optimizer's step is a boundary, and so scales stand
+        still and the second optimizer step without a boundary is refused (not inside ``no_fp8()``). ``attach`` may be
         called again, also with another wrapper or optimizer. ``fp8dist.restore(model)`` undoes ``prepare``.
 
         A DDP hook of ``fp8dist.ddp.comm_hook`` does nothing meanwhile, because DDP cannot take one off. A CUDA graph
@@ -200,9 +201,9 @@ class StateManager(Joinable):
             return
         if cycle.sharded is not None:
             raise ConfigurationError(
-                "detach() cannot change what FSDP2 gathers: its buffers are for FP8 bytes, and no forward works without "
-                "attach(). For another optimizer call attach(…) again, which replaces the hooks; to get rid of FP8 save "
-                "the state_dict and build the model anew without fp8_all_gather"
+                "detach() cannot change what FSDP2 gathers: its buffers are for FP8 bytes, and no forward works "
+                "without attach(). For another optimizer call attach(…) again, which replaces the hooks; to get rid of "
+                "FP8 save the state_dict and build the model anew without fp8_all_gather"
             )
         if cycle.joins:
             raise ConfigurationError("detach() inside a Join context: ranks without data would wait for this one")

@@ -70,7 +70,7 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "fp8_group": _Here("prepare", "group"),
         "amax_reduction_group": _Here("prepare", "group"),
         "calibrating": _Here(
-            "", "", "it is a context here: `with manager.calibrate():`, or `with manager.recording():`"
+            "", "", "it is a context here: `with manager.calibrate():` or `with manager.recording():`"
         ),
         "preserve_high_precision_init_val": _Here("", "", "it is not needed: parameters stay in high precision"),
         # torchao.

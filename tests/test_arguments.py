@@ -96,7 +96,7 @@ def test_an_unknown_keyword_of_a_recipe(call: Callable[..., object], name: str, 
         ("reduce_amax", "reduce_amax is called amax_sync here"),
         (
             "calibrating",
-            "calibrating: it is a context here: `with manager.calibrate():`, or `with manager.recording():`",
+            "calibrating: it is a context here: `with manager.calibrate():` or",
         ),
         ("config", "config is called recipe here"),
         ("module_filter_fn", "module_filter_fn is called filter_fn here"),

@@ -54,8 +54,8 @@ class Event:
 
 
 _NOTHING_TO_COMPARE = (
-    "give attach() the module that DDP made, or name the ranks that hold the same by prepare(group=…) with amax_sync, or "
-    "by fp8dist.check(module, group=…); else leave check() and check_every out"
+    "give attach() the module that DDP made, or name the ranks that hold the same by prepare(group=…) with amax_sync, "
+    "or by fp8dist.check(module, group=…); else leave check() and check_every out"
 )
 
 MUCH = 2.0

@@ -140,7 +140,7 @@ class DivergenceReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"consistent": self.consistent, **_plain(asdict(self))}
+        return {"consistent": self.consistent, **_plain({**asdict(self), "compared": tuple(self.compared.items())})}
 
     def summary(self) -> str:
         """A sentence or a few: the first findings, for an error's message."""

@@ -148,8 +148,8 @@ class LossGuard:
         gradient was written since. It is not noticed where gradients were set to zero meanwhile in place.
 
         Args:
-            loss: a number, or a tensor of one element: the mean over this rank's tokens, or with ``mean_over=None`` over
-                all ranks'.
+            loss: a number, or a tensor of one element: the mean over this rank's tokens, or with ``mean_over=None``
+                over all ranks'.
             step: what the alarm calls it. None: one more than the last.
 
         Raises:

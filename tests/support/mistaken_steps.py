@@ -832,7 +832,7 @@ ROWS.add("GradScaler.update() before its step", _scaled("yes", update_first=True
 
 @row("restored, and trained on", RIGHT)
 def restored(case: Case) -> None:
-    called, manager, optimizer = attached(case)
+    called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
     fp8dist.restore(called)
     case.train(called, optimizer, STEPS - 3, 3)
