@@ -825,7 +825,7 @@ class StateManager(Joinable):
 
 
 def get_manager(model: nn.Module) -> StateManager:
-    """The manager of a prepared model, also through wrappers such as DDP.
+    """The manager of a prepared model, also through wrappers such as DDP. Local.
 
     Raises:
         ConfigurationError: none, or several, of its modules are prepared models.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import fp8dist
 from fp8dist.manager import StateManager
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,11 +96,6 @@ def test_table_of_methods_is_complete() -> None:
     assert not missing
     for name in re.findall(r"`manager\.(\w+)", README):
         assert hasattr(StateManager, name), f"README speaks of manager.{name}"
-
-
-def test_exports() -> None:
-    assert sorted(fp8dist.__all__) == fp8dist.__all__
-    assert all(hasattr(fp8dist, name) for name in fp8dist.__all__)
 
 
 def test_environment_variables_are_documented() -> None:

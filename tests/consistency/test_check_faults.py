@@ -186,9 +186,7 @@ def _strict(text: str) -> Any:
 
 @pytest.mark.parametrize("policy", ["warn", "raise", "repair"])
 @pytest.mark.parametrize("odd", [0, 2])
-def test_the_report_and_both_sides_are_in_files(
-    four_ranks: RankPool, tmp_path: Path, policy: str, odd: int
-) -> None:
+def test_the_report_and_both_sides_are_in_files(four_ranks: RankPool, tmp_path: Path, policy: str, odd: int) -> None:
     folder = tmp_path / "made" / "by the check"
     results = four_ranks.run(_with_evidence, str(folder), policy, "check", [odd])
     reference = 1 if odd == 0 else 0
