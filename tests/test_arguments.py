@@ -123,7 +123,7 @@ def test_an_unknown_keyword_of_prepare(name: str, said: str) -> None:
         ("attach", "modul", "there is no argument 'modul' (did you mean 'module'?). It takes module, optimizer"),
         ("set_precision", "step", "manager.set_precision(): there is no argument 'step' (did you mean 'steps'?)"),
         ("watch", "interval", "interval: it is gone"),
-        ("autocast", "enable", "(did you mean 'enabled'?)"),
+        ("set_precision", "gemm", "(did you mean 'gemms'?)"),
     ],
 )
 def test_an_unknown_keyword_of_a_method(method: str, name: str, said: str) -> None:
@@ -187,7 +187,7 @@ def test_what_is_no_recipe(recipe: Any, said: str) -> None:
     assert text.startswith("recipe must be a recipe such as DelayedScaling(), got ")
     assert said in text
     text = message(lambda: fp8dist.prepare(model(), overrides={"first": recipe}))
-    assert text.startswith("overrides['first'] must be a recipe, or None, got ")
+    assert text.startswith("overrides['first'] must be a recipe, or \"high\" for high precision, got ")
     assert said in text
 
 

@@ -447,7 +447,7 @@ def calibrated_then_trained() -> None:
     assert trial.manager.steps == before + STEPS
 
 
-@variants(how=["set_precision", "autocast", "fp8 starts later"])
+@variants(how=["set_precision", "no_fp8", "fp8 starts later"])
 def high_precision_meanwhile(how: str) -> None:
     trial = Trial()
     optimizer = trial.adamw()
@@ -455,7 +455,7 @@ def high_precision_meanwhile(how: str) -> None:
     if how == "fp8 starts later":
         trial.manager.set_precision("*", "high", steps=2)
     for index in range(STEPS):
-        if how == "autocast" and index in (2, 3):
+        if how == "no_fp8" and index in (2, 3):
             with trial.manager.no_fp8():
                 trial.train(optimizer, 1, start=index)
             continue

@@ -143,7 +143,7 @@ def test_prepare_changes_neither_keys_nor_parameters_nor_hooks() -> None:
     calls = []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     before = parameter_bits(model)
-    manager = fp8dist.prepare(model)
+    fp8dist.prepare(model)
     assert list(model.state_dict()) == keys
     assert list(model.modules()) == modules
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
@@ -152,7 +152,7 @@ def test_prepare_changes_neither_keys_nor_parameters_nor_hooks() -> None:
     assert calls == [1]
     assert parameter_bits(model) == before
     assert isinstance(model[0], nn.Linear)
-    manager.detach()
+    fp8dist.restore(model)
     assert type(model[0]) is type(model[2]) is nn.Linear
     assert list(model.state_dict()) == keys
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())

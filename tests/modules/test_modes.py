@@ -1,4 +1,4 @@
-"""Eval, autocast, calibration, inference mode, and the off switch."""
+"""Eval, no_fp8, recording, calibration, inference mode, and the off switch."""
 
 from __future__ import annotations
 
