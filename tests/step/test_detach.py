@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.callback import callback_handler
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -89,7 +90,7 @@ def _after_detach(update: str) -> Any:
     net, manager = _prepared(update)
     ddp = DistributedDataParallel(net)
     optimizer, scaler = SGD(ddp.parameters(), lr=0.05), torch.amp.GradScaler("cpu", enabled=False)
-    untouched = len(ddp._forward_hooks), dict(vars(scaler))
+    untouched = len(ddp._forward_hooks), dict(vars(scaler)), len(callback_handler.start_callbacks)
     manager.attach(ddp, optimizer=optimizer, scaler=scaler)
     for index in range(2):
         _step(ddp, optimizer, index)
@@ -97,7 +98,7 @@ def _after_detach(update: str) -> Any:
     state = state_bits(manager)
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-    assert (len(ddp._forward_hooks), dict(vars(scaler))) == untouched
+    assert (len(ddp._forward_hooks), dict(vars(scaler)), len(callback_handler.start_callbacks)) == untouched
     assert fp8dist.get_manager(ddp) is manager
     assert "not attached" in repr(manager)
     with counted_collectives() as calls:
