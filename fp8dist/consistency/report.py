@@ -159,7 +159,7 @@ class DivergenceReport:
         compared = ", ".join(f"{count} {kind if count == 1 else plural(kind)}" for kind, count in self.compared.items())
         notes = [f"not compared: {text}" for text in self.skipped]
         if not self.findings:
-            return "\n".join([f"consistent ({compared})" if compared else "nothing was compared", *notes])
+            return "\n".join([f"consistent ({compared or 'nothing was compared'})", *notes])
         if self.repaired:
             texts = list(dict.fromkeys(self.repaired))
             more = f"; and {len(texts) - SHOWN_REPAIRS} more" if len(texts) > SHOWN_REPAIRS else ""

@@ -104,7 +104,7 @@ def test_one_rank_is_consistent() -> None:
     report = fp8dist.check(make_net())
     assert report.consistent
     assert report.compared == {}
-    assert str(report) == "nothing was compared\nnot compared: there is one rank, or no process group"
+    assert str(report) == "consistent (nothing was compared)\nnot compared: there is one rank, or no process group"
 
 
 def test_the_command_line_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

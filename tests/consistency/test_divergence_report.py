@@ -141,7 +141,7 @@ def test_a_clean_report_says_what_was_compared_and_what_was_not() -> None:
     assert str(report) == ("consistent (1 parameter, 12 slots)\nnot compared: 4 parameters that DDP was told to ignore")
     assert report.consistent
     assert report.summary() == str(report)
-    assert str(DivergenceReport()) == "nothing was compared"
+    assert str(DivergenceReport()) == "consistent (nothing was compared)"
     report.raise_if_diverged()
 
 
