@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.optimizer import Optimizer
 
+import fp8dist
 from tests.support.quiet import (
     STEPS,
     Table,
