@@ -19,6 +19,7 @@ from fp8dist.errors import (
     ConfigurationError,
     DivergenceError,
     Fp8DistError,
+    LossAlarm,
     LossDiverged,
     ManifestMismatchError,
     NotAModelError,
@@ -28,7 +29,7 @@ from fp8dist.errors import (
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
 from fp8dist.modules.overrides import first_and_last
-from fp8dist.monitoring.loss_guard import LossAlarm, LossGuard
+from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.parallel import ddp
 from fp8dist.parallel import fsdp1 as fsdp

@@ -14,23 +14,28 @@ Exception
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from fp8dist.consistency.report import DivergenceReport
-    from fp8dist.monitoring.loss_guard import LossAlarm
 
 __all__ = [
+    "AlarmKind",
     "CheckpointError",
     "ConfigurationError",
     "DivergenceError",
     "Fp8DistError",
+    "LossAlarm",
     "LossDiverged",
     "ManifestMismatchError",
     "NotAModelError",
     "SyncError",
     "UnknownArgumentError",
 ]
+
+
+AlarmKind = Literal["spike", "nonfinite"]
 
 
 class Fp8DistError(Exception):
@@ -70,6 +75,26 @@ class DivergenceError(Fp8DistError):
 
     def __reduce__(self) -> tuple[type[DivergenceError], tuple[DivergenceReport]]:
         return type(self), (self.report,)
+
+
+@dataclass(frozen=True)
+class LossAlarm:
+    """A loss that a guard objects to.
+
+    ``median``: the running median that it was compared with; None while there were too few losses. ``streak``: alarms
+    of this kind in a row, this one included.
+    """
+
+    step: int
+    loss: float
+    median: float | None
+    kind: AlarmKind
+    streak: int = 1
+
+    def __str__(self) -> str:
+        usual = "" if self.median is None else f", the running median is {self.median:.6g}"
+        what = "is a spike" if self.kind == "spike" else "is not finite"
+        return f"step {self.step}: the loss {self.loss:.6g} {what}{usual}"
 
 
 class LossDiverged(Fp8DistError):

@@ -28,6 +28,7 @@ from fp8dist.modules.linear_slots import Mode
 from fp8dist.monitoring.monitor import Monitor
 from fp8dist.monitoring.watch import Watch
 from fp8dist.names import check_keywords, did_you_mean, require_choice
+from fp8dist.optimizer_hooks import hooked_optimizers, unwrap_optimizers
 from fp8dist.parallel.ddp import ManagerJoinHook
 from fp8dist.parallel.wrappers import awaits_reduction, fsdp2_modules, reshard
 from fp8dist.patterns import unmatched
@@ -37,7 +38,6 @@ from fp8dist.state.arena import NONFINITE
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
 from fp8dist.step.attachment import Attachment, local_weights
-from fp8dist.step.boundary import hooked_optimizers, unwrap_optimizers
 from fp8dist.step.calibration import Untouched
 from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import StepWatch

@@ -17,8 +17,8 @@ from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager
 from fp8dist.names import require_choice
+from fp8dist.optimizer_hooks import unwrap_optimizers
 from fp8dist.settings import report_dir
-from fp8dist.step.boundary import unwrap_optimizers
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 
 __all__ = ["check"]

@@ -1,4 +1,4 @@
-"""Imports go one way, and no module keeps mutable state."""
+"""Imports go one way between rooms, ARCHITECTURE.md shows the same list, and no module keeps mutable state."""
 
 from __future__ import annotations
 
@@ -9,71 +9,81 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A module may import from its own line only inside a package of its own (state), else from lines above.
-LAYERS = [
-    ["errors", "formats", "json_lines", "waits"],
-    ["scaling", "names"],
+# A room imports from the lines above its own, and from itself. Each file of fp8dist's top folder is a room.
+ROOMS = [
     ["kernels"],
-    ["fallback", "recipe", "ops", "gathered", "graphs", "patterns"],
-    ["settings"],
+    ["errors"],
+    ["names", "optimizer_hooks"],
+    ["patterns"],
+    ["recipe"],
     ["state"],
-    ["overrides", "precision", "groups"],
-    ["attendance"],
-    ["sync", "tensor_parallel", "weight_notes", "outgrown"],
+    ["settings"],
+    ["sync"],
+    ["modules", "monitoring"],
+    ["parallel"],
     ["consistency"],
     ["offline"],
-    ["doctor", "monitor", "simulation"],
-    ["watch", "linear_slots"],
-    ["nn"],
-    ["step_watch"],
-    ["ddp", "boundary", "calibration", "precision_control", "wrappers", "arguments"],
-    ["coverage", "checker", "fsdp", "shards", "guarded_steps"],
-    ["cycle", "loss_guard"],
-    ["checkpoint", "transformer_engine", "attachment"],
+    ["step"],
+    ["checkpoint"],
+    ["arguments", "coverage"],
     ["manager"],
     ["prepare", "model_check"],
+    ["launcher", "simulation"],
     ["__init__"],
     ["cli"],
     ["__main__"],
 ]
-LINE = {name: line for line, names in enumerate(LAYERS) for name in names}
+LINE = {room: line for line, rooms in enumerate(ROOMS) for room in rooms}
+PURE = ("kernels", "errors", "names", "patterns", "recipe")
+"""Rooms that know no ranks."""
 
 
-def _sources() -> list[tuple[str, Path]]:
-    found = [("kernels", path) for path in (ROOT / "kernels" / "ops").rglob("*.py")]
-    for path in (ROOT / "fp8dist").rglob("*.py"):
-        relative = path.relative_to(ROOT / "fp8dist")
-        found.append((relative.parts[0] if len(relative.parts) > 1 else relative.stem, path))
-    return found
+def room_of(module: str) -> str | None:
+    """The room of a dotted module name; None: it is not ours."""
+    top, _, rest = module.partition(".")
+    if top == "fp8dist_kernels":
+        return "kernels"
+    return (rest.split(".")[0] or "__init__") if top == "fp8dist" else None
 
 
-def _imports(tree: ast.Module) -> list[tuple[str, bool]]:
-    """(module below fp8dist, whether only for type checking)."""
-    guarded = {
-        id(node)
-        for test in ast.walk(tree)
-        if isinstance(test, ast.If) and ast.unparse(test.test) == "TYPE_CHECKING"
-        for node in ast.walk(test)
-    }
+def sources() -> list[tuple[str, Path]]:
+    """(room, file) of all that is shipped."""
     found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fp8dist":
-            parts = node.module.split(".")
-            names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
-            found += [(name, id(node) in guarded) for name in names]
+    for root in (ROOT, ROOT / "kernels"):
+        for package in ("fp8dist", "fp8dist_kernels"):
+            for path in sorted((root / package).rglob("*.py")):
+                parts = path.relative_to(root).with_suffix("").parts
+                found.append((room_of(".".join(parts)) or "", path))
     return found
 
 
-@pytest.mark.parametrize(("layer", "path"), _sources(), ids=lambda value: getattr(value, "stem", value))
-def test_imports_go_one_way(layer: str, path: Path) -> None:
-    assert layer in LINE, f"{path} belongs to no layer: add it to LAYERS and to ARCHITECTURE.md"
-    for imported, type_checking in _imports(ast.parse(path.read_text())):
-        same_package = imported == layer and layer in ("state", "kernels", "consistency", "offline", "simulation")
-        assert type_checking or same_package or LINE[imported] < LINE[layer], f"{path.name} imports {imported}"
+def imports(tree: ast.Module) -> set[str]:
+    """Our modules that are imported, wherever: in functions, and for type checkers only, as well."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports hide the room"
+            whole = node.module == "fp8dist"
+            found |= {f"fp8dist.{alias.name}" for alias in node.names} if whole else {node.module or ""}
+    return {name for name in found if room_of(name) is not None}
 
 
-@pytest.mark.parametrize(("layer", "path"), _sources(), ids=lambda value: getattr(value, "stem", value))
-def test_no_globals_and_no_layer_one_torch_distributed(layer: str, path: Path) -> None:
+def _id(value: object) -> str | None:
+    return value.stem if isinstance(value, Path) else None
+
+
+@pytest.mark.parametrize(("room", "path"), sources(), ids=_id)
+def test_imports_go_one_way(room: str, path: Path) -> None:
+    assert room in LINE, f"{path} is in no room: add it to ROOMS and to ARCHITECTURE.md"
+    for module in imports(ast.parse(path.read_text())):
+        imported = room_of(module)
+        assert imported == room or LINE[str(imported)] < LINE[room], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize(("room", "path"), sources(), ids=_id)
+def test_no_globals_and_no_ranks_below_state(room: str, path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path.name} has a global"
     mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
@@ -81,9 +91,37 @@ def test_no_globals_and_no_layer_one_torch_distributed(layer: str, path: Path) -
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
             names = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
             assert names == "__all__", f"{path.name}: module-level mutable {names}"
-    if LINE[layer] <= LINE["ops"] and layer != "ops":
+    if room in PURE:
         assert "torch.distributed" not in path.read_text()
 
 
-def test_every_layer_has_a_file() -> None:
-    assert {layer for layer, _ in _sources()} == set(LINE)
+def test_every_room_has_a_file() -> None:
+    assert {room for room, _ in sources()} == set(LINE)
+
+
+def test_files_of_a_room_import_each_other_without_circles() -> None:
+    graph = {}
+    for room, path in sources():
+        root = ROOT / "kernels" if room == "kernels" else ROOT
+        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = imports(ast.parse(path.read_text()))
+    done: set[str] = set()
+
+    def visit(name: str, on_the_way: tuple[str, ...]) -> None:
+        assert name not in on_the_way, " -> ".join((*on_the_way, name))
+        if name not in done:
+            for imported in graph.get(name, ()):
+                visit(imported, (*on_the_way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_architecture_shows_the_same_rooms() -> None:
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[2].split(",")]
+        for line in (ROOT / "ARCHITECTURE.md").read_text().split("## Rooms")[1].split("\n## ")[0].splitlines()
+        if line.startswith("| ") and line.split("|")[1].strip().isdigit()
+    ]
+    assert [[name.rstrip("/") for name in row] for row in rows] == ROOMS

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import fp8dist
-import fp8dist_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
@@ -35,6 +34,20 @@ def _run(*command: str, cwd: Path) -> str:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def _bare_python(home: Path) -> str:
+    """The interpreter of a new venv with torch and the like, but without fp8dist."""
+    venv.create(home, with_pip=False)
+    (site,) = (home / "lib").glob("python*/site-packages")
+    # A .pth in that folder, such as our own editable one, is not followed.
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    return str(home / "bin" / "python")
+
+
+@pytest.fixture
+def bare_python(tmp_path: Path) -> str:
+    return _bare_python(tmp_path / "bare")
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +72,10 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 @pytest.mark.slow
 def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, Path], tmp_path: Path) -> None:
     wheel, _ = distributions
-    home = tmp_path / "venv"
-    venv.create(home, with_pip=False)
-    (site,) = (home / "lib").glob("python*/site-packages")
+    python = _bare_python(tmp_path / "venv")
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:  # What pip does with a pure wheel, without its start-up time.
         archive.extractall(site)
-    # torch and the like from here; a .pth in that folder, such as our own editable one, is not followed.
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
     script = (
         "import importlib, sys\n"
         f"for name in {MODULES!r}:\n"
@@ -74,7 +84,7 @@ def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, P
         "assert 'kernels' not in sys.modules\n"
         "print(len(sys.modules['fp8dist'].__all__))\n"
     )
-    out = _run(str(home / "bin" / "python"), "-I", "-c", script, cwd=tmp_path)
+    out = _run(python, "-I", "-c", script, cwd=tmp_path)
     assert int(out.split()[-1]) == len(fp8dist.__all__)
 
 
@@ -91,8 +101,39 @@ def test_sdist_and_wheel_carry_licence_type_marker_and_tables(distributions: tup
         assert any(name.endswith("kernels/fp8dist_kernels/reference/casts.py") for name in archive.getnames())
 
 
-def test_kernels_are_imported_from_their_folder() -> None:
-    assert Path(fp8dist_kernels.__file__ or "").parent == ROOT / "kernels" / "fp8dist_kernels"
+@pytest.mark.slow
+def test_a_clone_that_is_not_installed_runs(bare_python: str, tmp_path: Path) -> None:
+    """With PYTHONPATH alone: no symlink, no copy, no editable install."""
+    flags = [
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--heads",
+        "2",
+        "--context",
+        "32",
+        "--batch-size",
+        "4",
+        "--steps",
+        "2",
+        "--precision",
+        "fp8",
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    for arguments in (
+        ["-c", "import fp8dist, fp8dist_kernels; print(fp8dist.__file__, fp8dist_kernels.__file__)"],
+        ["-m", "fp8dist", "doctor", "--help"],
+        ["-m", "launch.train_gpt", *flags, "--out", "run"],
+    ):
+        done = subprocess.run(
+            [bare_python, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        if arguments[0] == "-c":
+            places = [ROOT / "fp8dist" / "__init__.py", ROOT / "kernels" / "fp8dist_kernels" / "__init__.py"]
+            assert done.stdout.split() == [str(place) for place in places]
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 def test_version_is_written_once_in_metadata_and_package() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.outgrown import (
     OUTGROWN,
@@ -154,13 +155,21 @@ class LinearSlots:
         self.weight_sync.settle()
 
     def states(self, device: torch.device) -> States:
-        """(input, weight, grad_output), committed as far as due. Places the arenas on first use."""
+        """(input, weight, grad_output), committed as far as due. Places the arenas on first use.
+
+        Raises:
+            ConfigurationError: the backend does not run on ``device``.
+        """
         self.settle()
         syncs = (self.sync, self.weight_sync, self.sync)
         for sync in syncs[:2]:
             if sync.arena.device != device or not sync.arena.placed:
                 sync.arena.place(device)
         if self._states is None:
+            try:
+                ops.require_backend(self.mode.backend, device)
+            except ValueError as error:
+                raise ConfigurationError(str(error)) from None
             input_, weight, grad = (
                 SlotState(sync.arena, sync.arena.index[self.slots[role]])
                 for role, sync in zip((Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), syncs)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.step.boundary import unwrap_optimizers
-from fp8dist.step.step_watch import retire_with, untraced, weakly
+from fp8dist.optimizer_hooks import has_closure, retire_with, untraced, unwrap_optimizers, weakly
 from fp8dist.sync.groups import is_dtensor
 
 __all__ = ["GuardedSteps"]
@@ -93,9 +92,7 @@ class GuardedSteps:
         return not self._before_backward if node is None else node._sequence_nr() < self._sequence_nr
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Hooks get the arguments of the unbound step: args[0] is the optimizer itself.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if self._drops and closure is not None:
+        if self._drops and has_closure(args, kwargs):
             raise ConfigurationError(
                 'LossGuard with action="skip" has no place in optimizer.step(closure): the closure computes loss and '
                 "gradients inside the step. Call backward and observe() before optimizer.step()"

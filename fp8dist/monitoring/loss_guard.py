@@ -6,7 +6,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from numbers import Real
 from statistics import median
 from typing import Any, Literal, Protocol, get_args
@@ -15,39 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.errors import CheckpointError, ConfigurationError, LossDiverged
+from fp8dist.errors import AlarmKind, CheckpointError, ConfigurationError, LossAlarm, LossDiverged
 from fp8dist.monitoring.guarded_steps import GuardedSteps
 from fp8dist.sync.groups import GroupLike, SyncGroup, is_dtensor, world_size
 
-__all__ = ["LossAlarm", "LossGuard"]
+__all__ = ["LossGuard"]
 
 logger = logging.getLogger("fp8dist")
-
-Kind = Literal["spike", "nonfinite"]
 
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation (Rousseeuw and Croux, "Alternatives to
 the Median Absolute Deviation", JASA 88, 1993)."""
-
-
-@dataclass(frozen=True)
-class LossAlarm:
-    """A loss that a guard objects to.
-
-    ``median``: the running median that it was compared with; None while there were too few losses. ``streak``: alarms
-    of this kind in a row, this one included.
-    """
-
-    step: int
-    loss: float
-    median: float | None
-    kind: Kind
-    streak: int = 1
-
-    def __str__(self) -> str:
-        usual = "" if self.median is None else f", the running median is {self.median:.6g}"
-        what = "is a spike" if self.kind == "spike" else "is not finite"
-        return f"step {self.step}: the loss {self.loss:.6g} {what}{usual}"
 
 
 class _HasPrecision(Protocol):
@@ -132,7 +109,7 @@ class LossGuard:
         self._group = None if mean_over is None else SyncGroup(mean_over)
         self._losses: deque[float] = deque(maxlen=window)
         self._spikes: list[float] = []  # Since the last good loss.
-        self._streak: tuple[Kind, int] | None = None
+        self._streak: tuple[AlarmKind, int] | None = None
         self._step = 0
         self._guarded = None if optimizer is None else GuardedSteps(optimizer, drops=action == "skip")
         self._told_late = False
@@ -271,7 +248,7 @@ class LossGuard:
         self._spikes = []
         return None
 
-    def _alarm(self, loss: float, usual: float | None, kind: Kind) -> LossAlarm:
+    def _alarm(self, loss: float, usual: float | None, kind: AlarmKind) -> LossAlarm:
         before = self._streak[1] if self._streak is not None and self._streak[0] == kind else 0
         return LossAlarm(self._step, loss, usual, kind, before + 1)
 
@@ -301,8 +278,8 @@ class LossGuard:
             logger.warning("fp8dist: %s", message)
 
 
-def _kind(name: object) -> Kind:
-    for kind in get_args(Kind):
+def _kind(name: object) -> AlarmKind:
+    for kind in get_args(AlarmKind):
         if name == kind:
             return kind
     raise ValueError(f"there is no alarm of kind {name!r}")

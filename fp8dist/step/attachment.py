@@ -38,7 +38,6 @@ from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import fqn_of
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import is_dtensor, local_part, ranks_text
-from fp8dist_kernels import ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling, torch_can
@@ -281,7 +280,6 @@ def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
         # Takes the views now: made in a compiled forward, they would be part of its graph.
         device = compute_device(linear.weight, whole)
         backend, recipe = cycle.settings.backend, linear.fp8_slots.recipe
-        ops.require_backend(backend, device)
         if backend == "torch" and recipe.by == "block" and not torch_can(Scaling.BLOCKWISE, device):
             raise ConfigurationError(
                 f"{linear.fp8_slots.slots[Role.INPUT].fqn}: torch has no block-scaled product on {device}: use "

@@ -17,9 +17,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.step.step_watch import found_inf, is_real_step, step_frames, untraced, weakly
+from fp8dist.optimizer_hooks import (
+    found_inf,
+    has_closure,
+    is_real_step,
+    step_frames,
+    untraced,
+    unwrap_optimizers,
+    weakly,
+)
 
-__all__ = ["BoundaryHooks", "BoundaryOwner", "CompilationWatch", "hooked_optimizers", "unwrap_optimizers"]
+__all__ = ["BoundaryHooks", "BoundaryOwner", "CompilationWatch"]
 
 _SCALER_STEP = GradScaler.step.__code__
 _SCALER_FRAMES = 8
@@ -75,47 +83,6 @@ class CompilationWatch:
             self._handler.remove_start_callback(self._callback)
 
 
-def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
-    """One optimizer or several, out of wrappers that keep theirs in ``.optimizer`` (Accelerate).
-
-    Raises:
-        ConfigurationError: something without step hooks.
-    """
-    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    unwrapped = []
-    for candidate in given:
-        inner = candidate
-        while hasattr(inner, "optimizer"):  # AcceleratedOptimizer inherits the hook methods, but not their hooks.
-            inner = inner.optimizer
-        if not hasattr(inner, "register_step_post_hook"):
-            raise ConfigurationError(
-                f"{type(candidate).__name__} has no step hooks: leave optimizer= out and call manager.step() "
-                "once per optimizer step"
-            )
-        unwrapped.append(inner)
-    if not unwrapped:
-        raise ConfigurationError("optimizer=[] has no optimizer in it")
-    return unwrapped
-
-
-def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
-    """As ``unwrap_optimizers``, of optimizers whose ``step`` calls torch's step hooks.
-
-    Raises:
-        ConfigurationError: one does not.
-    """
-    unwrapped = unwrap_optimizers(optimizer)
-    for inner in unwrapped:
-        # torch's Optimizer.__init__ makes both; a class that does not call it inherits the methods only.
-        step = getattr(type(inner), "step", None)
-        if not getattr(step, "hooked", False) or "_optimizer_step_pre_hooks" not in vars(inner):
-            raise ConfigurationError(
-                f"{type(inner).__name__}.step() does not call torch's step hooks (its __init__ does not call "
-                "Optimizer.__init__): leave optimizer= out and call manager.step() once per optimizer step"
-            )
-    return unwrapped
-
-
 class BoundaryHooks:
     """Hooks on the optimizers of one manager; the last one's step is the boundary.
 
@@ -151,7 +118,7 @@ class BoundaryHooks:
         self._stepped |= optimizer is self._last()
         if is_real_step(optimizer):
             self._look_for_scaler()
-        if _has_closure(args, kwargs):
+        if has_closure(args, kwargs):
             # The optimizer may move the weights between two calls of the closure.
             self._owner.reuse_casts(False)
         elif self._ends_step(optimizer):
@@ -166,7 +133,7 @@ class BoundaryHooks:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _inside_own_step(optimizer):
             return
-        if _has_closure(args, kwargs):
+        if has_closure(args, kwargs):
             self._owner.reuse_casts(True)
             if self._ends_step(optimizer):
                 self._others_stepped = False
@@ -241,12 +208,6 @@ class _WatchedStep:
 
     def __reduce__(self) -> Any:
         return getattr, (self._scaler(), "step")
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # Hooks get the arguments of the unbound step: args[0] is the optimizer itself.
-    given = args[1] if len(args) > 1 else kwargs.get("closure")
-    return given is not None
 
 
 def _inside_own_step(optimizer: Optimizer) -> bool:

@@ -8,47 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from types import CodeType, FrameType
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots, Mode
+from fp8dist.optimizer_hooks import found_inf, is_real_step, retire_with, step_frames, untraced
 from fp8dist.state.slots import Slot, first_few
 from fp8dist.sync.groups import local_part
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
 
-__all__ = [
-    "StepListener",
-    "StepWatch",
-    "found_inf",
-    "fqn_of",
-    "is_real_step",
-    "retire_with",
-    "step_frames",
-    "untraced",
-    "weakly",
-]
+__all__ = ["StepListener", "StepWatch", "fqn_of"]
 
 logger = logging.getLogger("fp8dist")
 
 _UNCHANGED_STEPS = 3
 _SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
 """Weights, and elements of each, that are compared before and after so many steps."""
-
-_WRAPPER = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
-"""What torch puts around the ``step`` of each class of optimizers."""
 
 
 class StepListener(Protocol):
@@ -302,84 +286,5 @@ def _second_step(optimizer: Optimizer, late: Sequence[FP8Linear], attached: bool
     )
 
 
-def is_real_step(optimizer: Optimizer) -> bool:
-    """Whether a step may change parameters: some learning rate is not 0, as far as the host can tell.
-
-    ``torch.distributed.checkpoint.state_dict`` makes an optimizer's state by a step with a learning rate of 0.
-    """
-    rates = (group.get("lr") for group in optimizer.param_groups)
-    return any(rate is None or _on_gpu(rate) or bool(rate != 0) for rate in rates)
-
-
-def _on_gpu(rate: Any) -> bool:
-    return isinstance(rate, Tensor) and rate.device.type != "cpu"
-
-
-def found_inf(optimizer: Optimizer) -> Tensor | None:
-    """What GradScaler tells a fused optimizer, which is called also when the step is to be skipped."""
-    found = getattr(optimizer, "found_inf", None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
 def _is_nested() -> bool:
     return len(step_frames()) > 1
-
-
-def step_frames() -> list[FrameType]:
-    """The frames of torch's wrappers around the steps that are under way in this thread, innermost first. The optimizer
-    is their local "self".
-
-    Frames tell what a count could not: a step that raises calls no hook. A compiled step has no such frame.
-    """
-    found: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _WRAPPER:
-            found.append(frame)
-        frame = frame.f_back
-    return found
-
-
-def untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, left out of what torch.compile traces of an optimizer's step."""
-    disabled: Callable[..., None] = _disable_dynamo(hook)  # Imports Dynamo at its first call only.
-    return disabled
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not keep the method's object: torch keeps what it must not trace in a cycle."""
-    alive = weakref.WeakMethod(method)
-
-    def hook(*args: Any) -> None:
-        living = alive()
-        if living is not None:
-            living(*args)
-
-    return hook
-
-
-def retire_with(owner: object, handle: RemovableHandle) -> None:
-    """Take a step hook off when its owner dies.
-
-    That may be inside a step, while torch iterates over the hooks, which must not become fewer then: the hook becomes
-    one that does nothing, and is removed when the next owner comes.
-    """
-    hooks = handle.hooks_dict_ref()
-    if hooks is not None:
-        for key in [key for key, hook in hooks.items() if hook is _retired]:
-            del hooks[key]
-    weakref.finalize(owner, _retire, weakref.ref(hooks) if hooks is not None else None, handle.id)
-
-
-def _retire(hooks: weakref.ref[Any] | None, key: int) -> None:
-    living = None if hooks is None else hooks()
-    if living is None or key not in living:
-        return
-    if step_frames():
-        living[key] = _retired
-    else:
-        del living[key]
-
-
-def _retired(*_: Any) -> None:
-    """In the place of a hook whose owner is gone."""

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist.errors import ConfigurationError
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, update
@@ -73,9 +72,9 @@ _LIBRARY.define(
 
 
 def require_backend(backend: str, device: torch.device) -> None:
-    """Raise ConfigurationError where ``backend`` cannot work on ``device``."""
+    """Raise ValueError where ``backend`` cannot work on ``device``."""
     if backend == "triton" and why_not_triton(device) is not None:
-        raise ConfigurationError(f'backend="triton" on {device}: {why_not_triton(device)}')
+        raise ValueError(f'backend="triton" on {device}: {why_not_triton(device)}')
 
 
 def _version(backend: str, device: torch.device, of: Any) -> Any:
@@ -158,7 +157,7 @@ def _product(
         return matmuls.matmul_torch(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
     if backend in ("auto", "reference"):
         return matmuls.matmul_reference(a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
-    raise ConfigurationError(f"unknown backend {backend!r}")
+    raise ValueError(f"unknown backend {backend!r}")
 
 
 def _launch(arrays: Sequence[Tensor], hold: Tensor | None, *, drop_nonfinite: bool, backend: str = "auto") -> None:

@@ -1,7 +1,7 @@
-"""What the consistency checker costs when all is well.
+"""The cost of the consistency checker when all ranks agree.
 
-Run by ``scripts/benchmark`` under torchrun. Rank 0 measures the digest alone, while the others wait in a barrier; then
-all measure whole checks. Prints one JSON object from rank 0.
+``scripts/benchmarks/run`` starts it under torchrun. Rank 0 first measures the digest alone, while the others wait in a
+barrier; then all ranks measure whole checks. Rank 0 prints one JSON object.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from benchmark_sync import manager_of
 from torch import Tensor, nn
 
 import fp8dist
 from fp8dist_kernels.header import HEADER, WORDS
 from fp8dist_kernels.reference.content import ContentDigest
 from fp8dist_kernels.reference.digest import digest_words
+from scripts.benchmarks.sync import manager_of
 
 REPEATS = 7
 BYTES = 256 << 20

@@ -1,10 +1,11 @@
-"""What FSDP2's fp8 all-gather costs and saves: the weights' amaxes, bytes on the wire, peak memory.
+"""The cost and savings of FSDP2's FP8 all-gather: sync of the weights' amaxes, bytes gathered, peak memory.
 
-Run by ``scripts/benchmark`` under torchrun, two ranks, with launch/ on PYTHONPATH; each call prints one JSON object.
+``scripts/benchmarks/run`` starts it under torchrun on two ranks. Rank 0 prints one JSON object.
 
-    benchmark_fsdp.py sync           amaxes of 224 sharded weights in the step's sync, against an all-reduce for each
-    benchmark_fsdp.py train MODE     bytes gathered and peak memory of a rank; a fresh process for each MODE, one of
-                                     bf16, fp8-cast-after (gathered in bf16) and fp8-gather
+    -m scripts.benchmarks.fsdp sync           amaxes of 224 sharded weights in the step's sync, against one all-reduce
+                                              for each weight
+    -m scripts.benchmarks.fsdp train MODE     bytes gathered and peak memory of a rank. MODE is bf16, fp8-cast-after
+                                              (gathered in bf16) or fp8-gather; each needs a new process
 """
 
 from __future__ import annotations

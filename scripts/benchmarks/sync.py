@@ -1,7 +1,7 @@
-"""What one step's sync and scale update cost, against a bare all-reduce of the same bytes.
+"""The cost of one step's sync and scale update, against a bare all-reduce of the same bytes.
 
-Run by ``scripts/benchmark`` under torchrun. Medians over interleaved pairs, so that a busy machine
-disturbs both sides alike. Prints one JSON object from rank 0.
+``scripts/benchmarks/run`` starts it under torchrun. Figures are medians over interleaved pairs, so that a busy machine
+disturbs both sides alike. Rank 0 prints one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUN = 20
 
 
 class CountOps(TorchDispatchMode):
-    """How many torch ops run: on a GPU each would be at least one launch."""
+    """Counts torch ops. On a GPU each of them is at least one kernel launch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def manager_of(slots: int, history_len: int, amax_sync: bool = True) -> StateMan
 
 
 def one_step(manager: StateManager) -> None:
-    """A step in which every slot ran."""
+    """A step in which every slot has recorded an amax."""
     manager._syncs[0].arena.pending.fill_(1.0)
     manager.step()
 
@@ -66,7 +66,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def average(action: Callable[[], object]) -> float:
-    """ms of one of ``RUN`` in a row."""
+    """Mean ms of one call, over ``RUN`` calls in a row."""
     return timed(lambda: [action() for _ in range(RUN)]) / RUN
 
 
@@ -88,7 +88,7 @@ def measure(slots: int, history_len: int, pairs: int) -> dict[str, float]:
         dist.barrier()
         manager._syncs[0].arena.pending.fill_(1.0)
         ours.append(timed(manager.step))
-    # Without its collective: one that runs under a dispatch mode keeps the process group alive for ever.
+    # Without the collective: under a dispatch mode it would keep the process group alive for ever.
     unsynced = manager_of(slots, history_len, amax_sync=False)
     with CountOps() as counter:
         unsynced.step()
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("fp8dist").setLevel(logging.ERROR)  # That there is no Linear is meant.
+    logging.getLogger("fp8dist").setLevel(logging.ERROR)  # The model has no Linear, on purpose.
     dist.init_process_group("gloo")
     rows = [measure(n, arguments.history, arguments.pairs) for n in arguments.slots]
     if dist.get_rank() == 0:

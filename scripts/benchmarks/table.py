@@ -1,4 +1,4 @@
-"""Turn the results of ``scripts/benchmark`` into Markdown."""
+"""Print the results of ``scripts/benchmarks/run`` as Markdown: ``python -m scripts.benchmarks.table FOLDER``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import processor
 import torch
+
+from scripts.benchmarks import processor
 
 
 def machine() -> str:
@@ -35,7 +36,7 @@ def main(folder: Path) -> None:
             f"| torchao 0.9.0, 672 slots | {row['history']} | {row['torchao_ms']:.2f} | {row['bare_ms']:.2f} "
             f"| {row['ratio']:.2f} | | |"
         )
-    print("\n| main job | exposed sync, ms per step | tokens/s |\n|---|---|---|")
+    print("\n| example job | exposed sync, ms per step | tokens/s |\n|---|---|---|")
     for update in ("same_step", "next_step"):
         summary = json.loads((folder / update / "summary.json").read_text())
         print(f"| {update} | {summary['exposed_sync_ms_per_step']:.3f} | {summary['tokens_per_s']:.0f} |")
@@ -73,10 +74,10 @@ def _print_checks(check: dict[str, Any], folder: Path) -> None:
         counts = f"{row['collectives']:g} | {row['bytes']:g} | {row['ms']:.1f}"
         print(f"| {row['tensors']:,} tensors of 100 elements | {counts} |")
     lines = (folder / "same_step" / "metrics.jsonl").read_text().splitlines()
-    tokens = 8 * 128 * 2  # A step of the main job: windows, bytes, ranks.
+    tokens = 8 * 128 * 2  # In one step of the example job: windows, bytes in each, ranks.
     step_ms = 1e3 * tokens / float(json.loads(lines[-1])["tokens_per_s"])
     header_ms = check["header_ms"]["48"]
-    print(f"\nTier 0 in the main job: {header_ms:.3f} ms of a step of {step_ms:.0f} ms, {header_ms / step_ms:.4%}.")
+    print(f"\nTier 0 in the example job: {header_ms:.3f} ms of a step of {step_ms:.0f} ms, {header_ms / step_ms:.4%}.")
 
 
 if __name__ == "__main__":

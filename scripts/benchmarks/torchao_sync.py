@@ -1,7 +1,7 @@
-"""torchao 0.9.0's delayed-scaling sync and update on the same count of layers, in a venv of its own.
+"""The cost of torchao 0.9.0's delayed-scaling sync and update, for as many layers as in ``sync.py``.
 
-Run by ``scripts/benchmark`` under torchrun. Prints one JSON object from rank 0. 224 Linears have 672 scaled
-tensors. torchao's default history length is 16; it is measured with that and with 1024.
+``scripts/benchmarks/run`` starts it under torchrun, in a venv without fp8dist. Rank 0 prints one JSON object. 224
+Linears have 672 scaled tensors. History lengths are 16, torchao's default, and 1024.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the checks of steps and weights cost, and how often they change a cast in an ordinary run.
+"""The cost of the checks of steps and weights, and how often they change a cast in an ordinary run.
 
-The same training step with and without them, interleaved: torch operations, Python calls, and time. "Without" takes
-the process-wide optimizer hooks off and casts weights without a look at their scale. Prints Markdown. One process; run
-it on a machine that does nothing else: ``PYTHONPATH=launch .venv/bin/python scripts/benchmark_watch.py``.
+Runs the same training step with and without the checks, interleaved, and counts torch operations, Python calls and
+time. "Without" disables the process-wide optimizer hooks and the check that a weight still fits its scale. It uses one
+process and prints Markdown. Run it on an idle machine: ``.venv/bin/python -m scripts.benchmarks.watch``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmark_sync import CountOps
 from torch import Tensor, nn
 
 import fp8dist
@@ -28,6 +27,7 @@ from fp8dist.modules.weight_notes import WeightNote
 from fp8dist.step.step_watch import StepWatch
 from fp8dist_kernels.formats import Role
 from launch.train_gpt.model import GPT, VOCABULARY
+from scripts.benchmarks.sync import CountOps
 
 
 def _nothing(*_: object) -> None:  # A Mock would make calls of its own.

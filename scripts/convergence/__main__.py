@@ -1,10 +1,10 @@
-"""Train the main job's model in high precision and in each recipe, with the same seeds, and compare.
+"""Train the example job's model in high precision and with each recipe, with the same seeds, and compare.
 
-    scripts/convergence                              300 steps, 3 seeds, everything
-    scripts/convergence --keep                       the same, and put the results into scripts/results and README
-    scripts/convergence --layers 3 --width 128       a smaller model: other flags are the main job's
+    scripts/convergence/run                              300 steps, 3 seeds, everything
+    scripts/convergence/run --keep                       also copy the results to scripts/results and into README.md
+    scripts/convergence/run --layers 3 --width 128       a smaller model: other flags are the example job's
 
-Runs that are finished in ``--out`` are not repeated, so it may be interrupted and started again.
+It may be interrupted and started again: runs that are finished in ``--out`` are not repeated.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import options as main_job
 import torch
 
 from fp8dist.state.manifest import NUMERICS_VERSION
 from launch.train_gpt.data import BadInput
+from launch.train_gpt.options.options import parse as parse_job
 from scripts.benchmarks import processor
 from scripts.benchmarks.gpu import environment
 from scripts.benchmarks.gpu.results import write
@@ -37,6 +37,7 @@ from scripts.convergence.tasks import Task, TaskFailed, run_all
 from scripts.convergence.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE_JOB = ("-m", "launch.train_gpt")
 OURS = (
     "--precision",
     "--recipe",
@@ -48,11 +49,11 @@ OURS = (
     "--save-every",
     "--resume",
 )
-"""Flags of the main job that this program sets, or that would spoil a comparison."""
+"""Flags of the example job that this program sets, or that would spoil a comparison."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See the top of this file. Returns the exit status: 1, a run failed; 2, a mistake in the flags."""
+    """Run it. Returns the exit status: 0 success; 1 a run failed; 2 a mistake in the flags."""
     own, flags = _parsed(arguments)
     tasks = _tasks(own, flags)
     signal.signal(signal.SIGTERM, _end)
@@ -78,21 +79,21 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="scripts/convergence",
+        prog="scripts/convergence/run",
         description="Loss curves, final gaps and gradients of each recipe against FP32.",
-        epilog="Other flags are the main job's: launch/train_gpt.py --help.",
+        epilog="Other flags are the example job's: launch/torchrun.sh --help.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     add = parser.add_argument
     add("--steps", type=int, default=300, help="optimizer steps of each run")
-    add("--seeds", type=int, default=3, help="how many: 0, 1, …")
+    add("--seeds", type=int, default=3, help="number of seeds: 0, 1, …")
     add("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) // threads), help="runs side by side")
-    add("--out", type=Path, default=Path("runs/convergence"), help="gets runs, results and the plot")
-    add("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS], help="what is trained")
-    add("--gradients", action=argparse.BooleanOptionalAction, default=True, help="compare gradients, with seed 0")
-    add("--keep", action="store_true", help="copy the results to scripts/results, and make README's tables of them")
+    add("--out", type=Path, default=Path("runs/convergence"), help="folder for runs, results and the plot")
+    add("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS], help="what to train")
+    add("--gradients", action=argparse.BooleanOptionalAction, default=True, help="compare gradients too, with seed 0")
+    add("--keep", action="store_true", help="copy the results to scripts/results, and update the tables in README.md")
     own, flags = parser.parse_known_args(arguments)
     own.out = own.out.resolve()
     if min(own.steps, own.seeds, own.jobs) < 1:
@@ -104,7 +105,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int], Task]:
-    """By variant and seed, all variants of a seed together; gradients are ("gradients", 0)."""
+    """The tasks in the order they run, by (variant, seed); ("gradients", 0) measures gradients."""
     stamp = {"torch": torch.__version__, "numerics": NUMERICS_VERSION, "cuda": torch.cuda.is_available()}
     about = {"commit": _commit()}
     common = ("--steps", str(own.steps), "--log-every", str(own.steps), *flags)
@@ -119,20 +120,20 @@ def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int
         for name in own.variants:
             folder = own.out / name / f"seed-{seed}"
             place = ("--parallel", "none", "--seed", str(seed), "--out", str(folder))
-            program = (str(ROOT / "launch/train_gpt.py"), *common, *VARIANTS[name].flags, *place)
+            program = (*EXAMPLE_JOB, *common, *VARIANTS[name].flags, *place)
             made[name, seed] = Task(f"{name}, seed {seed}", folder, program, "summary.json", stamp, about)
     return made
 
 
 def _require_usable(tasks: dict[tuple[str, int], Task]) -> None:
-    """All flags are fine.
+    """Check the flags of every run.
 
     Raises:
-        BadInput: the main job would refuse some.
+        BadInput: the example job refuses one of them.
     """
     for (name, _), task in tasks.items():
         if name != "gradients":
-            main_job.parse(task.program[1:])
+            parse_job(task.program[len(EXAMPLE_JOB) :])
 
 
 def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[str, int], Task]) -> dict[str, Any]:

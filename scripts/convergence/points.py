@@ -1,10 +1,11 @@
-"""Gradients in FP8 against those in FP32, at a few points of a training of the main job's model in FP32.
+"""Compare gradients in FP8 with those in FP32, at a few points of an FP32 training of the example job's model.
 
-    PYTHONPATH=launch python -m scripts.convergence.points --points 1 50 150 300 --steps 300 --seed 0 --out DIR
+    python -m scripts.convergence.points --points 1 50 150 300 --steps 300 --seed 0 --out DIR
 
-``--points``: after how many steps; the other flags are the main job's. Writes DIR/gradients.json. At each point copies
-of the model see one batch that training never draws, in each recipe and in BF16; with a recipe all but the products of
-Linears is in FP32, so what differs is what FP8 does. Scales of delayed scaling come from the next batches of training.
+``--points`` are numbers of steps; the other flags are the example job's. Writes DIR/gradients.json. At each point,
+copies of the model compute one batch that training never draws, with each recipe and in BF16. With a recipe everything
+but the GEMMs of Linears is in FP32, so that only FP8 makes a difference. Delayed scaling takes its scales from the next
+batches of training.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ __all__ = ["FILE", "main"]
 FILE = "gradients.json"
 
 MEASURED = 2
-"""Marks the random stream of the batches that gradients are measured on: other windows than those of training (0)."""
+"""The random stream of the measured batches: other windows than those of training, which is stream 0."""
 
 CALIBRATED_ON = 4
-"""Batches that delayed scaling takes its scales from."""
+"""Number of batches from which delayed scaling takes its scales."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See the top of this file; a mistake in the flags is one line and exit status 2."""
+    """Run it. A mistake in the flags prints one line and exits with status 2."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--points", type=int, nargs="+", required=True)
     own, others = parser.parse_known_args(arguments)
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
-    """Of one point: each recipe, and each of its GEMMs in FP8 alone."""
+    """The cases of one point: each recipe with all GEMMs in FP8, and with each of them alone."""
     linears = [name for name, module in job.model.named_modules() if isinstance(module, nn.Linear)]
     linears.remove("lm_head")
     streams = [f"blocks.{number}" for number in range(job.options.layers)]
@@ -89,7 +90,7 @@ def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
 
 
 def _sets_of_gemms(kind: str) -> list[tuple[Gemm, ...]]:
-    """Which GEMMs are in FP8: all of them, each alone, and what the main job's run with dgrad in high precision has."""
+    """Which GEMMs are in FP8: all of them, each alone, and the example job's run with dgrad in high precision."""
     sets: list[tuple[Gemm, ...]] = [GEMMS, *((gemm,) for gemm in GEMMS)]
     return [*sets, ("fprop", "wgrad")] if kind == "delayed" else sets
 

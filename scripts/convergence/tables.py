@@ -28,7 +28,7 @@ def setting(data: Results | None) -> str:
     steps, commits = data["steps"], ", ".join(_short(commit) for commit in data["commits"])
     flags = " ".join(data["flags"])
     last = f"{final_steps(steps)} steps"
-    text = f"`{flags}`" if flags else "the main job's defaults"
+    text = f"`{flags}`" if flags else "the example job's defaults"
     return table(head, [[str(steps), last, text, data["machine"], versions, commits, data["date"][:10]]])
 
 

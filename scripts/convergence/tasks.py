@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -60,15 +59,8 @@ class Task:
         (self.folder / self.product).unlink(missing_ok=True)
         note = {"program": self.program, "stamp": dict(self.stamp), "about": dict(self.about)}
         (self.folder / _NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
-        paths = [str(_ROOT / "launch"), *filter(None, [os.environ.get("PYTHONPATH")])]
         with (self.folder / LOG).open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, *self.program],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=_ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            )
+            return subprocess.Popen([sys.executable, *self.program], stdout=log, stderr=subprocess.STDOUT, cwd=_ROOT)
 
     def require_success(self, status: int) -> None:
         """Do nothing.

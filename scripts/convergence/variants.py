@@ -1,4 +1,4 @@
-"""What is compared: the main job's flags of each precision and recipe, and how near it must come to FP32."""
+"""The compared variants: the example job's flags for each precision and recipe, and the largest allowed gap to FP32."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def keys() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def digest_in_python(content: bytes, seed: tuple[int, int]) -> tuple[int, int]:
-    """Word for word from the docstring of kernels/ops/content.py, in Python's integers."""
+    """Word for word from the docstring of reference/content.py, in Python's integers."""
     lanes = []
     for lane in range(2):
         total = 0

@@ -278,7 +278,7 @@ def test_the_tuner_does_not_measure_what_nobody_can_name(
     monkeypatch.setattr(subprocess, "run", no_git)
     assert tune_matmuls.commit() is None
     assert tuner.run(1.0, commit=None) == 2
-    assert capsys.readouterr().err == "tune_matmuls: nobody knows which commit this is: say it with --commit\n"
+    assert capsys.readouterr().err == "tune_matmuls: the commit is not known: name it with --commit\n"
     assert not tuner.out.exists()
 
 
@@ -308,7 +308,7 @@ def test_a_table_is_of_one_commit_and_its_versions(
     assert tuner.ratios == [1.03]
     assert "drops 2 entries of commit abc" in capsys.readouterr().err
     assert tuner.run(1.04, commit="def-dirty") == 0
-    assert tuner.ratios == [1.04], "of which code the other was, nobody knows"
+    assert tuner.ratios == [1.04], "the changed tree may have changed again"
     monkeypatch.setattr(tune_matmuls, "versions", lambda: {"torch": "99", "triton": "99", "cuda": "99"})
     assert tuner.run(1.05, scaling="rowwise", commit="def-dirty") == 0
     assert tuner.ratios == [1.05]

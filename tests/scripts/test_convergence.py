@@ -1,8 +1,7 @@
-"""scripts/convergence: its arithmetic, its tables, what it runs again and what not, and what it says of gradients."""
+"""scripts/convergence: arithmetic, tables, which runs are repeated, and the comparison of gradients."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.recipe import GEMMS
+from launch.train_gpt.model import GPT
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.benchmarks.results_tables import filled
 from scripts.convergence import results
@@ -227,7 +227,7 @@ TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--
 
 
 def _convergence(*flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "launch"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "scripts.convergence", *flags]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
@@ -283,12 +283,10 @@ STREAMS = ("blocks.0", "blocks.1")
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The main job's, small, with weights large enough that all blocks matter."""
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+def model() -> nn.Module:
+    """A small one of the example job, with weights large enough that all blocks matter."""
     torch.manual_seed(0)
-    made = importlib.import_module("gpt").GPT(layers=2, width=32, heads=2, context=16)
-    assert isinstance(made, nn.Module)
+    made = GPT(layers=2, width=32, heads=2, context=16)
     for parameter in made.parameters():
         parameter.data.mul_(4) if parameter.ndim > 1 else None
     return made

@@ -57,7 +57,7 @@ def test_tiles_are_not_measured_of_an_unknown_commit(tmp_path: Path, monkeypatch
     monkeypatch.delenv("COMMIT", raising=False)
     done = _gpu("tune", "--smoke", "--out", str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr == "gpu: tune: nobody knows which commit this is: say it with --commit\n"
+    assert done.stderr == "gpu: tune: the commit is not known: name it with --commit\n"
     assert list(tmp_path.iterdir()) == [tmp_path / "tune.log"]
 
 
@@ -73,8 +73,31 @@ def test_without_pytest_timeout_the_tests_run(tmp_path: Path, monkeypatch: pytes
         "check", "--smoke", "--out", str(out), "--", "-k", "test_fused_magnitude and special_values", timeout=110
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == "gpu: pytest-timeout is missing: only the whole of the tests has a limit\n"
+    assert done.stderr == "gpu: pytest-timeout is missing: only the whole check stage has a time limit\n"
     assert " passed" in (out / "check.log").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_check_runs_the_tests_of_the_gpu_and_of_the_kernels(tmp_path: Path) -> None:
+    done = _gpu("check", "--smoke", "--out", str(tmp_path), "--", "--collect-only", "-qq", "-n", "0", timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/kernels").glob("test_fused_*.py")}
+    on_a_gpu = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_gpu_*.py")}
+    assert collected == (kernels | on_a_gpu) - {"tests/scripts/test_gpu_script.py"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_a_smoke_run_writes_nothing_into_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = sorted(Path(ROOT, "kernels").rglob("*"))
+    done = _gpu("check", "--smoke", "--", "-n", "0", "-k", "test_fused_magnitude and special_values", timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(Path(ROOT, "kernels").rglob("*")) == before
+    (out,) = tmp_path.glob("fp8dist-gpu-*")
+    assert {path.name for path in out.iterdir()} >= {"check.log", "check.xml"}
 
 
 @pytest.mark.long

@@ -1,5 +1,5 @@
 """A training step as a CUDA graph: no decision on the host, and ``poll()`` does the host's part. On an emulated graph;
-the real one is in tests/test_gpu_*.py."""
+the real one is in tests/*/test_gpu_*.py."""
 
 from __future__ import annotations
 

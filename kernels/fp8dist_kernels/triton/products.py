@@ -3,7 +3,8 @@
 Each program works on tiles of the result, one after another. The loop over tiles and the loop over the contracted dim
 are flattened into one, so that the operands of the next tile are on their way while a tile is scaled and written.
 
-What ptxas makes of a step of the flattened loop for sm_90 (``tests/test_compiled_matmuls.py`` holds it to that)::
+What ptxas makes of a step of the flattened loop for sm_90 (``tests/kernels/test_compiled_matmuls.py`` holds it
+to that)::
 
     wait for the barrier of this step's operands
     4 QGMMA (wgmma m64nNk32, e4m3/e5m2, both operands in shared memory), one commit group

@@ -73,7 +73,7 @@ def faster_than_torch(problem: Problem, device: torch.device) -> bool:
 def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """The tiles that ``problem`` may be cut into on a GPU of this compute capability, the best for large ones first.
 
-    Each is compiled for all it may be chosen for by ``tests/test_compiled_matmuls.py``, without a spilled register.
+    ``tests/kernels/test_compiled_matmuls.py`` compiles each for all it may be chosen for, without a spilled register.
     """
     if capability[0] == _HOPPER:
         return (*_large_for_hopper(problem), _SQUARE, _LOW, _SMALL)

@@ -1,13 +1,13 @@
-"""Measure tiles of FP8 products on this GPU, and write the table that is shipped for it.
+"""Measure tiles of FP8 GEMMs on this GPU, and write the table that is shipped for it.
 
     python -m scripts.benchmarks.gpu.tune_matmuls [--tokens 4096 8192] [--scalings tensorwise …] [--out FILE]
         [--commit ID]
 
-Times every tile that may be chosen, and torch's own product, taking turns, with a cold L2, and keeps the fastest. By
-default of all products in the layers of Llama 3 8B and 70B at 4k to 32k tokens, one recipe after the other. The table
-is written after each product, so that a run may be ended at any time. What it held of the same commit and versions
-stays, where it is not measured again; a table is of one commit, and other entries are dropped.
-Exit status: 0 all well; 1 nothing could be measured; 2 no GPU, or nobody knows which commit this is; 130 interrupted.
+Times every candidate tile and torch's own GEMM, interleaved, with a cold L2 cache, and keeps the fastest tile. By
+default it measures all GEMMs in the layers of Llama 3 8B and 70B at 4k to 32k tokens, one scaling after the other. It
+writes the table after each GEMM, so that a run may be ended at any time. Entries of an earlier table stay if they have
+the same commit and versions and are not measured again; others are dropped, since a table is of one commit.
+Exit status: 0 success; 1 nothing could be measured; 2 no GPU, or the commit is not known; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def key_of(entry: dict[str, Any]) -> tuple[object, ...]:
 def kept(path: Path, table: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of an earlier table that may stand in this one: those of the same device, commit and versions.
 
-    A changed tree is no commit: of which code its entries are, nobody knows.
+    Entries of a changed tree are dropped: its code may have changed again since.
     """
     if not path.is_file():
         return []
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     of = options.commit or commit()
     if not of:
-        print("tune_matmuls: nobody knows which commit this is: say it with --commit", file=sys.stderr)
+        print("tune_matmuls: the commit is not known: name it with --commit", file=sys.stderr)
         return 2
     from fp8dist_kernels.triton.tables import FORMAT, file_name
 

@@ -1,0 +1,163 @@
+"""Hooks on torch's optimizers: who has them, how they are added and taken off, and what a step is seen to be.
+
+Reads three private things of torch: the wrapper around ``Optimizer.step``, the dict behind a hook's handle, and
+``_disable_dynamo``.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fp8dist.errors import ConfigurationError
+
+__all__ = [
+    "found_inf",
+    "has_closure",
+    "hooked_optimizers",
+    "is_real_step",
+    "retire_with",
+    "step_frames",
+    "untraced",
+    "unwrap_optimizers",
+    "weakly",
+]
+
+_WRAPPER = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
+"""What torch puts around the ``step`` of each class of optimizers."""
+
+
+def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
+    """One optimizer or several, out of wrappers that keep theirs in ``.optimizer`` (Accelerate).
+
+    Raises:
+        ConfigurationError: something without step hooks.
+    """
+    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    unwrapped = []
+    for candidate in given:
+        inner = candidate
+        while hasattr(inner, "optimizer"):  # AcceleratedOptimizer inherits the hook methods, but not their hooks.
+            inner = inner.optimizer
+        if not hasattr(inner, "register_step_post_hook"):
+            raise ConfigurationError(
+                f"{type(candidate).__name__} has no step hooks: leave optimizer= out and call manager.step() "
+                "once per optimizer step"
+            )
+        unwrapped.append(inner)
+    if not unwrapped:
+        raise ConfigurationError("optimizer=[] has no optimizer in it")
+    return unwrapped
+
+
+def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
+    """As ``unwrap_optimizers``, of optimizers whose ``step`` calls torch's step hooks.
+
+    Raises:
+        ConfigurationError: one does not.
+    """
+    unwrapped = unwrap_optimizers(optimizer)
+    for inner in unwrapped:
+        # torch's Optimizer.__init__ makes both; a class that does not call it inherits the methods only.
+        step = getattr(type(inner), "step", None)
+        if not getattr(step, "hooked", False) or "_optimizer_step_pre_hooks" not in vars(inner):
+            raise ConfigurationError(
+                f"{type(inner).__name__}.step() does not call torch's step hooks (its __init__ does not call "
+                "Optimizer.__init__): leave optimizer= out and call manager.step() once per optimizer step"
+            )
+    return unwrapped
+
+
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if ``optimizer.step`` was called with a closure."""
+    # Hooks get the arguments of the unbound step: args[0] is the optimizer itself.
+    given = args[1] if len(args) > 1 else kwargs.get("closure")
+    return given is not None
+
+
+def is_real_step(optimizer: Optimizer) -> bool:
+    """Whether a step may change parameters: some learning rate is not 0, as far as the host can tell.
+
+    ``torch.distributed.checkpoint.state_dict`` makes an optimizer's state by a step with a learning rate of 0.
+    """
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return any(rate is None or _on_gpu(rate) or bool(rate != 0) for rate in rates)
+
+
+def _on_gpu(rate: Any) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+
+
+def found_inf(optimizer: Optimizer) -> Tensor | None:
+    """What GradScaler tells a fused optimizer, which is called also when the step is to be skipped."""
+    found = getattr(optimizer, "found_inf", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def step_frames() -> list[FrameType]:
+    """The frames of torch's wrappers around the steps that are under way in this thread, innermost first. The optimizer
+    is their local "self".
+
+    Frames tell what a count could not: a step that raises calls no hook. A compiled step has no such frame.
+    """
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _WRAPPER:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, left out of what torch.compile traces of an optimizer's step."""
+    disabled: Callable[..., None] = _disable_dynamo(hook)  # Imports Dynamo at its first call only.
+    return disabled
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep the method's object: torch keeps what it must not trace in a cycle."""
+    alive = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        living = alive()
+        if living is not None:
+            living(*args)
+
+    return hook
+
+
+def retire_with(owner: object, handle: RemovableHandle) -> None:
+    """Take a step hook off when its owner dies.
+
+    That may be inside a step, while torch iterates over the hooks, which must not become fewer then: the hook becomes
+    one that does nothing, and is removed when the next owner comes.
+    """
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:
+        for key in [key for key, hook in hooks.items() if hook is _retired]:
+            del hooks[key]
+    weakref.finalize(owner, _retire, weakref.ref(hooks) if hooks is not None else None, handle.id)
+
+
+def _retire(hooks: weakref.ref[Any] | None, key: int) -> None:
+    living = None if hooks is None else hooks()
+    if living is None or key not in living:
+        return
+    if step_frames():
+        living[key] = _retired
+    else:
+        del living[key]
+
+
+def _retired(*_: Any) -> None:
+    """In the place of a hook whose owner is gone."""

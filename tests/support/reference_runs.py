@@ -1,0 +1,448 @@
+"""Reference runs: 20 training steps in many layouts and recipes, and digests of all that comes out.
+
+``tests/test_same_as_before.py`` compares the digests with those in ``tests/data/same_as_before.json``. That file was
+made before fp8dist's modules moved. To make it anew, because the numbers change on purpose:
+
+    .venv/bin/python -m tests.support.reference_runs --write
+
+Commit the code first: the file names the commit, and so does the test.
+
+The ranks use public names of fp8dist only, and no other helper that does. So this file need not change when modules
+move. ``run_all`` starts this program once more with an environment that fixes the arithmetic. There it imports torch
+once, and forks six ranks: two for most cases, and four for tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager
+from tests.support.reference_nets import (
+    OPTIMIZERS,
+    STEPS,
+    Block,
+    batch,
+    digest,
+    digest_of_losses,
+    loss_of,
+    make_net,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data" / "same_as_before.json"
+
+FIXED = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""Torch, MKL and oneDNN then use instructions that every x86-64 CPU has, and sum in the same order on each."""
+
+LEFT_OUT = ("FP8DIST_", "TRITON_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "OMP_", "KMP_", "TORCH")
+"""The spawner takes these environment variables away: they change arithmetic or settings."""
+
+Digests = dict[str, str]
+
+# Cases ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. Every rank gets the same one."""
+
+    recipe: Recipe
+    layout: str = "ddp"  # or "fsdp2", or "tp": tensor parallelism × FSDP2
+    net: str = "net"
+    optimizer: str = "sgd"
+    fp8_all_gather: bool = False
+    accumulate: int = 1
+    silent: bool = False  # Gradients are summed over ranks with the last microbatch alone.
+    manual: bool = False  # The loop calls manager.step().
+    batches: tuple[int, ...] = ()  # Of each rank, inside Join. None: everybody has 20.
+    resume: bool = False  # Save after 10 steps, and go on in fresh objects.
+
+    @property
+    def ranks(self) -> int:
+        return 4 if self.layout == "tp" else 2
+
+
+def delayed(history_len: int = 32, **settings: Any) -> DelayedScaling:
+    """32 entries hold the amaxes of all steps."""
+    return DelayedScaling(history_len=history_len, **settings)
+
+
+CASES: dict[str, Case] = {
+    "ddp": Case(delayed()),
+    "ddp, next step": Case(delayed(update="next_step"), optimizer="adamw"),
+    "ddp, short history, margin, power of two": Case(delayed(4, margin=1, power_of_two=True, amax_algo="most_recent")),
+    "ddp, e4m3, unit warmup": Case(delayed(5, format="e4m3", warmup="unit"), optimizer="adamw"),
+    "ddp, manager.step": Case(delayed(6, update="next_step"), manual=True),
+    "fsdp2": Case(delayed(), "fsdp2", optimizer="adamw"),
+    "fsdp2, next step": Case(delayed(4, update="next_step"), "fsdp2"),
+    "fsdp2, fp8 gather": Case(delayed(), "fsdp2", optimizer="adamw", fp8_all_gather=True),
+    "fsdp2, fp8 gather, next step": Case(delayed(4, update="next_step"), "fsdp2", fp8_all_gather=True),
+    "tp x fsdp2": Case(delayed(update="next_step"), "tp", "tower", "adamw"),
+    "tp x fsdp2, fp8 gather": Case(delayed(5), "tp", "tower", fp8_all_gather=True),
+    "join": Case(delayed(), batches=(12, 20)),
+    "join, next step": Case(delayed(5, update="next_step"), batches=(20, 7)),
+    "accumulation, no_sync": Case(delayed(), optimizer="adamw", accumulate=2, silent=True),
+    "accumulation": Case(delayed(5, update="next_step"), accumulate=3),
+    "accumulation, fsdp2, fp8 gather": Case(delayed(), "fsdp2", fp8_all_gather=True, accumulate=2, silent=True),
+    "resume": Case(delayed(), optimizer="adamw", resume=True),
+    "resume, next step": Case(delayed(5, update="next_step"), resume=True),
+    "resume, fsdp2, fp8 gather": Case(delayed(), "fsdp2", optimizer="adamw", fp8_all_gather=True, resume=True),
+    "current scaling": Case(CurrentScaling()),
+    "current scaling, fp8 gather": Case(CurrentScaling(), "fsdp2", optimizer="adamw", fp8_all_gather=True),
+    "rowwise scaling": Case(RowwiseScaling(), optimizer="adamw"),
+    "block scaling": Case(BlockScaling(), net="wide"),
+    "block scaling, fp8 gather": Case(BlockScaling(), "fsdp2", "wide", fp8_all_gather=True),
+}
+
+
+# One rank -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A model in its layout, attached."""
+
+    case: Case
+    model: nn.Module
+    called: Any  # What the loop calls.
+    manager: StateManager
+    optimizer: torch.optim.Optimizer
+    data: int  # Whose batches this rank gets.
+    part: int | None = None  # Which part of each sequence; None: all of it.
+    group: Any = None  # The ranks that share a sequence.
+
+    def backward(self, index: int) -> float:
+        """The loss of one microbatch."""
+        x, target = batch(self.case.net, self.data, index)
+        if self.part is None:
+            loss = loss_of(self.called(x), target) / self.case.accumulate
+            loss.backward()
+            return float(loss.detach())
+        x, target = (t.chunk(2, 1)[self.part] for t in (x, target))
+        loss = loss_of(self.called(x), target) / 2
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return float(total)
+
+    @contextlib.contextmanager
+    def silence(self, silent: bool) -> Iterator[None]:
+        """No sum of gradients in here, if ``silent``."""
+        if not silent:
+            yield
+        elif isinstance(self.called, DistributedDataParallel):
+            with self.called.no_sync():
+                yield
+        else:
+            self.called.set_requires_gradient_sync(False)
+            yield
+            self.called.set_requires_gradient_sync(True)
+
+    def steps(self, first: int, last: int) -> list[float]:
+        """Train; the losses of all microbatches."""
+        losses = []
+        every = self.case.accumulate
+        for step in range(first, last):
+            for micro in range(every):
+                with self.silence(self.case.silent and micro < every - 1):
+                    losses.append(self.backward(step * every + micro))
+            self.optimizer.step()
+            if self.case.manual:
+                self.manager.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    def saved(self) -> dict[str, Any]:
+        """A checkpoint. Copies: the run may go on."""
+        model = {name: value.clone() for name, value in self.model.state_dict().items()}
+        optimizer = self.optimizer.state_dict()
+        return {"model": model, "optimizer": optimizer, "fp8": self.manager.state_dict()}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.manager.load_state_dict(saved["fp8"])
+
+    def digests(self, losses: list[float]) -> Digests:
+        """Of all that this run is to give. COLLECTIVE under FSDP2."""
+        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}", end=" ")
+        assert all(map(math.isfinite, losses)), losses
+        parameters = [(name, _whole(parameter)) for name, parameter in self.model.named_parameters()]
+        return {
+            "losses": digest_of_losses(losses),
+            "state": digest(_state(self.manager)),
+            "parameters": digest(parameters),
+        }
+
+
+def build(case: Case, seed: int = 0) -> Run:
+    """Prepare, wrap or shard, attach. COLLECTIVE."""
+    rank = dist.get_rank()
+    model = make_net(case.net, seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if case.layout == "tp" else None
+    manager = fp8dist.prepare(
+        model, case.recipe, group=dist.group.WORLD if mesh is None else mesh, fp8_all_gather=case.fp8_all_gather
+    )
+    called: nn.Module = model
+    if mesh is not None:
+        _parallelize(model, mesh["tp"])
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh["dp"])
+        called = fully_shard(model, mesh=mesh["dp"])
+    elif case.layout == "fsdp2":
+        for module in list(model.modules()):
+            if isinstance(module, Block):
+                fully_shard(module)
+        called = fully_shard(model)
+    else:
+        called = DistributedDataParallel(model)
+    optimizer = OPTIMIZERS[case.optimizer](called.parameters())
+    manager.attach(called, optimizer=None if case.manual else optimizer)
+    if mesh is None:
+        return Run(case, model, called, manager, optimizer, rank)
+    return Run(case, model, called, manager, optimizer, rank // 2, rank % 2, mesh.get_group("tp"))
+
+
+def _parallelize(model: nn.Module, tp: Any) -> None:
+    plan: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Block):
+            plan[f"{name}.norm"] = SequenceParallel()
+            plan[f"{name}.up"] = ColwiseParallel(input_layouts=Shard(1))
+            plan[f"{name}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, tp, plan)
+
+
+def train(case: Case) -> Digests:
+    """One case on this rank. COLLECTIVE."""
+    run = build(case)
+    if case.resume:
+        losses = run.steps(0, STEPS // 2)
+        saved = run.saved()
+        run = build(case, seed=1)
+        run.load(saved)
+        losses += run.steps(STEPS // 2, STEPS)
+    elif case.batches:
+        with Join([run.called, run.manager]):
+            losses = run.steps(0, case.batches[run.data])
+    else:
+        losses = run.steps(0, STEPS)
+    return run.digests(losses)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _state(manager: StateManager) -> list[tuple[str, Any]]:
+    """Scales and histories as the manager tells them, and all that it saves: counters, cold slots, the step."""
+    found: list[tuple[str, Any]] = []
+    for fqn, role in manager.slots:
+        found.append((f"{fqn} {role} scale", manager.scale(fqn, role)))
+        found.append((f"{fqn} {role} inv_scale", manager.inv_scale(fqn, role)))
+        found.append((f"{fqn} {role} history", manager.amax_history(fqn, role)))
+    for blob in manager.state_dict().values():
+        tensors = load(blob)
+        end = 8 + int.from_bytes(blob[:8], "little")
+        slots = json.loads(json.loads(blob[8:end])["__metadata__"]["header"])["slots"]
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        found.append(("slots", [slots[i] for i in order]))
+        found.append(("step", tensors["step"]))
+        found += [(f"saved {name}", tensors[name][order]) for name in ("scale", "amax", "cold", "history")]
+        found.append(("saved counters", tensors["counters"][:, order]))
+    return found
+
+
+# All ranks ------------------------------------------------------------------------------------------------
+
+
+def _rank(folder: Path, rank: int, world: int, seconds: float) -> NoReturn:
+    """All cases for this many ranks, one after another. Writes the digests to a file."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    log = os.open(folder / f"{world}-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        store = dist.FileStore(str(folder / f"store-{world}"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        found = {}
+        for name, case in CASES.items():
+            if case.ranks == world:
+                started = time.monotonic()
+                print(name, end=": ", flush=True)
+                found[name] = train(case)
+                print(f"{time.monotonic() - started:.2f} s", flush=True)
+        (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
+        dist.barrier()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # Gloo may abort a process that exits in the usual way, after its work is done.
+
+
+def run_ranks(folder: Path, seconds: float) -> str:
+    """Fork two ranks and four ranks, and wait for them. What went wrong, with what every rank printed; "" if nothing.
+
+    Args:
+        seconds: when a rank ends itself, and prints where it was.
+    """
+    importlib.import_module("torch._dynamo")  # Or every rank would do it.
+    torch.set_num_threads(1)
+    places = [(world, rank) for world in (2, 4) for rank in range(world)]
+    fork = multiprocessing.get_context("fork")
+    ranks = {(w, r): fork.Process(target=_rank, args=(folder, r, w, seconds), daemon=True) for w, r in places}
+    for process in ranks.values():
+        process.start()
+    waiting: dict[Any, Any] = {process.sentinel: process for process in ranks.values()}
+    while waiting and not any(process.exitcode for process in ranks.values()):
+        for sentinel in wait(list(waiting)):
+            waiting.pop(sentinel).join()
+    if waiting:
+        time.sleep(1.0)  # The others may be about to say why.
+    statuses = {place: process.exitcode for place, process in ranks.items()}
+    stuck = [process for process in waiting.values() if process.exitcode is None]
+    for process in stuck:
+        os.kill(process.pid, signal.SIGUSR1)  # It prints where it is.
+    time.sleep(0.3 if stuck else 0)
+    for process in stuck:
+        process.kill()
+        process.join()
+    if not any(statuses.values()):
+        return ""
+    titles = {0: "done", None: "was here"}
+    lines = []
+    for (world, rank), status in statuses.items():
+        log = folder / f"{world}-{rank}.log"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        lines.append(f"--- rank {rank} of {world}: {titles.get(status, f'ended with {status}')}\n{text}")
+    return "\n".join(lines)
+
+
+class ReferenceRunsFailed(AssertionError):
+    """A rank failed, or was not done in time. Says what every rank printed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call of ``run_all`` gave."""
+
+    canary: str
+    cases: dict[str, list[Digests]]  # By case; one for each rank.
+
+
+def run_all(seconds: float = 150.0, fixed: Mapping[str, str] = FIXED) -> Outcome:
+    """Start all ranks and the canary, and wait for them.
+
+    Args:
+        seconds: how long the ranks may take.
+        fixed: environment variables that fix the arithmetic.
+
+    Raises:
+        ReferenceRunsFailed: with the output of every rank, and where it was.
+    """
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", **fixed}
+    with tempfile.TemporaryDirectory(prefix="fp8dist-reference-") as name:
+        folder = Path(name)
+        commands = {
+            "ranks": ("tests.support.reference_runs", name, str(seconds)),
+            "canary": ("tests.support.reference_nets", str(folder / "canary")),
+        }
+        options: dict[str, Any] = {"cwd": ROOT, "env": variables, "stdin": subprocess.DEVNULL}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        with contextlib.ExitStack() as stack:
+            processes = {}
+            for title, command in commands.items():
+                process = stack.enter_context(subprocess.Popen([sys.executable, "-m", *command], **options))
+                stack.callback(process.kill)  # Before the stack waits for it.
+                processes[title] = process
+            for title, process in processes.items():
+                try:
+                    text, _ = process.communicate(timeout=seconds + 30)
+                except subprocess.TimeoutExpired:
+                    raise ReferenceRunsFailed(f"{title}: not done in {seconds + 30:.0f} s") from None
+                if process.returncode:
+                    raise ReferenceRunsFailed(f"{title} ended with {process.returncode}\n{text}")
+        cases: dict[str, list[Digests]] = {}
+        for title, case in CASES.items():
+            files = [folder / f"{case.ranks}-{rank}.json" for rank in range(case.ranks)]
+            cases[title] = [json.loads(file.read_text())[title] for file in files]
+        return Outcome((folder / "canary").read_text(), cases)
+
+
+def machine() -> dict[str, str]:
+    """Torch's version and the CPU's name."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    return {"torch": torch.__version__, "cpu": name}
+
+
+def write() -> None:
+    """Make the data file from the code as it is now."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    outcome = run_all()
+    data = {"commit": commit, **machine(), "canary": outcome.canary, "cases": outcome.cases}
+    DATA.parent.mkdir(exist_ok=True)
+    DATA.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``--write``, or what ``run_all`` starts: FOLDER SECONDS."""
+    if list(arguments) == ["--write"]:
+        write()
+        return 0
+    folder, seconds = arguments
+    trouble = run_ranks(Path(folder), float(seconds))
+    print(trouble)
+    return 1 if trouble else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""Training gives the same bits as before the modules moved.
+
+The whole code base moved into rooms, and some API names changed. Neither is about numerics. So 20 steps must give the
+same losses, the same FP8 state and the same parameters, bit for bit. The digests in ``tests/data/same_as_before.json``
+were made with commit c45a5bf, the last one before the move. ``tests/support/reference_runs.py`` has the cases, and says
+how to make the file anew when numbers change on purpose.
+
+Another CPU or another torch may compute other bits. The canary tells: the same nets in plain torch, in a process that
+never imports fp8dist. If its digest is not the stored one, the digests cannot be compared here, and the tests skip. A
+change in fp8dist cannot change the canary. Ranks that fail are a failure on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.reference_runs import CASES, DATA, Outcome, machine, run_all
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("same_as_before")]
+
+
+@pytest.fixture(scope="module")
+def before() -> dict[str, Any]:
+    """What was stored."""
+    stored: dict[str, Any] = json.loads(DATA.read_text())
+    return stored
+
+
+@pytest.fixture(scope="module")
+def now() -> Outcome:
+    """The same runs with the code as it is. They run once for all tests here."""
+    return run_all()
+
+
+def test_the_file_has_all_cases(before: dict[str, Any]) -> None:
+    assert before["commit"] == "c45a5bf"
+    assert list(before["cases"]) == list(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_before(before: dict[str, Any], now: Outcome, case: str) -> None:
+    if now.canary != before["canary"]:
+        here = {"canary": now.canary, **machine()}
+        places = [f"canary {p['canary'][:16]} (torch {p['torch']}, {p['cpu']})" for p in (here, before)]
+        pytest.skip(f"plain torch computes other bits here: {places[0]}, stored {places[1]}")
+    differ = [
+        f"rank {rank}: {name}"
+        for rank, (stored, found) in enumerate(zip(before["cases"][case], now.cases[case], strict=True))
+        for name in ("losses", "state", "parameters")
+        if found[name] != stored[name]
+    ]
+    assert not differ, f"{case}: not as in commit {before['commit']}: {', '.join(differ)}"
