@@ -14,7 +14,18 @@ from fp8dist.checkpoint.transformer_engine import ImportReport
 from fp8dist.consistency.checker import Event
 from fp8dist.consistency.report import DivergenceReport, Finding
 from fp8dist.coverage import Coverage, CoverageRow
-from fp8dist.errors import ConfigurationError, DivergenceError, LossAlarm, LossDiverged
+from fp8dist.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DivergenceError,
+    Fp8DistError,
+    LossAlarm,
+    LossDiverged,
+    ManifestMismatchError,
+    NotAModelError,
+    SyncError,
+    UnknownArgumentError,
+)
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
 from fp8dist.modules.overrides import first_and_last
@@ -22,7 +33,7 @@ from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.parallel import ddp
 from fp8dist.parallel import fsdp1 as fsdp
-from fp8dist.prepare import prepare
+from fp8dist.prepare import prepare, restore
 from fp8dist.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist.state.fallback import Fallback
 from fp8dist.state.slots import Slot
@@ -33,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attendance",
     "BlockScaling",
+    "CheckpointError",
     "ConfigurationError",
     "Coverage",
     "CoverageRow",
@@ -43,17 +55,22 @@ __all__ = [
     "Event",
     "Fallback",
     "Finding",
+    "Fp8DistError",
     "ImportReport",
     "LossAlarm",
     "LossDiverged",
     "LossGuard",
+    "ManifestMismatchError",
     "Monitor",
+    "NotAModelError",
     "Recipe",
     "RowwiseScaling",
     "ScaleJump",
     "Slot",
     "SlotStatistics",
     "StateManager",
+    "SyncError",
+    "UnknownArgumentError",
     "check",
     "ddp",
     "errors",
@@ -61,5 +78,6 @@ __all__ = [
     "fsdp",
     "get_manager",
     "prepare",
+    "restore",
     "roll_call",
 ]

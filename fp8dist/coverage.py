@@ -61,7 +61,7 @@ class CoverageRow:
 
     def __str__(self) -> str:
         said = [text for text in (self.reason, self.tied_to and f"tied to {self.tied_to}") if text]
-        return f"{'FP8' if self.fp8 else 'high precision'}{': ' if said else ''}{'; '.join(said)}"
+        return f"{'FP8' if self.fp8 else 'high'}{': ' if said else ''}{'; '.join(said)}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Coverage:
             if set(gemms) == set(GEMMS):
                 row = dataclasses.replace(row, fp8=False, reason="set_precision, a fallback or its recipe says so")
             elif gemms:
-                row = dataclasses.replace(row, reason=f"{', '.join(gemms)} in high precision")
+                row = dataclasses.replace(row, reason=f"{', '.join(gemms)} high")
             rows.append(row)
         return Coverage(tuple(rows))
 
@@ -247,7 +247,7 @@ def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter
             continue
         fqn = clean_fqn(raw)
         if isinstance(module, FP8Linear):
-            raise ConfigurationError(f"{fqn or 'the model'} is prepared already: detach() its manager first")
+            raise ConfigurationError(f"{fqn or 'the model'} is prepared already: call fp8dist.restore(model) first")
         weight = module._parameters.get("weight")
         owner = fqn if weight is None else owners.setdefault(id(weight), fqn)
         left_out = _named(fqn, overrides, skip)
@@ -279,7 +279,7 @@ def _named(fqn: str, overrides: Overrides, skip: Skip) -> LeftOut | None:
     pattern = overrides.pattern_of(fqn)
     if pattern is not None:
         recipe = overrides.given[pattern]
-        return LeftOut("overrides", f"overrides say so ({pattern!r})", "caller") if recipe is None else None
+        return LeftOut("overrides", f"overrides say so ({pattern!r})", "caller") if recipe == "high" else None
     pattern = skip.pattern_of(fqn)
     if pattern is None:
         return None

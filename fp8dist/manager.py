@@ -177,17 +177,52 @@ class StateManager(Joinable):
                 raise
             return []  # Nothing needs a boundary.
 
-    def detach(self) -> nn.Module:
-        """Take all hooks off and give the model its plain nn.Linears back. Returns the model. Local.
+    def detach(self) -> None:
+        """Undo ``attach``. COLLECTIVE only where the last sync found ranks to differ: call it on all ranks, between two
+        optimizer steps. Does nothing where nothing is attached.
+
+        All hooks on optimizers, loss scaler and DDP are taken off, and this rank shares its FP8 state with no other.
+        The model keeps its FP8Linears, and this manager its state, bit for bit. The model then trains as between
+        ``prepare`` and ``attach``: nothing is synchronised, no optimizer's step is a boundary, and so scales stand
+        still and the second optimizer step without a boundary is refused (not inside ``no_fp8()``). ``attach`` may be
+        called again, also with another wrapper or optimizer. ``fp8dist.restore(model)`` undoes ``prepare``.
+
+        A DDP hook of ``fp8dist.ddp.comm_hook`` does nothing meanwhile, because DDP cannot take one off. A CUDA graph
+        that holds a step must not be replayed: its sync is in the graph.
 
         Raises:
-            ConfigurationError: FSDP2 gathers weights in FP8, into buffers that it keeps; or other classes were made of
-                FP8Linears, as ``fully_shard`` does of the modules that it is called with.
+            ConfigurationError: FSDP2 gathers weights in FP8, into buffers that it keeps; or this is inside a Join
+                context, or between the start of a sync and the optimizer's step that ends it. Nothing was changed.
+            DivergenceError: with policy "raise", when the last sync proved that ranks differ. Nothing was detached.
         """
+        self._require_model()
+        cycle = self._cycle
+        if not cycle.attached:
+            return
+        if cycle.sharded is not None:
+            raise ConfigurationError(
+                "detach() cannot change what FSDP2 gathers: its buffers are for FP8 bytes, and no forward works "
+                "without attach(). For another optimizer call attach(…) again, which replaces the hooks; to get rid of "
+                "FP8 save the state_dict and build the model anew without fp8_all_gather"
+            )
+        if cycle.joins:
+            raise ConfigurationError("detach() inside a Join context: ranks without data would wait for this one")
+        cycle.settle()
+        if cycle.in_flight:
+            raise ConfigurationError(
+                "detach() between a backward and the optimizer's step: a sync is under way, which that step ends: "
+                "call detach() after it"
+            )
+        cycle.checker.act_on_verdicts(joins=False)
+        self._attachment.untie()
+        cycle.checker.watch(self._require_model())
+
+    def _restore(self) -> None:
+        """See ``fp8dist.restore``."""
         model = self._require_model()
         if self._cycle.sharded is not None:
             raise ConfigurationError(
-                "detach() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
+                "restore() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
                 "fp8_all_gather"
             )
         linears = list(fp8_linears(model))
@@ -196,21 +231,19 @@ class StateManager(Joinable):
         self._cycle.settle()
         if self._cycle.watch is not None:
             self._cycle.watch.close()
-        self._attachment.release()
+        self._attachment.untie()
         for linear in linears:
             revert(linear)
         if self._cycle.steps is not None:
             self._cycle.steps.remove()
         delattr(model, ATTRIBUTE)
-        self._cycle.attached = False
-        return model
 
     def _require_model(self) -> nn.Module:
         model = self._model()
         if model is None:
             raise ConfigurationError("the model of this StateManager no longer exists")
         if getattr(model, ATTRIBUTE, None) is not self:
-            raise ConfigurationError("this StateManager was detached from its model: call prepare() again")
+            raise ConfigurationError("restore() has taken this StateManager off its model: call prepare() again")
         return model
 
     # The step ------------------------------------------------------------------------------------
@@ -297,47 +330,49 @@ class StateManager(Joinable):
         parameters: bool = True,
         gradients: bool = False,
         optimizer: Any = None,
-        policy: Policy | None = None,
+        policy: Policy = "raise",
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and what else is known to be replicated, across the ranks. COLLECTIVE.
 
         One all-reduce of 104 bytes; with further sets of ranks (on meshes, say) one for each and two more. If something
-        differs, more, to say what, where
-        and on which ranks. Compared are parameters that DDP keeps equal (when ``attach`` was given the DDP module) and
-        DTensors across their Replicate axes; ``fp8dist.check(module, group=…)`` compares whatever the caller vouches
-        for.
+        differs, more, to say what, where and on which ranks. Compared are FP8 state across the ranks that share it,
+        parameters that DDP keeps equal (when ``attach`` was given the DDP module), and DTensors across their Replicate
+        axes; ``fp8dist.check(module, group=…)`` compares whatever the caller vouches for. ``report.compared`` counts
+        what was compared, by kind, and ``report.skipped`` says what was not, and why.
+
+        On one rank there is nothing to compare with, and the report is consistent.
 
         Args:
             parameters: compare parameters.
             gradients: compare gradients: after they are reduced, before they are zeroed.
             optimizer: compare the state of this one, or of several.
-            policy: "raise", "warn", "repair" (copy from the majority, check again, raise where there is none or it
-                differs still). None: as "warn": one rank logs what differs; but what the last sync has proved to
-                differ is acted on by ``check_policy``, as at a boundary.
+            policy: what to do when ranks differ: "raise", "warn" (one rank logs what differs, and the report has it),
+                or "repair" (copy from the majority, check again, raise where there is none or it differs still).
 
         Returns:
-            The same report on all ranks.
+            The same findings on all ranks.
 
         Raises:
             DivergenceError: on all ranks, if the policy says so.
-            ConfigurationError: inside a Join context: ranks without data would not come.
+            ConfigurationError: there are several ranks, and nothing of all this is known to be the same on any two of
+                them: says what to pass (not where FP8 is switched off: then one rank warns, once). Or inside a Join
+                context: ranks without data would not come.
         """
-        if policy is not None:
-            require_choice("policy", policy, ("raise", "warn", "repair"))
+        require_choice("policy", policy, ("raise", "warn", "repair"))
         self._cycle.require_attached()
         if self._cycle.joins:
             raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
         return self._cycle.check(Scope(parameters, gradients, optimizers), policy)
 
-    def checkable(self) -> StepCycle:
+    def _checkable(self) -> StepCycle:
         """For ``fp8dist.check``: the arenas, committed as far as due. Local."""
         self._cycle.settle()
         return self._cycle
 
     # DDP: the early launch and Join (see fp8dist.ddp) ----------------------------------------------
 
-    def early_launcher(self, frozen_weights: bool = False) -> StepCycle:
+    def _early_launcher(self, frozen_weights: bool = False) -> StepCycle:
         """For ``fp8dist.ddp.comm_hook`` and ``fp8dist.fsdp.comm_hook``: what launches before the boundary. Local.
 
         Args:
@@ -384,27 +419,31 @@ class StateManager(Joinable):
 
     # Modes ---------------------------------------------------------------------------------------
 
-    @check_keywords("manager.autocast")
     @contextlib.contextmanager
-    def autocast(self, enabled: bool = True, calibrating: bool = False) -> Iterator[None]:
-        """Switch FP8 off, or recording on, for the forwards inside. Local.
+    def no_fp8(self) -> Iterator[None]:
+        """High precision in all forwards inside. Local: on all ranks alike, or for an evaluation on one.
 
-        After ``prepare`` FP8 is on without it. Unrelated to ``torch.autocast``.
-
-        Args:
-            enabled: False: high precision.
-            calibrating: record amaxes whatever the mode (eval, grad off, high precision).
+        After ``prepare`` FP8 is on without any context. Amaxes are not recorded inside, unless ``recording`` says so.
+        Unrelated to ``torch.autocast``. Where FSDP2 gathers weights in FP8, inputs and gradients are in high precision,
+        and weights are what was gathered, dequantised.
         """
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if not isinstance(value, bool):
-                raise ConfigurationError(f"{name} must be True or False, got {value!r}")
-        mode = self._mode
-        before = (mode.enabled, mode.calibrating)
-        mode.enabled, mode.calibrating = enabled, calibrating
+        mode, before = self._mode, self._mode.enabled
+        mode.enabled = False
         try:
             yield
         finally:
-            mode.enabled, mode.calibrating = before
+            mode.enabled = before
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record amaxes in all forwards inside, whatever the mode: in ``eval()``, with grad off, in high precision.
+        Local: on all ranks alike. They count at the next boundary; ``calibrate`` makes one."""
+        mode, before = self._mode, self._mode.calibrating
+        mode.calibrating = True
+        try:
+            yield
+        finally:
+            mode.calibrating = before
 
     @contextlib.contextmanager
     def calibrate(self) -> Iterator[None]:
@@ -432,7 +471,7 @@ class StateManager(Joinable):
         untouched = Untouched(module)
         self._cycle.calibrates = True
         try:
-            with self.autocast(enabled=False, calibrating=True):
+            with self.no_fp8(), self.recording():
                 yield
         except BaseException:
             for sync, before in zip(self._syncs, pending):
@@ -786,7 +825,7 @@ class StateManager(Joinable):
 
 
 def get_manager(model: nn.Module) -> StateManager:
-    """The manager of a prepared model, also through wrappers such as DDP.
+    """The manager of a prepared model, also through wrappers such as DDP. Local.
 
     Raises:
         ConfigurationError: none, or several, of its modules are prepared models.

@@ -16,11 +16,17 @@ from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager
+from fp8dist.names import require_choice
 from fp8dist.optimizer_hooks import unwrap_optimizers
 from fp8dist.settings import report_dir
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 
 __all__ = ["check"]
+
+_INSTEAD = (
+    "pass group= the ranks that hold the same plain parameters, or groups= for parts of the module; shards have no "
+    "replicas, so where all is sharded leave the check out"
+)
 
 LAST_GOOD_STEP = "_fp8dist_last_good_step"
 """Where a checked module keeps the step of its last good check."""
@@ -34,53 +40,55 @@ def check(
     gradients: bool = False,
     optimizer: Any = None,
     step: int | None = None,
-    policy: Policy | None = None,
+    policy: Policy = "raise",
 ) -> DivergenceReport:
     """Prove that all ranks hold the same parameters, or name what differs, where, and on which ranks. COLLECTIVE.
 
     Works on any model: plain, in DDP, FSDP or tensor parallel, prepared by this library or another. Compared are
     DTensors across their Replicate axes, parameters that DDP keeps equal across its group, the FP8 state of models
     that ``prepare`` made, and, with ``group``, all other plain parameters across it. FSDP1's shards are never
-    compared: they differ by design. When all is well this is one all-reduce of 104 bytes
-    (with further sets of ranks, as on meshes, one for each and two more) and a pass over the parameters.
+    compared: they differ by design. When all is well this is one all-reduce of 104 bytes (with further sets of ranks,
+    as on meshes, one for each and two more) and a pass over the parameters. ``report.compared`` counts what was
+    compared, by kind, and ``report.skipped`` says what was not, and why.
+
+    On one rank there is nothing to compare with, and the report is consistent.
 
     Args:
-        group: the ranks that call this, and that hold the same plain parameters. None: all ranks of the job call it,
-            and plain parameters outside of DDP are not compared.
+        group: the ranks that call this, and that hold the same plain parameters: a ProcessGroup, or a DeviceMesh (all
+            axes flattened). None: no ranks are named. Then all ranks of the job call it, and plain parameters outside
+            of DDP are not compared.
         groups: fqn patterns of plain parameters that are replicated over other ranks, or over none (None), such as
             ``{"*.experts.*": None}``. The first match counts.
         gradients: compare gradients too: after they are reduced, before they are zeroed.
         optimizer: compare the state of this one, or of several, too.
         step: for the report. The module remembers the last one that was good.
-        policy: "raise", "warn", "repair" (copy from the majority; raise where there is none). None: as "warn": one rank
-            logs what differs, and the report says it.
+        policy: what to do when ranks differ: "raise", "warn" (one rank logs what differs, and the report has it), or
+            "repair" (copy from the majority; raise where there is none).
 
     Returns:
-        The same report on all ranks.
+        The same findings on all ranks.
 
     Raises:
         DivergenceError: on all ranks, if the policy says so.
-        ConfigurationError: nothing here is known to be replicated.
+        ConfigurationError: on all ranks, when there are several, and nothing of all this is known to be the same on any
+            two of them (all is sharded, or plain and no ``group`` was named): says what to pass.
     """
-    if policy not in (None, "raise", "warn", "repair"):
-        raise ConfigurationError(f"policy must be one of raise, warn, repair, or None, got {policy!r}")
+    require_choice("policy", policy, ("raise", "warn", "repair"))
     if group is None and world_size() == 1:
         return DivergenceReport(skipped=("there is one rank, or no process group",))
     if any(getattr(getattr(m, "_join_config", None), "enable", False) for m in module.modules()):
         raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers: list[StateManager] = [m.__dict__[ATTRIBUTE] for m in module.modules() if ATTRIBUTE in m.__dict__]
-    cycles = [manager.checkable() for manager in managers]
+    cycles = [manager._checkable() for manager in managers]
     scope = Scope(True, gradients, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
-    built: list[Holdings] = []
 
     def build() -> Holdings:
         inventory = Inventory(anchor, vouched=group is not None, groups=groups)
         for cycle in cycles:
             add_arenas(inventory, cycle.syncs)
         add_module(inventory, module, scope)
-        built[:] = [inventory.holdings(step or 0, last_good_step=module.__dict__.get(LAST_GOOD_STEP))]
-        return built[0]
+        return inventory.holdings(step or 0, last_good_step=module.__dict__.get(LAST_GOOD_STEP))
 
     def tell(report: DivergenceReport) -> None:
         for cycle in cycles:
@@ -88,21 +96,13 @@ def check(
 
     with on_device(_device_of(module)):
         known = [finding for cycle in cycles for finding in cycle.checker.known_findings()]
-        policies = [cycle.settings.check_policy for cycle in cycles]
         try:
-            report = run_check(anchor, build, policy, report_dir(), known, policies[0] if policies else None, tell)
+            report = run_check(anchor, build, policy, report_dir(), known, tell, _INSTEAD)
         finally:  # A repair writes weights behind their casts' back.
             for cycle in cycles:
                 cycle.mode.invalidate_casts()
     if report.consistent and step is not None:
         module.__dict__[LAST_GOOD_STEP] = step
-    unknown = any("name their group" in text for text in report.skipped) or not report.skipped
-    # The same on all ranks that agree. A model of nothing but shards has no replicas, and no mistake is made.
-    if unknown and report.consistent and not built[0].compared and not built[0].memberships and anchor.size > 1:
-        raise ConfigurationError(
-            "nothing of this module is known to be replicated: pass group= the ranks that hold the same parameters "
-            f"(not compared: {'; '.join(report.skipped) or 'it has no parameters'})"
-        )
     return report
 
 

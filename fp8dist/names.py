@@ -69,7 +69,9 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "fp8_recipe": _Here("prepare", "recipe"),
         "fp8_group": _Here("prepare", "group"),
         "amax_reduction_group": _Here("prepare", "group"),
-        "calibrating": _Here("manager.autocast", "calibrating", "or calibrate inside `with manager.calibrate():`"),
+        "calibrating": _Here(
+            "", "", "it is a context here: `with manager.calibrate():` or `with manager.recording():`"
+        ),
         "preserve_high_precision_init_val": _Here("", "", "it is not needed: parameters stay in high precision"),
         # torchao.
         "module_filter_fn": _Here("prepare", "filter_fn"),

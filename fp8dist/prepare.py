@@ -11,10 +11,10 @@ from torch import nn
 from fp8dist.arguments import require_groups, require_model
 from fp8dist.coverage import Survey, survey
 from fp8dist.errors import ConfigurationError
-from fp8dist.manager import ATTRIBUTE, StateManager
+from fp8dist.manager import ATTRIBUTE, StateManager, get_manager
 from fp8dist.modules.fp8_linear import convert
 from fp8dist.modules.linear_slots import LinearSlots, Mode
-from fp8dist.modules.overrides import Overrides
+from fp8dist.modules.overrides import High, Overrides
 from fp8dist.names import check_keywords
 from fp8dist.patterns import Skip, shadowed, unmatched
 from fp8dist.recipe import DelayedScaling, Recipe, require_recipe
@@ -27,7 +27,7 @@ from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup
 from fp8dist_kernels.formats import Role
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "restore"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -39,6 +39,7 @@ ENOUGH = 0.9
 def prepare(
     model: nn.Module,
     recipe: Recipe | None = None,
+    *,
     group: GroupLike | None = None,
     groups: Mapping[str, GroupLike] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -50,7 +51,7 @@ def prepare(
     backend: str | None = None,
     eval_precision: str = "fp8",
     fp8_all_gather: bool = False,
-    overrides: Mapping[str, Recipe | None] | None = None,
+    overrides: Mapping[str, Recipe | High] | None = None,
     fallback: Fallback | None = None,
     strict: bool = False,
 ) -> StateManager:
@@ -66,7 +67,8 @@ def prepare(
     Args:
         recipe: ``DelayedScaling()`` (None means that), ``CurrentScaling()``, ``RowwiseScaling()`` or
             ``BlockScaling()``.
-        group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened).
+        group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None: no ranks are
+            named. Then there must be one rank, or ``amax_sync=False``.
         groups: an arena of its own, and so a group of its own, for modules whose fqn matches a pattern,
             such as ``{"*.experts.*": expert_group}``. The first match counts.
         filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears; False: high precision.
@@ -84,10 +86,10 @@ def prepare(
             that the shipped table of the GPU does not show Triton to be faster at; on a CPU reference.
         eval_precision: "fp8" or "high": what ``eval()`` computes in.
         fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes: half of bf16's. Needs
-            ``amax_sync``. Inside ``autocast(enabled=False)`` and ``calibrate()`` activations are in high precision, and
+            ``amax_sync``. Inside ``no_fp8()`` and ``calibrate()`` activations are in high precision, and
             weights are what was gathered, dequantised. Not with ``RowwiseScaling``.
-        overrides: recipes of single modules by fqn pattern: ``{"lm_head": None, "blocks.0.*": CurrentScaling()}``; None
-            is high precision. The first match counts; one with a recipe beats ``skip``. Slots with other delayed
+        overrides: recipes of single modules by fqn pattern: ``{"lm_head": "high", "blocks.0.*": CurrentScaling()}``;
+            "high" is high precision. The first match counts; one with a recipe beats ``skip``. Slots with other delayed
             scaling have an arena, and so a collective, of their own. See also ``first_and_last``.
         fallback: when modules go to high precision by themselves; None: never.
         strict: True: what would be left out without a pattern (``skip`` and its defaults, ``overrides``) or
@@ -118,7 +120,7 @@ def prepare(
         fallback=fallback,
     )
     if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
-        raise ConfigurationError("the model, or a part of it, is prepared already: detach() its manager first")
+        raise ConfigurationError("the model, or a part of it, is prepared already: call fp8dist.restore() first")
     each, skipped = Overrides({} if overrides is None else overrides), Skip(skip)
     surveyed = survey(model, each, skipped, filter_fn)
     if strict:
@@ -140,6 +142,28 @@ def prepare(
     _tell(model, surveyed, settings.enabled, plan.speaks)
     _warn_of_patterns(surveyed.fqns, skipped.given, groups, each.given)
     return manager
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo ``prepare``: take all hooks off, and give the model its plain nn.Linears back, in place. Local; may wait for
+    a sync that is in flight. On every rank: one that is restored takes part in no further sync.
+
+    The FP8 state is gone with its manager: save it before, if it is wanted. ``manager.detach()`` undoes ``attach``
+    alone.
+
+    Args:
+        model: the prepared model, or a wrapper around it, such as DDP's.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigurationError: the model was not prepared; or FSDP2 gathers weights in FP8, into buffers that it keeps; or
+            other classes were made of FP8Linears, as ``fully_shard`` does of the modules that it is called with.
+            Nothing was changed.
+    """
+    get_manager(model)._restore()
+    return model
 
 
 def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> None:

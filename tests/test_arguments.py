@@ -94,7 +94,10 @@ def test_an_unknown_keyword_of_a_recipe(call: Callable[..., object], name: str, 
         ("fp8_group", "fp8_group is called group here"),
         ("amax_reduction_group", "amax_reduction_group is called group here"),
         ("reduce_amax", "reduce_amax is called amax_sync here"),
-        ("calibrating", "manager.autocast(calibrating=…): or calibrate inside `with manager.calibrate():`"),
+        (
+            "calibrating",
+            "calibrating: it is a context here: `with manager.calibrate():` or",
+        ),
         ("config", "config is called recipe here"),
         ("module_filter_fn", "module_filter_fn is called filter_fn here"),
         ("emulate", 'emulate is called backend here: use backend="reference"'),
@@ -120,7 +123,7 @@ def test_an_unknown_keyword_of_prepare(name: str, said: str) -> None:
         ("attach", "modul", "there is no argument 'modul' (did you mean 'module'?). It takes module, optimizer"),
         ("set_precision", "step", "manager.set_precision(): there is no argument 'step' (did you mean 'steps'?)"),
         ("watch", "interval", "interval: it is gone"),
-        ("autocast", "enable", "(did you mean 'enabled'?)"),
+        ("set_precision", "gemm", "(did you mean 'gemms'?)"),
     ],
 )
 def test_an_unknown_keyword_of_a_method(method: str, name: str, said: str) -> None:
@@ -184,7 +187,7 @@ def test_what_is_no_recipe(recipe: Any, said: str) -> None:
     assert text.startswith("recipe must be a recipe such as DelayedScaling(), got ")
     assert said in text
     text = message(lambda: fp8dist.prepare(model(), overrides={"first": recipe}))
-    assert text.startswith("overrides['first'] must be a recipe, or None, got ")
+    assert text.startswith("overrides['first'] must be a recipe, or \"high\" for high precision, got ")
     assert said in text
 
 
@@ -386,7 +389,7 @@ def test_other_names_are_plain_attribute_errors_and_copies_work() -> None:
         (lambda m: m.set_precision("first", "high", gemms="dgrad"), "(write gemms=('dgrad',)), got 'dgrad'"),
         (lambda m: m.check(policy="raize"), "policy must be one of raise, warn, repair (did you mean 'raise'?)"),
         (lambda m: m.on_event("print"), "callback must be a function of an Event, got 'print'"),
-        (lambda m: m.autocast("no").__enter__(), "enabled must be True or False, got 'no'"),
+        (lambda m: m.check(policy=None), "policy must be one of raise, warn, repair, got None"),
         (lambda m: m.watch(10, jump="8"), "jump must be a factor above 1, or None for no alarms, got '8'"),
     ],
 )

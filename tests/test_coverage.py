@@ -213,7 +213,7 @@ def test_conv1d_is_what_is_said_of_gpt2(caplog: pytest.LogCaptureFixture) -> Non
         "h.1.c_proj": 1024,
         "lm_head": 2048,
     }
-    assert str(rows["lm_head"]) == "high precision: it matches skip '*lm_head', a default; tied to wte"
+    assert str(rows["lm_head"]) == "high: it matches skip '*lm_head', a default; tied to wte"
 
 
 def test_a_tied_head_in_fp8_says_what_it_is_tied_to() -> None:
@@ -238,7 +238,7 @@ def nine_in_ten(linear: Callable[[], nn.Module]) -> nn.Module:
         (9, {}, None),
         (8, {}, logging.WARNING),
         (8, {"skip": "lm_head"}, logging.INFO),
-        (8, {"overrides": {"lm_*": None}}, logging.INFO),
+        (8, {"overrides": {"lm_*": "high"}}, logging.INFO),
         (8, {"skip": None, "filter_fn": lambda module, fqn: fqn != "lm_head"}, logging.INFO),
         (8, {"skip": "linears.0"}, logging.WARNING),  # Nobody named the head.
         (8, {"skip": ("linears.0", "lm_head")}, logging.INFO),
@@ -369,7 +369,7 @@ def test_what_is_no_matmul_weight_is_not_counted() -> None:
 
 
 def test_who_named_it_comes_first() -> None:
-    arguments = {"skip": ("h.0.*", "!*c_proj"), "overrides": {"h.1.c_attn": None, "h.0.c_proj": BlockScaling()}}
+    arguments = {"skip": ("h.0.*", "!*c_proj"), "overrides": {"h.1.c_attn": "high", "h.0.c_proj": BlockScaling()}}
     assert reasons(GPT2(), **arguments) == {
         "h.0.c_attn": "it matches skip 'h.0.*'",
         "h.0.c_proj": "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear",
@@ -401,7 +401,7 @@ def test_strict_lists_what_nobody_named_and_changes_nothing() -> None:
     [
         ({}, False),
         ({"skip": "other"}, True),
-        ({"overrides": {"other": None}}, True),
+        ({"overrides": {"other": "high"}}, True),
         ({"overrides": {"other": BlockScaling()}}, False),
         ({"skip": ("other", "!other")}, False),
         ({"filter_fn": lambda module, fqn: fqn != "other"}, False),  # It is not asked about what is not eligible.
@@ -429,9 +429,9 @@ def test_the_table_is_aligned() -> None:
         [
             "module   kind            parameters   FLOPs  computes in",
             "first    Linear               2,048   8.3 %  FP8",
-            "experts  MixtralExperts      18,432  75.0 %  high precision: gate_up_proj, down_proj: 3-D parameters, not "
+            "experts  MixtralExperts      18,432  75.0 %  high: gate_up_proj, down_proj: 3-D parameters, not "
             "an nn.Linear",
-            "lm_head  Linear               4,096  16.7 %  high precision: it matches skip '*lm_head', a default",
+            "lm_head  Linear               4,096  16.7 %  high: it matches skip '*lm_head', a default",
             "FP8: 8.3 % of matmul weights",
         ]
     )
@@ -440,7 +440,7 @@ def test_the_table_is_aligned() -> None:
 def test_the_table_follows_set_precision_and_recipes() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     manager = fp8dist.prepare(model, DelayedScaling(high_precision=("dgrad",)))
-    assert [str(row) for row in manager.coverage()] == ["FP8: dgrad in high precision"] * 2
+    assert [str(row) for row in manager.coverage()] == ["FP8: dgrad high"] * 2
     manager.set_precision("0", "high")
     first, second = manager.coverage()
     assert (first.fp8, second.fp8) == (False, True)

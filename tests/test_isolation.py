@@ -282,7 +282,7 @@ def test_pickle_with_a_group_says_what_to_do_instead(two_ranks: RankPool) -> Non
 # Giving the model back ----------------------------------------------------------------------------------
 
 
-def test_detach_gives_plain_linears_back() -> None:
+def test_restore_gives_plain_linears_back() -> None:
     model = _model()
     names = list(model.state_dict())
     parameters = dict(model.named_parameters())
@@ -297,7 +297,7 @@ def test_detach_gives_plain_linears_back() -> None:
     model(_data(1)[0]).sum().backward()
     optimizer.step()
     hooks = (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
-    assert manager.detach() is model
+    assert fp8dist.restore(model) is model
     assert type(model[0]) is nn.Linear
     assert type(model[2]) is nn.Linear
     assert set(model[0].__dict__) == attributes
@@ -313,7 +313,7 @@ def test_detach_gives_plain_linears_back() -> None:
     assert forwards == [1]
     with pytest.raises(ConfigurationError, match="was not prepared"):
         fp8dist.get_manager(model)
-    with pytest.raises(ConfigurationError, match="detached"):
+    with pytest.raises(ConfigurationError, match="restore"):
         manager.attach()
     again = fp8dist.prepare(model)
     assert again.slots == manager.slots
@@ -326,7 +326,7 @@ class _Halved(nn.Module):
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_detach_under_a_parametrization_is_refused(place: int) -> None:
+def test_restore_under_a_parametrization_is_refused(place: int) -> None:
     model = _model()
     manager = fp8dist.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -338,14 +338,14 @@ def test_detach_under_a_parametrization_is_refused(place: int) -> None:
     kind = type(model[place])
     with torch.no_grad():
         before = bits(model(x))
-    with pytest.raises(ConfigurationError, match=r"take that off before detach\(\)"):
-        manager.detach()
+    with pytest.raises(ConfigurationError, match=r"take that off before restore\(\)"):
+        fp8dist.restore(model)
     assert type(model[place]) is kind
     with torch.no_grad():
         assert bits(model(x)) == before
     assert fp8dist.get_manager(model) is manager
     parametrize.remove_parametrizations(model[place], "weight")
-    manager.detach()
+    fp8dist.restore(model)
     assert type(model[0]) is type(model[2]) is nn.Linear
 
 

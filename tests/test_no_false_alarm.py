@@ -447,7 +447,7 @@ def calibrated_then_trained() -> None:
     assert trial.manager.steps == before + STEPS
 
 
-@variants(how=["set_precision", "autocast", "fp8 starts later"])
+@variants(how=["set_precision", "no_fp8", "fp8 starts later"])
 def high_precision_meanwhile(how: str) -> None:
     trial = Trial()
     optimizer = trial.adamw()
@@ -455,8 +455,8 @@ def high_precision_meanwhile(how: str) -> None:
     if how == "fp8 starts later":
         trial.manager.set_precision("*", "high", steps=2)
     for index in range(STEPS):
-        if how == "autocast" and index in (2, 3):
-            with trial.manager.autocast(enabled=False):
+        if how == "no_fp8" and index in (2, 3):
+            with trial.manager.no_fp8():
                 trial.train(optimizer, 1, start=index)
             continue
         if how == "set_precision" and index == 2:
@@ -470,7 +470,7 @@ def high_precision_before_attach() -> None:
     """A first phase without FP8; attach comes with the second, and takes the weights as they are then."""
     trial = Trial()
     optimizer = SGD(trial.net.parameters(), lr=0.1)
-    with trial.manager.autocast(enabled=False):
+    with trial.manager.no_fp8():
         trial.train(optimizer, 3)
     fresh = trial.adamw()
     trial.manager.attach(optimizer=fresh)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.optimizer import Optimizer
 
+import fp8dist
 from tests.support.quiet import (
     STEPS,
     Table,
@@ -486,11 +487,11 @@ def attached_again_and_nothing_else() -> None:
 
 
 @program
-def detached_then_trained_plainly() -> None:
+def restored_then_trained_plainly() -> None:
     """Bitwise plain torch from then on."""
     trial = plain_run(3)
     trial.accurate()
-    net = trial.manager.detach()
+    net = fp8dist.restore(trial.net)
     plain = mlp()
     plain.load_state_dict(net.state_dict())
     for each in (net, plain):

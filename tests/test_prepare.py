@@ -91,10 +91,16 @@ def test_skip_adds_to_the_default_patterns(skip: Any, expected: list[str]) -> No
         ({"skip": "unwnted"}, "skip: no module with a matmul weight matches 'unwnted' (nearest: 'unwanted')"),
         ({"skip": ("!godo", "mine")}, "skip: no module with a matmul weight matches '!godo' (nearest: 'good')"),
         ({"groups": {"narow": None}}, "groups: no module with a matmul weight matches 'narow' (nearest: 'narrow')"),
-        ({"overrides": {"*.out_prj": None}}, "matches '*.out_prj' (nearest: 'attention.out_proj')"),
-        ({"overrides": {"attentio?.*": None, "xyz": None}}, "overrides: no module with a matmul weight matches 'xyz'"),
-        ({"overrides": {"g*": None, "good": None}}, "overrides: 'good' never counts: an earlier pattern matches all"),
-        ({"overrides": {"spectral.weight": None}}, "matches 'spectral.weight' (nearest: 'spectral')"),
+        ({"overrides": {"*.out_prj": "high"}}, "matches '*.out_prj' (nearest: 'attention.out_proj')"),
+        (
+            {"overrides": {"attentio?.*": "high", "xyz": "high"}},
+            "overrides: no module with a matmul weight matches 'xyz'",
+        ),
+        (
+            {"overrides": {"g*": "high", "good": "high"}},
+            "overrides: 'good' never counts: an earlier pattern matches all",
+        ),
+        ({"overrides": {"spectral.weight": "high"}}, "matches 'spectral.weight' (nearest: 'spectral')"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_one_warning(
@@ -114,7 +120,7 @@ def test_patterns_that_match_ineligible_modules_and_unused_defaults_are_no_warni
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fp8dist.prepare(nn.Sequential(nn.Linear(32, 32)))
-    fp8dist.prepare(Zoo(), skip=("odd", "narrow", "attention", "mine", "spectral"), overrides={"parametrized": None})
+    fp8dist.prepare(Zoo(), skip=("odd", "narrow", "attention", "mine", "spectral"), overrides={"parametrized": "high"})
     assert all("FP8: " in text for _, _, text in caplog.record_tuples)
 
 
@@ -137,7 +143,7 @@ def test_prepare_changes_neither_keys_nor_parameters_nor_hooks() -> None:
     calls = []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     before = parameter_bits(model)
-    manager = fp8dist.prepare(model)
+    fp8dist.prepare(model)
     assert list(model.state_dict()) == keys
     assert list(model.modules()) == modules
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
@@ -146,7 +152,7 @@ def test_prepare_changes_neither_keys_nor_parameters_nor_hooks() -> None:
     assert calls == [1]
     assert parameter_bits(model) == before
     assert isinstance(model[0], nn.Linear)
-    manager.detach()
+    fp8dist.restore(model)
     assert type(model[0]) is type(model[2]) is nn.Linear
     assert list(model.state_dict()) == keys
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())

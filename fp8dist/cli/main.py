@@ -130,6 +130,7 @@ def _check(options: argparse.Namespace) -> int:
         total = sum(map(bytes_in, sources))
         with _bar(total, options.json) as bar:
             report = compare_sources(sources, bar.update)
+    _require_compared(report)
     _print(options.json, {**report.to_json(), "files": paths}, str(report))
     return CONSISTENT if report.consistent else DIVERGED
 
@@ -176,6 +177,7 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
                 return Holdings((ReplicaSet("", anchor, (SourceContent(source, bar.update),)),))
 
             report = check_replicas(anchor, build).report
+        _require_compared(report)
         code = _outcome(report)
         if anchor.rank == (report.speaker if report.findings else 0):
             if code == UNREADABLE:
@@ -187,6 +189,12 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
         return code
     finally:
         dist.destroy_process_group()
+
+
+def _require_compared(report: DivergenceReport) -> None:
+    """The same on all ranks: what has no entries anywhere was not found to be equal."""
+    if not (report.findings or report.compared):
+        raise _Usage("there is nothing to compare: none of the paths holds a tensor or a slot")
 
 
 def _outcome(report: DivergenceReport) -> int:

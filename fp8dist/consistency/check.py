@@ -16,7 +16,9 @@ from fp8dist.consistency.holdings import Holdings
 from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import repair
+from fp8dist.consistency.replication import Excuse
 from fp8dist.consistency.report import DivergenceReport, Finding
+from fp8dist.errors import ConfigurationError
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import SyncGroup
 
@@ -37,22 +39,22 @@ class Scope:
 def run_check(
     anchor: SyncGroup,
     build: Callable[[], Holdings],
-    policy: Policy | None,
+    policy: Policy,
     report_dir: str | None,
     known: Sequence[Finding] = (),
-    known_policy: Policy | None = None,
     tell: Callable[[DivergenceReport], None] | None = None,
+    instead: str | None = None,
 ) -> DivergenceReport:
     """The same report on all ranks. COLLECTIVE over ``anchor``.
 
     Args:
-        policy: None: as "warn".
         known: what this rank knows already to differ, from a failed sync.
-        known_policy: what to do, where ``policy`` is None, if a rank knows of something.
         tell: is called with a report of differences, once the message is out and before anybody raises.
+        instead: what to do where no rank has anything to compare, for the error. None: it is no error.
 
     Raises:
         DivergenceError: on all ranks, if ranks differ and the policy says so.
+        ConfigurationError: on all ranks, if there are several, and none has anything to compare.
     """
     held: list[Holdings] = []
 
@@ -66,10 +68,14 @@ def run_check(
 
     compared = check_replicas(anchor, building, known, everything=policy == "repair")
     report = compared.report
+    if compared.nothing and instead is not None:
+        why = "; ".join(report.skipped) or "it has no parameters"
+        raise ConfigurationError(
+            f"check() has nothing to compare, because nothing here is known to be the same on several ranks ({why}): "
+            f"{instead}"
+        )
     if report.consistent:
         return report
-    if compared.heard:
-        policy = policy or known_policy
     save_evidence(report, report_dir, evidence)
     if policy == "repair":
         report = repair(anchor, building, compared)
@@ -78,12 +84,14 @@ def run_check(
 
 
 def add_arenas(inventory: Inventory, syncs: Sequence[ArenaSync]) -> None:
-    """The FP8 state that ranks share. What each has of its own is not compared."""
+    """The FP8 state that ranks share."""
     for sync in syncs:
         if sync.communicates:
             assert sync.group is not None
             label = f"FP8 state of {', '.join(sync.patterns) or 'all modules'}"
             inventory.add_content(label, sync.group, ArenaContent(sync.arena))
+        else:
+            inventory.skip("slot", Excuse("that this rank shares with no other"), len(sync.arena))
 
 
 def add_module(inventory: Inventory, module: nn.Module, scope: Scope) -> None:

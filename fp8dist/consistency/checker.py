@@ -53,6 +53,11 @@ class Event:
     report: DivergenceReport | None = None
 
 
+_NOTHING_TO_COMPARE = (
+    "give attach() the module that DDP made, or name the ranks that hold the same by prepare(group=…) with amax_sync, "
+    "or by fp8dist.check(module, group=…); else leave check() and check_every out"
+)
+
 MUCH = 2.0
 """So many times beyond its scale, a weight was probably written to by somebody."""
 
@@ -227,15 +232,12 @@ class Checker:
 
     # Comparing -------------------------------------------------------------------------------------
 
-    def check(self, step: int, scope: Scope, policy: Policy | None) -> DivergenceReport:
+    def check(self, step: int, scope: Scope, policy: Policy) -> DivergenceReport:
         """Compare the FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE.
-
-        Args:
-            policy: "raise", "warn", "repair". None: as "warn"; but what the last sync proved is acted on by the
-                manager's policy, as at a boundary.
 
         Raises:
             DivergenceError: ranks differ, and the policy says so.
+            ConfigurationError: there are several ranks, FP8 is not switched off, and there is nothing to compare.
         """
         start = time.perf_counter()
         module = None if self._module is None else self._module()
@@ -261,8 +263,9 @@ class Checker:
                     policy,
                     self._settings.report_dir,
                     known,
-                    self._settings.check_policy,
                     self.tell_report,
+                    # Who switches FP8 off for a job that checks its FP8 state must not end it by that.
+                    _NOTHING_TO_COMPARE if self._settings.enabled else None,
                 )
             finally:
                 self.checks += 1
@@ -277,7 +280,7 @@ class Checker:
     def _say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
         """Once: who asks for parameters to be compared and gets none should know."""
         skipped = [text for text in report.skipped if "parameters" in text]
-        if scope.parameters and skipped and "parameter" not in dict(report.compared) and not self._said_skipped:
+        if scope.parameters and skipped and "parameter" not in report.compared and not self._said_skipped:
             self._said_skipped = True
             if anchor.rank == min(anchor.ranks):
                 logger.warning("fp8dist: no parameters are compared: %s", "; ".join(skipped))

@@ -74,9 +74,9 @@ class Holdings:
         return tuple(m.label for m in self.memberships)
 
     @property
-    def compared(self) -> tuple[tuple[str, int], ...]:
+    def compared(self) -> dict[str, int]:
         """How many things of each kind are compared with somebody."""
-        return tuple(sorted(Counter(key.kind for s in self.sets for key in s.keys).items()))
+        return dict(sorted(Counter(key.kind for s in self.sets for key in s.keys).items()))
 
 
 def participant(group: SyncGroup, mine: Holdings) -> Participant:

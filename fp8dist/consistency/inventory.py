@@ -53,7 +53,7 @@ class Inventory:
         """Something that ``group`` holds alike. ``label``: equal on all ranks of the job."""
         home = self._replication.of_group(label, group)
         if isinstance(home, Excuse):
-            self._skip(content.keys[0].kind if content.keys else "thing", home, len(content.keys))
+            self.skip(content.keys[0].kind if content.keys else "thing", home, len(content.keys))
         else:
             self._homes[home.label] = home
             self._contents.setdefault(home.label, []).append(content)
@@ -67,6 +67,8 @@ class Inventory:
                 self._add(name, "parameter", parameter, home)
             if gradients and parameter.grad is not None:
                 self._add(name, "gradient", parameter.grad, home)
+        if gradients and all(parameter.grad is None for parameter in module.parameters()):
+            self.skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
 
     def add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Tensors and numbers of an optimizer's state, replicated as their parameters are."""
@@ -92,7 +94,7 @@ class Inventory:
             homes = [home]
         for one in homes:
             if isinstance(one, Excuse):
-                self._skip(kind, one)
+                self.skip(kind, one)
             else:
                 self._put(name, kind, tensor, one, store)
 
@@ -100,11 +102,12 @@ class Inventory:
         self._homes[home.label] = home
         for inner_name, inner in _plain_tensors(name, tensor):
             if inner.layout is not torch.strided or inner.is_quantized:
-                self._skip(kind, Excuse(f"with layout {inner.layout}"))
+                self.skip(kind, Excuse(f"with layout {inner.layout}"))
             else:
                 self._tensors.setdefault((home.label, kind), []).append(Named(inner_name, inner, store))
 
-    def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
+    def skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
+        """Some of a kind are not compared."""
         self._skipped[f"{plural(kind)} {excuse.reason}"] += count
 
 

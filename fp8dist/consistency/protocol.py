@@ -36,12 +36,14 @@ _FAILED = 2
 
 
 class Compared(NamedTuple):
-    """What ``check_replicas`` found, and the differing things of each set, for a repair. ``heard``: a rank knew of
-    something before."""
+    """What ``check_replicas`` found, and the differing things of each set, for a repair.
+
+    ``nothing``: there are several ranks, none of them has anything to compare with another, and nothing is known to
+    differ. The same on all ranks."""
 
     report: DivergenceReport
     differing: list[tuple[ReplicaSet, list[Differing]]]
-    heard: bool = False
+    nothing: bool = False
 
 
 def check_replicas(
@@ -70,7 +72,7 @@ def check_replicas(
     agree, news = _agree(anchor, list(map(_word, words.values())), digests[0] if digests else None, bool(known))
     findings = _union(anchor, known) if news else []
     if news == _FAILED:
-        return Compared(_report(mine, findings + _errors(anchor, mine, error)), [], True)
+        return Compared(_report(mine, findings + _errors(anchor, mine, error)), [])
     differs = [name for name, same in zip(words, agree) if not same]
     findings += _differing_words(anchor, mine, words, differs)
     differing: list[tuple[ReplicaSet, list[Differing]]] = []
@@ -78,29 +80,32 @@ def check_replicas(
         found, things = localise_set(mine.sets[0], digests[0], mine, everything)
         findings += found
         differing.append((mine.sets[0], things))
+    anything = bool(mine.compared)  # The same on all ranks, if the anchor's set is all there is and nothing differs.
     # Ranks that disagree about the sets would wait for each other.
     if "layout" not in differs and mine.layout:
         disputed = _disputed_memberships(anchor, mine)
         findings += disputed
         if not disputed:
-            found, further = _check_further_sets(anchor, mine, digests, everything)
+            found, further, anything = _check_further_sets(anchor, mine, digests, everything)
             findings += found
             differing += further
-    return Compared(_report(mine, findings), differing, bool(news))
+    return Compared(_report(mine, findings), differing, anchor.size > 1 and not (findings or anything))
 
 
 def _check_further_sets(
     anchor: SyncGroup, mine: Holdings, digests: list[Tensor], everything: bool
-) -> tuple[list[Finding], list[tuple[ReplicaSet, list[Differing]]]]:
-    """(findings of all sets of all ranks, differing things of this rank's sets). COLLECTIVE."""
+) -> tuple[list[Finding], list[tuple[ReplicaSet, list[Differing]]], bool]:
+    """(findings of all sets of all ranks, differing things of this rank's sets, whether any rank has compared
+    anything). COLLECTIVE."""
     places = range(1, len(mine.sets))
     # One order on any two ranks that share sets.
     ordered = sorted(places, key=lambda i: (sorted(mine.sets[i].group.ranks), mine.sets[i].label))
     bad = [i for i in ordered if not _agree(mine.sets[i].group, [], digests[i])[0][-1]]
-    anywhere = torch.tensor([bool(bad)], dtype=torch.int32, device=anchor.device)
+    outcome = 2 if bad else int(bool(mine.compared))
+    anywhere = torch.tensor([outcome], dtype=torch.int32, device=anchor.device)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=anchor.process_group)
-    if not int(anywhere):
-        return [], []
+    if int(anywhere) < 2:
+        return [], [], int(anywhere) > 0
     told: list[Finding] = []
     differing = []
     for i in bad:
@@ -108,7 +113,7 @@ def _check_further_sets(
         differing.append((mine.sets[i], things))
         if anchor.rank == min(mine.sets[i].group.ranks):  # One speaks for its set.
             told += findings
-    return _union(anchor, told), differing
+    return _union(anchor, told), differing, True
 
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:

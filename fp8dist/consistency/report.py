@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -106,13 +106,14 @@ class Finding:
 class DivergenceReport:
     """Everything one check found; equal on all ranks that took part. ``str(report)`` is a table.
 
-    ``compared`` says how many things of each kind this rank has compared, ``skipped`` what it has not, and why;
+    ``compared`` counts what this rank has compared with others, by kind: "slot", "parameter", "gradient", "optimizer"
+    (of files "scale" and the like, too). ``skipped`` says what it has not, and why. On one rank nothing is compared;
     ``repaired`` what was copied from the majority to the others, ``notes`` what else there is to say. ``noun``: what
     takes part, "rank" or "file".
     """
 
     findings: tuple[Finding, ...] = ()
-    compared: tuple[tuple[str, int], ...] = ()
+    compared: Mapping[str, int] = field(default_factory=dict, hash=False)
     skipped: tuple[str, ...] = ()
     repaired: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -139,7 +140,7 @@ class DivergenceReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"consistent": self.consistent, **_plain(asdict(self))}
+        return {"consistent": self.consistent, **_plain({**asdict(self), "compared": tuple(self.compared.items())})}
 
     def summary(self) -> str:
         """A sentence or a few: the first findings, for an error's message."""
@@ -155,7 +156,7 @@ class DivergenceReport:
         return f"{' and '.join(what)} differ{'s' if what == ['FP8 state'] else ''} between {self.noun}s"
 
     def __str__(self) -> str:
-        compared = ", ".join(f"{count} {kind if count == 1 else plural(kind)}" for kind, count in self.compared)
+        compared = ", ".join(f"{count} {kind if count == 1 else plural(kind)}" for kind, count in self.compared.items())
         notes = [f"not compared: {text}" for text in self.skipped]
         if not self.findings:
             return "\n".join([f"consistent ({compared or 'nothing was compared'})", *notes])

@@ -258,7 +258,7 @@ def convert(module: nn.Linear, slots: LinearSlots) -> None:
 def require_revertible(module: FP8Linear) -> None:
     """Raise ConfigurationError for a class that something else made of FP8Linear."""
     if type(module) is not FP8Linear:
-        raise ConfigurationError(f"{type(module).__name__} was built on an FP8Linear: take that off before detach()")
+        raise ConfigurationError(f"{type(module).__name__} was built on an FP8Linear: take that off before restore()")
 
 
 def revert(module: FP8Linear) -> None:

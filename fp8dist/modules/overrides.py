@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from torch import nn
 
@@ -13,22 +14,25 @@ from fp8dist.patterns import require_patterns
 from fp8dist.recipe import Recipe, require_recipe
 from fp8dist.state.slots import clean_fqn
 
-__all__ = ["Overrides", "first_and_last"]
+__all__ = ["High", "Overrides", "first_and_last"]
+
+High = Literal["high"]
+"""High precision, in the place of a recipe."""
 
 
 class Overrides:
-    """``{pattern: recipe, or None for high precision}``; the first pattern (fnmatch) that matches counts."""
+    """``{pattern: recipe, or "high" for high precision}``; the first pattern (fnmatch) that matches counts."""
 
-    def __init__(self, given: Mapping[str, Recipe | None]) -> None:
+    def __init__(self, given: Mapping[str, Recipe | High]) -> None:
         if not isinstance(given, Mapping):
             raise ConfigurationError(
-                'overrides must be a mapping such as {"blocks.0.*": None, "lm_head": CurrentScaling()}, '
+                'overrides must be a mapping such as {"blocks.0.*": "high", "lm_head": CurrentScaling()}, '
                 f"got {given!r}"
             )
         require_patterns("overrides", given)
         for pattern, recipe in given.items():
-            if recipe is not None:
-                require_recipe(f"overrides[{pattern!r}]", recipe, "a recipe, or None")
+            if recipe != "high":
+                require_recipe(f"overrides[{pattern!r}]", recipe, 'a recipe, or "high" for high precision')
         self.given = MappingProxyType(dict(given))
 
     def pattern_of(self, fqn: str) -> str | None:
@@ -38,11 +42,12 @@ class Overrides:
     def recipe(self, fqn: str, default: Recipe) -> Recipe | None:
         """The recipe of a module; None: high precision."""
         pattern = self.pattern_of(fqn)
-        return default if pattern is None else self.given[pattern]
+        given: Recipe | High = default if pattern is None else self.given[pattern]
+        return given if isinstance(given, Recipe) else None
 
 
-def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str, Recipe | None]:
-    """Overrides that keep the first and last layers of ``model`` in high precision: ``{"blocks.0.*": None, …}``.
+def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str, Recipe | High]:
+    """Overrides that keep the first and last layers of ``model`` in high precision: ``{"blocks.0.*": "high", …}``.
 
     Layers are the entries of its outermost ``nn.ModuleList``s that hold Linears; where there is none, of its outermost
     ``nn.Sequential``s.
@@ -50,7 +55,7 @@ def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str,
     Raises:
         ConfigurationError: there are no such layers, or fewer than that.
     """
-    overrides: dict[str, Recipe | None] = {}
+    overrides: dict[str, Recipe | High] = {}
     stacks = list(_stacks(model, "", nn.ModuleList)) or list(_stacks(model, "", nn.Sequential))
     if not stacks:
         raise ConfigurationError("first_and_last: the model has no nn.ModuleList or nn.Sequential of Linears")
@@ -59,7 +64,7 @@ def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str,
             raise ConfigurationError(f"first_and_last: cannot take {first} and {last} of {len(layers)} layers")
         chosen = [*layers[:first], *layers[len(layers) - last :]]
         for fqn, layer in chosen:
-            overrides[fqn if isinstance(layer, nn.Linear) else f"{fqn}.*"] = None
+            overrides[fqn if isinstance(layer, nn.Linear) else f"{fqn}.*"] = "high"
     return overrides
 
 

@@ -65,8 +65,8 @@ class LossGuard:
         noise: see above; at least 0. With 0, only ``factor`` counts.
         min_history: how many good losses there must be before a spike is seen; at most ``window``. Non-finite losses
             are seen from the first.
-        group: the ranks whose local losses are averaged. None: the losses are reduced already, and all ranks have the
-            same.
+        mean_over: the ranks whose local losses are averaged. None: the losses are reduced already, and all ranks have
+            the same.
         manager: for ``"fallback"``: what ``prepare`` returned.
         steps: for ``"fallback"``: how many steps after this one.
         optimizer: one or several, for ``"skip"``. With any action, an ``observe`` that comes after the step is noticed
@@ -83,7 +83,7 @@ class LossGuard:
         window: int = 100,
         factor: float = 2.0,
         min_history: int = 10,
-        group: GroupLike | None = None,
+        mean_over: GroupLike | None = None,
         manager: _HasPrecision | None = None,
         steps: int = 100,
         noise: float = 6.0,
@@ -106,7 +106,7 @@ class LossGuard:
         self.alarms = 0
         self._action, self._manager, self._steps = action, manager, steps
         self._factor, self._noise, self._min_history = float(factor), float(noise), min_history
-        self._group = None if group is None else SyncGroup(group)
+        self._group = None if mean_over is None else SyncGroup(mean_over)
         self._losses: deque[float] = deque(maxlen=window)
         self._spikes: list[float] = []  # Since the last good loss.
         self._streak: tuple[AlarmKind, int] | None = None
@@ -115,7 +115,7 @@ class LossGuard:
         self._told_late = False
 
     def observe(self, loss: float | Tensor, step: int | None = None) -> LossAlarm | None:
-        """Judge the loss of a step; the alarm, if it is one. COLLECTIVE with ``group=``, else local.
+        """Judge the loss of a step; the alarm, if it is one. COLLECTIVE with ``mean_over=``, else local.
 
         Once per optimizer step on all ranks, between backward and the optimizer's step: then a lower learning rate
         holds for this update, and a run that stops or skips has not made it. Before backward will do as well. Reads the
@@ -125,8 +125,8 @@ class LossGuard:
         gradient was written since. It is not noticed where gradients were set to zero meanwhile in place.
 
         Args:
-            loss: a number, or a tensor of one element: the mean over this rank's tokens, or with ``group=None`` over
-                all ranks'.
+            loss: a number, or a tensor of one element: the mean over this rank's tokens, or with ``mean_over=None``
+                over all ranks'.
             step: what the alarm calls it. None: one more than the last.
 
         Raises:

@@ -84,7 +84,7 @@ def compare_sources(sources: Sequence[Source], progress: Progress) -> Divergence
         explained_count += 1
         findings += named_only(thing, "") if seen is None else seen
     participants = [Participant(n, source.path) for n, source in enumerate(sources)]
-    compared = tuple(sorted(Counter(key.kind for key in common).items()))
+    compared = dict(sorted(Counter(key.kind for key in common).items()))
     return DivergenceReport(tuple(f.located(participants) for f in findings), compared, noun="file")
 
 

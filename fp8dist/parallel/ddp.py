@@ -40,7 +40,7 @@ class Launcher(Protocol):
 class EarlyLauncher(Protocol):
     """What ``comm_hook`` needs of a StateManager."""
 
-    def early_launcher(self, frozen_weights: bool = False) -> Launcher:
+    def _early_launcher(self, frozen_weights: bool = False) -> Launcher:
         """What launches. Raises ConfigurationError where an early launch would be wrong."""
 
 
@@ -64,7 +64,7 @@ def comm_hook(manager: EarlyLauncher, inner: CommHook | None = None) -> CommHook
         ConfigurationError: a converted module's weight is frozen: its gradient comes after the last
             bucket, and its grad_output amax would be a step late.
     """
-    launcher = manager.early_launcher()
+    launcher = manager._early_launcher()
     reduce = allreduce_hook if inner is None else inner
 
     def launching_hook(state, bucket):  # type: ignore[no-untyped-def]

@@ -34,7 +34,7 @@ def comm_hook(manager: EarlyLauncher, inner: Callable[..., None] | None = None) 
     """
     from torch.distributed.algorithms._comm_hooks.default_hooks import allreduce_hook, reduce_scatter_hook
 
-    launcher = manager.early_launcher(frozen_weights=True)
+    launcher = manager._early_launcher(frozen_weights=True)
     last_backward = -1
 
     def launching_hook(state: Any, gradient: Tensor, *output: Tensor) -> None:

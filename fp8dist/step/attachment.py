@@ -131,6 +131,12 @@ class Attachment:
         """The DDP module, if it is tied to one."""
         return None if self._join_link is None else self._join_link.ddp
 
+    def untie(self) -> None:
+        """Undo ``tie``; the state stays. Local."""
+        self.release()
+        self._module = self._before = None
+        self._cycle.untie()
+
     def release(self) -> None:
         """Take all hooks off. Local."""
         cycle = self._cycle

@@ -64,6 +64,8 @@ class StepCycle:
     def _init_transient(self) -> None:
         """What a copy does not inherit: ties to a job."""
         self.attached = False
+        self.detached = False
+        """``detach`` was called, and ``attach`` not since."""
         self.mode.unsynced = self.shared
         self.hooked = False
         self.early = False
@@ -125,10 +127,28 @@ class StepCycle:
             enrol()
         agree_on_manifests(publications, len(groups) - 1, timeout)
         self.control.announce()
-        self.attached = True
+        self.attached, self.detached = True, False
         self.mode.unsynced = False
         self._boundaries = self._checked = 0
         self._count_from_state()
+
+    def untie(self) -> None:
+        """Undo ``agree``: this rank shares its state with no other until it agrees again. The state stays. Local."""
+        for sync in self.syncs:
+            sync.group = None
+            sync.watch(False)
+        self.control.manifests.clear()
+        self.control.resumed = self.drop_nonfinite = self._renews = self.attached = self.mode.measuring = False
+        self.detached = True
+        self.mode.unsynced = self.shared
+        if self.steps is not None:
+            self.steps.detached()
+        self.mode.invalidate_casts()
+
+    @property
+    def in_flight(self) -> bool:
+        """True between the launch of a sync and the boundary that it is for."""
+        return any(sync.phase is Phase.IN_FLIGHT for sync in self.syncs)
 
     @property
     def shared(self) -> bool:
@@ -346,7 +366,7 @@ class StepCycle:
             self._checked = finished
             self.check(Scope(), self.settings.check_policy, in_step)
 
-    def check(self, scope: Scope, policy: Policy | None, in_step: bool = False) -> DivergenceReport:
+    def check(self, scope: Scope, policy: Policy, in_step: bool = False) -> DivergenceReport:
         """Compare FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE.
 
         ``in_step``: another step is under way, and what is found may have happened in it.
@@ -439,9 +459,9 @@ class StepCycle:
     def launch_early(self) -> None:
         """Launch before the boundary; the results of several launches merge. COLLECTIVE.
 
-        Not while calibrating, which commits on a clean exit only.
+        Not while calibrating, which commits on a clean exit only, and not after ``detach``.
         """
-        if self.settings.enabled and not self.mode.calibrating:
+        if self.settings.enabled and not self.mode.calibrating and not self.detached:
             self.require_attached()
             if self._captures():
                 raise ConfigurationError(

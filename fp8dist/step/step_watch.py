@@ -55,7 +55,7 @@ class StepListener(Protocol):
 
 
 class StepWatch:
-    """Watches optimizers for the FP8Linears of one model, from ``prepare`` to ``detach``. Goes with its manager.
+    """Watches optimizers for the FP8Linears of one model, from ``prepare`` to ``restore``. Goes with its manager.
 
     A step nested in another optimizer's (Lookahead, SAM, ZeroRedundancyOptimizer) belongs to the outer one.
     """
@@ -122,6 +122,11 @@ class StepWatch:
             note = linear.fp8_slots.note
             note.take(linear, linear.fp8_slots.resharded, attached=True)
             note.stepped_at, note.skipped, note.unfollowed = -1, None, False
+
+    def detached(self) -> None:
+        """No optimizer is attached any more. Local."""
+        self._masters, self.brings_boundary = None, None
+        self._attached = weakref.WeakSet()
 
     def take_notes(self, after_step: bool = False) -> None:
         """Scales are right for the weights as they are now. Local.

@@ -397,7 +397,7 @@ def settle_buckets(job: Job) -> None:
 
     The order decides how sums over three ranks or more are rounded. In high precision nothing is recorded.
     """
-    with job.manager.autocast(enabled=False) if job.manager is not None else nullcontext():
+    with job.manager.no_fp8() if job.manager is not None else nullcontext():
         _backward(job, *training_batch(job, job.done, 0))
     job.optimizer.zero_grad(set_to_none=True)
 

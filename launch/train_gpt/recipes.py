@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,13 +18,13 @@ def recipe_of(options: Options) -> fp8dist.Recipe:
     return _made(options.recipe, options)
 
 
-def overrides_of(options: Options, model: nn.Module) -> dict[str, fp8dist.Recipe | None]:
+def overrides_of(options: Options, model: nn.Module) -> dict[str, fp8dist.Recipe | Literal["high"]]:
     """What ``--high-first``, ``--high-last`` and, where they do not matter, ``--override`` say."""
-    overrides: dict[str, fp8dist.Recipe | None] = {}
+    overrides: dict[str, fp8dist.Recipe | Literal["high"]] = {}
     if options.high_first or options.high_last:
         overrides.update(fp8dist.first_and_last(model, options.high_first, options.high_last))
     for pattern, recipe in options.override:
-        overrides.setdefault(pattern, None if recipe == HIGH else _made(recipe, options))
+        overrides.setdefault(pattern, "high" if recipe == HIGH else _made(recipe, options))
     return overrides
 
 

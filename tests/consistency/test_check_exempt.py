@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import ConfigurationError, DelayedScaling
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
@@ -38,9 +38,9 @@ def _fsdp1(use_orig_params: bool) -> Any:
     optimizer = torch.optim.AdamW(sharded.parameters())
     nn.init.ones_(model[1].weight), nn.init.ones_(model[1].bias)
     sharded(torch.randn(4, 16)).sum().backward()
-    reports = [fp8dist.check(model, group=dist.group.WORLD, gradients=True, optimizer=optimizer)]
+    reports = [fp8dist.check(model, group=dist.group.WORLD, gradients=True, optimizer=optimizer, policy="warn")]
     optimizer.step()
-    reports.append(fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer))
+    reports.append(fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer, policy="warn"))
     return [(report.findings, report.compared, report.skipped) for report in reports]
 
 
@@ -49,7 +49,7 @@ def test_shards_of_fsdp1_are_not_compared(two_ranks: RankPool, use_orig_params: 
     for reports in two_ranks.run(_fsdp1, use_orig_params):
         for findings, compared, skipped in reports:
             assert findings == ()
-            assert compared == (("parameter", 2),)
+            assert compared == {"parameter": 2}
             assert any("parameters sharded by FSDP1" in text for text in skipped)
         assert any("gradients sharded by FSDP1" in text for text in reports[0][2])
         assert any("optimizer states sharded by FSDP1" in text for text in reports[1][2])
@@ -62,18 +62,19 @@ def _fsdp2() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    alone = fp8dist.check(model)  # Nothing has a replica, and that is no mistake.
+    with pytest.raises(ConfigurationError, match="nothing to compare") as alone:  # Nothing has a replica.
+        fp8dist.check(model, policy="warn")
     beside = nn.Linear(16, 16)
-    report = fp8dist.check(nn.Sequential(model, beside), group=dist.group.WORLD)
-    return report.findings, report.compared, report.skipped, (alone.consistent, alone.compared, alone.skipped)
+    report = fp8dist.check(nn.Sequential(model, beside), group=dist.group.WORLD, policy="warn")
+    return report.findings, report.compared, report.skipped, str(alone.value)
 
 
 def test_shards_of_fsdp2_are_not_compared(two_ranks: RankPool) -> None:
     for findings, compared, skipped, alone in two_ranks.run(_fsdp2):
         assert findings == ()
-        assert compared == (("parameter", 2),)
-        assert alone == (True, (), skipped)
+        assert compared == {"parameter": 2}
         assert skipped == ("4 parameters that are DTensors without a Replicate axis: each rank has its own",)
+        assert f"({skipped[0]}): pass group=" in alone
 
 
 class _Experts(nn.Module):
@@ -117,10 +118,12 @@ def _experts(how: str) -> Any:
             optimizer.step()
     reports = []
     if manager is not None:
-        reports.append(manager.check(gradients=True, optimizer=optimizer))
+        reports.append(manager.check(gradients=True, optimizer=optimizer, policy="warn"))
     groups_given = {"*.experts.*": None} if how == "named" else None
     group = dist.group.WORLD if how == "named" else None
-    reports.append(fp8dist.check(model, group=group, groups=groups_given, gradients=True, optimizer=optimizer))
+    reports.append(
+        fp8dist.check(model, group=group, groups=groups_given, gradients=True, optimizer=optimizer, policy="warn")
+    )
     return [(report.findings, dict(report.compared), report.skipped) for report in reports]
 
 
@@ -146,7 +149,7 @@ def _expert_of_one_rank_diverges() -> Any:
     if dist.get_rank() == 2:
         model.norm.weight.data[3] += 1
     with captured_log():
-        report = fp8dist.check(model, group=dist.group.WORLD, groups={"*.experts.*": None})
+        report = fp8dist.check(model, group=dist.group.WORLD, groups={"*.experts.*": None}, policy="warn")
     return [(f.name, f.ranks, f.index) for f in report.findings]
 
 
@@ -166,7 +169,7 @@ def _unsynced_state() -> Any:
         optimizer.step()
         optimizer.zero_grad()
     scale = manager.scale("first", "input").item()
-    reports = [manager.check(), fp8dist.check(model)]
+    reports = [manager.check(policy="warn"), fp8dist.check(model, policy="warn")]
     return scale, [(report.findings, report.compared) for report in reports]
 
 
@@ -174,7 +177,7 @@ def test_state_that_is_not_synced_is_not_compared(two_ranks: RankPool) -> None:
     results = two_ranks.run(_unsynced_state)
     assert results[0][0] != results[1][0]
     for _, reports in results:
-        assert reports == [((), (("parameter", 6),))] * 2
+        assert reports == [((), {"parameter": 6})] * 2
 
 
 def _zero_redundancy() -> Any:
@@ -197,7 +200,7 @@ def _zero_redundancy() -> Any:
     dist.broadcast_object_list(saved, src=0)
     optimizer.load_state_dict(saved[0])  # As a resumed job does: now it shows the state of its own part.
     owners = sorted(len(state or ()) for state in optimizer.state.values())
-    report = fp8dist.check(model, optimizer=optimizer)
+    report = fp8dist.check(model, optimizer=optimizer, policy="warn")
     return owners, report.findings, dict(report.compared), report.skipped
 
 

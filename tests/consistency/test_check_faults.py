@@ -50,7 +50,7 @@ def _damage(model: nn.Module, manager: StateManager, ranks: list[int]) -> None:
 # Policies ----------------------------------------------------------------------------------------------
 
 
-def _with_policy(policy: str | None, entry: str, odd: list[int]) -> dict[str, Any]:
+def _with_policy(policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
     """What a check that finds something does on this rank."""
     every = {"check_every": 1, "check_policy": policy} if entry == "sync" else {}
     model, manager = _prepared(**every)
@@ -96,12 +96,10 @@ def _with_policy(policy: str | None, entry: str, odd: list[int]) -> dict[str, An
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [[2], [0]])
 @pytest.mark.parametrize("entry", ["fp8dist.check", "manager.check", "sync"])
-@pytest.mark.parametrize("policy", [None, "warn", "raise", "repair"])
+@pytest.mark.parametrize("policy", ["warn", "raise", "repair"])
 def test_one_rank_of_the_majority_says_it_once_and_all_do_as_the_policy_says(
-    four_ranks: RankPool, policy: str | None, entry: str, odd: list[int]
+    four_ranks: RankPool, policy: str, entry: str, odd: list[int]
 ) -> None:
-    if entry == "sync" and policy is None:
-        policy = "warn"
     results = four_ranks.run(_with_policy, policy, entry, odd)
     speaker = 1 if odd == [0] else 0
     for rank, result in enumerate(results):
@@ -151,7 +149,7 @@ def test_no_rank_raises_before_the_message_is_out(four_ranks: RankPool) -> None:
 # Evidence -------------------------------------------------------------------------------------------------
 
 
-def _with_evidence(folder: str, policy: str | None, entry: str, odd: list[int]) -> dict[str, Any]:
+def _with_evidence(folder: str, policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
     os.environ["FP8DIST_REPORT_DIR"] = folder
     try:
         model, manager = _prepared()
@@ -186,11 +184,9 @@ def _strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize("policy", [None, "raise", "repair"])
+@pytest.mark.parametrize("policy", ["warn", "raise", "repair"])
 @pytest.mark.parametrize("odd", [0, 2])
-def test_the_report_and_both_sides_are_in_files(
-    four_ranks: RankPool, tmp_path: Path, policy: str | None, odd: int
-) -> None:
+def test_the_report_and_both_sides_are_in_files(four_ranks: RankPool, tmp_path: Path, policy: str, odd: int) -> None:
     folder = tmp_path / "made" / "by the check"
     results = four_ranks.run(_with_evidence, str(folder), policy, "check", [odd])
     reference = 1 if odd == 0 else 0
@@ -251,9 +247,9 @@ def test_without_a_majority_both_sides_leave_evidence(two_ranks: RankPool, tmp_p
 
 
 def test_evidence_of_an_earlier_divergence_is_not_overwritten(three_ranks: RankPool, tmp_path: Path) -> None:
-    three_ranks.run(_with_evidence, str(tmp_path), None, "check", [1])
+    three_ranks.run(_with_evidence, str(tmp_path), "warn", "check", [1])
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    three_ranks.run(_with_evidence, str(tmp_path), None, "check", [1])
+    three_ranks.run(_with_evidence, str(tmp_path), "warn", "check", [1])
     after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert {name: after[name] for name in before} == before
     assert len(after) == 2 * len(before)
@@ -308,7 +304,7 @@ def _evidence_of_odd_types(folder: str) -> int:
                 p.data.view(torch.uint8)[0] ^= 1
     try:
         with captured_log() as log:
-            report = fp8dist.check(model, group=dist.group.WORLD)
+            report = fp8dist.check(model, group=dist.group.WORLD, policy="warn")
     finally:
         del os.environ["FP8DIST_REPORT_DIR"]
     assert not any("no evidence" in text for _, text in log)
@@ -344,9 +340,9 @@ def _raising_callback(entry: str) -> Any:
                 manager.record(*A, torch.tensor([2.0]))
                 manager.step()
             elif entry == "manager.check":
-                manager.check()
+                manager.check(policy="warn")
             else:
-                fp8dist.check(model, group=dist.group.WORLD)
+                fp8dist.check(model, group=dist.group.WORLD, policy="warn")
         except KeyError as error:
             raised = str(error)
     dist.barrier()
@@ -369,10 +365,10 @@ def _several_optimizers() -> Any:
     if dist.get_rank() == 2:
         optimizers[1].state[model.bias]["exp_avg"][4] = 9.0
     with captured_log():
-        local = fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizers)
+        local = fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizers, policy="warn")
         ddp = nn.parallel.DistributedDataParallel(model)
         manager.attach(ddp)
-        ours = manager.check(optimizer=optimizers)
+        ours = manager.check(optimizer=optimizers, policy="warn")
     return [[(f.kind, f.name, f.ranks, f.index) for f in report.findings] for report in (local, ours)]
 
 
@@ -390,7 +386,7 @@ def _with_a_default_device() -> Any:
             manager.scale(*A).mul_(2)
             model.weight.data[0, 0] += 1
         with captured_log():
-            checked = manager.check()
+            checked = manager.check(policy="warn")
             everything = fp8dist.check(model, group=dist.group.WORLD, policy="repair")
     finally:
         torch.set_default_device("cpu")

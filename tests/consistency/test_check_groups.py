@@ -73,7 +73,7 @@ def _tensor_parallel(shape: tuple[int, ...], damaged: list[int]) -> Any:
     if dist.get_rank() in damaged:
         _nudge(model.norm.weight, 3)
     with captured_log():
-        report = fp8dist.check(model)
+        report = fp8dist.check(model, policy="warn")
     coords = [dict(c or {}) for f in report.findings for c in f.mesh_coords]
     return _names(report), coords, repr(report.findings), report.compared, report.skipped
 
@@ -87,7 +87,7 @@ def test_a_norm_that_drifts_under_tensor_parallelism_is_found(four_ranks: RankPo
         assert coords == [{"tp": rank} for rank in damaged]
         assert findings == results[0][2]
         # The norm's two, and the bias of the row-wise Linear.
-        assert compared == (("parameter", 3),)
+        assert compared == {"parameter": 3}
         assert skipped == ("3 parameters that are DTensors without a Replicate axis: each rank has its own",)
 
 
@@ -118,7 +118,7 @@ def _named_groups(damaged: list[int]) -> Any:
         _nudge(model.norm.bias, 7)
     start = time.monotonic()
     with captured_log(), counted_collectives() as calls:
-        report = fp8dist.check(model, groups={"norm.*": tp, "*.bias": tp})
+        report = fp8dist.check(model, groups={"norm.*": tp, "*.bias": tp}, policy="warn")
     return _names(report), repr(report.findings), report.compared, report.skipped, calls.names, time.monotonic() - start
 
 
@@ -133,7 +133,7 @@ def test_plain_norms_are_compared_over_the_group_that_is_named(
     for names, findings, compared, skipped, calls, seconds in results:
         assert names == [("parameter", "norm.bias", ranks, None, (7,)) for ranks in found]
         assert findings == results[0][1]
-        assert compared == (("parameter", 4),)
+        assert compared == {"parameter": 4}
         assert skipped == ("2 parameters not known to be replicated: name their group",)
         if not damaged:  # The anchor's, who is with whom, those of the two labels, the verdict.
             assert calls == ["all_reduce"] * 5
@@ -154,7 +154,7 @@ def _hsdp(shape: tuple[int, int], damaged: list[int]) -> Any:
     if dist.get_rank() in damaged:
         _nudge(model.up.weight, 17)
     with captured_log(), counted_collectives() as calls:
-        report = fp8dist.check(model, gradients=True, optimizer=optimizer)
+        report = fp8dist.check(model, gradients=True, optimizer=optimizer, policy="warn")
     coords = [c for f in report.findings for c in f.mesh_coords]
     return _names(report), coords, repr(report.findings), dict(report.compared), calls.names, report.speaker
 
@@ -210,7 +210,7 @@ def _views(view: str, odd: int) -> Any:
     model.plain = nn.Parameter(torch.ones(3))
     start = time.monotonic()
     with captured_log():
-        report = fp8dist.check(model, group=dist.group.WORLD)
+        report = fp8dist.check(model, group=dist.group.WORLD, policy="warn")
     return (
         [(f.kind, f.ranks, f.reference_rank) for f in report.findings],
         repr(report.findings),
@@ -248,6 +248,7 @@ def _uneven(vouched: bool, damaged: int | None) -> Any:
             model,
             group=dist.group.WORLD if vouched else None,
             groups={pattern: alone if dist.get_rank() == 3 else trio},
+            policy="warn",
         )
     return _names(report)
 
@@ -267,7 +268,7 @@ def _same_ranks_twice() -> Any:
     model = nn.Module()
     for name in ("ab", "ba")[dist.get_rank() % 2]:
         model.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name)))))
-    return _names(fp8dist.check(model, groups={"a": first, "b": second}))
+    return _names(fp8dist.check(model, groups={"a": first, "b": second}, policy="warn"))
 
 
 def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere(four_ranks: RankPool) -> None:
@@ -285,7 +286,7 @@ def _pipeline() -> Any:
     if dist.get_rank() == 3:
         _nudge(model["head"].weight, 5)
     with captured_log():
-        report = fp8dist.check(model, groups={"*": pair})
+        report = fp8dist.check(model, groups={"*": pair}, policy="warn")
     return _names(report), repr(report.findings)
 
 
@@ -300,11 +301,11 @@ def _subgroup() -> Any:
     if dist.get_rank() == 0:
         return None
     model = Block()
-    clean = fp8dist.check(model, group=group)
+    clean = fp8dist.check(model, group=group, policy="warn")
     if dist.get_rank() == 2:
         _nudge(model.down.bias, 4)
     with captured_log() as log:
-        report = fp8dist.check(model, group=group)
+        report = fp8dist.check(model, group=group, policy="warn")
     return _names(clean), _names(report), report.speaker, len(log)
 
 
@@ -320,11 +321,11 @@ def _ddp_over_a_subgroup() -> Any:
     net = make_net(seed=dist.get_rank() // 2)
     model = nn.parallel.DistributedDataParallel(net, process_group=pair)
     with counted_collectives() as calls:
-        clean = fp8dist.check(model)
+        clean = fp8dist.check(model, policy="warn")
     if dist.get_rank() == 1:
         _nudge(net.last.bias, 2)
     with captured_log():
-        report = fp8dist.check(model)
+        report = fp8dist.check(model, policy="warn")
     return _names(clean), calls.names, _names(report)
 
 
@@ -342,10 +343,10 @@ def _two_ddps() -> Any:
     second = nn.parallel.DistributedDataParallel(make_net(seed=rank % 2), process_group=columns[rank % 2])
     model = nn.ModuleDict({"first": first, "second": second})
     with captured_log():
-        clean = fp8dist.check(model)
+        clean = fp8dist.check(model, policy="warn")
         if rank == 3:
             _nudge(second.module.last.bias, 2)
-        report = fp8dist.check(model)
+        report = fp8dist.check(model, policy="warn")
     return _names(clean), _names(report), repr(report.findings)
 
 
@@ -380,8 +381,8 @@ def _left_out_inside_ddp() -> Any:
     if dist.get_rank() == 1:
         _nudge(model.module.last.bias)
     with captured_log():
-        found = fp8dist.check(model)
-        left_out = fp8dist.check(model, groups={"last.*": None})
+        found = fp8dist.check(model, policy="warn")
+        left_out = fp8dist.check(model, groups={"last.*": None}, policy="warn")
     return _names(found), _names(left_out), left_out.skipped
 
 
@@ -407,7 +408,7 @@ def _arenas_of_their_own(damaged: str) -> Any:
     if dist.get_rank() == 3:
         manager.amax(damaged, "input").fill_(3.0)
     with captured_log(), counted_collectives() as calls:
-        report = manager.check()
+        report = manager.check(policy="warn")
     return _names(report), repr(report.findings), dict(report.compared), len(calls.names)
 
 
@@ -435,7 +436,7 @@ def _cost(tensors: int, how: str) -> Any:
         model.register_parameter(f"p{i}", nn.Parameter(torch.full((3,), float(i))))
     wrapped = nn.parallel.DistributedDataParallel(model) if how == "ddp" else model
     with counted_collectives() as calls:
-        report = fp8dist.check(wrapped, group=None if how == "ddp" else dist.group.WORLD)
+        report = fp8dist.check(wrapped, group=None if how == "ddp" else dist.group.WORLD, policy="warn")
     return report.findings, dict(report.compared), calls.names, calls.sizes
 
 
@@ -460,7 +461,7 @@ def _cost_of_slots(slots: int) -> Any:
         manager.register(f"m{i}", "input", "e4m3")
     manager.attach()
     with counted_collectives() as calls:
-        report = manager.check()
+        report = manager.check(policy="warn")
     return dict(report.compared), calls.names, calls.sizes
 
 
@@ -588,7 +589,7 @@ def test_a_check_inside_join_is_refused_and_check_every_waits(two_ranks: RankPoo
 
 def test_a_single_process_is_consistent() -> None:
     net = make_net()
-    report = fp8dist.check(net)
+    report = fp8dist.check(net, policy="warn")
     assert report.consistent
     assert report.findings == ()
     assert "one rank" in str(report)
@@ -613,9 +614,9 @@ def _group_of_one() -> Any:
     manager: StateManager
     net = make_net(seed=dist.get_rank())
     with counted_collectives() as calls:
-        report = fp8dist.check(net, group=group)
+        report = fp8dist.check(net, group=group, policy="warn")
         manager = fp8dist.prepare(net, group=group).attach()
-        second = manager.check()
+        second = manager.check(policy="warn")
     return report.consistent, second.consistent, [name for name in calls.names if name != "all_reduce"]
 
 

@@ -51,7 +51,7 @@ def _rows(report: DivergenceReport) -> tuple[dict[str, int], list[str]]:
 
 
 def test_the_table_says_who_where_what_and_since_when() -> None:
-    report = DivergenceReport((_finding(),), (("parameter", 7),), ("2 parameters sharded by FSDP1",))
+    report = DivergenceReport((_finding(),), {"parameter": 7}, ("2 parameters sharded by FSDP1",))
     text = str(report)
     assert text.splitlines()[0] == "parameters differ between ranks"
     columns, (row, *rest) = _rows(report)
@@ -137,7 +137,7 @@ def test_hundreds_of_ranks_are_counted() -> None:
 
 
 def test_a_clean_report_says_what_was_compared_and_what_was_not() -> None:
-    report = DivergenceReport((), (("parameter", 1), ("slot", 12)), ("4 parameters that DDP was told to ignore",))
+    report = DivergenceReport((), {"parameter": 1, "slot": 12}, ("4 parameters that DDP was told to ignore",))
     assert str(report) == ("consistent (1 parameter, 12 slots)\nnot compared: 4 parameters that DDP was told to ignore")
     assert report.consistent
     assert report.summary() == str(report)
@@ -194,7 +194,7 @@ def test_raising_carries_the_report_and_the_summary() -> None:
 
 
 def test_reports_and_errors_pickle() -> None:
-    report = DivergenceReport((_finding(), _finding(value=1j)), (("parameter", 2),), ("x",), ("y",))
+    report = DivergenceReport((_finding(), _finding(value=1j)), {"parameter": 2}, ("x",), ("y",))
     assert pickle.loads(pickle.dumps(report)) == report
     error = pickle.loads(pickle.dumps(DivergenceError(report)))
     assert isinstance(error, DivergenceError)
@@ -209,7 +209,7 @@ VALUES = [1.5, math.nan, math.inf, -math.inf, -0.0, 1 + 2j, complex(math.nan, ma
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_json_takes_any_value(value: Any) -> None:
-    report = DivergenceReport((_finding(value=value, expected=value),), (("parameter", 2),))
+    report = DivergenceReport((_finding(value=value, expected=value),), {"parameter": 2})
     plain = json.loads(json.dumps(report.to_json(), allow_nan=False))
     (finding,) = plain["findings"]
     odd = isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value))

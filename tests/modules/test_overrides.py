@@ -16,6 +16,7 @@ import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StateManager, first_and_last
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.overrides import High
 from fp8dist.state.storage import from_bytes
 from tests.support import fp8_oracle
 from tests.support.gemms import Gemms, assert_gemm, numbers
@@ -34,7 +35,7 @@ RECIPES: tuple[Recipe, ...] = (
     BlockScaling(format="hybrid", power_of_two=True),
 )
 
-MIXED: dict[str, Recipe | None] = {
+MIXED: dict[str, Recipe | High] = {
     "first": CurrentScaling(power_of_two=True),
     "last": BlockScaling(format="hybrid"),
 }
@@ -55,17 +56,17 @@ def recipes(manager: StateManager) -> dict[str, Recipe]:
 def test_the_first_pattern_that_matches_counts() -> None:
     model = make_net()
     delayed, row = DelayedScaling(margin=3), RowwiseScaling()
-    manager = fp8dist.prepare(model, delayed, overrides={"b*": row, "*": None, "branch": BlockScaling()})
+    manager = fp8dist.prepare(model, delayed, overrides={"b*": row, "*": "high", "branch": BlockScaling()})
     assert recipes(manager) == {"branch": row}
     assert converted(model) == ["branch"]
-    manager = fp8dist.prepare(make_net(), delayed, overrides={"l*": None, "[fl]*": row})
+    manager = fp8dist.prepare(make_net(), delayed, overrides={"l*": "high", "[fl]*": row})
     assert recipes(manager) == {"branch": delayed, "first": row}
 
 
-def test_an_override_with_a_recipe_beats_skip_and_none_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_override_with_a_recipe_beats_skip_and_high_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
     model = make_net()
     with caplog.at_level(logging.INFO, "fp8dist"):
-        manager = fp8dist.prepare(model, skip=("*",), overrides={"first": CurrentScaling(), "last": None})
+        manager = fp8dist.prepare(model, skip=("*",), overrides={"first": CurrentScaling(), "last": "high"})
     assert recipes(manager) == {"first": CurrentScaling()}
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "last stays in high precision: overrides say so" in said
@@ -81,7 +82,7 @@ def test_overrides_do_not_make_a_linear_eligible() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    fp8dist.prepare(make_net(), overrides={"frist": CurrentScaling(), "*": RowwiseScaling(), "blocks.*": None})
+    fp8dist.prepare(make_net(), overrides={"frist": CurrentScaling(), "*": RowwiseScaling(), "blocks.*": "high"})
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
             "WARNING",
@@ -90,10 +91,10 @@ def test_a_pattern_that_matches_nothing_is_told_once(caplog: pytest.LogCaptureFi
     ]
 
 
-@pytest.mark.parametrize("wrong", ["current", CurrentScaling, False, 1])
+@pytest.mark.parametrize("wrong", ["current", None, CurrentScaling, False, 1])
 def test_an_override_that_is_no_recipe_is_refused(wrong: Any) -> None:
     model = make_net()
-    with pytest.raises(ConfigurationError, match=r"overrides\['first'\] must be a recipe, or None, got"):
+    with pytest.raises(ConfigurationError, match=r"overrides\['first'\] must be a recipe, or \"high\""):
         fp8dist.prepare(model, overrides={"first": wrong})
     assert not converted(model)
 
@@ -117,7 +118,7 @@ def test_modules_that_share_a_weight_have_one_recipe() -> None:
     manager = fp8dist.prepare(_tied(), overrides={"a": CurrentScaling(), "b": CurrentScaling()})
     assert recipes(manager) == {"a": CurrentScaling(), "b": CurrentScaling(), "c": DelayedScaling()}
     assert [slot.role for slot in manager.slots if slot.fqn == "b"] == ["grad_output", "input"]
-    assert recipes(fp8dist.prepare(_tied(), overrides={"a": None, "b": RowwiseScaling()}))["b"] == RowwiseScaling()
+    assert recipes(fp8dist.prepare(_tied(), overrides={"a": "high", "b": RowwiseScaling()}))["b"] == RowwiseScaling()
 
 
 # First and last layers ---------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class Transformer(nn.Module):
 def test_first_and_last_of_module_lists() -> None:
     model = Transformer()
     assert first_and_last(model) == dict.fromkeys(
-        ["blocks.0.*", "blocks.3.*", "decoder.layers.0", "decoder.layers.2"], None
+        ["blocks.0.*", "blocks.3.*", "decoder.layers.0", "decoder.layers.2"], "high"
     )
     assert list(first_and_last(model, 2, 0)) == ["blocks.0.*", "blocks.1.*", "decoder.layers.0", "decoder.layers.1"]
     assert list(first_and_last(model, 0, 1)) == ["blocks.3.*", "decoder.layers.2"]
@@ -256,7 +257,7 @@ def test_each_module_of_a_model_is_cast_by_its_recipe() -> None:
 class Job:
     """One model and its training, step by step."""
 
-    def __init__(self, recipe: Recipe, overrides: dict[str, Recipe | None] | None = None, seed: int = 0) -> None:
+    def __init__(self, recipe: Recipe, overrides: dict[str, Recipe | High] | None = None, seed: int = 0) -> None:
         self.model = make_net(seed)
         self.manager = fp8dist.prepare(self.model, recipe, overrides=overrides)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)

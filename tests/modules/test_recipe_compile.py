@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist.modules.overrides import High
 from tests.support.gemms import Gemms
 from tests.support.linear import inputs
 from tests.support.training import bits, gradient_bits, parameter_bits, state_bits
 
-Overrides = dict[str, Recipe | None]
+Overrides = dict[str, Recipe | High]
 
 CASES: dict[str, tuple[Recipe, Overrides]] = {
     "delayed": (DelayedScaling(history_len=4), {}),
@@ -28,7 +29,7 @@ CASES: dict[str, tuple[Recipe, Overrides]] = {
     "row-wise, fprop high": (RowwiseScaling(high_precision=("fprop",)), {}),
     "blocks, fprop and wgrad high": (BlockScaling(high_precision=("fprop", "wgrad")), {}),
     "three in one": (DelayedScaling(history_len=4), {"blocks.0.up": BlockScaling(), "*.1.*": RowwiseScaling()}),
-    "first and last high": (CurrentScaling(), {"blocks.0.*": None, "blocks.1.down": None}),
+    "first and last high": (CurrentScaling(), {"blocks.0.*": "high", "blocks.1.down": "high"}),
 }
 
 

@@ -350,7 +350,7 @@ def test_a_damaged_state_changes_nothing(damage: dict[str, Any]) -> None:
         ({"factor": "2"}, "factor must be"),
         ({"noise": -1.0}, "noise must be"),
         ({"noise": INF}, "noise must be"),
-        ({"group": 3}, "group must be a ProcessGroup or a DeviceMesh"),
+        ({"mean_over": 3}, "group must be a ProcessGroup or a DeviceMesh"),
     ],
 )
 def test_mistakes(options: dict[str, Any], message: str) -> None:
@@ -367,10 +367,10 @@ def one_rank_differs(odd: float, mesh: bool) -> dict[str, Any]:
     called: list[LossAlarm] = []
     switch = Switch()
     guards: dict[str, LossGuard] = {
-        "warn": LossGuard("warn", group=group),
-        "call": LossGuard(called.append, group=group),
-        "fallback": LossGuard("fallback", group=group, manager=switch),
-        "stop": LossGuard("stop", group=group),
+        "warn": LossGuard("warn", mean_over=group),
+        "call": LossGuard(called.append, mean_over=group),
+        "fallback": LossGuard("fallback", mean_over=group, manager=switch),
+        "stop": LossGuard("stop", mean_over=group),
     }
     out: dict[str, Any] = {}
     with captured_log() as log, counted_collectives() as calls:
@@ -427,7 +427,7 @@ def test_reduced_losses_need_no_collective(two_ranks: RankPool) -> None:
 
 def uneven_losses() -> tuple[str, float]:
     """float32 would lose what float64 keeps."""
-    guard = LossGuard(min_history=1, group=dist.group.WORLD)
+    guard = LossGuard(min_history=1, mean_over=dist.group.WORLD)
     loss = torch.tensor(2.0**25 if dist.get_rank() == 0 else 1.0, dtype=torch.float64)
     guard.observe(loss)
     return repr(guard.state_dict()["losses"]), float(loss)

@@ -577,7 +577,7 @@ def trained(kind: str, name: str, leave_out: bool, clip: bool) -> dict[str, Any]
     """A run that skips the bad batch, or, without a guard, one that never meets it."""
     net = parallel(kind)
     optimizer = OPTIMIZERS[name](list(net.parameters()))
-    guard = None if leave_out else LossGuard("skip", min_history=3, group=dist.group.WORLD, optimizer=optimizer)
+    guard = None if leave_out else LossGuard("skip", min_history=3, mean_over=dist.group.WORLD, optimizer=optimizer)
     alarms: list[LossAlarm] = []
     same = []
     with captured_log() as log, counted_collectives() as calls:
@@ -636,7 +636,7 @@ def test_a_skipped_batch_is_as_if_it_had_not_been(two_ranks: RankPool, kind: str
 def late_on_ranks(kind: str, action: str) -> tuple[int, list[str]]:
     net = parallel(kind)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    guard: Any = LossGuard(action, group=dist.group.WORLD, optimizer=optimizer)  # type: ignore[arg-type]
+    guard: Any = LossGuard(action, mean_over=dist.group.WORLD, optimizer=optimizer)  # type: ignore[arg-type]
     raised = 0
     with captured_log() as log:
         for index in range(3):
@@ -662,7 +662,7 @@ def one_rank_is_idle() -> list[str]:
     """Rank 1's optimizer has parameters that every other step does not use."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    guard = LossGuard("skip", group=dist.group.WORLD, optimizer=optimizer)
+    guard = LossGuard("skip", mean_over=dist.group.WORLD, optimizer=optimizer)
     with captured_log() as log:
         for index in range(6):
             if dist.get_rank() == 0 or index % 2 == 0:

@@ -249,7 +249,7 @@ def _launched_from_last_bucket() -> tuple[list[str], int]:
     with counted_collectives() as calls:
         ddp(batch(0, 1)[0]).sum().backward()
     early = fp8_count(calls, manager)
-    manager.detach()
+    fp8dist.restore(ddp)
     return order, early
 
 

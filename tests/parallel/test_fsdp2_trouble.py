@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -326,7 +327,8 @@ def _kept_bytes() -> dict[str, int]:
             count += type(tensor) is torch.Tensor and tuple(tensor.shape) in shapes
             return tensor
 
-        with run.manager.autocast(enabled=mode == "fp8"), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        context = run.manager.no_fp8() if mode == "high" else contextlib.nullcontext()
+        with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = run.called(batch(0, 0)[0]).sum()
         kept[mode] = count
         loss.backward()
@@ -339,7 +341,7 @@ def test_no_mode_keeps_whole_weights_until_backward(two_ranks: RankPool) -> None
 
 
 def _high_precision_gradients() -> float:
-    """Of parameters in autocast(enabled=False), against plain products with the dequantised weights."""
+    """Of parameters in no_fp8(), against plain products with the dequantised weights."""
     run = Running(Job(model="mlp"))
     weights = {}
 
@@ -352,7 +354,7 @@ def _high_precision_gradients() -> float:
     for name, linear in fp8_linears(run.model).items():
         linear.register_forward_pre_hook(note(name))
     x, y = batch(dist.get_rank(), 0)
-    with run.manager.autocast(enabled=False):
+    with run.manager.no_fp8():
         nn.functional.mse_loss(run.called(x), y).backward()
     biases = {name: linear.bias.full_tensor().detach() for name, linear in fp8_linears(run.model).items()}
     h = x

@@ -250,11 +250,11 @@ def test_an_exception_in_forward_and_going_on(two_ranks: RankPool) -> None:
         assert parameters == plain_parameters
 
 
-def _detaches() -> tuple[str, list[float], list[float]]:
+def _undoes(how: str) -> tuple[str, list[float], list[float]]:
     _, called, manager, optimizer = _started()
     _, plain, _, plain_optimizer = _started()
     try:
-        manager.detach()
+        manager.detach() if how == "detach" else fp8dist.restore(called)
     except ConfigurationError as error:
         message = str(error)
     return (
@@ -264,8 +264,10 @@ def _detaches() -> tuple[str, list[float], list[float]]:
     )
 
 
-def test_detach_is_refused_and_does_no_harm(two_ranks: RankPool) -> None:
-    for message, losses, plain in two_ranks.run(_detaches):
+@pytest.mark.parametrize("how", ["detach", "restore"])
+def test_detach_and_restore_are_refused_and_do_no_harm(two_ranks: RankPool, how: str) -> None:
+    for message, losses, plain in two_ranks.run(_undoes, how):
+        assert message.startswith(f"{how}() cannot change what FSDP2 gathers")
         assert "save the state_dict and build the model anew" in message
         assert losses == plain
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, Recipe, RowwiseScaling
 from fp8dist.errors import DivergenceError, ManifestMismatchError
+from fp8dist.modules.overrides import High
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
@@ -24,7 +25,7 @@ from tests.support.training import batch, bits, make_net
 STEPS = 4
 SLOTS = 3 * 3  # Of Net.
 
-RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | None], list[int]]] = {
+RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | High], list[int]]] = {
     # (recipe, overrides, bytes of each all-reduce of a step)
     "delayed": (DelayedScaling(history_len=HISTORY), {}, [4 * (8 + SLOTS)]),
     "current": (CurrentScaling(), {}, []),
@@ -37,7 +38,7 @@ RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | None], list[int]]] = {
     ),
     "delayed, current, high": (
         DelayedScaling(history_len=HISTORY),
-        {"first": CurrentScaling(), "branch": None},
+        {"first": CurrentScaling(), "branch": "high"},
         [4 * (8 + 3)],
     ),
     "current, one delayed": (CurrentScaling(), {"branch": DelayedScaling(history_len=1)}, [4 * (8 + 3)]),
@@ -62,15 +63,15 @@ def _trained(name: str) -> tuple[list[float], dict[str, bytes], dict[str, str], 
         losses.append(float(loss.detach()))
         assert manager.steps == step + 1
         assert manager.metrics()["fp8/collectives"] == (step + 1) * len(reduced) + _of_attach(recipe, overrides)
-    report = manager.check(parameters=True)
+    report = manager.check(parameters=True, policy="warn")
     assert report.consistent, str(report)
     recipes = {fqn: type(manager.recipe_of(fqn)).__name__ for fqn in {slot.fqn for slot in manager.slots}}
     return losses, {name: bits(value) for name, value in full(model).items()}, recipes, manager.steps
 
 
-def _of_attach(recipe: Recipe, overrides: dict[str, Recipe | None]) -> int:
+def _of_attach(recipe: Recipe, overrides: dict[str, Recipe | High]) -> int:
     """Delayed scales of weights are derived there, once per arena."""
-    return sum(each is not None and each.delayed for each in {recipe, *overrides.values()})
+    return sum(each != "high" and each.delayed for each in {recipe, *overrides.values()})
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -81,7 +82,7 @@ def test_each_recipe_under_ddp(two_ranks: RankPool, name: str) -> None:
     assert first[0][0] != first[0][-1]
     recipe, overrides, _ = RECIPES[name]
     expected = {fqn: overrides.get(fqn, recipe) for fqn in ("first", "branch", "last")}
-    assert first[2] == {fqn: type(each).__name__ for fqn, each in expected.items() if each is not None}
+    assert first[2] == {fqn: type(each).__name__ for fqn, each in expected.items() if each != "high"}
     assert first[3] == STEPS
 
 
@@ -140,7 +141,7 @@ def _joined(name: str) -> tuple[int, dict[str, bytes], bool]:
         nn.functional.mse_loss(called(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    report = manager.check(parameters=True)
+    report = manager.check(parameters=True, policy="warn")
     assert report.consistent, str(report)
     return manager.steps, {name: bits(value) for name, value in full(model).items()}, report.consistent
 
@@ -159,7 +160,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "format of the same recipe": ({"recipe": DelayedScaling(format="e4m3")}, ("format", "e4m3")),
     "gemms": ({"recipe": DelayedScaling(high_precision=("wgrad",))}, ("high_precision", "wgrad")),
     "one module's recipe": ({"overrides": {"last": CurrentScaling()}}, ("last",)),
-    "one module in high precision": ({"overrides": {"last": None}}, ("last",)),
+    "one module in high precision": ({"overrides": {"last": "high"}}, ("last",)),
     "fallback": ({"fallback": Fallback(steps=7)}, ("fallback",)),
 }
 
@@ -210,7 +211,7 @@ def _alone_to_high_precision(name: str) -> tuple[int, list[tuple[str, tuple[int,
             return step, [(finding.kind, finding.ranks) for finding in error.report.findings]
         optimizer.zero_grad()
     with captured_log():
-        report = manager.check()
+        report = manager.check(policy="warn")
     return 4, [(finding.kind, finding.ranks) for finding in report.findings]
 
 

@@ -74,9 +74,9 @@ SAME = [
         replace(BLOCK, recipe=BlockScaling(power_of_two=True), reshard=False, accumulate=2, no_sync=True),
         id="block, kept",
     ),
-    pytest.param(replace(BLOCK, overrides={"layers.3": None}, optimizer="adamw_fused"), id="block, fused"),
+    pytest.param(replace(BLOCK, overrides={"layers.3": "high"}, optimizer="adamw_fused"), id="block, fused"),
     pytest.param(replace(BLOCK, per_module=False, overrides={"layers.3": DelayedScaling()}), id="block, root only"),
-    pytest.param(replace(CURRENT, overrides={"last": DelayedScaling(), "blocks.0.*": None}), id="mixed"),
+    pytest.param(replace(CURRENT, overrides={"last": DelayedScaling(), "blocks.0.*": "high"}), id="mixed"),
 ]
 
 
@@ -113,7 +113,7 @@ def test_current_scaling_reduces_all_weights_at_once_after_each_step(two_ranks: 
 
 
 def test_block_scaling_reduces_nothing(two_ranks: RankPool) -> None:
-    for seen in two_ranks.run(_collectives, replace(BLOCK, overrides={"layers.3": None})):
+    for seen in two_ranks.run(_collectives, replace(BLOCK, overrides={"layers.3": "high"})):
         assert seen == [[], []] * 3
 
 

@@ -148,7 +148,7 @@ def _on_mesh(job: meshes.Job) -> Any:
     losses = []
     for step in range(3):
         losses += built.step(step)
-    report = built.manager.check(parameters=True)
+    report = built.manager.check(parameters=True, policy="warn")
     assert report.consistent, str(report)
     parameters = {name: p.tolist() for name, p in built.parameters().items()}
     same_on_all_ranks(parameters)

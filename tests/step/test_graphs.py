@@ -331,7 +331,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
     job = _Job()
     job.manager.poll()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="comm_hook cannot be captured"):
-        job.manager.early_launcher().launch_early()
+        job.manager._early_launcher().launch_early()
     job.manager._cycle.sharded = mock.Mock()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="cannot be captured"):
         job.step()

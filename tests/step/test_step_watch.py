@@ -73,12 +73,12 @@ def test_what_needs_no_steps_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for recipe, enabled in ((CurrentScaling(), "1"), (DelayedScaling(), "0")):
         monkeypatch.setenv("FP8DIST_ENABLED", enabled)
         net = make_net()
-        manager = fp8dist.prepare(net, recipe)
+        fp8dist.prepare(net, recipe)
         optimizer = SGD(net.parameters(), lr=0.1)
         for index in range(3):
             _backward(net, index)
             optimizer.step()
-        manager.detach()
+        fp8dist.restore(net)
     monkeypatch.delenv("FP8DIST_ENABLED")
     net = make_net()
     fp8dist.prepare(net).attach(net)

@@ -231,6 +231,7 @@ READERS = {
     "set_scale": lambda net, manager: manager.set_scale("last", "weight", 2.0),
     "refresh_weights": lambda net, manager: manager.refresh_weights(),
     "detach": lambda net, manager: manager.detach(),
+    "restore": lambda net, manager: fp8dist.restore(net),
 }
 
 

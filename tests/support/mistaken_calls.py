@@ -165,7 +165,7 @@ def skip_is_a_string(case: Case) -> None:
 
 @row("a recipe's name in overrides", RAISED, "overrides|recipe")
 def override_is_a_string(case: Case) -> None:
-    case.prepare(Named(), overrides={"q_proj": "high"})
+    case.prepare(Named(), overrides={"q_proj": "current"})
 
 
 # Arguments ----------------------------------------------------------------------------------------------------
@@ -404,8 +404,8 @@ def attach_part(case: Case) -> None:
     manager.attach(net.up, optimizer=adamw(net))
 
 
-@row("attached after detach", RAISED, r"prepare\(")
-def attach_detached(case: Case) -> None:
+@row("attached after restore", RAISED, r"prepare\(")
+def attach_restored(case: Case) -> None:
     net, manager = case.build()
-    manager.detach()
+    fp8dist.restore(net)
     manager.attach(optimizer=adamw(net))

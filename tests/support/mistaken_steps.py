@@ -830,11 +830,11 @@ ROWS.add("GradScaler.update() before its step", _scaled("yes", update_first=True
 # Modules that change -----------------------------------------------------------------------------------------
 
 
-@row("detached, and trained on", RIGHT)
-def detached(case: Case) -> None:
-    called, manager, optimizer = attached(case)
+@row("restored, and trained on", RIGHT)
+def restored(case: Case) -> None:
+    called, _, optimizer = attached(case)
     case.train(called, optimizer, 3)
-    manager.detach()
+    fp8dist.restore(called)
     case.train(called, optimizer, STEPS - 3, 3)
     x, _ = batch(0, 1)
     case.expect(torch.equal(called(x), plain(dict(called.named_parameters()), x)), "not exactly float32's output")

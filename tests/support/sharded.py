@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import DelayedScaling, Recipe, StateManager
 from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.overrides import High
 from fp8dist_kernels.header import WORD_MANIFEST
 from tests.support.collectives import counted_collectives
 from tests.support.training import Net, batch, bits, fp8_count
@@ -111,7 +112,7 @@ class Job:
     clip: float = 0.0
     reduce_unused: bool = False  # FSDP2: zero gradients for what this rank skipped, as others may have run it
     recipe: Recipe | None = None  # None: delayed scaling, with ``update``
-    overrides: dict[str, Recipe | None] = field(default_factory=dict)
+    overrides: dict[str, Recipe | High] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # more arguments of prepare
 
 

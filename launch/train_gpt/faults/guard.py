@@ -42,7 +42,7 @@ class Guard:
             self._guard = fp8dist.LossGuard(
                 self.halve_learning_rate if action == "lower-lr" else action,
                 factor=FACTOR if options.loss_factor is None else options.loss_factor,
-                group=None if ranks.backend is None else dist.group.WORLD,
+                mean_over=None if ranks.backend is None else dist.group.WORLD,
                 manager=manager,
                 steps=options.fallback_steps or STEPS,
                 optimizer=optimizer if action == "skip" else None,

@@ -1,0 +1,219 @@
+"""detach: undoes attach, keeps the state bit for bit, and may be followed by another attach."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.callback import callback_handler
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import fp8dist
+from fp8dist import ConfigurationError, DelayedScaling, DivergenceError
+from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
+from tests.support.collectives import counted_collectives
+from tests.support.ranks import RankPool
+from tests.support.training import batch, bits, fp8_count, make_net, state_bits
+
+UPDATES = ["same_step", "next_step"]
+
+
+def _prepared(update: str = "same_step", **settings: Any) -> Any:
+    net = make_net()
+    group = dist.group.WORLD if dist.is_initialized() else None
+    recipe = DelayedScaling(history_len=3, update=update)  # type: ignore[arg-type]
+    return net, fp8dist.prepare(net, recipe, group=group, **settings)
+
+
+def _wrapped(net: nn.Module, wrapper: str) -> nn.Module:
+    if wrapper == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return fully_shard(nn.Sequential(net), mesh=mesh)
+    return DistributedDataParallel(net) if wrapper == "ddp" else net
+
+
+def _loss(model: nn.Module, index: int) -> torch.Tensor:
+    x, y = batch(dist.get_rank() if dist.is_initialized() else 0, index)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> float:
+    loss = _loss(model, index)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def _trained(update: str, wrapper: str, breaks: bool) -> Any:
+    """Losses, state before and after the break, and state and parameters at the end."""
+    net, manager = _prepared(update)
+    model = _wrapped(net, wrapper)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    manager.attach(model, optimizer=optimizer)
+    losses = [_step(model, optimizer, index) for index in range(3)]
+    before = state_bits(manager)
+    if breaks:
+        manager.detach()
+        assert state_bits(manager) == before
+        assert sum(isinstance(module, FP8Linear) for module in net.modules()) == 3
+        if wrapper == "ddp":  # Another wrapper.
+            model = _wrapped(net, wrapper)
+        optimizer = SGD(model.parameters(), lr=0.05)
+        manager.attach(model, optimizer=optimizer)
+        assert state_bits(manager) == before
+    losses += [_step(model, optimizer, index) for index in range(3, 6)]
+    return losses, state_bits(manager), {name: bits(_local(p)) for name, p in net.named_parameters()}
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_run_that_detaches_and_attaches_anew_is_the_unbroken_one(
+    two_ranks: RankPool, update: str, wrapper: str
+) -> None:
+    assert two_ranks.run(_trained, update, wrapper, True) == two_ranks.run(_trained, update, wrapper, False)
+
+
+def _after_detach(update: str) -> Any:
+    net, manager = _prepared(update)
+    ddp = DistributedDataParallel(net)
+    optimizer, scaler = SGD(ddp.parameters(), lr=0.05), torch.amp.GradScaler("cpu", enabled=False)
+    untouched = len(ddp._forward_hooks), dict(vars(scaler)), len(callback_handler.start_callbacks)
+    manager.attach(ddp, optimizer=optimizer, scaler=scaler)
+    for index in range(2):
+        _step(ddp, optimizer, index)
+    manager.detach()
+    state = state_bits(manager)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert (len(ddp._forward_hooks), dict(vars(scaler)), len(callback_handler.start_callbacks)) == untouched
+    assert fp8dist.get_manager(ddp) is manager
+    assert "not attached" in repr(manager)
+    with counted_collectives() as calls:
+        with manager.no_fp8():
+            for index in range(2, 5):
+                _step(ddp, optimizer, index)
+        with pytest.raises(ConfigurationError, match="a second time"):
+            _step(ddp, optimizer, 5)
+    assert fp8_count(calls, manager) == 0
+    with pytest.raises(ConfigurationError, match=r"attach\(\) first"):
+        manager.step()
+    with pytest.raises(ConfigurationError, match=r"attach\(\) first"):
+        manager.check()
+    manager.detach()  # There is nothing left to do.
+    return state_bits(manager) == state
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_nothing_is_left_of_attach(two_ranks: RankPool, update: str) -> None:
+    assert two_ranks.run(_after_detach, update) == [True, True]
+
+
+def _with_comm_hook() -> Any:
+    net, manager = _prepared()
+    ddp = DistributedDataParallel(net)
+    optimizer = SGD(ddp.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=optimizer)
+    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    _step(ddp, optimizer, 0)
+    _loss(ddp, 1).backward()
+    with pytest.raises(ConfigurationError, match="a sync is under way, which that step ends: call"):
+        manager.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    manager.detach()
+    with counted_collectives() as calls:
+        _loss(ddp, 2).backward()
+    idle = fp8_count(calls, manager)
+    optimizer.zero_grad()
+    manager.attach(ddp, optimizer=optimizer)
+    with counted_collectives() as calls:
+        _step(ddp, optimizer, 3)
+    return idle, fp8_count(calls, manager), manager.steps
+
+
+def test_the_hook_that_ddp_keeps_is_idle_while_detached(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_with_comm_hook) == [(0, 1, 3)] * 2
+
+
+def _inside_join() -> Any:
+    net, manager = _prepared()
+    ddp = DistributedDataParallel(net)
+    optimizer = SGD(ddp.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=optimizer)
+    with Join([ddp, manager]):
+        with pytest.raises(ConfigurationError, match="inside a Join context"):
+            manager.detach()
+        _step(ddp, optimizer, 0)
+    manager.detach()
+    with pytest.raises(ConfigurationError, match=r"needs attach\(ddp"):
+        Join([ddp, manager])
+
+
+def test_join_and_detach_exclude_each_other(two_ranks: RankPool) -> None:
+    two_ranks.run(_inside_join)
+
+
+def _diverged() -> Any:
+    net, manager = _prepared("next_step")
+    optimizer = SGD(net.parameters(), lr=0.0)
+    manager.attach(net, boundary="manual")
+    for index in range(2):
+        if index and dist.get_rank() == 1:
+            manager.scale("last", "weight").mul_(2)
+        _loss(net, index).backward()
+        manager.step()
+    with pytest.raises(DivergenceError, match="last:weight") as caught:
+        manager.detach()
+    attached = manager._cycle.attached
+    manager.detach()
+    del optimizer
+    return attached, manager._cycle.attached, caught.value.report.findings[0].name
+
+
+def test_what_the_last_sync_proved_is_not_lost(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_diverged) == [(True, False, "last:weight")] * 2
+
+
+def test_one_rank_goes_on_with_steps_of_its_own() -> None:
+    net, manager = _prepared()
+    optimizer = SGD(net.parameters(), lr=0.05)
+    manager.attach(optimizer=optimizer)
+    _step(net, optimizer, 0)
+    manager.detach()
+    for index in range(1, 4):
+        _step(net, optimizer, index)
+        manager.step()
+    assert manager.steps == 4
+    twin = copy.deepcopy(net)
+    assert state_bits(fp8dist.get_manager(twin)) == state_bits(manager)
+    assert fp8dist.restore(net) is net
+    assert not list(fp8_linears(net))
+    with pytest.raises(ConfigurationError, match="restore"):
+        manager.detach()
+
+
+def _restored_through_ddp() -> Any:
+    net, manager = _prepared()
+    ddp = DistributedDataParallel(net)
+    optimizer = SGD(ddp.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=optimizer)
+    _step(ddp, optimizer, 0)
+    assert fp8dist.restore(ddp) is ddp
+    return [type(module) for module in net.modules() if isinstance(module, nn.Linear)], _step(ddp, optimizer, 1) > 0
+
+
+def test_restore_takes_a_wrapper(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_restored_through_ddp) == [([nn.Linear] * 3, True)] * 2

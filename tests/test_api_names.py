@@ -1,0 +1,114 @@
+"""The public names: what is exported, what old names became, and the defaults that must be the same everywhere."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8dist
+from fp8dist import errors
+from fp8dist.manager import StateManager
+
+CHANGELOG = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text()
+
+EXPORTS = """
+Attendance BlockScaling CheckpointError ConfigurationError Coverage CoverageRow CurrentScaling DelayedScaling
+DivergenceError DivergenceReport Event Fallback Finding Fp8DistError ImportReport LossAlarm LossDiverged LossGuard
+ManifestMismatchError Monitor NotAModelError Recipe RowwiseScaling ScaleJump Slot SlotStatistics StateManager SyncError
+UnknownArgumentError check ddp errors first_and_last fsdp get_manager prepare restore roll_call
+"""
+
+METHODS = """
+amax amax_history attach calibrate check coverage detach high_precision inv_scale join_device join_hook
+join_process_group load load_state_dict load_transformer_engine metrics no_fp8 on_event poll recipe_of record recording
+refresh_weights register reset save scale set_precision set_scale slots state_dict step steps swapped_weights
+take_waits watch
+"""
+
+RENAMED = re.findall(r"^\| `(.+)` \| `(.+)` \|$", CHANGELOG.split("### Renamed")[1].split("These names stay")[0], re.M)
+
+
+def _names() -> dict[str, Any]:
+    prepared, model = nn.Sequential(nn.Linear(16, 16)), nn.Sequential(nn.Linear(16, 16))
+    values = {"model": model, "recipe": fp8dist.DelayedScaling(), "group": None, "kept": prepared}
+    return {"fp8dist": fp8dist, "manager": fp8dist.prepare(prepared), **values}
+
+
+def test_exports() -> None:
+    assert fp8dist.__all__ == EXPORTS.split()
+    assert all(hasattr(fp8dist, name) for name in fp8dist.__all__)
+    assert sorted(name for name in vars(StateManager) if not name.startswith("_")) == METHODS.split()
+
+
+def test_all_errors_are_exported() -> None:
+    family = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert family <= set(fp8dist.__all__)
+    assert all(issubclass(getattr(fp8dist, name), fp8dist.Fp8DistError) for name in family)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED)
+def test_old_names_fail_and_new_ones_work(old: str, new: str) -> None:
+    with pytest.raises((TypeError, AttributeError)):
+        eval(old, _names())
+    assert eval(new, _names()) is not None
+
+
+def test_every_renamed_name_has_a_line() -> None:
+    old = " ".join(row[0] for row in RENAMED)
+    for name in ("recipe, group)", "autocast(enabled", "autocast(calibrating", "checkable", "early_launcher", "group="):
+        assert name in old
+
+
+def test_arguments_of_prepare_after_the_recipe_go_by_name() -> None:
+    parameters = list(inspect.signature(fp8dist.prepare).parameters.values())
+    assert [p.name for p in parameters[:2]] == ["model", "recipe"]
+    assert {p.kind for p in parameters[2:]} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_check_has_one_default_policy() -> None:
+    assert inspect.signature(fp8dist.check).parameters["policy"].default == "raise"
+    assert inspect.signature(StateManager.check).parameters["policy"].default == "raise"
+    model = nn.Sequential(nn.Linear(16, 16))
+    manager = fp8dist.prepare(model)
+    assert manager.settings.check_policy == "raise"
+    for call in (lambda: fp8dist.check(model, policy=None), lambda: manager.check(policy=None)):  # type: ignore[arg-type]
+        with pytest.raises(fp8dist.ConfigurationError, match="policy must be one of raise, warn, repair, got None"):
+            call()
+
+
+def test_high_precision_has_one_spelling() -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    overrides = fp8dist.first_and_last(model, 1, 0)
+    assert overrides == {"0": "high"}
+    with pytest.raises(fp8dist.ConfigurationError, match='must be a recipe, or "high"'):
+        fp8dist.prepare(model, overrides={"0": None})  # type: ignore[dict-item]
+    manager = fp8dist.prepare(model, overrides=overrides, eval_precision="high")
+    manager.set_precision("1", "high")
+    assert [str(row).split(":")[0] for row in manager.coverage()] == ["high", "high", "FP8"]
+
+
+def test_public_calls_say_whether_they_are_collective() -> None:
+    public = [getattr(StateManager, name) for name in METHODS.split()]
+    public += [fp8dist.prepare, fp8dist.restore, fp8dist.check, fp8dist.get_manager, fp8dist.roll_call]
+    methods = [call for call in public if not isinstance(call, property)]
+    assert not [call.__name__ for call in methods if not re.search("COLLECTIVE|Local|local", call.__doc__ or "")]
+
+
+def test_contexts_nest() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    manager = fp8dist.prepare(model)
+    x = torch.randn(16, 16)
+    expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+    with manager.recording(), manager.no_fp8(), torch.no_grad():
+        with manager.no_fp8():
+            assert torch.equal(model.eval()(x), expected)
+        assert torch.equal(model(x), expected)
+    assert not torch.equal(model(x), expected)
+    manager.step()
+    assert manager.amax("0", "input") == x.abs().max()
