@@ -12,8 +12,9 @@ from __future__ import annotations
 from fp8dist import errors
 from fp8dist.checkpoint.transformer_engine import ImportReport
 from fp8dist.consistency.checker import Event
-from fp8dist.consistency.report import DivergenceReport, Finding
+from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage, CoverageRow
+from fp8dist.divergence import Finding
 from fp8dist.errors import (
     CheckpointError,
     ConfigurationError,

@@ -15,10 +15,9 @@ Exception
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from fp8dist.consistency.report import DivergenceReport
+from fp8dist.divergence import Divergence
 
 __all__ = [
     "AlarmKind",
@@ -69,11 +68,11 @@ class DivergenceError(Fp8DistError):
     has all of them, and one rank has logged it as a table.
     """
 
-    def __init__(self, report: DivergenceReport) -> None:
+    def __init__(self, report: Divergence) -> None:
         super().__init__(report.summary())
         self.report = report
 
-    def __reduce__(self) -> tuple[type[DivergenceError], tuple[DivergenceReport]]:
+    def __reduce__(self) -> tuple[type[DivergenceError], tuple[Divergence]]:
         return type(self), (self.report,)
 
 

@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A room imports from the lines above its own, and from itself. Each file of fp8dist's top folder is a room.
 ROOMS = [
-    ["kernels"],
+    ["kernels", "text"],
+    ["divergence"],
     ["errors"],
     ["names", "optimizer_hooks"],
     ["patterns"],
@@ -34,7 +35,7 @@ ROOMS = [
     ["__main__"],
 ]
 LINE = {room: line for line, rooms in enumerate(ROOMS) for room in rooms}
-PURE = ("kernels", "errors", "names", "patterns", "recipe")
+PURE = ("kernels", "text", "divergence", "errors", "names", "patterns", "recipe")
 """Rooms that know no ranks."""
 
 

@@ -15,9 +15,10 @@ from fp8dist.errors import CheckpointError
 from fp8dist.state import storage
 from fp8dist.state.arena import Arena, fitted, unchanged_on_failure
 from fp8dist.state.precision import Precisions
-from fp8dist.state.slots import Slot, SlotSpec, first_few
+from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist.step.cycle import StepCycle
 from fp8dist.sync.groups import SyncGroup, world_size
+from fp8dist.text import first_few
 from fp8dist_kernels.formats import FORMATS
 from fp8dist_kernels.scaling import amax_behind_scale
 

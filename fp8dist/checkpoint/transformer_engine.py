@@ -10,7 +10,8 @@ import torch
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.offline.extra_states import ExtraState, SavedSlot, read_extra_state
 from fp8dist.state.arena import TAKEN, Arena, unchanged_on_failure
-from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, first_few
+from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
+from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.scaling import amax_behind_scale
 

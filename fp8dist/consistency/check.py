@@ -17,7 +17,8 @@ from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import repair
 from fp8dist.consistency.replication import Excuse
-from fp8dist.consistency.report import DivergenceReport, Finding
+from fp8dist.consistency.report import DivergenceReport
+from fp8dist.divergence import Finding
 from fp8dist.errors import ConfigurationError
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import SyncGroup

@@ -21,15 +21,17 @@ from fp8dist.consistency.holdings import Holdings
 from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import mended_texts, repair
-from fp8dist.consistency.report import DivergenceReport, Finding
+from fp8dist.consistency.report import DivergenceReport
+from fp8dist.divergence import Finding
 from fp8dist.modules.linear_slots import Mode
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
-from fp8dist.state.slots import Slot, first_few
+from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync, Evidence
 from fp8dist.sync.groups import SyncGroup, world_size
+from fp8dist.text import first_few
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
 __all__ = ["Checker", "Event"]

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fp8dist.consistency.report import DivergenceReport, Finding
+from fp8dist.consistency.report import DivergenceReport
+from fp8dist.divergence import Finding
 from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["conclude", "save_evidence"]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from fp8dist.consistency.contents import FINDING_KINDS, Field, Key
 from fp8dist.consistency.differences import Difference
-from fp8dist.consistency.report import Finding, sides_of, split
+from fp8dist.consistency.report import sides_of, split
+from fp8dist.divergence import Finding
 
 __all__ = [
     "MORE",

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fp8dist.consistency.differences import ulp_distance
 from fp8dist.consistency.findings import MORE, findings_of_values
-from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of, split
+from fp8dist.consistency.report import DivergenceReport, sides_of, split, this_rank
+from fp8dist.divergence import Finding, Participant
 from fp8dist.state.arena import SATURATED
 from fp8dist.sync.arena_sync import ArenaSync, Evidence
 from fp8dist.sync.groups import SyncGroup
@@ -95,7 +96,7 @@ class _Witness:
     @classmethod
     def of(cls, sync: ArenaSync, group: SyncGroup, words: Tensor) -> _Witness:
         # Manifest and scale digest as at the launch that failed; the step counter as after its commit.
-        participant = Participant.this_rank(sync.arena.device, group.mesh_coordinates())
+        participant = this_rank(sync.arena.device, group.mesh_coordinates())
         return cls(participant, tuple(words.tolist()), int(sync.arena.step))
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from fp8dist.consistency.contents import Content, Digester, Field, Key, values_near
 from fp8dist.consistency.differences import ravel
 from fp8dist.consistency.replication import Membership
-from fp8dist.consistency.report import Finding, Participant
+from fp8dist.consistency.report import this_rank
+from fp8dist.divergence import Finding, Participant
 from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["Holdings", "ReplicaSet", "participant"]
@@ -82,4 +83,4 @@ class Holdings:
 def participant(group: SyncGroup, mine: Holdings) -> Participant:
     """This rank, and where its tensors are. Local."""
     device = next((c.device for s in mine.sets for c in s.contents if c.keys), group.device)
-    return Participant.this_rank(device, mine.coords)
+    return this_rank(device, mine.coords)

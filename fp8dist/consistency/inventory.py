@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8dist.consistency.contents import Content, Named, TensorContent
 from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.replication import Excuse, Home, Replication
-from fp8dist.consistency.report import plural
 from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
+from fp8dist.text import plural
 
 __all__ = ["Inventory"]
 

@@ -26,7 +26,8 @@ from fp8dist.consistency.findings import (
     reference_of,
 )
 from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
-from fp8dist.consistency.report import Finding, Participant, sides_of
+from fp8dist.consistency.report import sides_of
+from fp8dist.divergence import Finding, Participant
 from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["localise_set"]

@@ -23,7 +23,8 @@ from fp8dist.consistency.contents import Digester
 from fp8dist.consistency.findings import Differing, findings_of_values
 from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
 from fp8dist.consistency.localisation import localise_set
-from fp8dist.consistency.report import DivergenceReport, Finding, Participant
+from fp8dist.consistency.report import DivergenceReport
+from fp8dist.divergence import Finding, Participant
 from fp8dist.errors import Fp8DistError
 from fp8dist.sync.groups import SyncGroup
 

@@ -14,7 +14,8 @@ from fp8dist.consistency.findings import Differing
 from fp8dist.consistency.holdings import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import Compared, check_replicas
 from fp8dist.consistency.report import DivergenceReport, split
-from fp8dist.sync.groups import SyncGroup, ranks_text
+from fp8dist.sync.groups import SyncGroup
+from fp8dist.text import ranks_text
 
 __all__ = ["mended_texts", "repair"]
 

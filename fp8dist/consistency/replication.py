@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8dist.state.slots import clean_fqn
-from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor, ranks_text
+from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
+from fp8dist.text import ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,7 +12,8 @@ from torch import Tensor
 from fp8dist.consistency.contents import FINDING_KINDS, Content, Digester, Field, Key, bytes_of
 from fp8dist.consistency.differences import block_of, compare_block, first_differing_block, unravel
 from fp8dist.consistency.findings import Differing, Seen, explained, is_odd, layout_findings, named_only, reference_of
-from fp8dist.consistency.report import DivergenceReport, Finding, Participant, sides_of
+from fp8dist.consistency.report import DivergenceReport, sides_of
+from fp8dist.divergence import Finding, Participant
 from fp8dist.offline.entries import Entry, Source
 
 __all__ = ["SourceContent", "bytes_in", "compare_sources"]

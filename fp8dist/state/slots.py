@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.names import require_choice
 from fp8dist_kernels.formats import Format, Role
 
-__all__ = ["Slot", "SlotSpec", "clean_fqn", "first_few", "slot_key"]
+__all__ = ["Slot", "SlotSpec", "clean_fqn", "slot_key"]
 
 _WRAPPER_PREFIXES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -40,14 +40,6 @@ def clean_fqn(fqn: str) -> str:
 def slot_key(fqn: str, role: str) -> str:
     """How a slot is written in files and messages. Only ever written, never parsed."""
     return f"{fqn}:{role}"
-
-
-def first_few(names: Sequence[object]) -> str:
-    """Names for a message: four of them, and how many more there are."""
-    if not names:
-        return "none"
-    shown = ", ".join(map(str, names[:4]))
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
 def parse_role(role: str) -> Role:

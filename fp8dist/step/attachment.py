@@ -32,12 +32,13 @@ from fp8dist.parallel.wrappers import (
     resharded_modules,
 )
 from fp8dist.state.manifest import WeightDescription
-from fp8dist.state.slots import Slot, first_few
+from fp8dist.state.slots import Slot
 from fp8dist.step.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import fqn_of
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import is_dtensor, local_part, ranks_text
+from fp8dist.sync.groups import is_dtensor, local_part
+from fp8dist.text import first_few, ranks_text
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling, torch_can

@@ -21,8 +21,9 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots, Mode
 from fp8dist.optimizer_hooks import found_inf, is_real_step, retire_with, step_frames, untraced
-from fp8dist.state.slots import Slot, first_few
+from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import local_part
+from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
 

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.state.arena import Arena
-from fp8dist.sync.groups import SyncGroup, ranks_text
+from fp8dist.sync.groups import SyncGroup
 from fp8dist.sync.roll_call import roll_call
 from fp8dist.sync.waits import Waits, clock_of
+from fp8dist.text import ranks_text
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_SCALE_LOW, WORD_STEP, WORDS
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS

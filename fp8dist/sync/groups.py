@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from fp8dist.state.manifest import first_difference, manifest_digest
+from fp8dist.text import ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -36,14 +37,10 @@ __all__ = [
     "is_dtensor",
     "local_part",
     "publish_manifest",
-    "ranks_text",
     "world_size",
 ]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
-
-_SHOWN_RANKS = 8
-"""Ranks that are named one by one before the rest is counted."""
 
 _AGREED = "agreed"
 _COMPLETE, _ASKED, _VERDICT = "complete", "asked", "verdict"
@@ -197,12 +194,6 @@ def _compact(ranks: Sequence[int]) -> Sequence[int]:
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     spaced = range(ranks[0], ranks[0] + step * len(ranks), step)
     return spaced if list(spaced) == list(ranks) else tuple(ranks)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks for a person; many of them are counted."""
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    return shown if len(ranks) <= _SHOWN_RANKS else f"{shown} and {len(ranks) - _SHOWN_RANKS} more"
 
 
 def absent(store: Any, ranks: Sequence[int], key_of: Callable[[int], str], most: int | None = None) -> list[int]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fp8dist.sync.groups import absent, identity_of, ranks_text
+from fp8dist.sync.groups import absent, identity_of
+from fp8dist.text import ranks_text
 
 __all__ = ["Attendance", "enrol", "leave_word", "roll_call"]
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fp8dist import DivergenceReport, Finding
-from fp8dist.consistency.report import Participant, sides_of, split
+from fp8dist.consistency.report import sides_of, split
+from fp8dist.divergence import Participant
 from fp8dist.errors import DivergenceError
 
 

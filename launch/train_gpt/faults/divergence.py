@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from fp8dist import DivergenceReport
+from fp8dist.divergence import Divergence
 from fp8dist.errors import DivergenceError, LossDiverged
 from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed
 from launch.train_gpt.ranks import Ranks
@@ -26,7 +26,7 @@ def forget_report(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def write_report(report: DivergenceReport, folder: Path, ranks: Ranks) -> None:
+def write_report(report: Divergence, folder: Path, ranks: Ranks) -> None:
     """Write ``divergence.txt`` and ``divergence.json``, on the rank that has logged the report."""
     if ranks.rank != report.speaker:
         return

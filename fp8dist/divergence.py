@@ -1,0 +1,251 @@
+"""What a divergence looks like to a person, and to a program. Plain data: what raises is in ``consistency.report``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from fp8dist.text import plural, ranks_text
+
+__all__ = ["Divergence", "Finding", "Participant"]
+
+_WHAT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("scale", "history"), "FP8 state"),
+        "manifest": "set-ups",
+        "step": "steps",
+        "parameter": "parameters",
+        "gradient": "gradients",
+        "optimizer": "optimizer states",
+        "layout": "the tensors",
+        "error": "the outcomes",
+    }
+)
+
+SHOWN_ROWS = 32
+"""Findings that a printed report spells out; all of them are in ``report.findings``."""
+
+SHOWN_REPAIRS = 8
+"""Repairs that are named one by one before the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Participant:
+    """One of those that are compared: a rank and where it runs, or a file."""
+
+    rank: int
+    host: str = ""
+    local_rank: int | None = None
+    device: str = ""
+    coords: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that differs between ranks. All ranks are global.
+
+    When a majority agrees, ``ranks`` are odd ones that agree among themselves, and ``reference_rank`` is the lowest of
+    the majority. Without one ``reference_rank`` is None, ``ranks`` lists everyone who takes part, and nobody is the
+    culprit. ``sides`` are the sets of ranks that agree, the largest first.
+
+    ``kind``: "manifest", "step", "scale" (scale, inv_scale, whether cold), "history" (amaxes and their counters),
+    "parameter", "gradient", "optimizer", "layout" (what ranks hold, not what is in it), or "error" (a rank could not
+    build its part). ``index`` is that of the first differing element; ``value`` is what the lowest of ``ranks`` has
+    there (without a majority: the lowest rank of the second side), ``expected`` what the reference has (the first
+    side's lowest rank); ``ulp`` their distance in units in the last place, None where there is none (NaN, bool,
+    complex). ``step`` is the first step that was seen to be bad, ``last_good_step`` the last that was seen to be good,
+    if known. ``hosts``, ``mesh_coords``, ``local_ranks`` and ``devices`` belong to ``ranks``, in the same order.
+    """
+
+    step: int
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+    reference_rank: int | None
+    hosts: tuple[str, ...] = ()
+    mesh_coords: tuple[dict[str, int] | None, ...] = ()
+    detail: str = ""
+    last_good_step: int | None = None
+    sides: tuple[tuple[int, ...], ...] = ()
+    local_ranks: tuple[int | None, ...] = ()
+    devices: tuple[str, ...] = ()
+    field: str = ""
+    index: tuple[int, ...] | None = None
+    value: Any = None
+    expected: Any = None
+    ulp: int | None = None
+
+    def located(self, participants: Iterable[Participant]) -> Finding:
+        """With hosts, coordinates and devices of its ranks filled in."""
+        by_rank = {p.rank: p for p in participants}
+        odd = [by_rank[rank] for rank in self.ranks]
+        return replace(
+            self,
+            hosts=tuple(p.host for p in odd),
+            mesh_coords=tuple(p.coords for p in odd),
+            local_ranks=tuple(p.local_rank for p in odd),
+            devices=tuple(p.device for p in odd),
+        )
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Everything one check found; equal on all ranks that took part. ``str(report)`` is a table.
+
+    ``compared`` counts what this rank has compared with others, by kind: "slot", "parameter", "gradient", "optimizer"
+    (of files "scale" and the like, too). ``skipped`` says what it has not, and why. On one rank nothing is compared;
+    ``repaired`` what was copied from the majority to the others, ``notes`` what else there is to say. ``noun``: what
+    takes part, "rank" or "file".
+    """
+
+    findings: tuple[Finding, ...] = ()
+    compared: Mapping[str, int] = field(default_factory=dict, hash=False)
+    skipped: tuple[str, ...] = ()
+    repaired: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    noun: str = "rank"
+
+    @property
+    def consistent(self) -> bool:
+        """Whether nothing differs, or nothing does any more."""
+        return not self.findings or bool(self.repaired)
+
+    @property
+    def speaker(self) -> int:
+        """Who prints it: the lowest rank that is in the majority, the lowest of all where there is none."""
+        odd = {rank for f in self.findings if f.reference_rank is not None for rank in f.ranks}
+        majority = {f.reference_rank for f in self.findings if f.reference_rank is not None}
+        agreeing = {rank for f in self.findings for side in f.sides for rank in side}
+        everyone = {rank for f in self.findings for rank in f.ranks} | majority | agreeing
+        return min(everyone - odd or everyone or {0})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"consistent": self.consistent, **_plain({**asdict(self), "compared": tuple(self.compared.items())})}
+
+    def summary(self) -> str:
+        """A sentence or a few: the first findings, for an error's message."""
+        if not self.findings:
+            return str(self)
+        lines = [_sentence(finding, self.noun) for finding in self.findings[:3]]
+        if len(self.findings) > 3:
+            lines.append(f"and {len(self.findings) - 3} more findings")
+        return f"{self._headline()}: " + "; ".join(lines)
+
+    def _headline(self) -> str:
+        what = list(dict.fromkeys(_WHAT.get(f.kind, "what was compared") for f in self.findings))
+        return f"{' and '.join(what)} differ{'s' if what == ['FP8 state'] else ''} between {self.noun}s"
+
+    def __str__(self) -> str:
+        compared = ", ".join(f"{count} {kind if count == 1 else plural(kind)}" for kind, count in self.compared.items())
+        notes = [f"not compared: {text}" for text in self.skipped]
+        if not self.findings:
+            return "\n".join([f"consistent ({compared or 'nothing was compared'})", *notes])
+        if self.repaired:
+            texts = list(dict.fromkeys(self.repaired))
+            more = f"; and {len(texts) - SHOWN_REPAIRS} more" if len(texts) > SHOWN_REPAIRS else ""
+            notes += ["repaired, and checked again: " + "; ".join(texts[:SHOWN_REPAIRS]) + more]
+        notes += self.notes
+        return "\n".join(
+            [self._headline(), *_table(self.findings, self.noun), *_where(self.findings, self.noun), *notes]
+        )
+
+
+def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
+    columns = (
+        "step",
+        "last good",
+        "kind",
+        "name",
+        f"{noun}s",
+        "reference",
+        "index",
+        "value",
+        "expected",
+        "ULP",
+        "what",
+    )
+    rows = [columns]
+    for f in findings[:SHOWN_ROWS]:
+        rows.append(
+            (
+                str(f.step) if noun == "rank" else "",
+                "" if noun != "rank" else "-" if f.last_good_step is None else str(f.last_good_step),
+                f.kind,
+                _printable(f.name),
+                ranks_text(f.ranks),
+                "no majority" if f.reference_rank is None else str(f.reference_rank),
+                "" if f.index is None else ", ".join(map(str, f.index)),
+                "" if f.index is None else repr(f.value),
+                "" if f.index is None else repr(f.expected),
+                "" if f.ulp is None else str(f.ulp),
+                _what(f),
+            )
+        )
+    kept = [i for i, name in enumerate(columns) if any(row[i] for row in rows[1:])]
+    widths = {i: max(len(row[i]) for row in rows) for i in kept}
+    lines = ["  ".join(row[i].ljust(widths[i]) for i in kept).rstrip() for row in rows]
+    if len(findings) > SHOWN_ROWS:
+        lines.append(f"… and {len(findings) - SHOWN_ROWS} more")
+    return lines
+
+
+def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:
+    places: dict[int, str] = {}
+    for f in findings:
+        for rank, place in zip(f.ranks, _places(f)):
+            places.setdefault(rank, place)
+    lines = [f"  {noun} {rank}: {place}" for rank, place in sorted(places.items()) if place]
+    return [*lines[:SHOWN_ROWS], *([f"  … and {len(lines) - SHOWN_ROWS} more"] if len(lines) > SHOWN_ROWS else [])]
+
+
+def _what(f: Finding) -> str:
+    """The field, where the other columns say the rest. Without a majority ranks and values belong together."""
+    known = f.reference_rank is not None and f.detail.startswith(f"{f.field}: ") and ", " not in f.detail
+    return f.field if known else f.detail
+
+
+def _places(f: Finding) -> list[str]:
+    return [_place(*place) for place in zip(f.hosts, f.local_ranks, f.devices, f.mesh_coords)]
+
+
+def _place(host: str, local_rank: int | None, device: str, coords: dict[str, int] | None) -> str:
+    parts = [f"host {host}" if device else host]
+    if local_rank is not None:
+        parts.append(f"local rank {local_rank}")
+    if device:
+        parts.append(device)
+    if coords:
+        parts.append("mesh " + " ".join(f"{axis}={place}" for axis, place in coords.items()))
+    return ", ".join(part for part in parts if part)
+
+
+def _sentence(f: Finding, noun: str) -> str:
+    who = f"{noun}{'s' if len(f.ranks) > 1 else ''} {ranks_text(f.ranks)}"
+    against = "no majority" if f.reference_rank is None else f"against {noun} {f.reference_rank}"
+    where = next((f" ({place})" for place in _places(f) if place), "")
+    values = ""
+    if f.index is not None:
+        at = f" at [{', '.join(map(str, f.index))}]" if f.index else ""
+        values = f", {f.field or 'element'} {f.value!r} against {f.expected!r}{at}"
+    good = "" if f.last_good_step is None else f", last good step {f.last_good_step}"
+    detail = f" ({f.detail})" if f.detail and f.index is None else ""
+    step = f", step {f.step}" if noun == "rank" else ""
+    return f"{f.kind} {_printable(f.name)} of {who}{where}, {against}{values}{step}{good}{detail}"
+
+
+def _printable(name: str) -> str:
+    """Names may come from files, with anything in them."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not (value == value and abs(value) != float("inf")):
+        return repr(value)  # JSON has no NaN and no infinity.
+    return repr(value) if isinstance(value, complex) else value
