@@ -1,4 +1,4 @@
-"""Runs of the main job, as far as they tell what a sync took."""
+"""Runs of the example job, as far as they tell what a sync took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exit statuses of the main job, beside 0 (done)."""
+"""Exit statuses of the example job, beside 0 (done)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of the main job that are killed or hang: what the others say, and that a restarted job loses nothing."""
+"""Ranks of the example job that are killed or hang: what the others say, and that a restarted job loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that are injected into the main job, and what the job says and does about them."""
+"""Faults that are injected into the example job, and what the job says and does about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job as a user starts it: launch/train_gpt, alone and by launch/torchrun.sh on two ranks."""
+"""The example job as a user starts it: launch/train_gpt, alone and by launch/torchrun.sh on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job's recipes, what leaves FP8 and when, what is written about scales, and its loss guard."""
+"""The example job's recipes, what leaves FP8 and when, what is written about scales, and its loss guard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job on hosts with addresses of their own: what it learns there, and how much of a late network it shows."""
+"""The example job on hosts with addresses of their own: what it learns there, and how much of a late network it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the main job: when they count, which stay, and that a resumed run is the same run."""
+"""Checkpoints of the example job: when they count, which stay, and that a resumed run is the same run."""
 
 from __future__ import annotations
 

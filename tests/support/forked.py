@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch and the main job: they start in a tenth of a second, not in four.
+"""Processes forked from one that has imported torch and the example job: they start in a tenth of a second, not in four.
 
 ``RANKS`` and ``ALONE`` stand for torchrun.sh and ``python -m launch.train_gpt`` in ``tests/support/main_job.py``: real
 ranks with torch's environment variables and a store in this process, as torchrun's agent has it. What torchrun itself
@@ -42,7 +42,7 @@ def run(
     timeout: float = 120,
     main: Callable[[list[str]], int] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """The main job with these flags, on so many ranks; None: without torchrun's environment variables.
+    """The example job with these flags, on so many ranks; None: without torchrun's environment variables.
 
     Its exit status is that of the first rank that failed. ``main``: what each rank does in place of the job.
     """

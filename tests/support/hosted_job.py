@@ -1,4 +1,4 @@
-"""The main job on a lab of hosts, started as README says: once on each."""
+"""The example job on a lab of hosts, started as README says: once on each."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ START = 90.0
 
 
 class HostedJob:
-    """The main job, or another program, one rank on each host of a lab."""
+    """The example job, or another program, one rank on each host of a lab."""
 
     def __init__(
         self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), cwd: Path | None = None, **variables: str
     ) -> None:
         """
         Args:
-            flags: of the main job, stronger than those of TINY and TIMEOUT.
-            program: what torchrun.sh starts instead of the main job, and all its arguments.
+            flags: of the example job, stronger than those of TINY and TIMEOUT.
+            program: what torchrun.sh starts instead of the example job, and all its arguments.
             cwd: where it is started, if not in the repository's root.
             variables: of the environment, on all hosts.
         """

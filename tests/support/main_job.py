@@ -1,4 +1,4 @@
-"""Runs of the main job as a user starts it."""
+"""Runs of the example job as a user starts it."""
 
 from __future__ import annotations
 
