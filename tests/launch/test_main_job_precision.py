@@ -119,11 +119,11 @@ def test_flags_of_recipes() -> None:
     common: dict[str, Any] = {"power_of_two": True, "high_precision": ("fprop", "wgrad")}
     assert recipe_of(given) == fp8dist.BlockScaling(**common)
     assert list(overrides_of(given, GPT(4, 16, 1, 8)).items()) == [
-        ("blocks.0.*", None),
-        ("blocks.2.*", None),
-        ("blocks.3.*", None),
+        ("blocks.0.*", "high"),
+        ("blocks.2.*", "high"),
+        ("blocks.3.*", "high"),
         ("*.qkv", fp8dist.DelayedScaling(margin=1, **common)),
-        ("lm_head", None),
+        ("lm_head", "high"),
     ]
     assert fallback_of(given) is None
     falls = parse(["--fallback-steps", "7", "--fallback-underflow", "0"])

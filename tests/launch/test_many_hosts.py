@@ -1,4 +1,4 @@
-"""The example job on hosts with addresses of their own: what it learns there, and how much of a late network it shows."""
+"""The example job on hosts with addresses of their own: what it learns there, and what a late network costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the example job makes of what its ranks have measured: quantiles by hand, and who is a straggler and who is not."""
+"""What the example job makes of what its ranks have measured: quantiles by hand, and who is a straggler."""
 
 from __future__ import annotations
 

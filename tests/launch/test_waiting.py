@@ -1,4 +1,4 @@
-"""Waiting in the example job: a rank that is slow is named, whatever the ranks wait in, and measuring changes nothing."""
+"""Waiting in the example job: a slow rank is named, whatever the ranks wait in, and measuring changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch and the example job: they start in a tenth of a second, not in four.
+"""Processes forked from one that has imported torch and the example job: they start in a tenth of a second.
 
 ``RANKS`` and ``ALONE`` stand for torchrun.sh and ``python -m launch.train_gpt`` in ``tests/support/main_job.py``: real
 ranks with torch's environment variables and a store in this process, as torchrun's agent has it. What torchrun itself
