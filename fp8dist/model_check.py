@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from fp8dist.consistency.check import Policy, Scope, add_arenas, add_module, on_device, run_check
 from fp8dist.consistency.holdings import Holdings
@@ -16,6 +17,7 @@ from fp8dist.consistency.inventory import Inventory
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager
+from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.settings import report_dir
 from fp8dist.step.boundary import unwrap_optimizers
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
@@ -66,8 +68,9 @@ def check(
         raise ConfigurationError(f"policy must be one of raise, warn, repair, or None, got {policy!r}")
     if group is None and world_size() == 1:
         return DivergenceReport(skipped=("there is one rank, or no process group",))
-    if any(getattr(getattr(m, "_join_config", None), "enable", False) for m in module.modules()):
+    if any(m._join_config.enable for m in module.modules() if isinstance(m, Joinable)):
         raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
+    require_checkable(module)
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers: list[StateManager] = [m.__dict__[ATTRIBUTE] for m in module.modules() if ATTRIBUTE in m.__dict__]
     cycles = [manager.checkable() for manager in managers]
