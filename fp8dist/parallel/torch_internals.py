@@ -34,7 +34,7 @@ __all__ = [
     "warning",
 ]
 
-TESTED = ("2.11", "2.12", "2.13")
+TESTED = ("2.11", "2.12", "2.13", "2.14")
 """The torch releases that scripts/test-versions has run."""
 
 _MARK = "_is_fsdp_managed_module"
