@@ -30,7 +30,8 @@ from fp8dist.monitoring.watch import Watch
 from fp8dist.names import check_keywords, did_you_mean, require_choice
 from fp8dist.optimizer_hooks import hooked_optimizers, unwrap_optimizers
 from fp8dist.parallel.ddp import ManagerJoinHook
-from fp8dist.parallel.wrappers import awaits_reduction, fsdp2_modules, reshard
+from fp8dist.parallel.torch_internals import fsdp2_modules
+from fp8dist.parallel.wrappers import awaits_reduction, reshard
 from fp8dist.patterns import unmatched
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
 from fp8dist.settings import Settings

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from fp8dist.consistency.check import Policy, Scope, add_arenas, add_module, on_device, run_check
 from fp8dist.consistency.holdings import Holdings
@@ -18,6 +19,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager
 from fp8dist.names import require_choice
 from fp8dist.optimizer_hooks import unwrap_optimizers
+from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.settings import report_dir
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 
@@ -76,8 +78,9 @@ def check(
     require_choice("policy", policy, ("raise", "warn", "repair"))
     if group is None and world_size() == 1:
         return DivergenceReport(skipped=("there is one rank, or no process group",))
-    if any(getattr(getattr(m, "_join_config", None), "enable", False) for m in module.modules()):
+    if any(m._join_config.enable for m in module.modules() if isinstance(m, Joinable)):
         raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
+    require_checkable(module)
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers: list[StateManager] = [m.__dict__[ATTRIBUTE] for m in module.modules() if ATTRIBUTE in m.__dict__]
     cycles = [manager._checkable() for manager in managers]

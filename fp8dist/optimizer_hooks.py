@@ -32,7 +32,12 @@ __all__ = [
     "weakly",
 ]
 
-_WRAPPER = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
+
+def _no_step(optimizer: Optimizer) -> None:
+    """Stands for a ``step`` that torch wraps."""
+
+
+_WRAPPER: CodeType = Optimizer.profile_hook_step(_no_step).__code__
 """What torch puts around the ``step`` of each class of optimizers."""
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import fp8dist
+from fp8dist.parallel.torch_internals import TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
@@ -140,3 +144,40 @@ def test_version_is_written_once_in_metadata_and_package() -> None:
     from importlib.metadata import version
 
     assert version("fp8dist") == fp8dist.__version__
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+@pytest.fixture
+def passed() -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """(Python, torch) of each combination that scripts/test-versions has seen pass."""
+    rows = json.loads((ROOT / "scripts" / "results" / "versions.json").read_text())
+    return [(_release(row["python"]), _release(row["torch"])) for row in rows if row["passed"] and not row["failed"]]
+
+
+@pytest.fixture
+def claims() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def test_each_python_that_is_claimed_was_run(
+    claims: configparser.ConfigParser, passed: list[tuple[tuple[int, int], tuple[int, int]]]
+) -> None:
+    classifiers = re.findall(r"Python :: (3\.\d+)", claims["metadata"]["classifiers"])
+    pythons = {python for python, _ in passed}
+    assert {_release(version) for version in classifiers} == pythons
+    assert claims["options"]["python_requires"] == ">={}.{}".format(*min(pythons))
+
+
+def test_the_oldest_torch_that_is_claimed_was_run(
+    claims: configparser.ConfigParser, passed: list[tuple[tuple[int, int], tuple[int, int]]]
+) -> None:
+    (oldest,) = re.findall(r"^torch>=([\d.]+)$", claims["options"]["install_requires"], re.MULTILINE)
+    releases = sorted({torch for _, torch in passed})
+    assert _release(oldest) == releases[0]
+    assert list(map(_release, TESTED)) == releases

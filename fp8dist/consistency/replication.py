@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules
 from fp8dist.state.slots import clean_fqn
-from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
+from fp8dist.sync.groups import GroupLike, SyncGroup, is_dtensor
 from fp8dist.text import ranks_text
 
 if TYPE_CHECKING:
@@ -206,10 +207,9 @@ def _coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
 
 def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:
     found: dict[int, Any] = {}
-    for wrapper in module.modules():
-        if has_base(wrapper, "FullyShardedDataParallel"):
-            ignored = set(map(id, getattr(wrapper, "_ignored_params", ())))
-            found |= {id(p): wrapper for p in wrapper.parameters() if id(p) not in ignored}
+    for wrapper in fsdp1_modules(module):
+        ignored = fsdp1_ignored(wrapper)
+        found |= {id(p): wrapper for p in wrapper.parameters() if id(p) not in ignored}
     return found
 
 

@@ -24,9 +24,9 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import (
     fsdp2_cut,
-    fsdp2_modules,
     multiplied_shape,
     reshard,
     resharded_modules,

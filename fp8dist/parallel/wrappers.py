@@ -7,15 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fp8dist.modules.fp8_linear import FP8Linear
-from fp8dist.sync.groups import has_base, is_dtensor
+from fp8dist.parallel.torch_internals import (
+    fsdp1_modules,
+    fsdp2_groups,
+    fsdp2_modules,
+    has_fsdp1_mark,
+    has_fsdp2_hook,
+    missing_fsdp1_mark,
+    missing_fsdp2_hook,
+    refusal,
+)
+from fp8dist.sync.groups import is_dtensor
 
 __all__ = [
     "awaits_reduction",
     "compute_device",
     "fsdp2_cut",
-    "fsdp2_modules",
     "is_sharded",
     "managed_from_outside",
     "mesh_ranks",
@@ -26,37 +36,32 @@ __all__ = [
 ]
 
 
-def fsdp2_modules(whole: nn.Module) -> list[nn.Module]:
-    """The modules that ``fully_shard`` was called on."""
-    return [module for module in whole.modules() if has_base(module, "FSDPModule")]
-
-
 def reshards_in_part(module: nn.Module) -> bool:
-    """Whether it goes back to fewer ranks than it is sharded over: seen in FSDP2's own state, as far as that is as in
-    torch 2.11 to 2.13."""
-    try:
-        return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in _fsdp2_groups(module))
-    except AttributeError:
-        return False
+    """True if an FSDP2 module goes back to fewer ranks than it is sharded over.
+
+    Raises:
+        ConfigurationError: this torch does not tell.
+    """
+    groups = fsdp2_groups(module, "fp8_all_gather=True", "leave fp8_all_gather out")
+    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups)
 
 
 def awaits_reduction(module: nn.Module) -> bool:
-    """Whether an FSDP2 module holds gradients of backwards without a reduction (``set_requires_gradient_sync(False)``):
-    seen as in ``reshards_in_part``."""
-    try:
-        parameters = [parameter for group in _fsdp2_groups(module) for parameter in group.fsdp_params]
-        if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
-            return True
-        whole = [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
-        return any(tensor.grad is not None for tensor in whole)
-    except AttributeError:
-        return False
+    """True if an FSDP2 module holds gradients that it has not reduced over all its ranks
+    (``set_requires_gradient_sync(False)``, ``set_requires_all_reduce(False)``).
 
-
-def _fsdp2_groups(module: nn.Module) -> list[Any]:
-    state = module._get_fsdp_state()  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    Raises:
+        ConfigurationError: this torch does not tell.
+    """
+    groups = fsdp2_groups(module, "calibrate()", "train without it: a cold slot is cast with its tensor's own amax")
+    if any(group._partial_reduce_output is not None for group in groups):
+        return True
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
+        return True
+    # Set at the first gather only.
+    whole = [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+    return any(tensor.grad is not None for tensor in whole)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
@@ -68,7 +73,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
     """Where a parameter of ``whole`` is used: under CPU offload that is not where it is kept."""
     if not is_dtensor(parameter):
-        fsdp1 = next((m for m in whole.modules() if has_base(m, "FullyShardedDataParallel")), None)
+        fsdp1 = next(iter(fsdp1_modules(whole)), None)
         device: torch.device = parameter.device if fsdp1 is None else fsdp1.compute_device  # type: ignore[assignment]
         return device
     if parameter.device_mesh.device_type == parameter.device.type:
@@ -113,25 +118,54 @@ def _fsdp2_axes(weight: Any) -> int:
     return 2 if weight.placements[0].is_replicate() else 1
 
 
-def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module]) -> bool:
-    """Whether FSDP2 shards its weight, though no FSDP2 module of those that are known holds it."""
+def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module], whole: nn.Module) -> bool:
+    """True if FSDP2 shards its weight, but none of the FSDP2 modules in ``whole`` holds it.
+
+    Raises:
+        ConfigurationError: its weight is a DTensor, and this torch does not tell whose.
+    """
     if linear in resharded or not is_dtensor(linear.weight):
         return False
-    return _has_fsdp2_hook(linear)
+    missing = missing_fsdp2_hook(whole)
+    if missing is not None:
+        raise refusal(
+            "attach() of a DTensor weight that no FSDP2 module of the model holds",
+            missing,
+            "if fully_shard() was called on a module around the prepared model, pass it as attach(module=…)",
+        )
+    return has_fsdp2_hook(linear)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """True if FSDP1 or FSDP2 manages the module's own parameters, also where the wrapper is outside of what we see."""
-    # FSDP1 marks each module inside it, for Dynamo.
-    return bool(module.__dict__.get("_is_fsdp_managed_module")) or _has_fsdp2_hook(module)
+def is_sharded(module: nn.Linear) -> bool:
+    """True if FSDP1 or FSDP2 manages the module's own parameters, also where the wrapper is outside of what we see.
+
+    Raises:
+        ConfigurationError: its parameters are not plain ones of its own, and this torch does not tell whose they are.
+    """
+    if has_fsdp1_mark(module) or has_fsdp2_hook(module):
+        return True
+    weight = module._parameters.get("weight")
+    if weight is not None and is_dtensor(weight):
+        missing = missing_fsdp2_hook()
+    else:
+        missing = None if _is_whole(module) else missing_fsdp1_mark()
+    if missing is not None:
+        raise refusal("prepare() of parameters that may be FSDP's", missing, "prepare the model before it is sharded")
+    return False
 
 
-def _has_fsdp2_hook(module: nn.Module) -> bool:
-    # FSDP2 leaves a hook on each module whose parameters it shards.
-    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in module._load_state_dict_post_hooks.values())
+def _is_whole(module: nn.Linear) -> bool:
+    """False for what FSDP1 leaves of a Linear: no parameters, or parts of a flat one."""
+    if all(parameter is None for parameter in module._parameters.values()):
+        return False
+    weight = module._parameters.get("weight")
+    if weight is None or is_lazy(weight):
+        return True
+    own = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    return own and weight.shape == (module.out_features, module.in_features)
 
 
 def resharded_modules(whole: nn.Module) -> set[nn.Module]:
     """The modules whose weights FSDP, either one, frees after their forward."""
-    wrappers = [m for m in whole.modules() if has_base(m, "FSDPModule") or has_base(m, "FullyShardedDataParallel")]
+    wrappers = fsdp1_modules(whole) + fsdp2_modules(whole)
     return {module for wrapper in wrappers for module in wrapper.modules()}

@@ -22,9 +22,9 @@ from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.ddp import JoinLink, find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_weights
+from fp8dist.parallel.torch_internals import fsdp2_modules, require_checkable, unknown, warning
 from fp8dist.parallel.wrappers import (
     compute_device,
-    fsdp2_modules,
     managed_from_outside,
     mesh_ranks,
     multiplied_shape,
@@ -60,6 +60,7 @@ class Attachment:
         self._join_link: JoinLink | None = None
         self._guards: list[RemovableHandle | CompilationWatch] = []
         self._module: weakref.ref[nn.Module] | None = None
+        self._told_of_torch = False
         self._before: ShardedWeights | None = None  # What is known of weights, until a new tie has succeeded.
 
     def tie(
@@ -84,7 +85,10 @@ class Attachment:
         cycle, mode, settings = self._cycle, self._cycle.mode, self._cycle.settings
         reshard(fsdp2_modules(whole))  # One may still hold what an evaluation has gathered.
         resharded = resharded_modules(whole)
-        _require_products(model, resharded)
+        self._tell_of_torch(whole)
+        if settings.check_every:
+            require_checkable(whole)
+        _require_products(model, whole, resharded)
         if settings.enabled and settings.fp8_all_gather:
             require_whole_blocks(model, whole)
         _require_groups(model, whole, cycle)
@@ -121,6 +125,13 @@ class Attachment:
         ddp = find_ddp(whole)
         if ddp is not None:
             self._join_link = JoinLink(ddp, cycle)
+
+    def _tell_of_torch(self, whole: nn.Module) -> None:
+        """Warn, once, if this torch lacks private state that is read of the wrappers that the model has."""
+        missing = [] if self._told_of_torch else unknown(whole)
+        if missing:
+            self._told_of_torch = True
+            logger.warning(warning(missing))
 
     @property
     def module(self) -> nn.Module | None:
@@ -162,12 +173,12 @@ def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
         yield slots.weight_sync, slots.slots[Role.WEIGHT], linear.weight
 
 
-def _require_products(model: nn.Module, resharded: set[nn.Module]) -> None:
+def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Module]) -> None:
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots[Role.WEIGHT].fqn
         if linear in resharded and "weight" not in linear._parameters:
             raise ConfigurationError(f"{fqn}: FSDP1 took its weight away: wrap with use_orig_params=True")
-        if managed_from_outside(linear, resharded):
+        if managed_from_outside(linear, resharded, whole):
             raise ConfigurationError(
                 f"{fqn}: fully_shard() was called on a module around the prepared model: pass it as attach(module=…)"
             )
@@ -176,11 +187,11 @@ def _require_products(model: nn.Module, resharded: set[nn.Module]) -> None:
             raise ConfigurationError(
                 f"{fqn}: local weight shape {shape}, expected two dims in multiples of {ALIGNMENT}"
             )
-        whole = (linear.out_features, linear.in_features)
+        uncut = (linear.out_features, linear.in_features)
         by_block = linear.fp8_slots.recipe.by == "block"
-        if by_block and any(size != of and size % BLOCK for size, of in zip(shape, whole)):
+        if by_block and any(size != of and size % BLOCK for size, of in zip(shape, uncut)):
             raise ConfigurationError(
-                f"{fqn}: local weight shape {shape} of {whole}: tensor parallelism cuts blocks of {BLOCK} x {BLOCK}: "
+                f"{fqn}: local weight shape {shape} of {uncut}: tensor parallelism cuts blocks of {BLOCK} x {BLOCK}: "
                 f"split it into multiples of {BLOCK}, or give it another recipe (overrides)"
             )
 

@@ -38,6 +38,16 @@ def install() -> None:
     """Use ``convert_float`` from now on, and let kernels compute with NaN and Inf without a warning."""
     np.seterr(all="ignore")
     upstream._convert_float = convert_float
+    upstream._patch_lang_tensor = patch_tensor
+
+
+_patch_upstream = upstream._patch_lang_tensor
+
+
+def patch_tensor(tensor: Any, scope: Any) -> None:
+    """Upstream's, with scalars that numpy 2.4 turns into an index too: in Triton 3.6 they are arrays of one element."""
+    _patch_upstream(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
 
 def convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:

@@ -1,0 +1,203 @@
+"""The private state of torch's FSDP that this package reads, and whether this torch has it.
+
+torch has no public answer to these questions. A private name that a new torch has dropped must not read as "no": a
+check would be lost without a word. So all that is read is named and looked for here. ``attach`` asks ``unknown`` once
+and warns; what then depends on an answer that cannot be had is refused, with the words of ``refusal``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.sync.groups import has_base, is_dtensor
+
+__all__ = [
+    "TESTED",
+    "fsdp1_ignored",
+    "fsdp1_modules",
+    "fsdp2_groups",
+    "fsdp2_modules",
+    "has_fsdp1_mark",
+    "has_fsdp2_hook",
+    "missing_fsdp1_mark",
+    "missing_fsdp2_hook",
+    "refusal",
+    "require_checkable",
+    "unknown",
+    "warning",
+]
+
+TESTED = ("2.11", "2.12", "2.13", "2.14")
+"""The torch releases that scripts/test-versions has run."""
+
+_MARK = "_is_fsdp_managed_module"
+_GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_partial_reduce_output")
+_PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
+
+
+def refusal(what: str, missing: str, instead: str) -> ConfigurationError:
+    """The error for what depends on a private name that this torch does not have.
+
+    Args:
+        what: the call or the setting that is refused.
+        instead: what the user can do beside taking another torch.
+    """
+    return ConfigurationError(
+        f"{what}: torch {torch.__version__} has no {missing}, which fp8dist reads for it. Use a torch that fp8dist was "
+        f"tested with ({', '.join(TESTED)}), or a newer fp8dist; or {instead}"
+    )
+
+
+def warning(missing: Iterable[str]) -> str:
+    """What ``attach`` says of names that are missing."""
+    return (
+        f"fp8dist: attach(): torch {torch.__version__} has no {', no '.join(missing)}, which fp8dist reads of FSDP. It "
+        f"was tested with torch {', '.join(TESTED)}. What depends on it is refused: that can be calibrate(), "
+        "fp8_all_gather=True, check() under FSDP1, or a model that is in FSDP only in part"
+    )
+
+
+def unknown(whole: nn.Module) -> list[str]:
+    """The private names that are missing, of those that matter to a model as it is wrapped now. Empty without FSDP.
+
+    What is looked at is the objects themselves, not torch's version: a new release that kept these names is known.
+    """
+    fsdp1, fsdp2 = fsdp1_modules(whole), fsdp2_modules(whole)
+    found = [next(_missing_of_fsdp2(fsdp2), None)]
+    if fsdp2 or any(is_dtensor(parameter) for parameter in whole.parameters()):
+        found.append(missing_fsdp2_hook(whole))
+    if fsdp1:
+        found.append(missing_fsdp1_mark(whole))
+        found += [_missing_ignored(wrapper) for wrapper in fsdp1[:1]]
+    return [name for name in found if name is not None]
+
+
+# FSDP2 -------------------------------------------------------------------------------------------
+
+
+def fsdp2_modules(whole: nn.Module) -> list[nn.Module]:
+    """The modules that ``fully_shard`` was called on."""
+    return [module for module in whole.modules() if has_base(module, "FSDPModule")]
+
+
+def fsdp2_groups(module: nn.Module, what: str, instead: str) -> list[Any]:
+    """The parameter groups of an FSDP2 module, all of whose names are there.
+
+    Raises:
+        ConfigurationError: one is missing; see ``refusal``.
+    """
+    missing = next(_missing_of_fsdp2([module]), None)
+    if missing is not None:
+        raise refusal(what, missing, instead)
+    return _groups(module._get_fsdp_state())  # type: ignore[operator]
+
+
+def _groups(state: Any) -> list[Any]:
+    # One group per state up to torch 2.12, several since.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _missing_of_fsdp2(modules: Iterable[nn.Module]) -> Iterator[str]:
+    for module in modules:
+        if not hasattr(module, "_get_fsdp_state"):
+            yield "FSDPModule._get_fsdp_state"
+            return
+        state = module._get_fsdp_state()  # type: ignore[operator]
+        if not (hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")):
+            yield "FSDPState._fsdp_param_groups"
+            return
+        for group in _groups(state):
+            yield from (f"FSDPParamGroup.{name}" for name in _GROUP if not hasattr(group, name))
+            parameters = getattr(group, "fsdp_params", ())
+            yield from (f"FSDPParam.{name}" for name in _PARAMETER for each in parameters if not _declares(each, name))
+
+
+def _declares(thing: object, name: str) -> bool:
+    """Whether it has the attribute, or its class says that it will: FSDP2 sets ``_unsharded_param`` when it gathers."""
+    return hasattr(thing, name) or any(name in getattr(cls, "__annotations__", ()) for cls in type(thing).__mro__)
+
+
+def has_fsdp2_hook(module: nn.Module) -> bool:
+    """Whether FSDP2 shards parameters of the module itself. It leaves a hook on each such module."""
+    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in module._load_state_dict_post_hooks.values())
+
+
+def missing_fsdp2_hook(whole: nn.Module | None = None) -> str | None:
+    """The name of FSDP2's hook if ``has_fsdp2_hook`` cannot be trusted. Never while FSDP is not imported.
+
+    Args:
+        whole: a model that may have FSDP2 modules: they show the hook themselves.
+    """
+    name = "FSDPParam hook after load_state_dict"
+    sharded = [] if whole is None else fsdp2_modules(whole)
+    if any(is_dtensor(parameter) for module in sharded for parameter in module.parameters()):
+        return None if any(has_fsdp2_hook(inner) for module in sharded for inner in module.modules()) else name
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    made = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param"), "FSDPParam", None)
+    return None if "register_load_state_dict_post_hook" in _names(getattr(made, "__init__", None)) else name
+
+
+# FSDP1 -------------------------------------------------------------------------------------------
+
+
+def fsdp1_modules(whole: nn.Module) -> list[nn.Module]:
+    """The FullyShardedDataParallel wrappers in a model."""
+    return [module for module in whole.modules() if has_base(module, "FullyShardedDataParallel")]
+
+
+def has_fsdp1_mark(module: nn.Module) -> bool:
+    """Whether FSDP1 manages the module. It marks each module inside it, for Dynamo."""
+    return bool(module.__dict__.get(_MARK))
+
+
+def missing_fsdp1_mark(whole: nn.Module | None = None) -> str | None:
+    """The name of FSDP1's mark if ``has_fsdp1_mark`` cannot be trusted. Never while FSDP is not imported.
+
+    Args:
+        whole: a model that may have FSDP1 wrappers: what is in them shows the mark itself.
+    """
+    wrappers = [] if whole is None else fsdp1_modules(whole)
+    if wrappers:
+        inside = {module for wrapper in wrappers for module in wrapper.modules()} - set(wrappers)
+        return None if not inside or any(map(has_fsdp1_mark, inside)) else _MARK
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    marks = getattr(sys.modules.get("torch.distributed.fsdp._dynamo_utils"), "_annotate_modules_for_dynamo", None)
+    return None if _MARK in _names(marks) else _MARK
+
+
+def fsdp1_ignored(wrapper: nn.Module) -> set[int]:
+    """The ids of parameters that an FSDP1 wrapper was told to ignore.
+
+    Raises:
+        ConfigurationError: this torch does not tell; see ``refusal``.
+    """
+    require_checkable(wrapper)
+    return set(map(id, wrapper._ignored_params))  # type: ignore[arg-type]
+
+
+def require_checkable(whole: nn.Module) -> None:
+    """Raise ConfigurationError if this torch does not tell which parameters FSDP1 shards; see ``refusal``."""
+    for wrapper in fsdp1_modules(whole):
+        missing = _missing_ignored(wrapper)
+        if missing is not None:
+            raise refusal("check() under FSDP1", missing, "leave the check out (check_every=0)")
+
+
+def _missing_ignored(wrapper: nn.Module) -> str | None:
+    return None if hasattr(wrapper, "_ignored_params") else "FullyShardedDataParallel._ignored_params"
+
+
+def _names(function: Any) -> set[str]:
+    """The names that a function uses; none of what is no Python function."""
+    code = getattr(function, "__code__", None)
+    return set(code.co_names) if isinstance(code, CodeType) else set()

@@ -1,0 +1,256 @@
+"""A torch whose private state is another one than this package reads: one warning, and no check is lost in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import _dynamo_utils as dynamo_utils
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import fp8dist
+from fp8dist import DelayedScaling
+from fp8dist.errors import ConfigurationError
+from fp8dist.parallel import torch_internals
+from tests.support.logs import captured_log
+from tests.support.meshes import mesh_of
+from tests.support.ranks import RankPool
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+
+
+def _refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+# What this torch lacks, each after the model was sharded: its state is what is read. ---------------
+
+
+@contextlib.contextmanager
+def _without(thing: type, name: str) -> Iterator[None]:
+    """As if a class and its objects had no such attribute, for this package's eyes: torch needs its own."""
+    declared = inspect.get_annotations(thing) and thing.__annotations__
+
+    def hidden(self: object, asked: str) -> Any:
+        if asked == name and sys._getframe(1).f_globals["__name__"].startswith("fp8dist."):
+            raise AttributeError(asked)
+        return object.__getattribute__(self, asked)
+
+    with mock.patch.dict(declared), mock.patch.object(thing, "__getattribute__", hidden, create=True):
+        declared.pop(name, None)
+        yield
+
+
+def _lack(net: nn.Module, name: str) -> contextlib.AbstractContextManager[Any]:
+    if name == "_get_fsdp_state":
+        return _without(FSDPModule, name)
+    if name in ("unsharded_accumulated_grad", "_unsharded_param"):
+        return _without(FSDPParam, name)
+    state = net._get_fsdp_state()  # type: ignore[operator]
+    return _without(type(torch_internals._groups(state)[0]), name)
+
+
+NAMES = [
+    "_get_fsdp_state",
+    "post_forward_mesh_info",
+    "mesh_info",
+    "fsdp_params",
+    "_partial_reduce_output",
+    "unsharded_accumulated_grad",
+    "_unsharded_param",
+]
+
+
+def _attached_without(name: str | None, gather: bool) -> tuple[list[str], str, str, str]:
+    """(warnings of two attachments, why attach was refused, why calibrate was, how the training went)."""
+    net = _net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=gather)
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    lacking = contextlib.nullcontext() if name is None else _lack(net[0], name)
+    with captured_log() as log:
+        with lacking:
+            attach = _refused(lambda: manager.attach(net, optimizer=optimizer))
+            if not attach:
+                manager.attach(net, optimizer=optimizer)
+
+            def calibrate() -> None:
+                with manager.calibrate():
+                    net(torch.ones(4, 32))
+
+            calibration = "" if attach else _refused(calibrate)
+        if attach:
+            return [text for _, text in log], attach, calibration, ""
+        net(torch.ones(4, 32)).sum().backward()
+        optimizer.step()
+    return [text for _, text in log], attach, calibration, "trained"
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["high precision", "FP8"])
+def test_a_known_torch_is_not_warned_of(two_ranks: RankPool, gather: bool) -> None:
+    assert two_ranks.run(_attached_without, None, gather) == [([], "", "", "trained")] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_calibrate_is_refused_where_fsdp2_does_not_tell_of_gradients(two_ranks: RankPool, name: str) -> None:
+    for warned, attach, calibration, trained in two_ranks.run(_attached_without, name, False):
+        (text,) = warned
+        assert torch.__version__ in text
+        assert name in text
+        assert "is refused" in text
+        assert attach == ""
+        assert calibration.startswith(f"calibrate(): torch {torch.__version__} has no ")
+        assert name in calibration
+        assert "train without it" in calibration
+        assert trained == "trained"
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_an_fp8_all_gather_is_refused_where_fsdp2_does_not_tell_where_it_reshards(
+    two_ranks: RankPool, name: str
+) -> None:
+    for warned, attach, _, _ in two_ranks.run(_attached_without, name, True):
+        (text,) = warned
+        assert name in text
+        assert attach.startswith(f"fp8_all_gather=True: torch {torch.__version__} has no ")
+        assert attach.endswith("or leave fp8_all_gather out")
+
+
+# FSDP around a part of what is seen -----------------------------------------------------------------
+
+
+def _renamed_hook(inside: bool) -> tuple[list[str], str]:
+    """A tensor-parallel Linear that may also be FSDP2's, of a root that was not named."""
+    net = _net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    whole = nn.Sequential(net)
+    parallelize_module(net[0], mesh_of((dist.get_world_size(),), ("tp",)), ColwiseParallel())
+    if inside:
+        fully_shard(net[1])
+    for hook in net[1]._load_state_dict_post_hooks.values():
+        hook.__qualname__ = "Shard.hook"
+
+    def another(self: object) -> None:
+        pass
+
+    with captured_log() as log, mock.patch.object(FSDPParam, "__init__", another):
+        refused = _refused(lambda: manager.attach(whole))
+    return [text for _, text in log], refused
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["beside FSDP2", "alone"])
+def test_a_dtensor_whose_owner_this_torch_does_not_tell_is_refused(two_ranks: RankPool, inside: bool) -> None:
+    for warned, refused in two_ranks.run(_renamed_hook, inside):
+        (text,) = warned
+        assert "no FSDPParam hook after load_state_dict" in text
+        assert refused.startswith("attach() of a DTensor weight that no FSDP2 module of the model holds: torch ")
+        assert "pass it as attach(module=…)" in refused
+
+
+def _unmarked(orig: bool) -> tuple[str, str]:
+    """(why FSDP1's own module is refused, why a plain one is) where FSDP1 leaves another mark."""
+
+    def annotate(module: nn.Module, ignored: object, use_orig_params: bool) -> None:
+        for inner in module.modules():
+            inner._another_mark = True  # type: ignore[assignment]
+
+    fsdp1 = sys.modules["torch.distributed.fsdp.fully_sharded_data_parallel"]
+    with (
+        mock.patch.object(dynamo_utils, "_annotate_modules_for_dynamo", annotate),
+        mock.patch.object(fsdp1, "_annotate_modules_for_dynamo", annotate),
+    ):
+        net = _net()
+        FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=orig)
+        with captured_log() as log:
+            sharded, plain = (
+                _refused(lambda model=model: fp8dist.prepare(model, amax_sync=False)) for model in (net, _net())
+            )
+        assert not log
+    return sharded, plain
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("orig", [True, False], ids=["use_orig_params", "flat"])
+def test_what_fsdp1_leaves_of_a_linear_is_not_prepared(two_ranks: RankPool, orig: bool) -> None:
+    for sharded, plain in two_ranks.run(_unmarked, orig):
+        assert sharded.startswith(f"prepare() of parameters that may be FSDP's: torch {torch.__version__} has no _is_")
+        assert "prepare the model before it is sharded" in sharded
+        assert plain == ""
+
+
+def _ignored_unknown() -> tuple[list[str], str]:
+    net = _net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    wrapped = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    del wrapped._ignored_params
+    with captured_log() as log:
+        manager.attach(wrapped)
+        return [text for _, text in log], _refused(lambda: fp8dist.check(wrapped))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_check_is_refused_where_fsdp1_does_not_tell_what_it_ignores(two_ranks: RankPool) -> None:
+    for warned, refused in two_ranks.run(_ignored_unknown):
+        (text,) = warned
+        assert "no FullyShardedDataParallel._ignored_params" in text
+        assert refused.startswith("check() under FSDP1: torch ")
+
+
+def test_a_plain_model_is_not_warned_of_any_torch() -> None:
+    net = _net()
+    with captured_log() as log, mock.patch.object(dynamo_utils, "_annotate_modules_for_dynamo", None):
+        with mock.patch.object(_fsdp_param, "FSDPParam", None):
+            manager = fp8dist.prepare(net)
+            manager.attach()
+        with manager.calibrate():
+            net(torch.ones(4, 32))
+    assert log == []
+
+
+# Gradients that wait under HSDP --------------------------------------------------------------------
+
+
+def _between_microbatches() -> list[str]:
+    told = []
+    net = _net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    fully_shard(net, mesh=mesh_of((2, 2), ("replicate", "shard")))
+    manager.attach(net)
+    for reduced in (False, True):
+        net.set_requires_all_reduce(reduced)
+        net(torch.ones(4, 32)).sum().backward()
+
+        def calibrate() -> None:
+            with manager.calibrate():
+                pass
+
+        told.append(_refused(calibrate))
+    return told
+
+
+@pytest.mark.slow
+def test_gradients_that_wait_for_the_all_reduce_of_hsdp_are_not_mixed_in(four_ranks: RankPool) -> None:
+    for waits, reduced in four_ranks.run(_between_microbatches):
+        assert "has not reduced yet" in waits
+        assert reduced == ""
