@@ -9,7 +9,7 @@ README has the rest; ARCHITECTURE.md says how it works.
 
 from __future__ import annotations
 
-from fp8dist import errors
+from fp8dist import ddp, errors, fsdp
 from fp8dist.checkpoint.transformer_engine import ImportReport
 from fp8dist.consistency.checker import Event
 from fp8dist.consistency.report import DivergenceReport
@@ -32,8 +32,6 @@ from fp8dist.model_check import check
 from fp8dist.modules.overrides import first_and_last
 from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
-from fp8dist.parallel import ddp
-from fp8dist.parallel import fsdp1 as fsdp
 from fp8dist.prepare import prepare, restore
 from fp8dist.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist.state.fallback import Fallback

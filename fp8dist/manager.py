@@ -188,6 +188,9 @@ class StateManager(Joinable):
         still and the second optimizer step without a boundary is refused (not inside ``no_fp8()``). ``attach`` may be
         called again, also with another wrapper or optimizer. ``fp8dist.restore(model)`` undoes ``prepare``.
 
+        A fallback that the last sync asked for begins now; with ``next_step`` that is a step earlier than without
+        ``detach``.
+
         A DDP hook of ``fp8dist.ddp.comm_hook`` does nothing meanwhile, because DDP cannot take one off. A CUDA graph
         that holds a step must not be replayed: its sync is in the graph.
 
@@ -226,6 +229,8 @@ class StateManager(Joinable):
                 "restore() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
                 "fp8_all_gather"
             )
+        if self._cycle.joins:
+            raise ConfigurationError("restore() inside a Join context: ranks without data would wait for this one")
         linears = list(fp8_linears(model))
         for linear in linears:
             require_revertible(linear)

@@ -73,7 +73,8 @@ def check(
     Raises:
         DivergenceError: on all ranks, if the policy says so.
         ConfigurationError: on all ranks, when there are several, and nothing of all this is known to be the same on any
-            two of them (all is sharded, or plain and no ``group`` was named): says what to pass.
+            two of them (all is sharded, or plain and no ``group`` was named): says what to pass. Not where
+            FP8 is switched off.
     """
     require_choice("policy", policy, ("raise", "warn", "repair"))
     if group is None and world_size() == 1:
@@ -100,7 +101,9 @@ def check(
     with on_device(_device_of(module)):
         known = [finding for cycle in cycles for finding in cycle.checker.known_findings()]
         try:
-            report = run_check(anchor, build, policy, report_dir(), known, tell, _INSTEAD)
+            switched_off = bool(cycles) and not any(cycle.settings.enabled for cycle in cycles)
+            instead = None if switched_off else _INSTEAD
+            report = run_check(anchor, build, policy, report_dir(), known, tell, instead)
         finally:  # A repair writes weights behind their casts' back.
             for cycle in cycles:
                 cycle.mode.invalidate_casts()

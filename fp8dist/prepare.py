@@ -159,7 +159,8 @@ def restore(model: nn.Module) -> nn.Module:
 
     Raises:
         ConfigurationError: the model was not prepared; or FSDP2 gathers weights in FP8, into buffers that it keeps; or
-            other classes were made of FP8Linears, as ``fully_shard`` does of the modules that it is called with.
+            this is inside a Join context; or other classes were made of FP8Linears, as ``fully_shard`` does of the
+            modules that it is called with.
             Nothing was changed.
     """
     get_manager(model)._restore()

@@ -28,7 +28,7 @@ ROOMS = [
     ["checkpoint"],
     ["arguments", "coverage"],
     ["manager"],
-    ["prepare", "model_check"],
+    ["prepare", "model_check", "ddp", "fsdp"],
     ["launcher", "simulation"],
     ["__init__"],
     ["cli"],

@@ -26,6 +26,9 @@ class Launcher(Protocol):
     def launch_early(self) -> None:
         """Launch before the boundary. COLLECTIVE."""
 
+    def launch_from_hook(self) -> None:
+        """The same, called by a communication hook. COLLECTIVE."""
+
     def launch_idle(self) -> None:
         """Shadow the others' launch. COLLECTIVE."""
 
@@ -70,7 +73,7 @@ def comm_hook(manager: EarlyLauncher, inner: CommHook | None = None) -> CommHook
     def launching_hook(state, bucket):  # type: ignore[no-untyped-def]
         future = reduce(state, bucket)
         if bucket.is_last():
-            launcher.launch_early()
+            launcher.launch_from_hook()
         return future
 
     return launching_hook

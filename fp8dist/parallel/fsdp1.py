@@ -1,4 +1,4 @@
-"""FSDP1: the early launch from its communication hook. What FSDP2 does with FP8 is in ``shards``."""
+"""FSDP1: the early launch from its communication hook. What FSDP2 does with FP8 is in ``fsdp2``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def comm_hook(manager: EarlyLauncher, inner: Callable[..., None] | None = None) 
         backward = torch._C._current_graph_task_id()
         if backward != last_backward:
             last_backward = backward
-            Variable._execution_engine.queue_callback(launcher.launch_early)
+            Variable._execution_engine.queue_callback(launcher.launch_from_hook)
         if inner is not None:
             inner(state, gradient, *output)
         elif output:

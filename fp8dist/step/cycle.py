@@ -139,7 +139,7 @@ class StepCycle:
             sync.watch(False)
         self.control.manifests.clear()
         self.control.resumed = self.drop_nonfinite = self._renews = self.attached = self.mode.measuring = False
-        self.detached = True
+        self.detached, self.early = True, False
         self.mode.unsynced = self.shared
         if self.steps is not None:
             self.steps.detached()
@@ -471,6 +471,18 @@ class StepCycle:
             for sync in self.syncs:
                 if sync.every_step:
                     sync.launch()
+
+    def launch_from_hook(self) -> None:
+        """``launch_early``, called by a communication hook, which may have outlived a ``detach``. COLLECTIVE.
+
+        Raises:
+            ConfigurationError: a Join context is open.
+        """
+        if not self.detached:
+            self.early = True
+            if self.joins:
+                raise ConfigurationError("fp8dist.ddp.comm_hook cannot be used inside Join: leave the hook out")
+            self.launch_early()
 
     def launch_idle(self) -> None:
         """Shadow the others' launch, for a rank without data. COLLECTIVE."""

@@ -110,7 +110,10 @@ class StepWatch:
         self._masters = _Masters(linears, optimizer)
 
     def attached(self, optimizers: Sequence[Optimizer], by_optimizer: bool) -> None:
-        """``attach`` has placed the state: scales are right for the weights as they are now. Local.
+        """``attach`` has placed the state, and derived the scales of cold weights. Local.
+
+        What was written to, or stepped unrecorded, since the last boundary stays marked: after an earlier ``attach``
+        its slot is hot, and its scale is that of the weight of then.
 
         Args:
             by_optimizer: the last one's step is the boundary.
@@ -121,8 +124,11 @@ class StepWatch:
         self.brings_boundary = weakref.ref(optimizers[-1]) if by_optimizer else None
         for linear in self.linears:
             note = linear.fp8_slots.note
+            changed = note.unfollowed or note.written(linear)
             note.take(linear, linear.fp8_slots.resharded, attached=True)
             note.stepped_at, note.skipped, note.unfollowed = -1, None, False
+            if changed:
+                note.mark_written()
 
     def detached(self) -> None:
         """No optimizer is attached any more. Local."""

@@ -217,3 +217,84 @@ def _restored_through_ddp() -> Any:
 
 def test_restore_takes_a_wrapper(two_ranks: RankPool) -> None:
     assert two_ranks.run(_restored_through_ddp) == [([nn.Linear] * 3, True)] * 2
+
+
+def _error(model: nn.Module) -> float:
+    """Of the last layer, relative to high precision."""
+    linear, x = model[-1], batch(0, 9)[0]  # type: ignore[index]
+    x = x[:, : linear.in_features]
+    with torch.no_grad():
+        exact = x @ linear.weight.T + linear.bias
+        return float((linear(x) - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("detaches", [True, False])
+@pytest.mark.parametrize("change", ["loaded", "trained"])
+def test_weights_that_changed_while_nothing_was_attached_are_not_cut_off(change: str, detaches: bool) -> None:
+    """attach derives the scales of cold slots only: those of hot ones are of weights that are gone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32))
+    manager = fp8dist.prepare(model)
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    manager.attach(model, optimizer=optimizer)
+    for _ in range(3):
+        model(batch(0, 1)[0][:, :16]).square().mean().backward()
+        optimizer.step()
+    usual = _error(model)
+    if detaches:
+        manager.detach()
+    if change == "loaded":
+        model.load_state_dict({name: 1.9 * tensor for name, tensor in model.state_dict().items()})
+    else:
+        with manager.no_fp8():
+            model(batch(0, 1)[0][:, :16]).sum().backward()
+            model[0].weight.grad = -0.9 * model[0].weight.detach()
+            SGD(model.parameters(), lr=1.0).step()
+    manager.attach(model, optimizer=optimizer)
+    assert _error(model) < 1.3 * usual
+
+
+def _join_after_a_hook() -> list[str]:
+    net, manager = _prepared()
+    ddp = DistributedDataParallel(net)
+    ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
+    optimizer = SGD(net.parameters(), lr=0.05)
+    manager.attach(ddp, optimizer=optimizer)
+    _step(ddp, optimizer, 0)
+    manager.detach()
+    hookless = DistributedDataParallel(net)
+    manager.attach(hookless, optimizer=optimizer)
+    with Join([hookless, manager]):
+        _step(hookless, optimizer, 1)
+        with pytest.raises(ConfigurationError, match="Join"):
+            fp8dist.restore(net)
+    manager.attach(ddp, optimizer=optimizer)  # Its hook works again.
+    _step(ddp, optimizer, 2)
+    with pytest.raises(ConfigurationError, match="comm_hook cannot be used inside Join"), Join([ddp, manager]):
+        pass
+    return [bits(parameter) for parameter in net.parameters()]
+
+
+def test_join_works_with_a_wrapper_that_has_no_hook(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_join_after_a_hook)
+    assert first == second
+
+
+def _check_while_switched_off() -> bool:
+    net = make_net()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FP8DIST_ENABLED", "0")
+        fp8dist.prepare(net, group=dist.group.WORLD)
+        return fp8dist.check(net).consistent
+
+
+def test_a_job_with_fp8_switched_off_is_not_ended_by_a_check(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_check_while_switched_off) == [True, True]
+
+
+def test_hooks_are_modules() -> None:
+    import fp8dist.ddp
+    import fp8dist.fsdp
+    from fp8dist.parallel import ddp, fsdp1
+
+    assert (fp8dist.ddp.comm_hook, fp8dist.fsdp.comm_hook) == (ddp.comm_hook, fsdp1.comm_hook)
