@@ -141,7 +141,8 @@ def test_latency() -> None:
         serve(second)
         for latency in (0.0, 0.005, 0.020):
             lab.set_latency(latency)
-            assert 2 * latency <= ask(first, second) <= 2 * latency + 0.003
+            best = min(ask(first, second) for _ in range(5))  # A busy machine makes answers late, never early.
+            assert 2 * latency <= best <= 2 * latency + 0.003
 
 
 KEEP = """
