@@ -92,13 +92,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Everything one check found; equal on all ranks that took part. ``str(report)`` is a table.
-
-    ``compared`` counts what this rank has compared with others, by kind: "slot", "parameter", "gradient", "optimizer"
-    (of files "scale" and the like, too). ``skipped`` says what it has not, and why. On one rank nothing is compared;
-    ``repaired`` what was copied from the majority to the others, ``notes`` what else there is to say. ``noun``: what
-    takes part, "rank" or "file".
-    """
+    """The data of a ``DivergenceReport``, which says what each attribute means."""
 
     findings: tuple[Finding, ...] = ()
     compared: Mapping[str, int] = field(default_factory=dict, hash=False)

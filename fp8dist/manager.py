@@ -801,8 +801,7 @@ class StateManager(Joinable):
         """Take over the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
 
         Local: do it on all ranks alike. Nothing of a pickle is imported or called. Amaxes that wait for a boundary are
-        thrown away. See
-        ``fp8dist.checkpoint.transformer_engine.import_state`` for what becomes of scales and histories.
+        thrown away. ``fp8dist.checkpoint.transformer_engine.import_state`` says what becomes of scales and histories.
 
         Args:
             name_map: what modules are called there: a mapping from the fqn here, or a function of it. A name, or (name,

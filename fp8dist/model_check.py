@@ -73,8 +73,8 @@ def check(
     Raises:
         DivergenceError: on all ranks, if the policy says so.
         ConfigurationError: on all ranks, when there are several, and nothing of all this is known to be the same on any
-            two of them (all is sharded, or plain and no ``group`` was named): says what to pass. Not where
-            FP8 is switched off.
+            two of them (all is sharded, or plain and no ``group`` was named): says what to pass. Where
+            FP8 is switched off one rank warns, once.
     """
     require_choice("policy", policy, ("raise", "warn", "repair"))
     if group is None and world_size() == 1:
@@ -100,13 +100,15 @@ def check(
 
     with on_device(_device_of(module)):
         known = [finding for cycle in cycles for finding in cycle.checker.known_findings()]
+        # Who switches FP8 off for a job that checks its FP8 state must not end it by that.
+        switched_off = bool(cycles) and not any(cycle.settings.enabled for cycle in cycles)
         try:
-            switched_off = bool(cycles) and not any(cycle.settings.enabled for cycle in cycles)
-            instead = None if switched_off else _INSTEAD
-            report = run_check(anchor, build, policy, report_dir(), known, tell, instead)
+            report = run_check(anchor, build, policy, report_dir(), known, tell, None if switched_off else _INSTEAD)
         finally:  # A repair writes weights behind their casts' back.
             for cycle in cycles:
                 cycle.mode.invalidate_casts()
+    if switched_off:
+        cycles[0].checker.say_what_is_skipped(report, anchor, scope)
     if report.consistent and step is not None:
         module.__dict__[LAST_GOOD_STEP] = step
     return report

@@ -276,11 +276,11 @@ class Checker:
         self._tell_all()
         if report.consistent:
             self._last_good = step
-        self._say_what_is_skipped(report, anchor, scope)
+        self.say_what_is_skipped(report, anchor, scope)
         return report
 
-    def _say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
-        """Once: who asks for parameters to be compared and gets none should know."""
+    def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
+        """Warn once if parameters should be compared and none are. Local."""
         skipped = [text for text in report.skipped if "parameters" in text]
         if scope.parameters and skipped and "parameter" not in report.compared and not self._said_skipped:
             self._said_skipped = True

@@ -18,12 +18,16 @@ __all__ = ["DivergenceReport", "sides_of", "split", "this_rank"]
 
 @dataclass(frozen=True)
 class DivergenceReport(Divergence):
-    """Everything one check found; equal on all ranks that took part. ``str(report)`` is a table.
+    """Everything that one check found. The findings are equal on all ranks that took part. ``str(report)`` is a table.
 
-    ``compared`` counts what this rank has compared with others, by kind: "slot", "parameter", "gradient", "optimizer"
-    (of files "scale" and the like, too). ``skipped`` says what it has not, and why. On one rank nothing is compared;
-    ``repaired`` what was copied from the majority to the others, ``notes`` what else there is to say. ``noun``: what
-    takes part, "rank" or "file".
+    Attributes:
+        findings: what differs.
+        compared: how many things of each kind were compared across the ranks: "slot", "parameter", "gradient",
+            "optimizer"; of files also "scale" and the like. A group of one rank counts what it was named for.
+        skipped: what this rank has not compared, and why.
+        repaired: what was copied from the majority to the others.
+        notes: what else there is to say.
+        noun: what takes part, "rank" or "file".
     """
 
     def raise_if_diverged(self) -> None:

@@ -135,6 +135,11 @@ class FP8Linear(nn.Linear):
     fp8_slots: LinearSlots
 
     def forward(self, input: Tensor) -> Tensor:
+        """x Wᵀ + b, [..., in_features] to [..., out_features]. Local; commits a sync that is due.
+
+        Raises:
+            ConfigurationError: the input does not fit, or ``attach`` has to come first; names the module.
+        """
         slots = self.fp8_slots
         mode = slots.mode
         if not mode.allowed:

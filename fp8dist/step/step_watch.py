@@ -112,8 +112,8 @@ class StepWatch:
     def attached(self, optimizers: Sequence[Optimizer], by_optimizer: bool) -> None:
         """``attach`` has placed the state, and derived the scales of cold weights. Local.
 
-        What was written to, or stepped unrecorded, since the last boundary stays marked: after an earlier ``attach``
-        its slot is hot, and its scale is that of the weight of then.
+        A weight that has changed since the last boundary stays marked as written: after an earlier ``attach`` its
+        slot is hot, and has the scale of the old weight.
 
         Args:
             by_optimizer: the last one's step is the boundary.

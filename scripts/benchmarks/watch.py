@@ -94,6 +94,7 @@ def stepper(layers: int, width: int, tokens: int) -> Callable[[], None]:
 
 
 def compare(layers: int, width: int, tokens: int, rounds: int) -> dict[str, float]:
+    """Operations, Python calls and ms of a step with the checks, and the same without. Local."""
     step = stepper(layers, width, tokens)
     for _ in range(3):
         step()

@@ -32,8 +32,11 @@ def _nothing() -> Any:
     manager = fp8dist.prepare(unshared, amax_sync=False).attach()
     switched_off = make_net()
     off = fp8dist.prepare(switched_off, group=dist.group.WORLD, enabled=False)
+    never_attached = make_net()
+    fp8dist.prepare(never_attached, group=dist.group.WORLD, enabled=False)
     with captured_log() as log:
         reports = [off.attach().check(), off.check()]
+        reports += [fp8dist.check(never_attached), fp8dist.check(never_attached)]
     return {
         "plain": _refused(lambda: fp8dist.check(nn.Linear(4, 4))),
         "no parameters": _refused(lambda: fp8dist.check(nn.ReLU(), group=dist.group.WORLD)),
@@ -58,8 +61,8 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass(two_ranks: RankPo
         assert "give attach() the module that DDP made" in said["state of its own"]
         assert "parameters" not in said["state alone"].split(":")[0]
         assert "9 slots that this rank shares with no other" in said["module"]
-        assert said["switched off"] == [(True, {})] * 2
-        assert said["logged"] == (1 if rank == 0 else 0)
+        assert said["switched off"] == [(True, {})] * 4
+        assert said["logged"] == (2 if rank == 0 else 0)
 
 
 def _some_ranks() -> Any:

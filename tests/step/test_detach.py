@@ -280,18 +280,6 @@ def test_join_works_with_a_wrapper_that_has_no_hook(two_ranks: RankPool) -> None
     assert first == second
 
 
-def _check_while_switched_off() -> bool:
-    net = make_net()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP8DIST_ENABLED", "0")
-        fp8dist.prepare(net, group=dist.group.WORLD)
-        return fp8dist.check(net).consistent
-
-
-def test_a_job_with_fp8_switched_off_is_not_ended_by_a_check(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_check_while_switched_off) == [True, True]
-
-
 def test_hooks_are_modules() -> None:
     import fp8dist.ddp
     import fp8dist.fsdp
