@@ -7,6 +7,7 @@ import fnmatch
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -23,23 +24,24 @@ from fp8dist.consistency.checker import Event
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage
 from fp8dist.errors import ConfigurationError, NotAModelError
-from fp8dist.modules.fp8_linear import fp8_linears, require_revertible, revert
-from fp8dist.modules.linear_slots import Mode
+from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.job_state import JobState
 from fp8dist.monitoring.monitor import Monitor
 from fp8dist.monitoring.watch import Watch
 from fp8dist.names import check_keywords, did_you_mean, require_choice
 from fp8dist.optimizer_hooks import hooked_optimizers, unwrap_optimizers
 from fp8dist.parallel.ddp import ManagerJoinHook
 from fp8dist.parallel.torch_internals import fsdp2_modules
-from fp8dist.parallel.wrappers import awaits_reduction, reshard
+from fp8dist.parallel.wrappers import reshard
 from fp8dist.patterns import unmatched
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
 from fp8dist.settings import Settings
 from fp8dist.state.arena import NONFINITE
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
+from fp8dist.step.agreement import require_groups
 from fp8dist.step.attachment import Attachment, local_weights
-from fp8dist.step.calibration import Untouched
+from fp8dist.step.calibration import calibration, no_fp8, recording
 from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import StepWatch
 from fp8dist.sync.arena_sync import ArenaSync
@@ -67,7 +69,7 @@ class StateManager(Joinable):
         model: nn.Module,
         recipe: Recipe,
         settings: Settings,
-        mode: Mode,
+        job: JobState,
         precisions: Precisions,
         syncs: Sequence[ArenaSync],
         groups: Sequence[SyncGroup | None],
@@ -82,14 +84,13 @@ class StateManager(Joinable):
             sync.owner = f"StateManager of {type(model).__name__}"
         self._aliases = dict(aliases)
         self._coverage = coverage
-        self._cycle = StepCycle(settings, mode, precisions, syncs, groups)
+        self._cycle = StepCycle(settings, job, precisions, syncs, groups)
         self._init_transient()
         super().__init__()
-        self._cycle.require_groups()
 
     def _init_transient(self) -> None:
         """What a copy does not inherit: ties to the job."""
-        self._mode = self._cycle.mode
+        self._job = self._cycle.job
         self._syncs = self._cycle.syncs
         model = self._model()
         if model is not None:
@@ -107,7 +108,7 @@ class StateManager(Joinable):
         self._init_transient()
 
     def __repr__(self) -> str:
-        where = "attached" if self._cycle.attached else "not attached"
+        where = "attached" if self._job.attached else "not attached"
         state = f"{len(self.slots)} slots in {len(self._syncs)} arena(s)"
         return f"StateManager({state}, {self.recipe}, {where}, FP8: {self.coverage().summary})"
 
@@ -159,7 +160,8 @@ class StateManager(Joinable):
         """
         require_choice("boundary", boundary, ("optimizer", "manual"), '"optimizer" or "manual"')
         require_attachable(module, optimizer, scaler, timeout)
-        self._cycle.require_groups()
+        self._cycle.require("attach()")
+        require_groups(self.settings, self._cycle.groups)
         optimizers = [] if optimizer is None else self._hookable(optimizer)
         model = self._require_model()
         if module is not None and get_manager(module) is not self:
@@ -199,57 +201,22 @@ class StateManager(Joinable):
                 context, or between the start of a sync and the optimizer's step that ends it. Nothing was changed.
             DivergenceError: with policy "raise", when the last sync proved that ranks differ. Nothing was detached.
         """
-        self._require_model()
-        cycle = self._cycle
-        if not cycle.attached:
-            return
-        if cycle.sharded is not None:
-            raise ConfigurationError(
-                "detach() cannot change what FSDP2 gathers: its buffers are for FP8 bytes, and no forward works "
-                "without attach(). For another optimizer call attach(…) again, which replaces the hooks; to get rid of "
-                "FP8 save the state_dict and build the model anew without fp8_all_gather"
-            )
-        if cycle.joins:
-            raise ConfigurationError("detach() inside a Join context: ranks without data would wait for this one")
-        cycle.settle()
-        if cycle.in_flight:
-            raise ConfigurationError(
-                "detach() between a backward and the optimizer's step: a sync is under way, which that step ends: "
-                "call detach() after it"
-            )
-        cycle.checker.act_on_verdicts(joins=False)
-        self._attachment.untie()
-        cycle.checker.watch(self._require_model())
+        model = self._require_model()
+        self._cycle.require("detach()")
+        if self._job.attached:
+            self._attachment.untie()
+            self._cycle.checker.watch(model)
 
     def _restore(self) -> None:
         """See ``fp8dist.restore``."""
         model = self._require_model()
-        if self._cycle.sharded is not None:
-            raise ConfigurationError(
-                "restore() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
-                "fp8_all_gather"
-            )
-        if self._cycle.joins:
-            raise ConfigurationError("restore() inside a Join context: ranks without data would wait for this one")
-        linears = list(fp8_linears(model))
-        for linear in linears:
-            require_revertible(linear)
-        self._cycle.settle()
-        if self._cycle.watch is not None:
-            self._cycle.watch.close()
-        self._attachment.untie()
-        for linear in linears:
-            revert(linear)
-        if self._cycle.steps is not None:
-            self._cycle.steps.remove()
+        self._attachment.restore(model)
         delattr(model, ATTRIBUTE)
 
     def _require_model(self) -> nn.Module:
         model = self._model()
         if model is None:
             raise ConfigurationError("the model of this StateManager no longer exists")
-        if getattr(model, ATTRIBUTE, None) is not self:
-            raise ConfigurationError("restore() has taken this StateManager off its model: call prepare() again")
         return model
 
     # The step ------------------------------------------------------------------------------------
@@ -262,7 +229,7 @@ class StateManager(Joinable):
                 ``attach()`` was not called.
             DivergenceError: with policy "raise", when the sync proved that ranks differ.
         """
-        if self._attachment.by_optimizer:
+        if self._job.by_optimizer:
             raise ConfigurationError(
                 'the attached optimizer\'s step is the boundary already: use attach(…, boundary="manual") to call '
                 "step() yourself"
@@ -316,8 +283,7 @@ class StateManager(Joinable):
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigurationError(f"every must be a number of steps, at least 1, got {every!r}")
-        if self._cycle.attached:
-            raise ConfigurationError("watch() comes before attach(), where ranks agree about it")
+        self._cycle.require("watch()")
         lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
         writes = self._cycle.control.speaks or not self.settings.amax_sync
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
@@ -365,9 +331,6 @@ class StateManager(Joinable):
                 context: ranks without data would not come.
         """
         require_choice("policy", policy, ("raise", "warn", "repair"))
-        self._cycle.require_attached()
-        if self._cycle.joins:
-            raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
         return self._cycle.check(Scope(parameters, gradients, optimizers), policy)
 
@@ -393,23 +356,23 @@ class StateManager(Joinable):
                     f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
                     "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
                 )
-        self._cycle.early = True
+        self._job.launches_early = True
         return self._cycle
 
     @property
     def _join_config(self) -> _JoinConfig:
-        return self._cycle.join_config
+        return self._job.join_config
 
     @_join_config.setter
     def _join_config(self, config: _JoinConfig) -> None:
-        self._cycle.join_config = config
+        self._job.join_config = config
 
     def join_hook(self, **kwargs: Any) -> ManagerJoinHook:
         """For ``Join([ddp, manager])``, DDP first. Local."""
         ddp = self._attachment.ddp
         if ddp is None:
             raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")
-        if self._cycle.early:
+        if self._job.launches_early:
             raise ConfigurationError("fp8dist.ddp.comm_hook cannot be used inside Join: leave the hook out")
         return ManagerJoinHook(self._cycle, ddp)
 
@@ -425,34 +388,21 @@ class StateManager(Joinable):
 
     # Modes ---------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def no_fp8(self) -> Iterator[None]:
+    def no_fp8(self) -> AbstractContextManager[None]:
         """High precision in all forwards inside. Local: on all ranks alike, or for an evaluation on one.
 
         After ``prepare`` FP8 is on without any context. Amaxes are not recorded inside, unless ``recording`` says so.
         Unrelated to ``torch.autocast``. Where FSDP2 gathers weights in FP8, inputs and gradients are in high precision,
         and weights are what was gathered, dequantised.
         """
-        mode, before = self._mode, self._mode.enabled
-        mode.enabled = False
-        try:
-            yield
-        finally:
-            mode.enabled = before
+        return no_fp8(self._job)
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Record amaxes in all forwards inside, whatever the mode: in ``eval()``, with grad off, in high precision.
         Local: on all ranks alike. They count at the next boundary; ``calibrate`` makes one."""
-        mode, before = self._mode, self._mode.calibrating
-        mode.calibrating = True
-        try:
-            yield
-        finally:
-            mode.calibrating = before
+        return recording(self._job)
 
-    @contextlib.contextmanager
-    def calibrate(self) -> Iterator[None]:
+    def calibrate(self) -> AbstractContextManager[None]:
         """High precision inside, amaxes recorded, committed on exit. COLLECTIVE on a clean exit.
 
         Run any number of batches inside, forward and backward: from then on every slot that ran has a scale, and the
@@ -463,30 +413,7 @@ class StateManager(Joinable):
         Raises:
             ConfigurationError: an attached optimizer steps inside, or FSDP2 holds gradients that it has not reduced.
         """
-        self._cycle.settle()
-        pending = [sync.arena.pending.clone() for sync in self._syncs]
-        module = self._attachment.module or self._require_model()
-        sharded = fsdp2_modules(module)
-        if any(map(awaits_reduction, sharded)):
-            raise ConfigurationError(
-                "calibrate(): FSDP2 holds gradients that it has not reduced yet, and would mix them with those of the "
-                "calibration: calibrate between two optimizer steps, or let the last backward reduce them "
-                "(set_requires_gradient_sync(True))"
-            )
-        reshard(sharded)  # Else what an evaluation has gathered hides the parameters that have gradients.
-        untouched = Untouched(module)
-        self._cycle.calibrates = True
-        try:
-            with self.no_fp8(), self.recording():
-                yield
-        except BaseException:
-            for sync, before in zip(self._syncs, pending):
-                sync.arena.pending.copy_(before)
-            raise
-        finally:
-            self._cycle.calibrates = False
-            untouched.put_back()
-        self._cycle.boundary(calibrated=True)
+        return calibration(self._cycle, self._attachment.module or self._require_model())
 
     @contextlib.contextmanager
     def swapped_weights(self) -> Iterator[None]:
@@ -502,6 +429,7 @@ class StateManager(Joinable):
                 evaluate(model)
                 ema.restore(model)
         """
+        self._cycle.require("swapped_weights()")
         module = self._attachment.module or self._require_model()
         self._cycle.settle()
         reshard(fsdp2_modules(module))  # What is held gathered is of the weights before.
@@ -542,6 +470,7 @@ class StateManager(Joinable):
         Raises:
             ConfigurationError: no FP8Linear matches, or a value cannot be.
         """
+        self._cycle.require("set_precision()")
         require_choice("precision", precision, ("high", "fp8"), '"high" or "fp8"')
         self._require_match(pattern)
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
@@ -620,7 +549,7 @@ class StateManager(Joinable):
         sync, index = self._find(fqn, role)
         if not isinstance(x, Tensor):
             raise ConfigurationError(f"record() takes a tensor, got {x!r}")
-        if self._mode.allowed:
+        if self._job.enabled:
             sync.arena.place(x.device)
             ops.observe(x.detach(), sync.arena.pending[index], backend=self.settings.backend)
 
@@ -677,6 +606,7 @@ class StateManager(Joinable):
 
     def set_scale(self, fqn: str, role: str, scale: float) -> None:
         """Set a scale by hand; the slot is no longer cold. Local: do it on all ranks alike."""
+        self._cycle.require("set_scale()")
         try:
             rounded = torch.tensor(float(scale), dtype=torch.float64).float()
         except (TypeError, ValueError, OverflowError):
@@ -687,7 +617,7 @@ class StateManager(Joinable):
         if not sync.arena.recipe.delayed:
             raise ConfigurationError(f"{fqn}: a scale is made from each tensor by {type(sync.arena.recipe).__name__}")
         sync.arena.set_scale(index, scale)
-        self._mode.invalidate_casts()
+        self._job.invalidate_casts()
 
     def amax_history(self, fqn: str, role: str) -> Tensor:
         """float32[history_len] copy: oldest first, newest last, zeros where not yet filled. Local."""
@@ -734,9 +664,9 @@ class StateManager(Joinable):
         written to through ``.data``. Elsewhere casts notice by themselves (see README, "Mistakes"); this gives the
         slots their new scales at once.
         """
-        self._cycle.require_attached()
+        self._cycle.require("refresh_weights()", switched_off=True)
         self._cycle.settle()
-        self._mode.invalidate_casts()
+        self._job.invalidate_casts()
         if not self.settings.enabled:
             return
         sharded = self._cycle.sharded
@@ -814,6 +744,7 @@ class StateManager(Joinable):
             ConfigurationError: ``name_map`` names what there is not; nothing was changed.
             CheckpointError: an entry is damaged, or more than data; nothing was changed.
         """
+        self._cycle.require("loading state")
         self._cycle.settle()
         report = import_state([sync.arena for sync in self._syncs if sync.arena.recipe.delayed], state_dict, name_map)
         for sync in self._syncs:
@@ -823,6 +754,7 @@ class StateManager(Joinable):
 
     def reset(self) -> None:
         """Forget all FP8 state. Local: do it on all ranks alike. Never needed between models."""
+        self._cycle.require("loading state")
         for sync in self._syncs:
             sync.abandon()
             sync.arena.reset()

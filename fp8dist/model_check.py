@@ -106,7 +106,7 @@ def check(
             report = run_check(anchor, build, policy, report_dir(), known, tell, None if switched_off else _INSTEAD)
         finally:  # A repair writes weights behind their casts' back.
             for cycle in cycles:
-                cycle.mode.invalidate_casts()
+                cycle.job.invalidate_casts()
     if switched_off:
         cycles[0].checker.say_what_is_skipped(report, anchor, scope)
     if report.consistent and step is not None:

@@ -13,7 +13,8 @@ from fp8dist.coverage import Survey, survey
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager, get_manager
 from fp8dist.modules.fp8_linear import convert
-from fp8dist.modules.linear_slots import LinearSlots, Mode
+from fp8dist.modules.job_state import JobState
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.overrides import High, Overrides
 from fp8dist.names import check_keywords
 from fp8dist.patterns import Skip, shadowed, unmatched
@@ -129,12 +130,12 @@ def prepare(
     recipes = {fqn: each.recipe(fqn, recipe) or recipe for fqn in linears}
     _require_gatherable(settings, recipes)
     plan = _Plan(linears, group, groups, recipe, recipes, settings)
-    mode = Mode(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather)
-    slots = {fqn: plan.slots_of(fqn, linear, mode) for fqn, linear in linears.items()}
+    job = JobState(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather, plan.shared)
+    slots = {fqn: plan.slots_of(fqn, linear, job) for fqn, linear in linears.items()}
     precisions = Precisions({fqn: of.precision for fqn, of in slots.items()})
     coverage = surveyed.coverage(settings.enabled)
     manager = StateManager(
-        model, recipe, settings, mode, precisions, plan.syncs, plan.sync_groups, plan.aliases, coverage
+        model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, coverage
     )
     for fqn, linear in linears.items():
         convert(linear, slots[fqn])
@@ -265,6 +266,7 @@ class _Plan:
         sync_groups = [None if g is None else SyncGroup(g) for g in distinct]
         self.syncs = list(self._syncs.values())
         self.sync_groups = [sync_groups[place] for place, _ in self._syncs]
+        self.shared = settings.amax_sync and any(group is not None and group.size > 1 for group in self.sync_groups)
 
     @property
     def speaks(self) -> bool:
@@ -279,9 +281,9 @@ class _Plan:
                 return place, self.recipes[fqn]
         return 0, self.recipes[fqn]
 
-    def slots_of(self, fqn: str, linear: nn.Linear, mode: Mode) -> LinearSlots:
+    def slots_of(self, fqn: str, linear: nn.Linear, job: JobState) -> LinearSlots:
         """What the converted module will know of its slots."""
         owner = self._weight_owner[id(linear.weight)]
         slots = {role: Slot(owner if role is Role.WEIGHT else fqn, role.value) for role in Role}
         syncs = self._syncs[self._arena_of(fqn)], self._syncs[self._arena_of(owner)]
-        return LinearSlots(*syncs, mode, self.recipes[fqn], slots)
+        return LinearSlots(*syncs, job, self.recipes[fqn], slots)

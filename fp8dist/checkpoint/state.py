@@ -48,6 +48,7 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, bytes]:
         """This rank's state by key. Local."""
+        self._cycle.require("saving state")
         self._cycle.settle()
         return {key: self._to_bytes(arenas) for key, arenas in self._arenas_by_key().items()}
 
@@ -57,6 +58,7 @@ class Checkpoint:
         Raises:
             CheckpointError: one of them is not there, or does not fit; nothing was changed.
         """
+        self._cycle.require("loading state")
         if "slots" in state_dict and "version" in state_dict:
             storage.validated_slots(state_dict)  # As version 1 gave it: raises.
         matches = []
@@ -73,6 +75,7 @@ class Checkpoint:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all of this rank's state to one file. Local."""
+        self._cycle.require("saving state")
         self._cycle.settle()
         storage.write_file(with_rank(path), self._to_bytes(self._arenas()))
 
@@ -82,6 +85,7 @@ class Checkpoint:
         Raises:
             CheckpointError: missing, damaged or foreign file, or it does not fit; nothing was changed.
         """
+        self._cycle.require("loading state")
         source = with_rank(path)
         saved, _ = storage.read_file(source)
         self._take_over([_match(source, self._arenas(), saved, strict, convert)])

@@ -23,7 +23,7 @@ from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import mended_texts, repair
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.divergence import Finding
-from fp8dist.modules.linear_slots import Mode
+from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.settings import Settings
@@ -72,14 +72,14 @@ class Checker:
         syncs: Sequence[ArenaSync],
         groups: Sequence[SyncGroup | None],
         settings: Settings,
-        mode: Mode,
+        job: JobState,
         control: PrecisionControl,
     ) -> None:
         self.callbacks: list[Callable[[Event], None]] = []
         self.checks = 0
         self.seconds = 0.0
         self._syncs, self._groups = syncs, groups
-        self._settings, self._mode = settings, mode
+        self._settings, self._job = settings, job
         self._control = control
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
         self._module: weakref.ref[nn.Module] | None = None
@@ -202,7 +202,7 @@ class Checker:
         if found.reference is not None:
             arena.adopt_untaken_scales(found.reference.scales, evidence.flags[TAKEN])
             arena.counters[SATURATED] = found.reference.saturated
-            self._mode.invalidate_casts()
+            self._job.invalidate_casts()
         return found.report
 
     def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> tuple[Finding, ...]:
@@ -272,7 +272,7 @@ class Checker:
             finally:
                 self.checks += 1
                 self.seconds += time.perf_counter() - start
-                self._mode.invalidate_casts()
+                self._job.invalidate_casts()
         self._tell_all()
         if report.consistent:
             self._last_good = step

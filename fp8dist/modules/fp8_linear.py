@@ -141,17 +141,17 @@ class FP8Linear(nn.Linear):
             ConfigurationError: the input does not fit, or ``attach`` has to come first; names the module.
         """
         slots = self.fp8_slots
-        mode = slots.mode
-        if not mode.allowed:
+        job = slots.job
+        if not job.enabled:
             return F.linear(input, self.weight, self.bias)
         precision = slots.precision
-        use_fp8 = mode.enabled and precision.high != GEMMS and (self.training or mode.eval_precision == "fp8")
-        observe = mode.calibrating or (precision.observing and mode.enabled and slots.records(self.training))
+        use_fp8 = job.in_fp8 and precision.high != GEMMS and (self.training or job.eval_precision == "fp8")
+        observe = job.recording or (precision.observing and job.in_fp8 and slots.records(self.training))
         fqn = slots.slots[Role.INPUT].fqn
-        if mode.awaits_attach:
+        if job.awaits_attach:
             raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
         if not use_fp8 and not torch.compiler.is_compiling():
-            slots.note.idle_at = mode.boundaries
+            slots.note.idle_at = job.boundaries
         weight = self.weight  # Once: a parametrization computes it anew at each access.
         in_fp8 = functools.partial(self._in_fp8, weight)
         compute = in_fp8 if use_fp8 else self._observed if observe else _in_high_precision
@@ -207,7 +207,7 @@ class FP8Linear(nn.Linear):
 
     def train(self, mode: bool = True) -> FP8Linear:
         """As nn.Module.train; also ends the reuse of weight casts."""
-        self.fp8_slots.mode.invalidate_casts()
+        self.fp8_slots.job.invalidate_casts()
         return super().train(mode)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.modules.job_state import JobState
 from fp8dist.modules.outgrown import (
     OUTGROWN,
     OUTGROWN_COPY,
@@ -34,7 +35,7 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.reference.blocks import BLOCK
 
-__all__ = ["Cast", "LinearSlots", "Mode", "States"]
+__all__ = ["Cast", "LinearSlots", "States"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -49,43 +50,6 @@ _SAMPLED = 4096
 
 States = tuple[SlotState, SlotState, SlotState]
 """The places of a module's input, weight and grad_output slots."""
-
-
-@dataclass
-class Mode:
-    """What the modules of one manager do now. One object, shared by them all.
-
-    ``generation`` counts everything after which a weight's cast must not be reused. ``awaits_attach``: no forward may
-    come before ``attach``: FSDP would gather weights in high precision, and keep its buffers for them. ``unsynced``:
-    ranks are to share state, and ``attach`` was not called yet. ``graphed``: a forward was captured into a CUDA graph.
-    ``measuring``: a watch wants to know what the casts of this step do. ``growth``: of weights that were written to.
-    ``stepping``: an optimizer's step is under way. ``said_unbounded``: steps without a boundary were warned of.
-    """
-
-    allowed: bool
-    backend: str
-    eval_precision: str
-    awaits_attach: bool = False
-    unsynced: bool = False
-    graphed: bool = False
-    enabled: bool = True
-    calibrating: bool = False
-    measuring: bool = False
-    reuse_casts: bool = False
-    generation: int = 0
-    boundaries: int = 0
-    growth: Growth | None = None
-    stepping: bool = False
-    said_unbounded: bool = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Nothing tells a copy when its weights change; nor is it in a graph.
-        fresh = ("reuse_casts", "graphed", "measuring", "stepping", "said_unbounded")
-        return {**self.__dict__, **dict.fromkeys(fresh, False), "growth": None}
-
-    def invalidate_casts(self) -> None:
-        """Weights may have changed: forget their casts."""
-        self.generation += 1
 
 
 class Cast(NamedTuple):
@@ -123,11 +87,11 @@ class LinearSlots:
     """
 
     def __init__(
-        self, sync: ArenaSync, weight_sync: ArenaSync, mode: Mode, recipe: Recipe, slots: dict[Role, Slot]
+        self, sync: ArenaSync, weight_sync: ArenaSync, job: JobState, recipe: Recipe, slots: dict[Role, Slot]
     ) -> None:
         self.sync = sync
         self.weight_sync = weight_sync
-        self.mode = mode
+        self.job = job
         self.recipe = recipe
         self.slots = slots
         self.precision = Precision(slots, recipe.high_precision)
@@ -150,7 +114,7 @@ class LinearSlots:
         if torch.compiler.is_compiling():
             return
         if capturing(self.sync.arena.device):
-            self.mode.graphed = True
+            self.job.graphed = True
         self.sync.settle()
         self.weight_sync.settle()
 
@@ -167,7 +131,7 @@ class LinearSlots:
                 sync.arena.place(device)
         if self._states is None:
             try:
-                ops.require_backend(self.mode.backend, device)
+                ops.require_backend(self.job.backend, device)
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
             input_, weight, grad = (
@@ -184,11 +148,11 @@ class LinearSlots:
     @property
     def wanted(self) -> bool:
         """Whether anybody wants amaxes: this step's sync, or a watch."""
-        return self.sync.every_step or self.mode.measuring
+        return self.sync.every_step or self.job.measuring
 
     def records(self, training: bool) -> bool:
         """Whether amaxes of this forward are recorded."""
-        return self.wanted and (self.mode.calibrating or (training and torch.is_grad_enabled()))
+        return self.wanted and (self.job.recording or (training and torch.is_grad_enabled()))
 
     def quantize(
         self,
@@ -215,11 +179,11 @@ class LinearSlots:
         """
         place = state.pending if pending is None else pending
         if not (rows or columns):
-            if record and (self.precision.observing or self.mode.calibrating):
-                ops.observe(x, place, backend=self.mode.backend)
+            if record and (self.precision.observing or self.job.recording):
+                ops.observe(x, place, backend=self.job.backend)
             nothing = x.new_empty(0)
             return Cast(nothing, nothing, nothing, nothing)
-        dtype, recipe, backend = state.format.dtype, self.recipe, self.mode.backend
+        dtype, recipe, backend = state.format.dtype, self.recipe, self.job.backend
         block = [0, 0]
         if recipe.by == "tensor":
             cold = state.cold if recipe.delayed or not just_in_time else state.always
@@ -252,17 +216,17 @@ class LinearSlots:
             else:
                 block = [BLOCK if square else 1, BLOCK]
                 cast = Cast(*ops.quantize_blocks(x, dtype, block=block, **copies))
-        if record and (self.mode.measuring or self.sync.arena.lanes):
+        if record and (self.job.measuring or self.sync.arena.lanes):
             self._measure(x if rows else x.t(), cast.rows_inv_scale if rows else cast.columns_inv_scale, state, block)
         return cast
 
     def _measure(self, x: Tensor, inv_scale: Tensor, state: SlotState, block: list[int]) -> None:
-        dtype, backend = state.format.dtype, self.mode.backend
+        dtype, backend = state.format.dtype, self.job.backend
         ops.measure(x, inv_scale, dtype, state.saturated, state.underflow, block=block, backend=backend)
 
     def observe(self, x: Tensor, state: SlotState) -> None:
         """``ops.observe`` with this manager's backend."""
-        ops.observe(x.detach(), state.pending, backend=self.mode.backend)
+        ops.observe(x.detach(), state.pending, backend=self.job.backend)
 
     def matmul(
         self,
@@ -277,7 +241,7 @@ class LinearSlots:
         """``ops.matmul`` with this manager's backend. Only fprop may accumulate fast: gradients are
         sums over many more terms (TransformerEngine draws the same line)."""
         return ops.matmul(
-            a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.mode.backend
+            a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.job.backend
         )
 
     def outgrown(self, linear: nn.Module, record: bool) -> Outgrown:
@@ -297,7 +261,7 @@ class LinearSlots:
         if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
             return self._outgrown  # A recomputation.
         note = self.note
-        note.used_at, note.used = self.mode.boundaries, True
+        note.used_at, note.used = self.job.boundaries, True
         if record and note.awaited:
             note.take(linear, self.resharded)
         written, factor = note.written(linear), OUTGROWN
@@ -312,8 +276,8 @@ class LinearSlots:
 
     @property
     def _upstream(self) -> Tensor | None:
-        growth = self.mode.growth
-        if growth is None or growth.boundaries != self.mode.boundaries:
+        growth = self.job.growth
+        if growth is None or growth.boundaries != self.job.boundaries:
             return None
         return growth.of_others(id(self))
 
@@ -323,10 +287,10 @@ class LinearSlots:
         self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
 
     def _add_growth(self, grown: Tensor) -> None:
-        mode = self.mode
-        if mode.growth is None or mode.growth.boundaries != mode.boundaries:
-            mode.growth = Growth(mode.boundaries)
-        mode.growth.add(id(self), grown)
+        job = self.job
+        if job.growth is None or job.growth.boundaries != job.boundaries:
+            job.growth = Growth(job.boundaries)
+        job.growth.add(id(self), grown)
 
     def input_cast(
         self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
@@ -373,14 +337,14 @@ class LinearSlots:
         for_backward = torch.is_grad_enabled() and not self.resharded
         columns = columns and for_backward
         reuse = (
-            self.mode.reuse_casts
+            self.job.reuse_casts
             and for_backward
             and not torch.compiler.is_compiling()
             and torch._C._len_torch_dispatch_stack() == 0
             and not capturing(weight.device)
         )
         owner = local_part(parameter)  # A DTensor shows a new view of it at each access.
-        key = (self.mode.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
+        key = (self.job.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
         if reuse and self._cast is not None and self._cast.serves(owner, key, record):
             return self._cast.cast
         unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
@@ -427,20 +391,20 @@ class LinearSlots:
         """
         if torch.compiler.is_compiling() or not recorded:
             return
-        if self.mode.unsynced:
-            self.mode.unsynced = False
+        if self.job.unsynced:
+            self.job.said_unsynced = True
             logger.warning(
                 "%s is trained, but attach() was not called: FP8 state is not synchronised, and scales do not follow",
                 self.slots[Role.INPUT].fqn,
             )
-        if self._boundary != self.mode.boundaries:
-            self._boundary, self._backwards, self._changes, self._sample = self.mode.boundaries, 0, 0, None
+        if self._boundary != self.job.boundaries:
+            self._boundary, self._backwards, self._changes, self._sample = self.job.boundaries, 0, 0, None
         self._backwards += 1
-        if self.mode.said_unbounded or self.mode.stepping or not self.sync.every_step:
+        if self.job.said_unbounded or self.job.stepping or not self.sync.every_step:
             return
         self._changes += self.note.changed_between_backwards()
         if self._changes > 1 or (self._backwards == self._look_at and self._changed_unseen()):
-            self.mode.said_unbounded = True
+            self.job.said_unbounded = True
             logger.warning(
                 "fp8dist: the weight of %s changes from backward to backward, but no step of FP8 state ends: its scale "
                 "stands still. What updates it is no torch optimizer that attach(optimizer=…) knows: call "

@@ -53,7 +53,7 @@ class Growth:
     """Which modules' written weights have outgrown their scales since a boundary: the device knows, the host does not.
 
     One module is kept apart from the rest, so that each can be told of the others. Modules are known by ids of their
-    slots: the mode that holds this is held by them.
+    slots: the job state that holds this is held by them.
     """
 
     def __init__(self, boundaries: int) -> None:

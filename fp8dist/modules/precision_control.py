@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from fp8dist.modules.linear_slots import Mode
+from fp8dist.modules.job_state import JobState
 from fp8dist.recipe import Gemm
 from fp8dist.settings import Settings
 from fp8dist.state.manifest import digest_word, manifest_digest
@@ -21,30 +21,39 @@ logger = logging.getLogger("fp8dist")
 
 
 class PrecisionControl:
-    """Of one manager: its modules' precisions, and the arenas, casts and manifests that follow from them.
-
-    ``manifests``: by arena, the digest of what ranks have agreed on. ``resumed``: the optimizer has been at work before
-    ``attach``.
-    """
+    """Of one manager: its modules' precisions, and the arenas, casts and manifests that follow from them."""
 
     def __init__(
         self,
         precisions: Precisions,
         settings: Settings,
-        mode: Mode,
+        job: JobState,
         syncs: Sequence[ArenaSync],
         groups: Sequence[SyncGroup | None],
     ) -> None:
         self.precisions = precisions
-        self.manifests: dict[int, str] = {}
-        self.resumed = False
-        self._settings, self._mode = settings, mode
+        self._manifests: dict[int, str] = {}
+        self._resumed = False
+        self._settings, self._job = settings, job
         self._syncs, self._groups = syncs, groups
+
+    def tie(self, manifests: dict[int, str]) -> None:
+        """Ranks have agreed on manifests: digests, by id of an arena's sync. Local."""
+        self._manifests = manifests
+        self.announce()
+
+    def untie(self) -> None:
+        """They share nothing any more. Local."""
+        self._manifests, self._resumed = {}, False
+
+    def training_resumes(self, resumed: bool) -> None:
+        """Whether the optimizer has been at work before ``attach``. Local."""
+        self._resumed = resumed
 
     def change(self, pattern: str, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> list[str]:
         """See ``StateManager.set_precision``; what is due must be committed. Local: on all ranks alike."""
         fqns = self.precisions.matching(pattern)
-        self._mode.invalidate_casts()
+        self._job.invalidate_casts()
         cold = self.wake(self.precisions.change(fqns, gemms, to_high, steps))
         if cold and self.speaks:
             logger.warning(
@@ -58,12 +67,12 @@ class PrecisionControl:
         """Every sync proves that its ranks have the same modules in high precision: it is in the manifest's word."""
         high = [(fqn, precision) for fqn, precision in self.precisions.by_fqn.items() if precision.high]
         for sync, group in zip(self._syncs, self._groups):
-            if id(sync) not in self.manifests:
+            if id(sync) not in self._manifests:
                 continue
             # Only modules of this group: an expert may fall back on the ranks that have it.
             same = [other.arena.index for other, of in zip(self._syncs, self._groups) if of is group]
             here = {fqn: each.high for fqn, each in high if any(each.slots[Role.INPUT] in index for index in same)}
-            digest = manifest_digest({"manifest": self.manifests[id(sync)], "high": here})
+            digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": here})
             sync.arena.set_manifest_word(digest_word(digest))
 
     def wake(self, slots: Collection[Slot]) -> int:
@@ -82,7 +91,7 @@ class PrecisionControl:
             if places and arena.recipe.delayed:
                 arena.make_cold(places)
                 cold += len(places)
-        self._mode.invalidate_casts()
+        self._job.invalidate_casts()
         return cold
 
     def fall_back(self, slots: Collection[Slot]) -> list[str]:
@@ -109,9 +118,9 @@ class PrecisionControl:
     def _warn_of_cold_start(self) -> None:
         """Once after ``attach``, where the optimizer has been at work before: training in FP8 goes on from high
         precision, and nothing is known of its tensors."""
-        if not self.resumed or self.precisions.idle:
+        if not self._resumed or self.precisions.idle:
             return
-        self.resumed = False
+        self._resumed = False
         cast = self.precisions.cast
         arenas = [sync.arena for sync in self._syncs if sync.arena.recipe.delayed]
         cold = sum(flag for arena in arenas for slot, flag in zip(arena.index, arena.cold.tolist()) if slot in cast)

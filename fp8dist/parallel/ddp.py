@@ -15,6 +15,8 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from fp8dist.modules.job_state import JobState
+
 __all__ = ["JoinLink", "ManagerJoinHook", "comm_hook", "find_ddp"]
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
@@ -36,7 +38,7 @@ class Launcher(Protocol):
         """Take the state of the rank that came furthest. COLLECTIVE."""
 
     @property
-    def joins(self) -> bool:
+    def job(self) -> JobState:
         """Whether a Join context is open."""
 
 
@@ -111,7 +113,7 @@ class JoinLink:
     def _after_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
         if module is not self._ddp():  # A deep copy has this hook too, and after attach() one of its own.
             return
-        if not (self._launcher.joins and torch.is_grad_enabled() and module.require_backward_grad_sync):
+        if not (self._launcher.job.joined and torch.is_grad_enabled() and module.require_backward_grad_sync):
             return
         queued = False
 

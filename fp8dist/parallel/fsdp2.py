@@ -287,10 +287,10 @@ class ShardedWeight:
         """Whether to record now; makes room for it."""
         if _in_backward() or not self.slots.wanted:
             return False  # The backward gathers the same weight again.
-        mode, linear = self.slots.mode, self._linear()
-        recorded = self._step == mode.boundaries
-        if mode.calibrating or (linear is not None and linear.training and self._moment.grad_enabled):
-            self._step = mode.boundaries
+        job, linear = self.slots.job, self._linear()
+        recorded = self._step == job.boundaries
+        if job.recording or (linear is not None and linear.training and self._moment.grad_enabled):
+            self._step = job.boundaries
         elif recorded:
             return False
         if not recorded:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8dist.consistency.replication import ddp_parameters
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
+from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears, require_revertible, revert
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.ddp import JoinLink, find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_weights
@@ -53,8 +53,6 @@ class Attachment:
     """The ties of one manager. There are none until ``tie``; each ``tie`` replaces the last one's."""
 
     def __init__(self, cycle: StepCycle) -> None:
-        self.by_optimizer = False
-        """Whether an optimizer's step is the boundary."""
         self._cycle = cycle
         self._hooks: BoundaryHooks | None = None
         self._join_link: JoinLink | None = None
@@ -82,35 +80,23 @@ class Attachment:
             ManifestMismatchError: on all ranks, when they were prepared differently.
             ConfigurationError: the state does not fit the model as it is wrapped now.
         """
-        cycle, mode, settings = self._cycle, self._cycle.mode, self._cycle.settings
+        cycle = self._cycle
         reshard(fsdp2_modules(whole))  # One may still hold what an evaluation has gathered.
         resharded = resharded_modules(whole)
         self._tell_of_torch(whole)
-        if settings.check_every:
-            require_checkable(whole)
-        _require_products(model, whole, resharded)
-        if settings.enabled and settings.fp8_all_gather:
-            require_whole_blocks(model, whole)
-        _require_groups(model, whole, cycle)
-        _require_current(model, whole, optimizers)
-        missing = _tell_of_held(model, whole, optimizers) if settings.enabled else []
+        _require_fitting(model, whole, resharded, optimizers, cycle)
+        missing = _tell_of_held(model, whole, optimizers) if cycle.settings.enabled else []
         self._before = cycle.sharded or self._before
         self.release()
         _place(model, whole, cycle)
-        self.by_optimizer, self._module = by_optimizer, weakref.ref(whole)
+        self._module = weakref.ref(whole)
         cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout)
         for linear in fp8_linears(model):
             linear.fp8_slots.resharded = linear in resharded
-        if settings.enabled:
-            if settings.fp8_all_gather:
-                cycle.sharded = shard_weights(cycle, model, whole)
-            cycle.derive_weight_scales(local_weights(model), "cold")
-        cycle.drop_nonfinite = scaler is not None
-        cycle.hooked = by_optimizer
-        cycle.control.resumed = any(map(_has_stepped, optimizers))
-        mode.awaits_attach = False
-        mode.invalidate_casts()
-        mode.reuse_casts = bool(optimizers)
+        self._derive_scales(model, whole)
+        cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
+        cycle.control.training_resumes(any(map(_has_stepped, optimizers)))
+        cycle.job.invalidate_casts()
         if cycle.sharded is not None:
             cycle.sharded.follow(self._before)
         self._before = None
@@ -118,6 +104,20 @@ class Attachment:
             cycle.steps.attached(optimizers, by_optimizer)
             if missing:
                 cycle.steps.expect_masters(missing, optimizers[-1])
+        self._install_hooks(whole, optimizers, scaler, by_optimizer)
+
+    def _derive_scales(self, model: nn.Module, whole: nn.Module) -> None:
+        """Of weights that have none. COLLECTIVE."""
+        cycle = self._cycle
+        if cycle.settings.enabled:
+            if cycle.settings.fp8_all_gather:
+                cycle.sharded = shard_weights(cycle, model, whole)
+            cycle.derive_weight_scales(local_weights(model), "cold")
+
+    def _install_hooks(
+        self, whole: nn.Module, optimizers: Sequence[Optimizer], scaler: Any, by_optimizer: bool
+    ) -> None:
+        cycle = self._cycle
         if optimizers:
             self._hooks = BoundaryHooks(cycle, optimizers, scaler, by_optimizer)
         if any(sync.arena.recipe.update == "next_step" for sync in cycle.syncs):
@@ -144,7 +144,50 @@ class Attachment:
         return None if self._join_link is None else self._join_link.ddp
 
     def untie(self) -> None:
-        """Undo ``tie``; the state stays. Local."""
+        """Undo ``tie``; the state stays. COLLECTIVE where the last sync found ranks to differ.
+
+        Raises:
+            ConfigurationError: FSDP2 gathers weights in FP8.
+            DivergenceError: with policy "raise", when the last sync proved that ranks differ. Nothing was untied.
+        """
+        cycle = self._cycle
+        if cycle.sharded is not None:
+            raise ConfigurationError(
+                "detach() cannot change what FSDP2 gathers: its buffers are for FP8 bytes, and no forward works "
+                "without attach(). For another optimizer call attach(…) again, which replaces the hooks; to get rid of "
+                "FP8 save the state_dict and build the model anew without fp8_all_gather"
+            )
+        cycle.settle()
+        cycle.checker.act_on_verdicts(joins=False)
+        self._untie()
+
+    def restore(self, model: nn.Module) -> None:
+        """Undo ``tie``, if there is one, and the conversion of the model's Linears. Local; waits for a sync in flight.
+
+        Raises:
+            ConfigurationError: see ``fp8dist.restore``. Nothing was changed.
+        """
+        cycle = self._cycle
+        cycle.require("restore()")
+        if cycle.sharded is not None:
+            raise ConfigurationError(
+                "restore() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
+                "fp8_all_gather"
+            )
+        linears = list(fp8_linears(model))
+        for linear in linears:
+            require_revertible(linear)
+        cycle.settle()
+        if cycle.watch is not None:
+            cycle.watch.close()
+        self._untie()
+        cycle.job.restore()
+        for linear in linears:
+            revert(linear)
+        if cycle.steps is not None:
+            cycle.steps.remove()
+
+    def _untie(self) -> None:
         self.release()
         self._module = self._before = None
         self._cycle.untie()
@@ -156,10 +199,10 @@ class Attachment:
             if tie is not None:
                 tie.remove()
         if cycle.steps is not None:
-            cycle.steps.brings_boundary = None
+            cycle.steps.released()
         self._hooks = self._join_link = cycle.sharded = None
         self._guards = []
-        self.by_optimizer = cycle.hooked = cycle.mode.reuse_casts = False
+        cycle.job.release()
 
 
 def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
@@ -171,6 +214,20 @@ def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
     for linear in fp8_linears(model):
         slots = linear.fp8_slots
         yield slots.weight_sync, slots.slots[Role.WEIGHT], linear.weight
+
+
+def _require_fitting(
+    model: nn.Module, whole: nn.Module, resharded: set[nn.Module], optimizers: Sequence[Optimizer], cycle: StepCycle
+) -> None:
+    """Raise ConfigurationError where the model as it is wrapped now, or an optimizer, does not fit the state. Local."""
+    settings = cycle.settings
+    if settings.check_every:
+        require_checkable(whole)
+    _require_products(model, whole, resharded)
+    if settings.enabled and settings.fp8_all_gather:
+        require_whole_blocks(model, whole)
+    _require_groups(model, whole, cycle)
+    _require_current(model, whole, optimizers)
 
 
 def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Module]) -> None:

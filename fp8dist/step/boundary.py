@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -26,34 +25,13 @@ from fp8dist.optimizer_hooks import (
     unwrap_optimizers,
     weakly,
 )
+from fp8dist.step.cycle import StepCycle
 
-__all__ = ["BoundaryHooks", "BoundaryOwner", "CompilationWatch"]
+__all__ = ["BoundaryHooks", "CompilationWatch"]
 
 _SCALER_STEP = GradScaler.step.__code__
 _SCALER_FRAMES = 8
 """Calls between a scaler and the optimizer: its own helper, and what schedulers wrap around ``step``."""
-
-
-class BoundaryOwner(Protocol):
-    """What the hooks tell of."""
-
-    def boundary(self, hold: Tensor | None = None) -> None:
-        """A step ends here. ``hold`` non-zero: the loss scaler skips it."""
-
-    def weights_changed(self) -> None:
-        """An attached optimizer has stepped."""
-
-    def reuse_casts(self, allowed: bool) -> None:
-        """Whether weights stand still between now and the next call."""
-
-    def step_skipped(self) -> None:
-        """The loss scaler did not run the optimizer."""
-
-    def scaler_found(self) -> None:
-        """There is a loss scaler: the non-finite amaxes of steps that it skips are to be dropped."""
-
-    def compilation_begins(self) -> None:
-        """torch.compile is about to trace something."""
 
 
 class CompilationWatch:
@@ -62,7 +40,7 @@ class CompilationWatch:
     The watch goes with the owner.
     """
 
-    def __init__(self, owner: BoundaryOwner) -> None:
+    def __init__(self, owner: StepCycle) -> None:
         # Here, because it takes a second: torch.optim has imported it, but not everybody has an optimizer.
         from torch._dynamo.callback import callback_handler
 
@@ -91,7 +69,7 @@ class BoundaryHooks:
     the collective may run under the update.
     """
 
-    def __init__(self, owner: BoundaryOwner, optimizers: Sequence[Optimizer], scaler: Any, is_boundary: bool) -> None:
+    def __init__(self, owner: StepCycle, optimizers: Sequence[Optimizer], scaler: Any, is_boundary: bool) -> None:
         self._owner = owner
         self._last = weakref.ref(optimizers[-1])  # It holds these hooks.
         self._is_boundary = is_boundary

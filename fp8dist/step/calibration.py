@@ -1,11 +1,73 @@
-"""What a calibration leaves as it was: gradients, buffers and random numbers."""
+"""A calibration: amaxes recorded in high precision, and everything else left as it was."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Untouched"]
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.job_state import JobState
+from fp8dist.parallel.torch_internals import fsdp2_modules
+from fp8dist.parallel.wrappers import awaits_reduction, reshard
+from fp8dist.step.cycle import StepCycle
+
+__all__ = ["calibration", "no_fp8", "recording"]
+
+
+@contextlib.contextmanager
+def no_fp8(job: JobState) -> Iterator[None]:
+    """See ``StateManager.no_fp8``."""
+    before, job.in_fp8 = job.in_fp8, False
+    try:
+        yield
+    finally:
+        job.in_fp8 = before
+
+
+@contextlib.contextmanager
+def recording(job: JobState) -> Iterator[None]:
+    """See ``StateManager.recording``."""
+    before, job.recording = job.recording, True
+    try:
+        yield
+    finally:
+        job.recording = before
+
+
+@contextlib.contextmanager
+def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
+    """See ``StateManager.calibrate``. COLLECTIVE on a clean exit.
+
+    Args:
+        module: the model as the loop calls it.
+    """
+    cycle.require("calibrate()")
+    cycle.settle()
+    sharded = fsdp2_modules(module)
+    if any(map(awaits_reduction, sharded)):
+        raise ConfigurationError(
+            "calibrate(): FSDP2 holds gradients that it has not reduced yet, and would mix them with those of the "
+            "calibration: calibrate between two optimizer steps, or let the last backward reduce them "
+            "(set_requires_gradient_sync(True))"
+        )
+    reshard(sharded)  # Else what an evaluation has gathered hides the parameters that have gradients.
+    pending = [sync.arena.pending.clone() for sync in cycle.syncs]
+    untouched = Untouched(module)
+    cycle.job.calibrating = True
+    try:
+        with no_fp8(cycle.job), recording(cycle.job):
+            yield
+    except BaseException:
+        for sync, before in zip(cycle.syncs, pending):
+            sync.arena.pending.copy_(before)
+        raise
+    finally:
+        cycle.job.calibrating = False
+        untouched.put_back()
+    cycle.boundary(calibrated=True)
 
 
 class Untouched:

@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
-from fp8dist.modules.linear_slots import LinearSlots, Mode
+from fp8dist.modules.job_state import JobState
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.optimizer_hooks import found_inf, is_real_step, retire_with, step_frames, untraced
 from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import local_part
@@ -39,7 +40,7 @@ _SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
 class StepListener(Protocol):
     """What hears of steps."""
 
-    mode: Mode
+    job: JobState
 
     @property
     def captures(self) -> bool:
@@ -130,6 +131,10 @@ class StepWatch:
             if changed:
                 note.mark_written()
 
+    def released(self) -> None:
+        """No optimizer's step is the boundary any more. Local."""
+        self.brings_boundary = None
+
     def detached(self) -> None:
         """No optimizer is attached any more. Local."""
         self._masters, self.brings_boundary = None, None
@@ -143,7 +148,7 @@ class StepWatch:
                 where an optimizer was seen to step, what was written later was not.
         """
         listener = self._listener()
-        boundaries = -1 if listener is None else listener.mode.boundaries - 1
+        boundaries = -1 if listener is None else listener.job.boundaries - 1
         for linear in self.linears:
             note = linear.fp8_slots.note
             seen = note.stepped_at == boundaries and note.written(linear)
@@ -192,17 +197,17 @@ class StepWatch:
         listener.before_step(optimizer)
         if nested or listener.captures:
             return
-        self._began, listener.mode.stepping = listener.mode.boundaries, True
+        self._began, listener.job.stepping = listener.job.boundaries, True
         if self._masters is not None and self._masters.told(optimizer):
             self._masters = None
-        held = self.held_by(optimizer) if listener.mode.allowed else []
+        held = self.held_by(optimizer) if listener.job.enabled else []
         self._unrecorded = [each for each in held if each.fp8_slots.note.written_unrecorded(each)]
         exempt = self.brings_boundary is not None and self.brings_boundary() is optimizer
         if not exempt and is_real_step(optimizer):
             again = [each for each in held if each.fp8_slots.note.stepped_at == self._began]
             late = [linear for linear in again if _is_late(linear.fp8_slots, self._began)]
             if late:
-                listener.mode.stepping = False
+                listener.job.stepping = False
                 text = _second_step(optimizer, late, optimizer in self._attached)
                 listener.tell_others(text)
                 raise ConfigurationError(text)
@@ -213,7 +218,7 @@ class StepWatch:
             return
         counts = real and not nested and not listener.captures
         if not nested:
-            listener.mode.stepping = False
+            listener.job.stepping = False
         unseen = compiled_any()  # Forwards that leave no notes.
         skipped = found_inf(optimizer)
         for linear in self.held_by(optimizer):

@@ -88,7 +88,7 @@ def train(make: Callable[[Any], torch.optim.Optimizer], reuse: bool, closure: bo
     optimizer = make(net.parameters())
     manager.attach(net, optimizer=optimizer)
     if not reuse:  # Before every forward, whatever hooks have said.
-        net.register_forward_pre_hook(lambda *_: manager._mode.invalidate_casts())
+        net.register_forward_pre_hook(lambda *_: manager._job.invalidate_casts())
     run = Run()
     with pytest.MonkeyPatch.context() as patch:
         casts = count_weight_casts(net, patch)
@@ -178,7 +178,7 @@ def attached(**recipe: Any) -> tuple[Net, StateManager, torch.optim.Optimizer]:
 
 def fresh_output(net: Net, manager: StateManager, x: Tensor) -> bytes:
     """What the net gives when no cast is reused. Records nothing."""
-    with torch.no_grad(), mock.patch.object(manager._mode, "reuse_casts", False):
+    with torch.no_grad(), mock.patch.object(manager._job, "reuse_casts", False):
         return bits(net(x))
 
 
@@ -427,22 +427,22 @@ def test_tied_weights_are_cast_anew_after_a_step() -> None:
     model(x).sum().backward()
     optimizer.step()
     after = bits(model(x))
-    with mock.patch.object(manager._mode, "reuse_casts", False):
+    with mock.patch.object(manager._job, "reuse_casts", False):
         assert bits(model(x)) == after
 
 
 # Where nothing tells that a weight is another one ---------------------------------------------------
 
 
-def fresh_before_every_forward(module: nn.Module, mode: Any) -> None:
+def fresh_before_every_forward(module: nn.Module, job: Any) -> None:
     """Reuse off, whatever hooks have said."""
-    module.register_forward_pre_hook(lambda *_: mode.invalidate_casts())
+    module.register_forward_pre_hook(lambda *_: job.invalidate_casts())
 
 
 def _recreated_optimizer(reuse: bool, keep_old: bool) -> Any:
     net, manager, old = attached()
     if not reuse:
-        fresh_before_every_forward(net, manager._mode)
+        fresh_before_every_forward(net, manager._job)
     losses = []
 
     def steps(optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -475,7 +475,7 @@ def test_a_recreated_optimizer_that_was_not_attached(keep_old: bool) -> None:
 def _functional_calls(reuse: bool) -> Any:
     net, manager, optimizer = attached()
     if not reuse:
-        fresh_before_every_forward(net, manager._mode)
+        fresh_before_every_forward(net, manager._job)
     losses = []
     for step in range(3):
         for micro in range(4):

@@ -119,7 +119,7 @@ def train(
     optimizer = torch.optim.AdamW(stack.parameters(), lr=0.01, fused=fused)
     manager.attach(stack, optimizer=optimizer)
     if not reuse:
-        manager._mode.reuse_casts = False
+        manager._job.reuse_casts = False
     log = Log()
     for step in range(4):
         for micro in range(accumulate):

@@ -374,7 +374,7 @@ def _attached(out_features: int, dim: int, recipe: Recipe, gather: bool) -> str:
     try:
         manager.attach(model)
     except ConfigurationError as error:
-        assert not manager._cycle.attached
+        assert not manager._job.attached
         return str(error)
     model(torch.randn(16, 256)).sum().backward()
     return ""

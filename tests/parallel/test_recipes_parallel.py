@@ -120,7 +120,7 @@ def _cut(up: int, recipe: Recipe) -> str:
     try:
         manager.attach(model)
     except ConfigurationError as error:
-        assert not manager._cycle.attached
+        assert not manager._job.attached
         return str(error)
     model(torch.randn(16, 256)).sum().backward()
     return ""

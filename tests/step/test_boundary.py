@@ -85,7 +85,7 @@ def test_a_weight_cast_does_not_outlive_the_first_of_two_optimizers() -> None:
     net(x).sum().backward()
     first.step()
     between = net(x)
-    manager._mode.reuse_casts = False
+    manager._job.reuse_casts = False
     assert torch.equal(net(x), between)
 
 

@@ -179,10 +179,10 @@ def _diverged() -> Any:
         manager.step()
     with pytest.raises(DivergenceError, match="last:weight") as caught:
         manager.detach()
-    attached = manager._cycle.attached
+    attached = manager._job.attached
     manager.detach()
     del optimizer
-    return attached, manager._cycle.attached, caught.value.report.findings[0].name
+    return attached, manager._job.attached, caught.value.report.findings[0].name
 
 
 def test_what_the_last_sync_proved_is_not_lost(two_ranks: RankPool) -> None:

@@ -1,0 +1,68 @@
+"""What all ranks of a group must have alike before they train together: agreed on at ``attach``, through the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.settings import Settings
+from fp8dist.state.manifest import ArenaDescription, WeightDescription, build_manifest, manifest_digest
+from fp8dist.state.slots import Slot
+from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist.sync.groups import SyncGroup, agree_on_manifests, publish_manifest, world_size
+from fp8dist.sync.roll_call import enrol
+
+__all__ = ["agree", "require_groups"]
+
+
+def require_groups(settings: Settings, groups: Sequence[SyncGroup | None]) -> None:
+    """Raise ConfigurationError where there are several ranks, but no group was named."""
+    if settings.amax_sync and None in groups and world_size() > 1:
+        raise ConfigurationError(
+            f"{world_size()} ranks and no group: pass prepare(group=…) the ranks that share activations and "
+            "weights (torch.distributed.group.WORLD for plain data parallelism, the whole DeviceMesh for DP x TP), "
+            "or amax_sync=False"
+        )
+
+
+def agree(
+    settings: Settings,
+    also: Mapping[str, Any],
+    syncs: Sequence[ArenaSync],
+    groups: Sequence[SyncGroup | None],
+    weights: Mapping[Slot, WeightDescription],
+    timeout: timedelta,
+) -> dict[int, str]:
+    """Publish all manifests, then wait for the others'. COLLECTIVE, through the store.
+
+    Args:
+        also: JSON values that must be equal, beside the settings.
+        groups: of each arena.
+        weights: by weight slot, what the weight is as a whole: the same on all ranks, however it is sharded.
+
+    Returns:
+        By id of an arena's sync, the digest of what its ranks have agreed on.
+
+    Raises:
+        ManifestMismatchError: on all ranks, if they differ.
+    """
+    distinct = {id(group): group for group in groups}
+    agreed = {**settings.describe(), **also, "groups": len(distinct)}
+    publications = []
+    for group in distinct.values():  # One for all arenas of a group: ranks may have different numbers of them.
+        arenas = [_described(sync, weights) for sync, of in zip(syncs, groups) if of is group]
+        if group is not None and group.size > 1:
+            publications.append(publish_manifest(group, build_manifest(arenas, agreed)))
+    if publications:
+        enrol()
+    agree_on_manifests(publications, len(distinct) - 1, timeout)
+    return {id(sync): manifest_digest(build_manifest([_described(sync, weights)], agreed)) for sync in syncs}
+
+
+def _described(sync: ArenaSync, weights: Mapping[Slot, WeightDescription]) -> ArenaDescription:
+    arena = sync.arena
+    return ArenaDescription(
+        arena.specs, arena.recipe.describe(), {s: w for s, w in weights.items() if s in arena.index}
+    )
