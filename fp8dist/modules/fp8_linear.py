@@ -20,7 +20,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.linear_slots import Cast, LinearSlots, States
 from fp8dist.modules.outgrown import Outgrown
-from fp8dist.modules.tensor_parallel import parallel_linear
+from fp8dist.modules.tensor_parallel import Linear, parallel_linear
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.arena import SlotState
@@ -141,25 +141,29 @@ class FP8Linear(nn.Linear):
             ConfigurationError: the input does not fit, or ``attach`` has to come first; names the module.
         """
         slots = self.fp8_slots
-        job = slots.job
-        if not job.enabled:
+        if not slots.job.enabled:
             return F.linear(input, self.weight, self.bias)
-        precision = slots.precision
-        use_fp8 = job.in_fp8 and precision.high != GEMMS and (self.training or job.eval_precision == "fp8")
-        observe = job.recording or (precision.observing and job.in_fp8 and slots.records(self.training))
         fqn = slots.slots[Role.INPUT].fqn
-        if job.awaits_attach:
+        if slots.job.awaits_attach:
             raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
-        if not use_fp8 and not torch.compiler.is_compiling():
-            slots.note.idle_at = job.boundaries
         weight = self.weight  # Once: a parametrization computes it anew at each access.
-        in_fp8 = functools.partial(self._in_fp8, weight)
-        compute = in_fp8 if use_fp8 else self._observed if observe else _in_high_precision
+        compute = self._computation(weight)
         if is_dtensor(weight):
             return parallel_linear(compute, input, weight, self.bias, fqn)
         if is_dtensor(input):
             raise ConfigurationError(f"{fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too")
         return compute(input, weight, self.bias)
+
+    def _computation(self, weight: Tensor) -> Linear:
+        """What this forward does: a product in FP8, or one in high precision, with or without recording amaxes."""
+        slots = self.fp8_slots
+        job, precision = slots.job, slots.precision
+        if job.in_fp8 and precision.high != GEMMS and (self.training or job.eval_precision == "fp8"):
+            return functools.partial(self._in_fp8, weight)
+        if not torch.compiler.is_compiling():
+            slots.note.idle_in(job.boundaries)
+        observes = job.recording or (precision.observing and job.in_fp8 and slots.records(self.training))
+        return self._observed if observes else _in_high_precision
 
     def _in_fp8(self, parameter: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``weight``: what this rank has of ``parameter``."""

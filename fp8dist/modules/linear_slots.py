@@ -179,46 +179,73 @@ class LinearSlots:
         """
         place = state.pending if pending is None else pending
         if not (rows or columns):
-            if record and (self.precision.observing or self.job.recording):
-                ops.observe(x, place, backend=self.job.backend)
-            nothing = x.new_empty(0)
-            return Cast(nothing, nothing, nothing, nothing)
-        dtype, recipe, backend = state.format.dtype, self.recipe, self.job.backend
+            return self._uncast(x, place, record)
         block = [0, 0]
-        if recipe.by == "tensor":
-            cold = state.cold if recipe.delayed or not just_in_time else state.always
-            warm_up = just_in_time and recipe.warmup == "current"
-            if unfit is not None:  # Rare: as if the slot were cold.
-                cold, warm_up = (cold & warm_up) | unfit, True
-            fp8, fp8_t, inv_scale = ops.quantize(
-                x,
-                state.scale,
-                cold,
-                place,
-                dtype,
-                record=record,
-                just_in_time=warm_up,
-                margin=recipe.margin,
-                power_of_two=recipe.power_of_two,
-                rows=rows,
-                columns=columns,
-                outgrown=outgrown,
-                backend=backend,
-            )
-            cast = Cast(fp8, inv_scale, fp8_t, inv_scale)
+        if self.recipe.by == "tensor":
+            cast = self._by_tensor(x, state, place, record, rows, columns, just_in_time, outgrown, unfit)
         else:
             if record:
-                ops.observe(x, place, backend=backend)
-            copies = {"power_of_two": recipe.power_of_two, "rows": rows, "columns": columns, "backend": backend}
-            if recipe.by == "row":
-                block = [1, max(1, x.shape[1] if rows else x.shape[0])]
-                cast = Cast(*ops.quantize_rowwise(x, dtype, **copies))
-            else:
-                block = [BLOCK if square else 1, BLOCK]
-                cast = Cast(*ops.quantize_blocks(x, dtype, block=block, **copies))
+                ops.observe(x, place, backend=self.job.backend)
+            cast, block = self._by_parts(x, state.format.dtype, rows, columns, square)
         if record and (self.job.measuring or self.sync.arena.lanes):
             self._measure(x if rows else x.t(), cast.rows_inv_scale if rows else cast.columns_inv_scale, state, block)
         return cast
+
+    def _uncast(self, x: Tensor, place: Tensor, record: bool) -> Cast:
+        if record and (self.precision.observing or self.job.recording):
+            ops.observe(x, place, backend=self.job.backend)
+        nothing = x.new_empty(0)
+        return Cast(nothing, nothing, nothing, nothing)
+
+    def _by_tensor(
+        self,
+        x: Tensor,
+        state: SlotState,
+        place: Tensor,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        just_in_time: bool,
+        outgrown: float | None,
+        unfit: Tensor | None,
+    ) -> Cast:
+        """One scale for all of x: the slot's, or one of its own. Records."""
+        recipe = self.recipe
+        cold = state.cold if recipe.delayed or not just_in_time else state.always
+        warm_up = just_in_time and recipe.warmup == "current"
+        if unfit is not None:  # Rare: as if the slot were cold.
+            cold, warm_up = (cold & warm_up) | unfit, True
+        fp8, fp8_t, inv_scale = ops.quantize(
+            x,
+            state.scale,
+            cold,
+            place,
+            state.format.dtype,
+            record=record,
+            just_in_time=warm_up,
+            margin=recipe.margin,
+            power_of_two=recipe.power_of_two,
+            rows=rows,
+            columns=columns,
+            outgrown=outgrown,
+            backend=self.job.backend,
+        )
+        return Cast(fp8, inv_scale, fp8_t, inv_scale)
+
+    def _by_parts(
+        self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool
+    ) -> tuple[Cast, list[int]]:
+        """A scale for each row, or for each block, of x's own; and the shape of what shares one."""
+        copies = {
+            "power_of_two": self.recipe.power_of_two,
+            "rows": rows,
+            "columns": columns,
+            "backend": self.job.backend,
+        }
+        if self.recipe.by == "row":
+            return Cast(*ops.quantize_rowwise(x, dtype, **copies)), [1, max(1, x.shape[1] if rows else x.shape[0])]
+        block = [BLOCK if square else 1, BLOCK]
+        return Cast(*ops.quantize_blocks(x, dtype, block=block, **copies)), block
 
     def _measure(self, x: Tensor, inv_scale: Tensor, state: SlotState, block: list[int]) -> None:
         dtype, backend = state.format.dtype, self.job.backend
@@ -260,19 +287,22 @@ class LinearSlots:
             return Outgrown(OUTGROWN * saturating)
         if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
             return self._outgrown  # A recomputation.
+        self._outgrown = self._judged(linear, record, saturating)
+        return self._outgrown
+
+    def _judged(self, linear: nn.Module, record: bool, saturating: float) -> Outgrown:
+        """``outgrown`` of a forward that is no recomputation. Notes that the weight is used."""
         note = self.note
-        note.used_at, note.used = self.job.boundaries, True
+        note.cast_at(self.job.boundaries)
         if record and note.awaited:
             note.take(linear, self.resharded)
-        written, factor = note.written(linear), OUTGROWN
+        written = note.written(linear)
         if record:
-            note.recorded = True
             note.was_recorded()
-        if written or note.unfollowed:
-            factor = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
-        others = factor * saturating if written and note.of_copy else None
-        self._outgrown = Outgrown(factor * saturating, others, written, self._upstream)
-        return self._outgrown
+        changed = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
+        factor = saturating * (changed if written or note.unfollowed else OUTGROWN)
+        others = factor if written and note.of_copy else None
+        return Outgrown(factor, others, written, self._upstream)
 
     @property
     def _upstream(self) -> Tensor | None:
@@ -320,42 +350,48 @@ class LinearSlots:
         """The weight in FP8: as it was gathered, cast now, or taken from an earlier microbatch of this step. No columns
         where ``backward_cast`` will make them.
 
-        No reuse of what FSDP frees, with grad off (a weight may be swapped for an eval, unseen), under torch.compile
-        (a guard on it would break), during capture (the graph must contain the cast), or under a dispatch mode
-        (selective checkpointing counts ops by position).
+        No reuse of what FSDP frees, with grad off (a weight may be swapped for an eval, unseen), or where
+        ``_reuse_key`` says so.
 
         Args:
             rows, columns: whether fprop and dgrad are in FP8.
             outgrown: of this forward.
         """
         if isinstance(weight, FP8Weight):
-            nothing = weight.rows.new_empty(0)
-            if outgrown.written:  # Its scale was derived anew where it did not fit: then it has no history.
-                arena = self.weight_sync.arena
-                self._add_growth((arena.amax[arena.index[self.slots[Role.WEIGHT]]] == 0) & ~state.cold)
-            return Cast(weight.rows, weight.inv_scale, nothing, nothing)
+            return self._gathered_cast(weight, state, outgrown)
         for_backward = torch.is_grad_enabled() and not self.resharded
         columns = columns and for_backward
-        reuse = (
-            self.job.reuse_casts
-            and for_backward
-            and not torch.compiler.is_compiling()
-            and torch._C._len_torch_dispatch_stack() == 0
-            and not capturing(weight.device)
-        )
         owner = local_part(parameter)  # A DTensor shows a new view of it at each access.
-        key = (self.job.generation, weight.data_ptr(), parameter._version) if reuse else (0, 0, 0)
-        if reuse and self._cast is not None and self._cast.serves(owner, key, record):
+        key = self._reuse_key(weight, parameter) if for_backward else None
+        if key is not None and self._cast is not None and self._cast.serves(owner, key, record):
             return self._cast.cast
-        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
-        cast = self.quantize(
-            weight.detach(), state, record, rows, columns, square=True, outgrown=outgrown.weight, unfit=unfit
-        )
+        cast = self._cast_weight(weight, state, record, rows, columns, outgrown)
         if outgrown.written and (rows or columns):
             self._tell_of_growth(cast, state)
-        if reuse:
+        if key is not None:
             self._cast = WeightCast(cast, weakref.ref(owner), key, record)
         return cast
+
+    def _gathered_cast(self, weight: FP8Weight, state: SlotState, outgrown: Outgrown) -> Cast:
+        """The weight as it was gathered in FP8."""
+        if outgrown.written:  # Its scale was derived anew where it did not fit: then it has no history.
+            arena = self.weight_sync.arena
+            self._add_growth((arena.amax[arena.index[self.slots[Role.WEIGHT]]] == 0) & ~state.cold)
+        nothing = weight.rows.new_empty(0)
+        return Cast(weight.rows, weight.inv_scale, nothing, nothing)
+
+    def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
+        """Equal as long as a cast may serve. None under torch.compile (a guard on the cast would break), under a
+        dispatch mode (selective checkpointing counts ops by position), and during capture (the graph must contain the
+        cast)."""
+        if (
+            not self.job.reuse_casts
+            or torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or capturing(weight.device)
+        ):
+            return None
+        return self.job.generation, weight.data_ptr(), parameter._version
 
     def casts_in_backward(self, weight: Tensor) -> bool:
         """Whether the backward derives its copy of the weight anew."""
@@ -368,19 +404,23 @@ class LinearSlots:
             return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
         # Not the slot's own place: a compiled backward may not hold what the forward has written to.
         nowhere = torch.empty_like(state.scale)
-        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
-        cast = self.quantize(
-            weight.detach(),
-            state,
-            False,
-            False,
-            True,
-            pending=nowhere,
-            square=True,
-            outgrown=outgrown.weight,
-            unfit=unfit,
-        )
+        cast = self._cast_weight(weight, state, False, False, True, outgrown, nowhere)
         return cast.columns, cast.columns_inv_scale
+
+    def _cast_weight(
+        self,
+        weight: Tensor,
+        state: SlotState,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        outgrown: Outgrown,
+        pending: Tensor | None = None,
+    ) -> Cast:
+        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
+        return self.quantize(
+            weight.detach(), state, record, rows, columns, pending, square=True, outgrown=outgrown.weight, unfit=unfit
+        )
 
     def count_backward(self, recorded: bool) -> None:
         """Warn once when the weight changes between backwards that no boundary ends.

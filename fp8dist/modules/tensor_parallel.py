@@ -42,31 +42,14 @@ def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor
     # Here, because it takes half a second: who has a DTensor has imported it.
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    if not is_dtensor(input):
-        raise ConfigurationError(
-            f"{fqn}: its weight is a DTensor, but its input is a plain tensor: let parallelize_module prepare the input"
-        )
-    mesh = weight.device_mesh
-    if mesh.ndim != 1:
-        raise ConfigurationError(f"{fqn}: its weight lies on a mesh of {mesh.ndim} axes, expected one axis")
-    of_weight, of_input = weight.placements[0], input.placements[0]
-    last = input.ndim - 1
-    column_wise = of_weight.is_shard(0) and of_input.is_replicate()
-    row_wise = of_weight.is_shard(1) and of_input.is_shard(last)
-    replicated = of_weight.is_replicate() and not of_input.is_partial() and not of_input.is_shard(last)
-    if not (column_wise or row_wise or replicated):
-        raise ConfigurationError(f"{fqn}: a weight placed {of_weight} cannot be multiplied with an input {of_input}")
+    of_weight, of_input = _placements(input, weight, fqn)
+    mesh, last = weight.device_mesh, input.ndim - 1
+    column_wise, row_wise = of_weight.is_shard(0), of_weight.is_shard(1)
     partial_input_grad = [Partial()] if column_wise else None
-    partial_weight_grad = [Partial()] if replicated and of_input.is_shard() else None
-    x = input.to_local(grad_placements=partial_input_grad)
+    partial_weight_grad = [Partial()] if of_weight.is_replicate() and of_input.is_shard() else None
+    x = input.to_local(grad_placements=partial_input_grad)  # type: ignore[attr-defined]
     w = weight.to_local(grad_placements=partial_weight_grad)
-    b = None
-    if bias is not None:
-        b = bias.to_local(grad_placements=partial_weight_grad) if is_dtensor(bias) else bias
-        if b.shape != w.shape[:1]:
-            raise ConfigurationError(
-                f"{fqn}: {b.shape[0]} elements of the bias are here for {w.shape[0]} outputs: place it like the weight"
-            )
+    b = None if bias is None else _local_bias(bias, w, partial_weight_grad, fqn)
     if row_wise:
         y = linear(x, w, None)
         if b is not None:
@@ -78,6 +61,37 @@ def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+def _placements(input: Tensor, weight: DTensor, fqn: str) -> tuple[Any, Any]:
+    """(weight's, input's) on the one axis of the mesh. Raises ConfigurationError unless they are in the table above."""
+    if not is_dtensor(input):
+        raise ConfigurationError(
+            f"{fqn}: its weight is a DTensor, but its input is a plain tensor: let parallelize_module prepare the input"
+        )
+    if weight.device_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"{fqn}: its weight lies on a mesh of {weight.device_mesh.ndim} axes, expected one axis"
+        )
+    of_weight, of_input = weight.placements[0], input.placements[0]
+    by_features = of_input.is_shard(input.ndim - 1)
+    column_wise = of_weight.is_shard(0) and of_input.is_replicate()
+    row_wise = of_weight.is_shard(1) and by_features
+    replicated = of_weight.is_replicate() and not of_input.is_partial() and not by_features
+    if not (column_wise or row_wise or replicated):
+        raise ConfigurationError(f"{fqn}: a weight placed {of_weight} cannot be multiplied with an input {of_input}")
+    return of_weight, of_input
+
+
+def _local_bias(bias: Tensor, weight: Tensor, grad_placements: Any, fqn: str) -> Tensor:
+    """This rank's part of it. ``weight``: this rank's."""
+    local = bias.to_local(grad_placements=grad_placements) if is_dtensor(bias) else bias
+    if local.shape != weight.shape[:1]:
+        raise ConfigurationError(
+            f"{fqn}: {local.shape[0]} elements of the bias are here for {weight.shape[0]} outputs: place it like the "
+            "weight"
+        )
+    return local
 
 
 class _AddOnce(torch.autograd.Function):

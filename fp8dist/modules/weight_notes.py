@@ -101,6 +101,34 @@ class WeightNote:
         self.awaited = self._written = self.of_copy = False
         self._in_backward = None
 
+    def trust_next(self) -> None:
+        """The scale will be right for the weight that the next forward finds: FP8 state was loaded."""
+        self.awaited = True
+
+    def cast_at(self, boundaries: int) -> None:
+        """A forward casts the weight to FP8. ``boundaries``: passed so far."""
+        self.used_at, self.used = boundaries, True
+
+    def idle_in(self, boundaries: int) -> None:
+        """A forward does not cast it. ``boundaries``: passed so far."""
+        self.idle_at = boundaries
+
+    def stepped(self, boundaries: int, skipped: Tensor | None, unseen: bool) -> None:
+        """An optimizer has stepped the weight.
+
+        Args:
+            boundaries: passed when its step began.
+            skipped: non-zero (on the weight's device): a loss scaler made it change nothing.
+            unseen: there may have been forwards that leave no note.
+        """
+        self.stepped_at, self.skipped = boundaries, skipped
+        self.unfollowed = not self.recorded and (self.used or not unseen)
+        self.recorded = self.used = False
+
+    def forget_steps(self) -> None:
+        """``attach``: what optimizers did before does not count."""
+        self.stepped_at, self.skipped, self.unfollowed = -1, None, False
+
     def _look_at(self, parameters: tuple[Tensor, ...]) -> None:
         self.stored = parameters
         locals_ = (local_part(parameter) for parameter in parameters)
@@ -118,7 +146,7 @@ class WeightNote:
 
     def was_recorded(self) -> None:
         """The forward that has just asked whether it was ``written`` records its amax."""
-        self._recorded = self._now
+        self.recorded, self._recorded = True, self._now
 
     def written_unrecorded(self, linear: nn.Module) -> bool:
         """Whether it was written to after the last forward that recorded: no scale will follow that."""

@@ -101,7 +101,7 @@ class Attachment:
             cycle.sharded.follow(self._before)
         self._before = None
         if cycle.steps is not None:
-            cycle.steps.attached(optimizers, by_optimizer)
+            cycle.steps.attached(optimizers)
             if missing:
                 cycle.steps.expect_masters(missing, optimizers[-1])
         self._install_hooks(whole, optimizers, scaler, by_optimizer)
@@ -198,8 +198,6 @@ class Attachment:
         for tie in (self._hooks, self._join_link, cycle.sharded, *self._guards):
             if tie is not None:
                 tie.remove()
-        if cycle.steps is not None:
-            cycle.steps.released()
         self._hooks = self._join_link = cycle.sharded = None
         self._guards = []
         cycle.job.release()
@@ -318,17 +316,10 @@ def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optim
     of such weights, or of another part of the model. Returns the Linears whose weights must then have masters."""
     if not optimizers:
         return []
-    held = {id(parameter): parameter for _, parameter in _parameters(optimizers)}
-    own = {id(parameter) for module in (model, whole) for parameter in module.parameters()}
-    strangers = [parameter for key, parameter in held.items() if key not in own and not is_lazy(parameter)]
+    strangers = _strangers(model, whole, optimizers)
     if strangers:
         logger.info("fp8dist: attach(optimizer=…): %d of its parameters are not the model's", len(strangers))
-    unheld = {
-        linear: weight
-        for linear in fp8_linears(model)
-        for weight in stored_parameters(linear)[:1]
-        if weight.requires_grad and id(weight) not in held
-    }
+    unheld = _unheld(model, optimizers)
     shapes = {parameter.shape for parameter in strangers}
     missing = {fqn_of(linear): weight for linear, weight in unheld.items() if weight.shape not in shapes}
     # Masters may also be one flat tensor.
@@ -341,6 +332,20 @@ def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optim
         )
         return []
     return list(unheld)
+
+
+def _strangers(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Parameters of the optimizers that are not the model's."""
+    own = {id(parameter) for module in (model, whole) for parameter in module.parameters()}
+    held = {id(parameter): parameter for _, parameter in _parameters(optimizers)}
+    return [parameter for key, parameter in held.items() if key not in own and not is_lazy(parameter)]
+
+
+def _unheld(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[FP8Linear, Tensor]:
+    """Trainable FP8 weights that no optimizer holds."""
+    held = {id(parameter) for _, parameter in _parameters(optimizers)}
+    stored = ((linear, weight) for linear in fp8_linears(model) for weight in stored_parameters(linear)[:1])
+    return {linear: weight for linear, weight in stored if weight.requires_grad and id(weight) not in held}
 
 
 def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:

@@ -54,8 +54,8 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
         "an early launch": {
             Tie.PREPARED: _ATTACH_FIRST,
             Activity.CAPTURING: (
-                "the graph may end before the step does: leave fp8dist's comm_hook out; the sync is then in the graph with "
-                "the optimizer's step"
+                "the graph may end before the step does: leave fp8dist's comm_hook out; the sync is then in the graph "
+                "with the optimizer's step"
             ),
         },
         "poll()": {

@@ -68,8 +68,7 @@ class StepWatch:
         self._linears: tuple[weakref.ref[FP8Linear], ...] | None = None
         self._began = 0
         self._unrecorded: list[FP8Linear] = []
-        self.brings_boundary: weakref.ref[Optimizer] | None = None
-        """The attached optimizer whose step is the boundary."""
+        self._last: weakref.ref[Optimizer] | None = None  # Of the attached ones: its step may be the boundary.
         self._masters: _Masters | None = None
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
@@ -110,34 +109,27 @@ class StepWatch:
         their master copies: whoever steps those writes to the weights. Local."""
         self._masters = _Masters(linears, optimizer)
 
-    def attached(self, optimizers: Sequence[Optimizer], by_optimizer: bool) -> None:
+    def attached(self, optimizers: Sequence[Optimizer]) -> None:
         """``attach`` has placed the state, and derived the scales of cold weights. Local.
 
         A weight that has changed since the last boundary stays marked as written: after an earlier ``attach`` its
         slot is hot, and has the scale of the old weight.
-
-        Args:
-            by_optimizer: the last one's step is the boundary.
         """
         model, self._masters = self._model(), None
         self._linears = () if model is None else tuple(map(weakref.ref, fp8_linears(model)))
         self._attached = weakref.WeakSet(optimizers)
-        self.brings_boundary = weakref.ref(optimizers[-1]) if by_optimizer else None
+        self._last = weakref.ref(optimizers[-1]) if optimizers else None
         for linear in self.linears:
             note = linear.fp8_slots.note
             changed = note.unfollowed or note.written(linear)
             note.take(linear, linear.fp8_slots.resharded, attached=True)
-            note.stepped_at, note.skipped, note.unfollowed = -1, None, False
+            note.forget_steps()
             if changed:
                 note.mark_written()
 
-    def released(self) -> None:
-        """No optimizer's step is the boundary any more. Local."""
-        self.brings_boundary = None
-
     def detached(self) -> None:
         """No optimizer is attached any more. Local."""
-        self._masters, self.brings_boundary = None, None
+        self._masters = self._last = None
         self._attached = weakref.WeakSet()
 
     def take_notes(self, after_step: bool = False) -> None:
@@ -167,7 +159,8 @@ class StepWatch:
         finally:
             for (linear, note), (awaited, written) in zip(before, kept):
                 note.take(linear, linear.fp8_slots.resharded)
-                note.awaited = awaited
+                if awaited:
+                    note.trust_next()
                 if written:
                     note.mark_written()
 
@@ -175,7 +168,7 @@ class StepWatch:
         """The state of these slots is right for the weights that the next forward finds. Local."""
         for linear in self.linears:
             if linear.fp8_slots.slots[Role.WEIGHT] in slots:
-                linear.fp8_slots.note.awaited = True
+                linear.fp8_slots.note.trust_next()
 
     def held_by(self, optimizer: Optimizer) -> list[FP8Linear]:
         """The FP8Linears whose weights an optimizer holds."""
@@ -202,15 +195,21 @@ class StepWatch:
             self._masters = None
         held = self.held_by(optimizer) if listener.job.enabled else []
         self._unrecorded = [each for each in held if each.fp8_slots.note.written_unrecorded(each)]
-        exempt = self.brings_boundary is not None and self.brings_boundary() is optimizer
-        if not exempt and is_real_step(optimizer):
-            again = [each for each in held if each.fp8_slots.note.stepped_at == self._began]
-            late = [linear for linear in again if _is_late(linear.fp8_slots, self._began)]
-            if late:
-                listener.job.stepping = False
-                text = _second_step(optimizer, late, optimizer in self._attached)
-                listener.tell_others(text)
-                raise ConfigurationError(text)
+        if is_real_step(optimizer) and not self._brings_boundary(listener.job, optimizer):
+            self._require_boundary(listener, optimizer, held)
+
+    def _brings_boundary(self, job: JobState, optimizer: Optimizer) -> bool:
+        return job.by_optimizer and self._last is not None and self._last() is optimizer
+
+    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[FP8Linear]) -> None:
+        """Raise ConfigurationError if weights are about to be stepped for the second time since the last boundary."""
+        again = [each for each in held if each.fp8_slots.note.stepped_at == self._began]
+        late = [linear for linear in again if _is_late(linear.fp8_slots, self._began)]
+        if late:
+            listener.job.stepping = False
+            text = _second_step(optimizer, late, optimizer in self._attached)
+            listener.tell_others(text)
+            raise ConfigurationError(text)
 
     def _after(self, optimizer: Optimizer, nested: bool) -> None:
         listener, real = self._listener(), is_real_step(optimizer)
@@ -226,9 +225,7 @@ class StepWatch:
             if not note.awaited:
                 note.take(linear, linear.fp8_slots.resharded)
             if counts:
-                note.stepped_at, note.skipped = self._began, skipped
-                note.unfollowed = not note.recorded and (note.used or not unseen)
-                note.recorded = note.used = False
+                note.stepped(self._began, skipped, unseen)
         if not nested:
             for linear in self._unrecorded:  # Written to between the last forward and this step.
                 linear.fp8_slots.note.mark_written()
