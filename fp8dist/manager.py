@@ -373,7 +373,7 @@ class StateManager(Joinable):
         if ddp is None:
             raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")
         if self._job.launches_early:
-            raise ConfigurationError("fp8dist.ddp.comm_hook cannot be used inside Join: leave the hook out")
+            raise ConfigurationError("Join with comm_hook: ranks without data do not launch: leave the hook out")
         return ManagerJoinHook(self._cycle, ddp)
 
     @property

@@ -428,7 +428,6 @@ class StepCycle:
         Not while calibrating, which commits on a clean exit only, and not after ``detach``.
         """
         if self.settings.enabled and not self.job.recording and not self.job.untied:
-            self.require("an early launch")
             for sync in self.syncs:
                 if sync.every_step:
                     sync.launch()
@@ -437,12 +436,11 @@ class StepCycle:
         """``launch_early``, called by a communication hook, which may have outlived a ``detach``. COLLECTIVE.
 
         Raises:
-            ConfigurationError: a Join context is open.
+            ConfigurationError: it comes out of order.
         """
         if not self.job.untied:
             self.job.launches_early = True
-            if self.job.joined:
-                raise ConfigurationError("fp8dist.ddp.comm_hook cannot be used inside Join: leave the hook out")
+            self.require("comm_hook")
             self.launch_early()
 
     def launch_idle(self) -> None:

@@ -51,11 +51,12 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Tie.RESTORED: _AGAIN,
             Activity.CALIBRATING: "it changes no parameter: step after it",
         },
-        "an early launch": {
+        "comm_hook": {
             Tie.PREPARED: _ATTACH_FIRST,
+            Activity.JOINED: "ranks without data do not launch from it: leave the hook out",
             Activity.CAPTURING: (
-                "the graph may end before the step does: leave fp8dist's comm_hook out; the sync is then in the graph "
-                "with the optimizer's step"
+                "the graph may end before the step does: leave the hook out; the sync is then in the graph with the "
+                "optimizer's step"
             ),
         },
         "poll()": {

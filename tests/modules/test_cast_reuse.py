@@ -503,7 +503,7 @@ def _copied_part(reuse: bool) -> list[bytes]:
     manager.attach(net, optimizer=optimizer)
     twin = copy.deepcopy(net["block"])
     if not reuse:
-        fresh_before_every_forward(twin, twin.first.fp8_slots.mode)
+        fresh_before_every_forward(twin, twin.first.fp8_slots.job)
     losses = []
     for step in range(4):
         x, y = batch(0, step)

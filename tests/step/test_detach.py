@@ -272,7 +272,7 @@ def _join_after_a_hook() -> list[str]:
             fp8dist.restore(net)
     manager.attach(ddp, optimizer=optimizer)  # Its hook works again.
     _step(ddp, optimizer, 2)
-    with pytest.raises(ConfigurationError, match="comm_hook cannot be used inside Join"), Join([ddp, manager]):
+    with pytest.raises(ConfigurationError, match="comm_hook"), Join([ddp, manager]):
         pass
     return [bits(parameter) for parameter in net.parameters()]
 

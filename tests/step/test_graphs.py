@@ -330,8 +330,8 @@ def test_a_capture_before_poll_is_refused(update: str) -> None:
 def test_what_cannot_be_captured_is_refused() -> None:
     job = _Job()
     job.manager.poll()
-    with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="comm_hook out"):
-        job.manager._early_launcher().launch_early()
+    with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="comm_hook while a CUDA graph is captured"):
+        job.manager._early_launcher().launch_from_hook()
     job.manager._cycle.sharded = mock.Mock()
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match="cannot be captured"):
         job.step()

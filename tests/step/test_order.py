@@ -1,0 +1,234 @@
+"""Every call of a manager in every phase of its life: refused with a text that helps, or allowed, and then it leads to
+the phase that ARCHITECTURE says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import fp8dist
+from fp8dist import ConfigurationError
+from fp8dist.modules.job_state import Activity, Tie
+from tests.support.graphs import EmulatedGraph
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net
+
+ROOT = Path(__file__).parents[2]
+
+# What a message says of each phase. Its second half names the columns of TABLE.
+WHERE = {
+    "alone": "",  # Prepared, and no other rank shares the state.
+    "prepared": "before attach()",
+    "attached": "after attach()",
+    "in step": "between a backward and the optimizer's step",
+    "calibrating": "inside calibrate()",
+    "joined": "inside a Join context",
+    "capturing": "while a CUDA graph is captured",
+    "detached": "after detach()",
+    "restored": "after restore()",
+}
+
+# x: refused. -: nothing to try.
+#                    alone prep att step calib join capt det rest
+TABLE = """
+attach()               .     .   .    .    x     x    x   .   x
+detach()               .     .   .    x    x     x    x   .   x
+restore()              .     .   .    .    x     x    x   .   x
+a step                 .     x   .    .    x     .    .   x   x
+comm_hook              .     x   .    .    .     x    x   .   .
+poll()                 .     x   .    .    .     .    x   x   x
+check()                -     x   .    .    .     x    x   x   x
+calibrate()            .     x   .    x    x     x    x   x   x
+refresh_weights()      .     x   .    .    .     x    x   x   x
+watch()                .     .   x    x    x     x    x   .   x
+set_precision()        .     .   .    .    .     .    x   .   x
+set_scale()            .     .   .    .    .     .    x   .   x
+swapped_weights()      .     .   .    .    .     .    x   .   x
+load_state_dict()      .     .   .    .    .     .    x   .   x
+reset()                .     .   .    .    .     .    x   .   x
+state_dict()           .     .   .    .    .     .    x   .   .
+"""
+REFUSED = {
+    (call.strip(), phase): mark == "x"
+    for line in TABLE.strip().splitlines()
+    for call, *marks in [re.split(r" {2,}", line)]
+    for phase, mark in zip(WHERE, marks, strict=True)
+    if mark != "-"
+}
+GROUPS = {"load_state_dict()": "loading state", "reset()": "loading state", "state_dict()": "saving state"}
+"""Calls that a message names together."""
+
+
+class _Job:
+    """A model under DDP with a hook that launches early, not attached yet."""
+
+    def __init__(self, shared: bool, hook: bool = True) -> None:
+        self.net = make_net()
+        group = dist.group.WORLD if shared else None
+        self.manager: Any = fp8dist.prepare(self.net, group=group, amax_sync=shared)
+        self.saved = self.manager.state_dict()
+        self.ddp = DistributedDataParallel(self.net)
+        self.hook: Any = None
+        if hook:
+            self.ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(self.manager))
+        self.optimizer = SGD(self.net.parameters(), lr=0.01)
+
+    def attach(self) -> None:
+        self.manager.attach(self.ddp, optimizer=self.optimizer, boundary="manual")
+
+    def backward(self) -> None:
+        x, y = batch(dist.get_rank(), 0)
+        nn.functional.mse_loss(self.ddp(x), y).backward()
+
+    @property
+    def phase(self) -> str:
+        """As ARCHITECTURE names it."""
+        activities = self.manager._cycle.activities
+        assert len(activities) < 2
+        return (activities[0] if activities else self.manager._job.tie).name.lower().replace("_", " ")
+
+    def inside(self, context: Any) -> str:
+        """The phase inside a context."""
+        with context:
+            return self.phase
+
+    def quiet_hook(self) -> Any:
+        """A communication hook that launches, and reduces no gradients."""
+        return fp8dist.ddp.comm_hook(self.manager, lambda *_: None)  # type: ignore[arg-type, return-value]
+
+    def call(self, name: str) -> Any:
+        manager, slot = self.manager, ("last", "weight")
+        bucket = SimpleNamespace(is_last=lambda: True)
+        calls: dict[str, Callable[[], Any]] = {
+            "attach()": self.attach,
+            "detach()": manager.detach,
+            "restore()": manager._restore,
+            "a step": manager.step,
+            "comm_hook": lambda: (self.hook or self.quiet_hook())(None, bucket),
+            "poll()": manager.poll,
+            "check()": manager.check,
+            "calibrate()": lambda: self.inside(manager.calibrate()),
+            "refresh_weights()": manager.refresh_weights,
+            "watch()": lambda: manager.watch(every=100),
+            "set_precision()": lambda: manager.set_precision("last", "high"),
+            "set_scale()": lambda: manager.set_scale(*slot, 2.0),
+            "swapped_weights()": lambda: self.inside(manager.swapped_weights()),
+            "load_state_dict()": lambda: manager.load_state_dict(self.saved),
+            "reset()": manager.reset,
+            "state_dict()": manager.state_dict,
+        }
+        return calls[name]()
+
+
+@contextmanager
+def _in_phase(phase: str) -> Iterator[_Job]:
+    job = _Job(shared=phase != "alone", hook=phase == "in step")
+    if phase in ("alone", "prepared"):
+        yield job
+        return
+    job.attach()
+    job.backward()
+    if phase == "in step":
+        yield job
+        return
+    job.manager.step()
+    if phase == "detached":
+        job.manager.detach()
+    elif phase == "restored":
+        job.hook = job.quiet_hook()
+        job.manager._restore()
+    if phase == "calibrating":
+        with job.manager.calibrate():
+            yield job
+    elif phase == "joined":
+        with Join([job.ddp, job.manager]):
+            yield job
+    elif phase == "capturing":
+        job.manager.poll()
+        with EmulatedGraph().capture():
+            yield job
+    else:
+        yield job
+
+
+def _tried(phase: str) -> list[tuple[str, str | None, str, str]]:
+    """(call, message of ConfigurationError, phase before, phase after) of each call."""
+    found: list[tuple[str, str | None, str, str]] = []
+    left = [call for call, of in REFUSED if of == phase]
+    while left:
+        with _in_phase(phase) as job:
+            refused = True
+            while left and refused:  # What was refused has changed nothing.
+                call, before, message = left.pop(0), job.phase, None
+                try:
+                    inside = job.call(call)
+                except ConfigurationError as error:
+                    inside, message = None, str(error)
+                refused = message is not None
+                found.append((call, message, before, inside if isinstance(inside, str) else job.phase))
+    return found
+
+
+def _transitions() -> set[tuple[str, str, str]]:
+    """(from, by, to) as ARCHITECTURE draws them."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    drawing = text.split("## Life of a manager")[1].split("```")[1]
+    found = set()
+    for line in drawing.strip().splitlines():
+        state, *hops = re.split(r" +── | ──▶ +", line.strip())
+        for by, to in zip(hops[::2], hops[1::2], strict=True):
+            found |= {(each, by, to) for each in state.split(", ")}
+            state = to
+    return found
+
+
+@pytest.mark.parametrize("phase", WHERE)
+def test_each_call_in_each_phase(two_ranks: RankPool, phase: str) -> None:
+    transitions = {(begin, by): to for begin, by, to in _transitions()}
+    first, second = two_ranks.run(_tried, phase)
+    assert first == second
+    for call, message, before, after in first:
+        if REFUSED[call, phase]:
+            assert message is not None, f"{call} {phase} was allowed"
+            where = (
+                WHERE["attached"] if (call, phase) != ("watch()", "restored") and call == "watch()" else WHERE[phase]
+            )
+            start = f"{GROUPS.get(call, call)} {where}: "
+            assert message.startswith(start), message
+            assert len(message) > len(start) + 8, "it says what to do"
+            assert after == before
+        else:
+            assert message is None, f"{call} {phase}: {message}"
+            assert after == transitions.get((before, call), before), f"{call} {phase} led to {after}"
+
+
+def test_the_drawing_has_every_phase() -> None:
+    phases = {phase.name.lower().replace("_", " ") for phase in (*Tie, *Activity)}
+    drawn = _transitions()
+    assert {to for _, _, to in drawn} | {"prepared"} == phases == {begin for begin, _, _ in drawn} | {"restored"}
+
+
+def test_poll_without_a_graph() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    manager.attach(net, boundary="manual")
+    for _ in range(2):
+        manager.step()
+        manager.poll()  # Before a capture, say.
+    with pytest.raises(ConfigurationError, match=r"poll\(\) without a graph: .* leave it out"):
+        manager.poll()
+    with EmulatedGraph().capture():
+        manager.step()
+    for _ in range(2):
+        manager.poll()
