@@ -15,7 +15,7 @@ from fp8dist.manager import ATTRIBUTE, StateManager, get_manager
 from fp8dist.modules.fp8_linear import convert
 from fp8dist.modules.linear_slots import LinearSlots, Mode
 from fp8dist.modules.overrides import High, Overrides
-from fp8dist.names import check_keywords
+from fp8dist.names import check_keywords, require_bool
 from fp8dist.patterns import Skip, shadowed, unmatched
 from fp8dist.recipe import DelayedScaling, Recipe, require_recipe
 from fp8dist.settings import Settings
@@ -107,8 +107,7 @@ def prepare(
     recipe = DelayedScaling() if recipe is None else require_recipe("recipe", recipe)
     groups = {} if groups is None else groups
     require_groups(groups)
-    if not isinstance(strict, bool):
-        raise ConfigurationError(f"strict must be True or False, got {strict!r}")
+    require_bool("strict", strict)
     settings = Settings.resolve(
         enabled=enabled,
         amax_sync=amax_sync,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.names import check_fields, nearest, require_choice
+from fp8dist.names import check_fields, nearest, require_bool, require_choice, require_int
 from fp8dist_kernels.formats import Format, Role, formats_by_role
 
 __all__ = [
@@ -62,8 +62,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, ("hybrid", "e4m3"))
-        if not isinstance(self.power_of_two, bool):
-            raise ConfigurationError(f"power_of_two must be True or False, got {self.power_of_two!r}")
+        require_bool("power_of_two", self.power_of_two)
         object.__setattr__(self, "high_precision", gemms_in_order("high_precision", self.high_precision))
 
     def format_of(self, role: Role) -> Format:
@@ -132,8 +131,8 @@ class DelayedScaling(Recipe):
     high_precision: tuple[Gemm, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_int("history_len", self.history_len, 1, 1_000_000)
-        _require_int("margin", self.margin, -64, 64)
+        require_int("history_len", self.history_len, 1, 1_000_000)
+        require_int("margin", self.margin, -64, 64)
         require_choice("update", self.update, ("same_step", "next_step"))
         require_choice("warmup", self.warmup, ("current", "unit"))
         if not callable(self.amax_algo):
@@ -218,11 +217,6 @@ def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:
         instead = f" (write {name}={tuple(meant)})" if meant and len(meant) == len(given) else ""
         raise ConfigurationError(f"{name} must be a tuple of {', '.join(GEMMS)}{instead}, got {value!r}")
     return tuple(gemm for gemm in GEMMS if gemm in value)
-
-
-def _require_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigurationError(f"{name} must be an integer from {low} to {high}, got {value!r}")
 
 
 _CALLED: Mapping[str, str] = MappingProxyType(

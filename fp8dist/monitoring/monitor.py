@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.monitoring.json_lines import keep_lines
+from fp8dist.names import is_number
 from fp8dist.state.slots import Slot
 
 __all__ = ["Monitor", "ScaleJump", "SlotStatistics"]
@@ -92,8 +93,7 @@ class Monitor:
         writes: bool = True,
         resume_after: int | None = None,
     ) -> None:
-        number = isinstance(jump, (int, float)) and not isinstance(jump, bool)
-        if jump is not None and not (number and 1 < jump < math.inf):
+        if jump is not None and not (is_number(jump) and 1 < jump < math.inf):
             raise ConfigurationError(f"jump must be a factor above 1, or None for no alarms, got {jump!r}")
         self._jump, self._writes = jump, writes
         self._scales: dict[Slot, float] = {}

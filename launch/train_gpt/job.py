@@ -240,14 +240,7 @@ def _gathers_fp8(options: Options) -> bool:
     """Wherever it is possible, unless a flag says otherwise: ranks must share what weights are cast with."""
     if options.fp8_all_gather is not None:
         return options.fp8_all_gather
-    settings = Settings.resolve(
-        enabled=None,
-        amax_sync=options.amax_sync,
-        check_every=options.check_every,
-        check_policy=options.check_policy,
-        backend=options.backend,
-        eval_precision="fp8",
-    )
+    settings = Settings.resolve(amax_sync=options.amax_sync)
     return options.why_not_gathered is None and settings.enabled and settings.amax_sync
 
 
