@@ -13,7 +13,10 @@ from fp8dist.names import require_bool, require_choice, require_int
 from fp8dist.state.fallback import Fallback
 from fp8dist_kernels.backends import BACKENDS
 
-__all__ = ["Settings", "report_dir"]
+__all__ = ["Policy", "Settings", "report_dir"]
+
+Policy = Literal["raise", "warn", "repair"]
+"""What to do when ranks differ."""
 
 _FLAGS: Mapping[str, bool] = MappingProxyType(
     {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
@@ -28,7 +31,7 @@ class Settings:
     enabled: bool
     amax_sync: bool
     check_every: int
-    check_policy: Literal["raise", "warn", "repair"]
+    check_policy: Policy
     backend: str
     eval_precision: str
     fp8_all_gather: bool = False

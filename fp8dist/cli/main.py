@@ -22,7 +22,7 @@ import fp8dist
 from fp8dist.cli.doctor import examine
 from fp8dist.cli.launch import launch
 from fp8dist.cli.simulate import add_flags, simulate
-from fp8dist.consistency.holdings import Holdings, ReplicaSet
+from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import CheckpointError, ConfigurationError

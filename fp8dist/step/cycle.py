@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
-from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.checker import Checker, Event
+from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.modules.linear_slots import Mode
@@ -22,7 +22,7 @@ from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.fsdp2 import ShardedWeight, ShardedWeights
 from fp8dist.recipe import Gemm
-from fp8dist.settings import Settings
+from fp8dist.settings import Policy, Settings
 from fp8dist.state.arena import Arena
 from fp8dist.state.manifest import ArenaDescription, WeightDescription, build_manifest, manifest_digest
 from fp8dist.state.precision import Precisions
