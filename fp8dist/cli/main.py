@@ -179,7 +179,7 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
             report = check_replicas(anchor, build).report
         _require_compared(report)
         code = _outcome(report)
-        if anchor.rank == (report.speaker if report.findings else 0):
+        if anchor.rank == (report.reporting_rank if report.findings else 0):
             if code == UNREADABLE:
                 for finding in report.findings:
                     print(f"fp8dist check: rank {finding.ranks[0]}: {finding.detail}", file=sys.stderr)

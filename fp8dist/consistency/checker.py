@@ -208,7 +208,7 @@ class Checker:
         """Mend it if that is the policy, and say it; the findings that are left. COLLECTIVE unless ``joins``."""
         assert sync.group is not None
         if joins:
-            if sync.group.rank == report.speaker:
+            if sync.group.rank == report.reporting_rank:
                 logger.warning("%s", report)
         else:
             if self.settings.check_policy == "repair":

@@ -22,7 +22,7 @@ __all__ = ["DivergenceReport", "announce", "save_evidence", "sides_of", "split",
 
 logger = logging.getLogger("fp8dist")
 
-MAX_WITNESSES = 8
+MAX_WITH_EVIDENCE = 8
 """Odd ranks of one finding that write their evidence."""
 
 
@@ -104,7 +104,7 @@ def announce(
     """
     if not report.findings:
         return
-    if group.rank == report.speaker:
+    if group.rank == report.reporting_rank:
         logger.log(logging.ERROR if raises and not report.consistent else logging.WARNING, "%s", report)
     if group.size > 1:
         dist.barrier(group=group.process_group)
@@ -118,13 +118,13 @@ def _write_files(
     folder: Path, report: DivergenceReport, rank: int, evidence: Callable[[Finding], dict[str, Any] | None]
 ) -> None:
     step = max(f.step for f in report.findings)
-    if rank == report.speaker:
+    if rank == report.reporting_rank:
         _write(folder, f"step{step:08d}-report", ".txt", f"{report}\n")
         _write(folder, f"step{step:08d}-report", ".json", json.dumps(report.to_json(), indent=1))
     mine = []
     for finding in report.findings:
-        reference = report.speaker if finding.reference_rank is None else finding.reference_rank
-        if rank in finding.ranks[:MAX_WITNESSES] or rank == reference:
+        reference = report.reporting_rank if finding.reference_rank is None else finding.reference_rank
+        if rank in finding.ranks[:MAX_WITH_EVIDENCE] or rank == reference:
             found = evidence(finding)
             if found is not None:
                 mine.append({"kind": finding.kind, "name": finding.name, **found})
