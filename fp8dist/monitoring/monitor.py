@@ -7,17 +7,16 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.monitoring.json_lines import keep_lines
 from fp8dist.names import is_number
 from fp8dist.state.slots import Slot
 
-__all__ = ["Monitor", "ScaleJump", "SlotStatistics"]
+__all__ = ["Monitor", "ScaleJump", "SlotStatistics", "keep_lines"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -97,7 +96,7 @@ class Monitor:
             raise ConfigurationError(f"jump must be a factor above 1, or None for no alarms, got {jump!r}")
         self._jump, self._writes = jump, writes
         self._scales: dict[Slot, float] = {}
-        self._sinks: list[_Sink] = []
+        self._sinks: list[_JsonLines | _TensorBoard] = []
         if writes and path is not None:
             self._sinks.append(_JsonLines(Path(path), resume_after))
         if writes and tensorboard is not None and (writer := _summary_writer(tensorboard, resume_after)) is not None:
@@ -155,14 +154,6 @@ class Monitor:
         return sorted(jumps, key=lambda jump: (-jump.factor, jump.slot))
 
 
-class _Sink(Protocol):
-    """Where statistics go. ``str()`` names it."""
-
-    def write(self, step: int, statistics: Sequence[SlotStatistics]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _JsonLines:
     def __init__(self, path: Path, resume_after: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,3 +208,31 @@ def _summary_writer(folder: str | Path, resume_after: int | None) -> Any:
         return None
     # Events of these steps and later ones, from before the resume, are not shown.
     return SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)
+
+
+def keep_lines(path: Path, last_step: int, keeps: Callable[[dict[str, Any]], bool] | None = None) -> None:
+    """Leave only the lines of steps up to ``last_step`` in the file, which need not exist.
+
+    What is no JSON object with a step, such as the last line of a killed process, is dropped. Written beside and
+    renamed, so that a process killed here loses nothing; line by line, because such files grow large.
+
+    Args:
+        keeps: asked about each line that would be kept.
+    """
+    if not path.exists():
+        return
+    new = path.with_name(path.name + ".new")
+    with path.open("rb") as lines, new.open("wb") as kept:
+        for text in lines:
+            line = _object(text)
+            if line is not None and line["step"] <= last_step and (keeps is None or keeps(line)):
+                kept.write(text.rstrip(b"\n") + b"\n")
+    new.replace(path)
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

@@ -13,7 +13,7 @@ from fp8dist.consistency.contents import Digester
 from fp8dist.offline.comparison import SourceContent, bytes_in
 from fp8dist.offline.entries import STATE, Entry, Source
 from fp8dist.offline.failures import one_line
-from fp8dist.state.slots import slot_key
+from fp8dist.state.slots import Slot
 from fp8dist.state.storage import read_file
 
 __all__ = ["Inspection", "inspect_source"]
@@ -80,7 +80,7 @@ def _part(source: Source, belongs: Callable[[Entry], bool]) -> Source:
 def _state_file(path: str) -> Inspection:
     state, info = read_file(path)
     rows = [
-        _slot_row(slot_key(*slot), {**{kind: state[kind][i] for kind in _KINDS}, "counters": state["counters"][:, i]})
+        _slot_row(str(Slot(*slot)), {**{kind: state[kind][i] for kind in _KINDS}, "counters": state["counters"][:, i]})
         for i, slot in enumerate(state["slots"])
     ]
     facts = {

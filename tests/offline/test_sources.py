@@ -37,7 +37,8 @@ import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import CheckpointError
 from fp8dist.offline import failures, slices, tiling, values
-from fp8dist.offline.sources import Entry, Source, open_source
+from fp8dist.offline.entries import Entry, Source
+from fp8dist.offline.sources import open_source
 from tests.support.ranks import RankPool
 from tests.support.states import saved_of
 
