@@ -15,6 +15,7 @@ import torch
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.names import check_fields, nearest, require_bool, require_choice, require_int
+from fp8dist_kernels import GEMMS, Gemm
 from fp8dist_kernels.formats import Format, Role, formats_by_role
 
 __all__ = [
@@ -31,10 +32,6 @@ __all__ = [
 ]
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
-
-Gemm = Literal["fprop", "dgrad", "wgrad"]
-GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
-"""The products of a Linear: ``y = x Wᵀ``, ``dx = dy W``, ``dW = dyᵀ x``."""
 
 
 class Recipe:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fp8dist import StateManager
 from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.text import first_few
 from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.faults.failures import CheckpointFailed, cause_of, is_of_a_collective
@@ -247,9 +248,9 @@ class Checkpoints:
         missing = {key for keys in needed for key in keys} - there
         if missing:
             raise ConfigurationError(
-                f"--resume {folder}: it has FP8 state {_listed(there)}, of {run.get('ranks')} rank(s), and this job "
-                f"needs {_listed(missing)}, on {self._ranks.size}: shared is that of --amax-sync, rank<N> that of "
-                "rank N with --no-amax-sync; go on with the same"
+                f"--resume {folder}: it has FP8 state {first_few(sorted(there))}, of {run.get('ranks')} rank(s), and "
+                f"this job needs {first_few(sorted(missing))}, on {self._ranks.size}: shared is that of --amax-sync, "
+                "rank<N> that of rank N with --no-amax-sync; go on with the same"
             )
 
     def _load_run(self, folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,12 +305,6 @@ class _Writer(FileSystemWriter):
             raise
         self._written()
         return results
-
-
-def _listed(keys: set[str]) -> str:
-    """The first few."""
-    names = sorted(keys)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @contextlib.contextmanager
