@@ -26,7 +26,7 @@ from fp8dist.offline.pickles import Builder, Record, Unpickler
 from fp8dist.offline.slices import FileSlice
 from fp8dist.offline.values import COMMON, StoredTensor, sizes
 
-__all__ = ["METADATA", "dcp_source"]
+__all__ = ["METADATA", "dcp_source", "tiles"]
 
 METADATA = ".metadata"
 _LARGEST_INDEX = 1 << 30
@@ -151,7 +151,7 @@ def _tensor_item(name: str, description: Record, pieces: Mapping[Key, FileSlice]
         raise CheckpointError(f"does not say which dtype {name} has")
     found = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields.get("chunks") or ()]
     boxes = {(sizes(chunk.get("offsets")), sizes(chunk.get("sizes"))) for chunk in found}
-    if any(len(o) != len(shape) or len(s) != len(shape) for o, s in boxes) or not _tiles(shape, boxes):
+    if any(len(o) != len(shape) or len(s) != len(shape) for o, s in boxes) or not tiles(shape, boxes):
         raise CheckpointError(f"its pieces of {name} do not fill {shape} exactly")
     chunks = [Chunk(o, s, _piece(pieces, (name, o))) for o, s in sorted(boxes) if 0 not in s]
     for chunk in chunks:
@@ -160,7 +160,7 @@ def _tensor_item(name: str, description: Record, pieces: Mapping[Key, FileSlice]
     return Entry(name, "parameter", shape, dtype_name(dtype)), partial(_assembled, name, shape, dtype, chunks)
 
 
-def _tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+def tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Whether ``boxes`` (offsets, sizes) fill ``shape`` without gap or overlap. Linear in their number.
 
     Each dim is given a random length for every interval between two cuts. Then the volumes of an exact tiling add up,
