@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8dist.simulation.calibration import Calibration
+from fp8dist.simulation.algorithms import Topology
 from fp8dist.simulation.constants import Algorithm, Constant
+from fp8dist.simulation.fitting import Fit
 from fp8dist.simulation.prediction import Cost
 from fp8dist.simulation.stragglers import Kind
-from fp8dist.simulation.topology import Topology
 
 __all__ = ["SimulationReport"]
 
@@ -25,7 +25,7 @@ class SimulationReport:
     straggler: Kind
     costs: Sequence[Cost]
     assumptions: Sequence[Constant]
-    calibration: Calibration | None = None
+    calibration: Fit | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; times in µs."""

@@ -11,8 +11,7 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.simulation.topology import Topology
-from fp8dist.simulation.ways import Way
+from fp8dist.simulation.algorithms import Topology, Way
 
 __all__ = ["Run", "read_run"]
 
