@@ -161,9 +161,8 @@ class Survey:
     @property
     def chosen(self) -> dict[str, nn.Linear]:
         """The Linears to convert, by fqn."""
-        return {
-            one.fqn: one.module for one in self._found if one.left_out is None and isinstance(one.module, nn.Linear)
-        }
+        found = ((one.fqn, one.module) for one in self._found if one.left_out is None)
+        return {fqn: module for fqn, module in found if isinstance(module, nn.Linear)}
 
     @property
     def fqns(self) -> list[str]:
@@ -174,11 +173,6 @@ class Survey:
     def left_out(self) -> list[tuple[str, LeftOut]]:
         """(fqn, why) of the others."""
         return [(one.fqn, one.left_out) for one in self._found if one.left_out is not None]
-
-    @property
-    def all_named(self) -> bool:
-        """True if the caller named everything that is left out."""
-        return all(why.named == "caller" for _, why in self.left_out)
 
     def coverage(self, enabled: bool) -> Coverage:
         """The table. ``enabled=False``: FP8 is switched off as a whole."""
@@ -283,9 +277,9 @@ def _named(fqn: str, overrides: Overrides, skip: Skip) -> LeftOut | None:
     pattern = skip.pattern_of(fqn)
     if pattern is None:
         return None
-    if skip.is_default(pattern):
-        return LeftOut("skip", f"it matches skip {pattern!r}, a default", "default")
-    return LeftOut("skip", f"it matches skip {pattern!r}", "caller")
+    if pattern in skip.given:
+        return LeftOut("skip", f"it matches skip {pattern!r}", "caller")
+    return LeftOut("skip", f"it matches skip {pattern!r}, a default", "default")
 
 
 # What multiplies -----------------------------------------------------------------------------------

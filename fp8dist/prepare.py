@@ -189,7 +189,8 @@ def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> No
             surveyed.summary(),
         )
     elif coverage.share < ENOUGH:
-        level = logging.WARNING if speaks and not surveyed.all_named else logging.INFO
+        named = all(why.named == "caller" for _, why in surveyed.left_out)
+        level = logging.WARNING if speaks and not named else logging.INFO
         logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
 
 
@@ -253,7 +254,7 @@ class _Plan:
                     continue
                 specs.setdefault(self._arena_of(fqn), []).append(SlotSpec(slot, recipes[fqn].format_of(role)))
         used = {place for (place, _), part in specs.items() if part}
-        specs = {key: part for key, part in specs.items() if part or key[0] not in used}  # Nobody syncs nothing.
+        specs = {key: part for key, part in specs.items() if part or key[0] not in used}  # Drop empty arenas.
         self._syncs = {
             (place, each): ArenaSync(
                 Arena(part, each, settings.backend, settings.fallback if settings.enabled else None),

@@ -163,7 +163,9 @@ class Inventory:
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Tensors and numbers of an optimizer's state, replicated as their parameters are."""
         self._replication.learn(module)
-        zero = Excuse("of a ZeroRedundancyOptimizer: each rank has its own") if _is_zero(optimizer) else None
+        # By name: importing torch.distributed.optim warns, and who has such an optimizer has imported it.
+        is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
+        zero = Excuse("of a ZeroRedundancyOptimizer: each rank has its own") if is_zero else None
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
                 name = self._replication.names.get(id(parameter), f"group{g}.{p}")
@@ -206,11 +208,6 @@ def _writer(state: dict[str, Any], key: str, kind: type[Any]) -> Callable[[Tenso
         state[key] = kind(number.item())
 
     return write
-
-
-def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
-    # By name: importing torch.distributed.optim warns, and who has such an optimizer has imported it.
-    return has_base(optimizer, "ZeroRedundancyOptimizer")
 
 
 def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

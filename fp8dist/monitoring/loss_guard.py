@@ -258,19 +258,14 @@ class LossGuard:
         if alarm.streak > 1:
             return
         if callable(self._action):
-            self._say(alarm, f"; {getattr(self._action, '__qualname__', type(self._action).__name__)} is called")
+            self._warn(f"{alarm}; {getattr(self._action, '__qualname__', type(self._action).__name__)} is called")
             self._action(alarm)
         elif self._action == "fallback":
             assert self._manager is not None
-            self._say(alarm, f"; {self._steps} steps follow in high precision")
+            self._warn(f"{alarm}; {self._steps} steps follow in high precision")
             self._manager.set_precision("*", "high", steps=self._steps + 1)  # This step is still to end.
-        elif self._action == "skip":
-            self._say(alarm, "; this step's update is skipped")
         else:
-            self._say(alarm, "")
-
-    def _say(self, alarm: LossAlarm, consequence: str) -> None:
-        self._warn(f"{alarm}{consequence}")
+            self._warn(f"{alarm}; this step's update is skipped" if self._action == "skip" else str(alarm))
 
     def _warn(self, message: str) -> None:
         rank = dist.get_rank() if world_size() > 1 else 0

@@ -9,7 +9,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from fp8dist.errors import ConfigurationError
@@ -105,9 +104,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def observe(self, step: int, statistics: Sequence[SlotStatistics]) -> list[ScaleJump]:

@@ -19,7 +19,7 @@ from fp8dist.state.fallback import Fallback
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
 from fp8dist_kernels import ops
 from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays
-from fp8dist_kernels.formats import Format, Role
+from fp8dist_kernels.formats import Format
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_STEP
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.reference.rings import RingShape, ordered_window, write_window
@@ -167,10 +167,6 @@ class Arena:
             else:
                 theirs[places] = mine
         return larger
-
-    def slots_of(self, role: Role) -> Iterator[tuple[Slot, int]]:
-        """The slots of one role and their places."""
-        return ((slot, i) for slot, i in self.index.items() if slot.role == role.value)
 
     @torch.inference_mode(False)
     def hold_shards(self, users: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
