@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from fp8dist.text import plural, ranks_text
+from fp8dist.text import aligned, plural, ranks_text
 
 __all__ = ["Divergence", "Finding", "Participant"]
 
@@ -151,8 +151,7 @@ def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
     cells = [_cells(f, noun) for f in findings[:SHOWN_ROWS]]
     columns = [name for name in cells[0] if any(row[name] for row in cells)]
     rows = [columns, *([row[name] for name in columns] for row in cells)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines = aligned(rows)
     if len(findings) > SHOWN_ROWS:
         lines.append(f"… and {len(findings) - SHOWN_ROWS} more")
     return lines

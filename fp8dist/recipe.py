@@ -218,21 +218,13 @@ def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:
 
 _CALLED: Mapping[str, str] = MappingProxyType(
     {
-        "delayed": "DelayedScaling()",
-        "delayedscaling": "DelayedScaling()",
-        "current": "CurrentScaling()",
-        "currentscaling": "CurrentScaling()",
-        "float8currentscaling": "CurrentScaling()",
-        "dynamic": "CurrentScaling()",
-        "tensorwise": "CurrentScaling()",
-        "rowwise": "RowwiseScaling()",
-        "rowwisescaling": "RowwiseScaling()",
+        **dict.fromkeys(("delayed", "delayedscaling"), "DelayedScaling()"),
+        **dict.fromkeys(("current", "currentscaling", "float8currentscaling"), "CurrentScaling()"),
+        **dict.fromkeys(("dynamic", "tensorwise"), "CurrentScaling()"),
+        **dict.fromkeys(("rowwise", "rowwisescaling"), "RowwiseScaling()"),
         "rowwise_with_gw_hp": 'RowwiseScaling(high_precision=("wgrad",))',
         "float8linearconfig": "CurrentScaling() or RowwiseScaling()",
-        "block": "BlockScaling()",
-        "blockwise": "BlockScaling()",
-        "blockscaling": "BlockScaling()",
-        "float8blockscaling": "BlockScaling()",
+        **dict.fromkeys(("block", "blockwise", "blockscaling", "float8blockscaling"), "BlockScaling()"),
     }
 )
 """What recipes are called in strings, in TransformerEngine and in torchao, in lower case."""
@@ -264,6 +256,4 @@ def _instead(theirs: type) -> str:
     """For a class of another library."""
     library = theirs.__module__.split(".")[0]
     known = _CALLED.get(theirs.__name__.lower())
-    if known is not None:
-        return f", {theirs.__name__} of {library}: use fp8dist.{known}"
-    return ""
+    return "" if known is None else f", {theirs.__name__} of {library}: use fp8dist.{known}"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from fp8dist.errors import ConfigurationError
 from fp8dist.names import is_number
 from fp8dist.state.slots import Slot
+from fp8dist.text import first_few
 
 __all__ = ["Monitor", "ScaleJump", "SlotStatistics", "keep_lines"]
 
@@ -122,15 +123,13 @@ class Monitor:
                     sink.close()
         jumps = [] if self._jump is None else self._jumps(step, statistics, self._jump)
         if jumps and self._writes:
-            told = ", ".join(f"{jump.slot} from {jump.before:.4g} to {jump.after:.4g}" for jump in jumps[:_NAMED])
-            more = f" and {len(jumps) - _NAMED} more" if len(jumps) > _NAMED else ""
+            told = first_few([f"{jump.slot} from {jump.before:.4g} to {jump.after:.4g}" for jump in jumps], _NAMED)
             logger.warning(
-                "fp8dist: step %d: %d scale(s) jumped by a factor of %g or more: %s%s",
+                "fp8dist: step %d: %d scale(s) jumped by a factor of %g or more: %s",
                 step,
                 len(jumps),
                 self._jump,
                 told,
-                more,
             )
         return jumps
 

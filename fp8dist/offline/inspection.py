@@ -15,6 +15,7 @@ from fp8dist.offline.entries import STATE, Entry, Source
 from fp8dist.offline.failures import one_line
 from fp8dist.state.slots import Slot
 from fp8dist.state.storage import read_file
+from fp8dist.text import aligned
 
 __all__ = ["Inspection", "inspect_source"]
 
@@ -41,9 +42,7 @@ class Inspection:
 
     def __str__(self) -> str:
         cells = [self.columns, *(tuple(map(_text, row)) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
-        whole = "\n".join([*(f"{name}: {value}" for name, value in self.facts.items()), *table])
+        whole = "\n".join([*(f"{name}: {value}" for name, value in self.facts.items()), *aligned(cells)])
         return "\n\n".join([whole, *map(str, self.states)])
 
 

@@ -24,23 +24,13 @@ SUFFIX = ".safetensors"
 _SHARDED = "DCP_SHARDING_INFO"
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {
-        "F64": "float64",
-        "F32": "float32",
-        "F16": "float16",
+        **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
         "BF16": "bfloat16",
-        "I64": "int64",
-        "I32": "int32",
-        "I16": "int16",
-        "I8": "int8",
-        "U64": "uint64",
-        "U32": "uint32",
-        "U16": "uint16",
-        "U8": "uint8",
+        **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
+        **{f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)},
         "BOOL": "bool",
         "C64": "complex64",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E8M0": "float8_e8m0fnu",
+        **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
     }
 )
 

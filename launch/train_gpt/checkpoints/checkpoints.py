@@ -55,7 +55,7 @@ class Checkpoints:
     """Saves every ``--save-every`` steps into ``OUT/checkpoints``, and finds what to go on from. COLLECTIVE."""
 
     def __init__(self, options: Options, ranks: Ranks) -> None:
-        self.written: Callable[[int], None] | None = None
+        self.written: Callable[[int], None] = lambda step: None
         """Called with the step when this rank has written its file, before the checkpoint is whole."""
         self._options, self._ranks = options, ranks
         self._parent = folders.of(options.out)
@@ -101,7 +101,7 @@ class Checkpoints:
             state["run"]["guard"] = guard
         if manager is not None:
             state["fp8"] = manager
-        writer = _Writer(folders.partial(self._parent, step), lambda: self._tell_written(step))
+        writer = _Writer(folders.partial(self._parent, step), lambda: self.written(step))
         with _no_warning_of_one_process():
             how: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
             if self._options.async_save:
@@ -142,10 +142,6 @@ class Checkpoints:
                 raise
             place = f"rank {self._ranks.rank}: checkpoint of step {step}"
             raise CheckpointFailed(f"{place} could not be written: {cause_of(error)}") from error
-
-    def _tell_written(self, step: int) -> None:
-        if self.written is not None:
-            self.written(step)
 
     def _finish(self, step: int) -> None:
         """Local: a save returns, on the first rank, only after all ranks have written."""
