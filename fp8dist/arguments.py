@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.names import is_number
 from fp8dist.patterns import require_patterns
 from fp8dist.sync.groups import has_base
 
@@ -71,8 +72,7 @@ def require_attachable(module: object, optimizer: object, scaler: object, timeou
             _require_optimizer(one)
     _require_scaler(scaler)
     if not isinstance(timeout, timedelta):
-        seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        instead = f": write datetime.timedelta(seconds={timeout})" if seconds else ""
+        instead = f": write datetime.timedelta(seconds={timeout})" if is_number(timeout) else ""
         raise ConfigurationError(f"timeout must be a datetime.timedelta, got {_shown(timeout)}{instead}")
 
 

@@ -21,6 +21,7 @@ from fp8dist.patterns import Skip
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.slots import clean_fqn
 from fp8dist.sync.groups import has_base, local_part
+from fp8dist.text import aligned, first_few
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
 __all__ = ["Coverage", "CoverageRow", "Survey", "survey"]
@@ -106,12 +107,7 @@ class Coverage:
             (row.fqn or "(model)", row.kind, f"{row.parameters:,}", f"{100 * row.flops:.1f} %", str(row))
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in lines) for i in range(4)]
-        table = [
-            f"{fqn:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {share:>{widths[3]}}  {where}"
-            for fqn, kind, count, share, where in lines
-        ]
-        return "\n".join([*table, f"FP8: {self.summary}"])
+        return "\n".join([*aligned(lines, right=(2, 3)), f"FP8: {self.summary}"])
 
     @property
     def summary(self) -> str:
@@ -161,9 +157,8 @@ class Survey:
     @property
     def chosen(self) -> dict[str, nn.Linear]:
         """The Linears to convert, by fqn."""
-        return {
-            one.fqn: one.module for one in self._found if one.left_out is None and isinstance(one.module, nn.Linear)
-        }
+        found = ((one.fqn, one.module) for one in self._found if one.left_out is None)
+        return {fqn: module for fqn, module in found if isinstance(module, nn.Linear)}
 
     @property
     def fqns(self) -> list[str]:
@@ -174,11 +169,6 @@ class Survey:
     def left_out(self) -> list[tuple[str, LeftOut]]:
         """(fqn, why) of the others."""
         return [(one.fqn, one.left_out) for one in self._found if one.left_out is not None]
-
-    @property
-    def all_named(self) -> bool:
-        """True if the caller named everything that is left out."""
-        return all(why.named == "caller" for _, why in self.left_out)
 
     def coverage(self, enabled: bool) -> Coverage:
         """The table. ``enabled=False``: FP8 is switched off as a whole."""
@@ -217,10 +207,9 @@ class Survey:
         """Raise ConfigurationError if something is left out that no pattern and no filter_fn named."""
         unnamed = [f"{fqn or 'the model'} ({why.reason})" for fqn, why in self.left_out if why.named is None]
         if unnamed:
-            more = f" and {len(unnamed) - _LISTED} more" if len(unnamed) > _LISTED else ""
             raise ConfigurationError(
                 f"strict=True: {len(unnamed)} module(s) would stay in high precision, and no pattern names them: "
-                f"{', '.join(unnamed[:_LISTED])}{more}. Name them in skip= or overrides=, or make them eligible"
+                f"{first_few(unnamed, _LISTED)}. Name them in skip= or overrides=, or make them eligible"
             )
 
 
@@ -283,9 +272,9 @@ def _named(fqn: str, overrides: Overrides, skip: Skip) -> LeftOut | None:
     pattern = skip.pattern_of(fqn)
     if pattern is None:
         return None
-    if skip.is_default(pattern):
-        return LeftOut("skip", f"it matches skip {pattern!r}, a default", "default")
-    return LeftOut("skip", f"it matches skip {pattern!r}", "caller")
+    if pattern in skip.given:
+        return LeftOut("skip", f"it matches skip {pattern!r}", "caller")
+    return LeftOut("skip", f"it matches skip {pattern!r}, a default", "default")
 
 
 # What multiplies -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from fp8dist.text import plural, ranks_text
+from fp8dist.text import aligned, plural, ranks_text
 
 __all__ = ["Divergence", "Finding", "Participant"]
 
@@ -107,7 +107,7 @@ class Divergence:
         return not self.findings or bool(self.repaired)
 
     @property
-    def speaker(self) -> int:
+    def reporting_rank(self) -> int:
         """Who prints it: the lowest rank that is in the majority, the lowest of all where there is none."""
         odd = {rank for f in self.findings if f.reference_rank is not None for rank in f.ranks}
         majority = {f.reference_rank for f in self.findings if f.reference_rank is not None}
@@ -148,42 +148,31 @@ class Divergence:
 
 
 def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
-    columns = (
-        "step",
-        "last good",
-        "kind",
-        "name",
-        f"{noun}s",
-        "reference",
-        "index",
-        "value",
-        "expected",
-        "ULP",
-        "what",
-    )
-    rows = [columns]
-    for f in findings[:SHOWN_ROWS]:
-        rows.append(
-            (
-                str(f.step) if noun == "rank" else "",
-                "" if noun != "rank" else "-" if f.last_good_step is None else str(f.last_good_step),
-                f.kind,
-                _printable(f.name),
-                ranks_text(f.ranks),
-                "no majority" if f.reference_rank is None else str(f.reference_rank),
-                "" if f.index is None else ", ".join(map(str, f.index)),
-                "" if f.index is None else repr(f.value),
-                "" if f.index is None else repr(f.expected),
-                "" if f.ulp is None else str(f.ulp),
-                _what(f),
-            )
-        )
-    kept = [i for i, name in enumerate(columns) if any(row[i] for row in rows[1:])]
-    widths = {i: max(len(row[i]) for row in rows) for i in kept}
-    lines = ["  ".join(row[i].ljust(widths[i]) for i in kept).rstrip() for row in rows]
+    cells = [_cells(f, noun) for f in findings[:SHOWN_ROWS]]
+    columns = [name for name in cells[0] if any(row[name] for row in cells)]
+    rows = [columns, *([row[name] for name in columns] for row in cells)]
+    lines = aligned(rows)
     if len(findings) > SHOWN_ROWS:
         lines.append(f"… and {len(findings) - SHOWN_ROWS} more")
     return lines
+
+
+def _cells(f: Finding, noun: str) -> dict[str, str]:
+    """A row of the table, by column. Columns that are empty in all rows are not shown."""
+    of_ranks, located = noun == "rank", f.index is not None
+    return {
+        "step": str(f.step) if of_ranks else "",
+        "last good": ("-" if f.last_good_step is None else str(f.last_good_step)) if of_ranks else "",
+        "kind": f.kind,
+        "name": _printable(f.name),
+        f"{noun}s": ranks_text(f.ranks),
+        "reference": "no majority" if f.reference_rank is None else str(f.reference_rank),
+        "index": ", ".join(map(str, f.index or ())),
+        "value": repr(f.value) if located else "",
+        "expected": repr(f.expected) if located else "",
+        "ULP": "" if f.ulp is None else str(f.ulp),
+        "what": _what(f),
+    }
 
 
 def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from fp8dist.arguments import is_module_name, require_attachable
 from fp8dist.checkpoint.state import Checkpoint, with_rank
 from fp8dist.checkpoint.transformer_engine import ImportReport, NameMap, import_state
-from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.checker import Event
+from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage
 from fp8dist.errors import ConfigurationError, NotAModelError
@@ -35,7 +35,7 @@ from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import reshard
 from fp8dist.patterns import unmatched
 from fp8dist.recipe import GEMMS, Gemm, Recipe, gemms_in_order
-from fp8dist.settings import Settings
+from fp8dist.settings import Policy, Settings
 from fp8dist.state.arena import NONFINITE
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role

@@ -11,16 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from fp8dist.consistency.check import Policy, Scope, add_arenas, add_module, on_device, run_check
-from fp8dist.consistency.holdings import Holdings
-from fp8dist.consistency.inventory import Inventory
+from fp8dist.consistency.checker import run_check
+from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager
 from fp8dist.names import require_choice
 from fp8dist.optimizer_hooks import unwrap_optimizers
 from fp8dist.parallel.torch_internals import require_checkable
-from fp8dist.settings import report_dir
+from fp8dist.settings import Policy, report_dir
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 
 __all__ = ["check"]
@@ -84,31 +83,24 @@ def check(
     require_checkable(module)
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers: list[StateManager] = [m.__dict__[ATTRIBUTE] for m in module.modules() if ATTRIBUTE in m.__dict__]
-    cycles = [manager._checkable() for manager in managers]
+    checkers = [manager._checkable().checker for manager in managers]
     scope = Scope(True, gradients, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
-
-    def build() -> Holdings:
-        inventory = Inventory(anchor, vouched=group is not None, groups=groups)
-        for cycle in cycles:
-            add_arenas(inventory, cycle.syncs)
-        add_module(inventory, module, scope)
-        return inventory.holdings(step or 0, last_good_step=module.__dict__.get(LAST_GOOD_STEP))
-
-    def tell(report: DivergenceReport) -> None:
-        for cycle in cycles:
-            cycle.checker.tell_report(report)
-
-    with on_device(_device_of(module)):
-        known = [finding for cycle in cycles for finding in cycle.checker.known_findings()]
-        # Who switches FP8 off for a job that checks its FP8 state must not end it by that.
-        switched_off = bool(cycles) and not any(cycle.settings.enabled for cycle in cycles)
-        try:
-            report = run_check(anchor, build, policy, report_dir(), known, tell, None if switched_off else _INSTEAD)
-        finally:  # A repair writes weights behind their casts' back.
-            for cycle in cycles:
-                cycle.job.invalidate_casts()
-    if switched_off:
-        cycles[0].checker.say_what_is_skipped(report, anchor, scope)
+    report = run_check(
+        anchor,
+        checkers,
+        module,
+        scope,
+        policy,
+        _INSTEAD,
+        _device_of(module),
+        report_dir(),
+        step=step or 0,
+        last_good=module.__dict__.get(LAST_GOOD_STEP),
+        vouched=group is not None,
+        groups=groups,
+    )
+    if checkers and not any(checker.settings.enabled for checker in checkers):
+        checkers[0].say_what_is_skipped(report, anchor, scope)
     if report.consistent and step is not None:
         module.__dict__[LAST_GOOD_STEP] = step
     return report

@@ -1,4 +1,4 @@
-"""Names that a caller got wrong: the nearest right one, and what other libraries' arguments are called here."""
+"""Arguments that a caller got wrong: the nearest right name, what other libraries call them, and simple values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 from fp8dist.errors import ConfigurationError, UnknownArgumentError
 
-__all__ = ["check_fields", "check_keywords", "did_you_mean", "nearest", "require_choice"]
+__all__ = [
+    "check_fields",
+    "check_keywords",
+    "did_you_mean",
+    "is_number",
+    "nearest",
+    "require_bool",
+    "require_choice",
+    "require_int",
+]
 
 _SEARCHED = 2000
 """Full names that are compared. Longer lists are compared by their last components only, which are few."""
@@ -38,6 +47,9 @@ _ONE_RECIPE = _Here(
 _AUTOMATIC = _Here("", "", "it is not needed: leave it out")
 _GEMM_ACCUMULATION = _Here("", "", "it is not offered: leave it out")
 
+_OF_RECIPE = "history_len amax_algo margin format update warmup power_of_two high_precision"
+_OF_PREPARE = "recipe group groups filter_fn skip overrides strict amax_sync fp8_all_gather backend"
+
 _KNOWN: Mapping[str, _Here] = MappingProxyType(
     {
         # TransformerEngine: recipes.
@@ -50,8 +62,7 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "scaling_factor_compute_algo": _Here(
             "", "", "it is not offered: set margin= or power_of_two=, or pass a callable as amax_algo="
         ),
-        "fp8_dpa": _NO_ATTENTION,
-        "fp8_mha": _NO_ATTENTION,
+        **dict.fromkeys(("fp8_dpa", "fp8_mha"), _NO_ATTENTION),
         "use_power_2_scales": _Here("CurrentScaling", "power_of_two"),
         "use_f32_scales": _Here(
             "BlockScaling", "power_of_two", "it is the opposite: power_of_two=False is the default"
@@ -59,74 +70,44 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "x_block_scaling_dim": _Here("", "", "it is fixed: BlockScaling has blocks of 1 x 128 in inputs"),
         "w_block_scaling_dim": _Here("", "", "it is fixed: BlockScaling has blocks of 128 x 128 in weights"),
         "grad_block_scaling_dim": _Here("", "", "it is fixed: BlockScaling has blocks of 1 x 128 in gradients"),
-        "fp8_quant_fwd_inp": _ONE_RECIPE,
-        "fp8_quant_fwd_weight": _ONE_RECIPE,
-        "fp8_quant_bwd_grad": _ONE_RECIPE,
-        "fp8_gemm_fprop": _GEMM_ACCUMULATION,
-        "fp8_gemm_dgrad": _GEMM_ACCUMULATION,
-        "fp8_gemm_wgrad": _GEMM_ACCUMULATION,
+        **{f"fp8_quant_{tensor}": _ONE_RECIPE for tensor in ("fwd_inp", "fwd_weight", "bwd_grad")},
+        **{f"fp8_gemm_{gemm}": _GEMM_ACCUMULATION for gemm in ("fprop", "dgrad", "wgrad")},
         # TransformerEngine: fp8_autocast, fp8_model_init.
         "fp8_recipe": _Here("prepare", "recipe"),
-        "fp8_group": _Here("prepare", "group"),
-        "amax_reduction_group": _Here("prepare", "group"),
+        **dict.fromkeys(("fp8_group", "amax_reduction_group"), _Here("prepare", "group")),
         "calibrating": _Here(
             "", "", "it is a context here: `with manager.calibrate():` or `with manager.recording():`"
         ),
         "preserve_high_precision_init_val": _Here("", "", "it is not needed: parameters stay in high precision"),
         # torchao.
         "module_filter_fn": _Here("prepare", "filter_fn"),
-        "config": _Here("prepare", "recipe"),
-        "recipe_name": _Here("prepare", "recipe"),
-        "enable_fsdp_float8_all_gather": _Here("prepare", "fp8_all_gather"),
-        "use_fp8_all_gather_only": _Here("prepare", "fp8_all_gather"),
+        **dict.fromkeys(("config", "recipe_name"), _Here("prepare", "recipe")),
+        **dict.fromkeys(
+            ("enable_fsdp_float8_all_gather", "use_fp8_all_gather_only"), _Here("prepare", "fp8_all_gather")
+        ),
         "round_scales_to_power_of_2": _Here("CurrentScaling", "power_of_two"),
         "force_recompute_fp8_weight_in_bwd": _Here(
             "", "", "it is not needed: under FSDP weights are cast again in backward"
         ),
-        "precompute_float8_dynamic_scale_for_fsdp": _AUTOMATIC,
+        **dict.fromkeys(("precompute_float8_dynamic_scale_for_fsdp", "enable_pre_and_post_forward"), _AUTOMATIC),
         "pad_inner_dim": _Here("", "", "it is not offered: dims must be multiples of 16; pad the Linear itself"),
         "emulate": _Here("prepare", "backend", 'use backend="reference"'),
-        "cast_config_input": _ONE_RECIPE,
+        **{f"cast_config_{tensor}": _ONE_RECIPE for tensor in ("input", "weight", "grad_output")},
         "cast_config_input_for_grad_weight": _ONE_RECIPE,
-        "cast_config_weight": _ONE_RECIPE,
         "cast_config_weight_for_grad_input": _ONE_RECIPE,
-        "cast_config_grad_output": _ONE_RECIPE,
         "cast_config_grad_output_for_grad_weight": _ONE_RECIPE,
-        "gemm_config_output": _GEMM_ACCUMULATION,
-        "gemm_config_grad_input": _GEMM_ACCUMULATION,
-        "gemm_config_grad_weight": _GEMM_ACCUMULATION,
+        **{f"gemm_config_{result}": _GEMM_ACCUMULATION for result in ("output", "grad_input", "grad_weight")},
         "delayed_scaling_config": _Here("prepare", "recipe", "pass recipe=DelayedScaling(…)"),
         "enable_amax_init": _Here("DelayedScaling", "warmup", 'it is "current" or "unit"'),
-        "enable_pre_and_post_forward": _AUTOMATIC,
         # This library's own, passed to the wrong function.
-        "history_len": _Here("DelayedScaling", "history_len"),
-        "amax_algo": _Here("DelayedScaling", "amax_algo"),
-        "margin": _Here("DelayedScaling", "margin"),
-        "format": _Here("DelayedScaling", "format"),
-        "update": _Here("DelayedScaling", "update"),
-        "warmup": _Here("DelayedScaling", "warmup"),
-        "power_of_two": _Here("DelayedScaling", "power_of_two"),
-        "high_precision": _Here("DelayedScaling", "high_precision"),
-        "recipe": _Here("prepare", "recipe"),
-        "group": _Here("prepare", "group"),
-        "groups": _Here("prepare", "groups"),
-        "filter_fn": _Here("prepare", "filter_fn"),
-        "skip": _Here("prepare", "skip"),
-        "overrides": _Here("prepare", "overrides"),
-        "strict": _Here("prepare", "strict"),
-        "amax_sync": _Here("prepare", "amax_sync"),
-        "fp8_all_gather": _Here("prepare", "fp8_all_gather"),
-        "backend": _Here("prepare", "backend"),
-        "optimizer": _Here("manager.attach", "optimizer"),
-        "scaler": _Here("manager.attach", "scaler"),
-        "boundary": _Here("manager.attach", "boundary"),
+        **{name: _Here("DelayedScaling", name) for name in _OF_RECIPE.split()},
+        **{name: _Here("prepare", name) for name in _OF_PREPARE.split()},
+        **{name: _Here("manager.attach", name) for name in ("optimizer", "scaler", "boundary")},
         # What people write.
-        "optim": _Here("manager.attach", "optimizer"),
-        "optimizers": _Here("manager.attach", "optimizer"),
+        **dict.fromkeys(("optim", "optimizers"), _Here("manager.attach", "optimizer")),
         "grad_scaler": _Here("manager.attach", "scaler"),
         "process_group": _Here("prepare", "group"),
-        "exclude": _Here("prepare", "skip"),
-        "ignore": _Here("prepare", "skip"),
+        **dict.fromkeys(("exclude", "ignore"), _Here("prepare", "skip")),
     }
 )
 
@@ -171,6 +152,34 @@ def require_choice(name: str, value: object, choices: Sequence[str], expected: s
     said = getattr(value, "name", None) or value  # An Enum of another library.
     known = expected or f"one of {', '.join(choices)}"
     raise ConfigurationError(f"{name} must be {known}{did_you_mean(said, choices, 1, cutoff)}, got {value!r}")
+
+
+def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """``value``, which must be an int in these bounds, and no bool.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= (value if high is None else high):
+        return value
+    bounds = f"from {low}" if high is None else f"from {low} to {high}"
+    raise ConfigurationError(f"{name} must be an integer {bounds}, got {value!r}")
+
+
+def require_bool(name: str, value: object) -> bool:
+    """``value``, which must be True or False.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ConfigurationError(f"{name} must be True or False, got {value!r}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """True for an int or a float, and not for a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_keywords(owner: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

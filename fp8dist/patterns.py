@@ -36,10 +36,6 @@ class Skip:
                 return None if pattern.startswith("!") else pattern
         return None
 
-    def is_default(self, pattern: str) -> bool:
-        """Whether the caller did not write this pattern."""
-        return pattern not in self.given
-
 
 def require_patterns(name: str, given: object) -> tuple[str, ...]:
     """Patterns as a tuple.

@@ -16,7 +16,7 @@ from fp8dist.modules.fp8_linear import convert
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.overrides import High, Overrides
-from fp8dist.names import check_keywords
+from fp8dist.names import check_keywords, require_bool
 from fp8dist.patterns import Skip, shadowed, unmatched
 from fp8dist.recipe import DelayedScaling, Recipe, require_recipe
 from fp8dist.settings import Settings
@@ -108,8 +108,7 @@ def prepare(
     recipe = DelayedScaling() if recipe is None else require_recipe("recipe", recipe)
     groups = {} if groups is None else groups
     require_groups(groups)
-    if not isinstance(strict, bool):
-        raise ConfigurationError(f"strict must be True or False, got {strict!r}")
+    require_bool("strict", strict)
     settings = Settings.resolve(
         enabled=enabled,
         amax_sync=amax_sync,
@@ -191,7 +190,8 @@ def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> No
             surveyed.summary(),
         )
     elif coverage.share < ENOUGH:
-        level = logging.WARNING if speaks and not surveyed.all_named else logging.INFO
+        named = all(why.named == "caller" for _, why in surveyed.left_out)
+        level = logging.WARNING if speaks and not named else logging.INFO
         logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
 
 
@@ -255,7 +255,7 @@ class _Plan:
                     continue
                 specs.setdefault(self._arena_of(fqn), []).append(SlotSpec(slot, recipes[fqn].format_of(role)))
         used = {place for (place, _), part in specs.items() if part}
-        specs = {key: part for key, part in specs.items() if part or key[0] not in used}  # Nobody syncs nothing.
+        specs = {key: part for key, part in specs.items() if part or key[0] not in used}  # Drop empty arenas.
         self._syncs = {
             (place, each): ArenaSync(
                 Arena(part, each, settings.backend, settings.fallback if settings.enabled else None),

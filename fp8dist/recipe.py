@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.names import check_fields, nearest, require_choice
+from fp8dist.names import check_fields, nearest, require_bool, require_choice, require_int
+from fp8dist_kernels import GEMMS, Gemm
 from fp8dist_kernels.formats import Format, Role, formats_by_role
 
 __all__ = [
@@ -31,10 +32,6 @@ __all__ = [
 ]
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
-
-Gemm = Literal["fprop", "dgrad", "wgrad"]
-GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
-"""The products of a Linear: ``y = x Wᵀ``, ``dx = dy W``, ``dW = dyᵀ x``."""
 
 
 class Recipe:
@@ -62,8 +59,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, ("hybrid", "e4m3"))
-        if not isinstance(self.power_of_two, bool):
-            raise ConfigurationError(f"power_of_two must be True or False, got {self.power_of_two!r}")
+        require_bool("power_of_two", self.power_of_two)
         object.__setattr__(self, "high_precision", gemms_in_order("high_precision", self.high_precision))
 
     def format_of(self, role: Role) -> Format:
@@ -132,8 +128,8 @@ class DelayedScaling(Recipe):
     high_precision: tuple[Gemm, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_int("history_len", self.history_len, 1, 1_000_000)
-        _require_int("margin", self.margin, -64, 64)
+        require_int("history_len", self.history_len, 1, 1_000_000)
+        require_int("margin", self.margin, -64, 64)
         require_choice("update", self.update, ("same_step", "next_step"))
         require_choice("warmup", self.warmup, ("current", "unit"))
         if not callable(self.amax_algo):
@@ -220,28 +216,15 @@ def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:
     return tuple(gemm for gemm in GEMMS if gemm in value)
 
 
-def _require_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigurationError(f"{name} must be an integer from {low} to {high}, got {value!r}")
-
-
 _CALLED: Mapping[str, str] = MappingProxyType(
     {
-        "delayed": "DelayedScaling()",
-        "delayedscaling": "DelayedScaling()",
-        "current": "CurrentScaling()",
-        "currentscaling": "CurrentScaling()",
-        "float8currentscaling": "CurrentScaling()",
-        "dynamic": "CurrentScaling()",
-        "tensorwise": "CurrentScaling()",
-        "rowwise": "RowwiseScaling()",
-        "rowwisescaling": "RowwiseScaling()",
+        **dict.fromkeys(("delayed", "delayedscaling"), "DelayedScaling()"),
+        **dict.fromkeys(("current", "currentscaling", "float8currentscaling"), "CurrentScaling()"),
+        **dict.fromkeys(("dynamic", "tensorwise"), "CurrentScaling()"),
+        **dict.fromkeys(("rowwise", "rowwisescaling"), "RowwiseScaling()"),
         "rowwise_with_gw_hp": 'RowwiseScaling(high_precision=("wgrad",))',
         "float8linearconfig": "CurrentScaling() or RowwiseScaling()",
-        "block": "BlockScaling()",
-        "blockwise": "BlockScaling()",
-        "blockscaling": "BlockScaling()",
-        "float8blockscaling": "BlockScaling()",
+        **dict.fromkeys(("block", "blockwise", "blockscaling", "float8blockscaling"), "BlockScaling()"),
     }
 )
 """What recipes are called in strings, in TransformerEngine and in torchao, in lower case."""
@@ -273,6 +256,4 @@ def _instead(theirs: type) -> str:
     """For a class of another library."""
     library = theirs.__module__.split(".")[0]
     known = _CALLED.get(theirs.__name__.lower())
-    if known is not None:
-        return f", {theirs.__name__} of {library}: use fp8dist.{known}"
-    return ""
+    return "" if known is None else f", {theirs.__name__} of {library}: use fp8dist.{known}"

@@ -9,14 +9,18 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.names import did_you_mean
+from fp8dist.names import require_bool, require_choice, require_int
 from fp8dist.state.fallback import Fallback
 from fp8dist_kernels.backends import BACKENDS
 
-__all__ = ["Settings", "report_dir"]
+__all__ = ["Policy", "Settings", "report_dir"]
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
+Policy = Literal["raise", "warn", "repair"]
+"""What to do when ranks differ."""
+
+_FLAGS: Mapping[str, bool] = MappingProxyType(
+    {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Settings:
     enabled: bool
     amax_sync: bool
     check_every: int
-    check_policy: Literal["raise", "warn", "repair"]
+    check_policy: Policy
     backend: str
     eval_precision: str
     fp8_all_gather: bool = False
@@ -38,12 +42,12 @@ class Settings:
     def resolve(
         cls,
         *,
-        enabled: bool | None,
-        amax_sync: bool | None,
-        check_every: int | None,
-        check_policy: str | None,
-        backend: str | None,
-        eval_precision: str,
+        enabled: bool | None = None,
+        amax_sync: bool | None = None,
+        check_every: int | None = None,
+        check_policy: str | None = None,
+        backend: str | None = None,
+        eval_precision: str = "fp8",
         fp8_all_gather: bool = False,
         fallback: Fallback | None = None,
         environ: Mapping[str, str] = os.environ,
@@ -57,21 +61,22 @@ class Settings:
             ConfigurationError: a value that is none of the accepted ones; names the argument or variable.
         """
 
-        def setting(name: str, value: object, parse: Callable[[object], Any], default: Any) -> Any:
+        def setting(name: str, value: object, default: Any, checked: Callable[[str, Any], Any]) -> Any:
             if value is not None:
-                return _parsed(name, value, parse)
+                return checked(name, value)
             variable = f"FP8DIST_{name.upper()}"
             text = environ.get(variable, "").strip()
-            if not text:
-                return default
-            return _parsed(variable, text, _READ_FROM_TEXT.get(parse, parse))
+            return checked(variable, _from_text(text, default)) if text else default
 
-        _parsed("eval_precision", eval_precision, _one_of("fp8", "high"))
-        _parsed("fp8_all_gather", fp8_all_gather, _bool)
+        def one_of(*choices: str) -> Callable[[str, Any], str]:
+            return lambda name, value: require_choice(name, value, choices)
+
+        require_choice("eval_precision", eval_precision, ("fp8", "high"))
+        require_bool("fp8_all_gather", fp8_all_gather)
         if fallback is not None and not isinstance(fallback, Fallback):
             raise ConfigurationError(f"fallback must be a Fallback or None, got {fallback!r}")
-        allowed = setting("enabled", None, _bool, True)
-        synced = setting("amax_sync", amax_sync, _bool, True)
+        allowed = setting("enabled", None, True, require_bool)
+        synced = setting("amax_sync", amax_sync, True, require_bool)
         if fp8_all_gather and not synced:
             raise ConfigurationError("fp8_all_gather=True needs amax_sync: all parts of a weight share a scale")
         if fp8_all_gather and eval_precision == "high":
@@ -79,11 +84,11 @@ class Settings:
                 'fp8_all_gather=True gathers weights in FP8 in eval() as well: eval_precision="high" cannot be'
             )
         return cls(
-            enabled=allowed and setting("enabled", enabled, _bool, True),
+            enabled=allowed and setting("enabled", enabled, True, require_bool),
             amax_sync=synced,
-            check_every=setting("check_every", check_every, _count, 0),
-            check_policy=setting("check_policy", check_policy, _one_of("raise", "warn", "repair"), "raise"),
-            backend=setting("backend", backend, _one_of(*BACKENDS), "auto"),
+            check_every=setting("check_every", check_every, 0, lambda name, value: require_int(name, value, 0)),
+            check_policy=setting("check_policy", check_policy, "raise", one_of("raise", "warn", "repair")),
+            backend=setting("backend", backend, "auto", one_of(*BACKENDS)),
             eval_precision=eval_precision,
             fp8_all_gather=fp8_all_gather,
             fallback=fallback,
@@ -102,46 +107,8 @@ def report_dir(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("FP8DIST_REPORT_DIR", "").strip() or None
 
 
-def _parsed(source: str, value: object, parse: Callable[[object], Any]) -> Any:
-    try:
-        return parse(value)
-    except ValueError as error:
-        text, *choices = error.args
-        raise ConfigurationError(f"{source} {text}{did_you_mean(value, choices)}, got {value!r}") from None
-
-
-def _bool(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be True or False")
-    return value
-
-
-def _flag(text: object) -> bool:
-    lowered = str(text).lower()
-    if lowered not in _TRUE | _FALSE:
-        raise ValueError("must be 1 or 0")
-    return lowered in _TRUE
-
-
-def _one_of(*choices: str) -> Callable[[object], object]:
-    def parse(value: object) -> object:
-        if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}", *choices)
-        return value
-
-    return parse
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("must be a number of steps, or 0")
-    return value
-
-
-def _count_text(text: object) -> int:
-    return _count(int(str(text)) if str(text).isdecimal() else text)
-
-
-_READ_FROM_TEXT: Mapping[Callable[[object], Any], Callable[[object], Any]] = MappingProxyType(
-    {_bool: _flag, _count: _count_text}
-)
+def _from_text(text: str, default: object) -> object:
+    """What a variable says of a setting with this default; the text itself, where it says nothing of that type."""
+    if isinstance(default, bool):
+        return _FLAGS.get(text.lower(), text)
+    return int(text) if isinstance(default, int) and text.isdecimal() else text

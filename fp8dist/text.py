@@ -1,27 +1,33 @@
-"""Names, ranks and kinds as a message says them."""
+"""Names, ranks, kinds and tables as a message says them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-__all__ = ["first_few", "plural", "ranks_text"]
+__all__ = ["aligned", "first_few", "plural", "ranks_text"]
 
 _SHOWN_RANKS = 8
 """Ranks that are named one by one before the rest is counted."""
 
 
-def first_few(names: Sequence[object]) -> str:
-    """Names for a message: four of them, and how many more there are."""
-    if not names:
-        return "none"
-    shown = ", ".join(map(str, names[:4]))
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+def first_few(names: Sequence[object], most: int = 4, none: str = "none") -> str:
+    """Names for a message: so many of them, and how many more there are."""
+    shown = ", ".join(map(str, names[:most])) or none
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks for a person; many of them are counted."""
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    return shown if len(ranks) <= _SHOWN_RANKS else f"{shown} and {len(ranks) - _SHOWN_RANKS} more"
+    return first_few(ranks, _SHOWN_RANKS, none="")
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """A line for each row of a table, its columns to the left, or to the ``right``."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]
 
 
 def plural(kind: str) -> str:

@@ -195,6 +195,8 @@ class _Match:
         names = storage.validated_slots(saved)
         self._arenas = arenas
         self._saved = saved
+        self.precision: Mapping[str, Any] = saved["precision"]
+        """Of modules that were not as their recipe said, by fqn."""
         self._places = {slot: i for i, slot in enumerate(names)}
         self._compare_slots(strict)
         self._changed, changes = self._compare_recipes()
@@ -221,12 +223,6 @@ class _Match:
                 raise CheckpointError(f"the saved FP8 state is of another model. {text}")
             logger.warning("fp8dist: loading FP8 state non-strictly. %s", text)
 
-    @property
-    def precision(self) -> dict[str, Any]:
-        """Of modules that were not as their recipe said, by fqn."""
-        precision: dict[str, Any] = self._saved["precision"]
-        return precision
-
     def _compare_recipes(self) -> tuple[set[Slot], list[str]]:
         """(slots whose scales follow from amaxes in another way than when they were saved, what has changed)."""
         changed: set[Slot] = set()
@@ -250,10 +246,6 @@ class _Match:
             slot, format = min(odd)
             changes[f"format of {slot} is {self._format_of(slot)!r} there and {format.name!r} here{more}"] = None
         return changed, list(changes)
-
-    def _changes_kind(self, arena: Arena) -> bool:
-        kind = type(arena.recipe).__name__
-        return any(self._recipe_of(slot).get("recipe") != kind for slot in arena.index if slot in self._places)
 
     def _recipe_of(self, slot: Slot) -> dict[str, Any]:
         recipe: dict[str, Any] = self._saved["recipes"][self._saved["recipe_of"][self._places[slot]]]
@@ -294,7 +286,8 @@ class _Match:
             return values.index_select(dim, theirs).to(arena.device)
 
         arena.step.copy_(self._saved["step"])
-        if not arena.recipe.delayed and self._changes_kind(arena):
+        kinds = [self._recipe_of(slot).get("recipe") for slot in arena.index if slot in self._places]
+        if not arena.recipe.delayed and any(kind != type(arena.recipe).__name__ for kind in kinds):
             return  # Nothing that was saved tells of the tensors to come.
         arena.load_slots(mine, rows("scale"), rows("amax"), rows("cold"), rows("counters", 1), rows("history"))
 

@@ -210,15 +210,7 @@ def _settings(environ: Mapping[str, str]) -> Iterable[Observation]:
             )
             continue
         try:
-            Settings.resolve(
-                enabled=None,
-                amax_sync=None,
-                check_every=None,
-                check_policy=None,
-                backend=None,
-                eval_precision="fp8",
-                environ={variable: value},
-            )
+            Settings.resolve(environ={variable: value})
             yield Observation(variable, "ok", value)
         except ConfigurationError as error:
             yield Observation(variable, "failed", str(error))

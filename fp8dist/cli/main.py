@@ -22,7 +22,7 @@ import fp8dist
 from fp8dist.cli.doctor import examine
 from fp8dist.cli.launch import launch
 from fp8dist.cli.simulate import add_flags, simulate
-from fp8dist.consistency.holdings import Holdings, ReplicaSet
+from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import CheckpointError, ConfigurationError
@@ -179,7 +179,7 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
             report = check_replicas(anchor, build).report
         _require_compared(report)
         code = _outcome(report)
-        if anchor.rank == (report.speaker if report.findings else 0):
+        if anchor.rank == (report.reporting_rank if report.findings else 0):
             if code == UNREADABLE:
                 for finding in report.findings:
                     print(f"fp8dist check: rank {finding.ranks[0]}: {finding.detail}", file=sys.stderr)

@@ -6,15 +6,14 @@ import argparse
 from typing import Any
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.simulation.calibration import Calibration, calibrate
+from fp8dist.simulation.algorithms import Topology, Workload
 from fp8dist.simulation.constants import ALGORITHMS, Constant, Constants, Origin, defaults
+from fp8dist.simulation.fitting import Fit, fit
 from fp8dist.simulation.picture import draw, sizes_up_to
 from fp8dist.simulation.prediction import Job
 from fp8dist.simulation.report import SimulationReport
 from fp8dist.simulation.runs import read_run
 from fp8dist.simulation.stragglers import KINDS, Stragglers
-from fp8dist.simulation.topology import Topology
-from fp8dist.simulation.ways import Workload
 
 __all__ = ["add_flags", "simulate"]
 
@@ -136,7 +135,7 @@ def _idle(name: str, options: argparse.Namespace) -> bool:
     return not needed.get(name, True)
 
 
-def _constants(options: argparse.Namespace, per_node: int) -> tuple[Constants, Calibration | None]:
+def _constants(options: argparse.Namespace, per_node: int) -> tuple[Constants, Fit | None]:
     given = {}
     for flag, name, _ in _OF_NETWORK:
         value = getattr(options, flag.replace("-", "_"))
@@ -152,5 +151,5 @@ def _constants(options: argparse.Namespace, per_node: int) -> tuple[Constants, C
     if options.calibrate is None:
         return constants, None
     runs = [read_run(path, per_node, options.shared_cores) for path in options.calibrate]
-    calibration = calibrate(runs, options.algorithm, constants)
+    calibration = fit(runs, options.algorithm, constants)
     return calibration.constants, calibration

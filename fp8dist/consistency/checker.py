@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,28 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8dist.consistency.check import Policy, Scope, add_arenas, add_module, on_device, run_check
-from fp8dist.consistency.conclusion import conclude, save_evidence
 from fp8dist.consistency.contents import ArenaContent, values_near
 from fp8dist.consistency.headers import localise
-from fp8dist.consistency.holdings import Holdings
-from fp8dist.consistency.inventory import Inventory
+from fp8dist.consistency.inventory import Holdings, Inventory, Scope
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import mended_texts, repair
-from fp8dist.consistency.report import DivergenceReport
+from fp8dist.consistency.report import DivergenceReport, announce, save_evidence
 from fp8dist.divergence import Finding
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.parallel.ddp import find_ddp
-from fp8dist.settings import Settings
+from fp8dist.settings import Policy, Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync, Evidence
-from fp8dist.sync.groups import SyncGroup, world_size
+from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 from fp8dist.text import first_few
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
-__all__ = ["Checker", "Event"]
+__all__ = ["Checker", "Event", "run_check"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -78,8 +77,8 @@ class Checker:
         self.callbacks: list[Callable[[Event], None]] = []
         self.checks = 0
         self.seconds = 0.0
-        self._syncs, self._groups = syncs, groups
-        self._settings, self._job = settings, job
+        self.syncs, self._groups = syncs, groups
+        self.settings, self.job = settings, job
         self._control = control
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
         self._module: weakref.ref[nn.Module] | None = None
@@ -105,7 +104,7 @@ class Checker:
         differing = self._read_verdicts(joins, only_immediate)
         left = [finding for sync, report in differing for finding in self._conclude(sync, report, joins)]
         self._tell_all()
-        if raises and self._settings.check_policy != "warn":
+        if raises and self.settings.check_policy != "warn":
             DivergenceReport(tuple(left)).raise_if_diverged()
 
     def known_findings(self) -> list[Finding]:
@@ -116,7 +115,7 @@ class Checker:
         self, joins: bool = False, only_immediate: bool = False
     ) -> list[tuple[ArenaSync, DivergenceReport]]:
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
-        for sync in self._syncs:
+        for sync in self.syncs:
             if sync.verdict is None:
                 continue
             if only_immediate and not (sync.verdict.immediate and sync.arena.recipe.update == "same_step"):
@@ -180,41 +179,41 @@ class Checker:
         if not modules:
             return
         self._untold.append(Event("fallback", step, slots))
-        assert self._settings.fallback is not None
+        assert self.settings.fallback is not None
         if sync.speaks:
             logger.warning(
                 "fp8dist: step %d: %d module(s) go to high precision for %d steps, %s first (%s)",
                 step,
                 len(modules),
-                self._settings.fallback.steps,
+                self.settings.fallback.steps,
                 modules[0],
                 ", ".join(map(str, slots[:4])),
             )
 
     def _localise(self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...]) -> DivergenceReport:
-        with on_device(sync.arena.device):
+        with _on_device(sync.arena.device):
             found = localise(sync, evidence, differs)
         arena, sent = sync.arena, evidence.scales
-        save_evidence(found.report, self._settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding))
+        save_evidence(found.report, self.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding))
         # All ranks go on from one state. Else every later sync would be refused for its step, and a scale that
         # the commit did not touch, because its slot did not run, would be reported for ever.
         arena.step.fill_(found.step)
         if found.reference is not None:
             arena.adopt_untaken_scales(found.reference.scales, evidence.flags[TAKEN])
             arena.counters[SATURATED] = found.reference.saturated
-            self._job.invalidate_casts()
+            self.job.invalidate_casts()
         return found.report
 
     def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> tuple[Finding, ...]:
         """Mend it if that is the policy, and say it; the findings that are left. COLLECTIVE unless ``joins``."""
         assert sync.group is not None
         if joins:
-            if sync.group.rank == report.speaker:
+            if sync.group.rank == report.reporting_rank:
                 logger.warning("%s", report)
         else:
-            if self._settings.check_policy == "repair":
+            if self.settings.check_policy == "repair":
                 report = self._mend_arena(sync, sync.group, report)
-            conclude(report, sync.group, raises=False)
+            announce(report, sync.group, raises=False)
         self._untold.append(_diverged(report))
         return () if report.consistent else report.findings
 
@@ -225,7 +224,7 @@ class Checker:
 
         def build() -> Holdings:
             inventory = Inventory(group)
-            add_arenas(inventory, [sync])
+            inventory.add_arena(sync)
             return inventory.holdings(int(sync.arena.step))
 
         compared = check_replicas(group, build, everything=True)
@@ -243,36 +242,27 @@ class Checker:
         """
         start = time.perf_counter()
         module = None if self._module is None else self._module()
-        default = self._syncs[self._default]
+        default = self.syncs[self._default]
         anchor = self._anchor(module)
         if anchor is None:
             return DivergenceReport(skipped=("there is one rank, or no process group",))
-
-        def build() -> Holdings:
-            inventory = Inventory(anchor)
-            add_arenas(inventory, self._syncs)
-            if module is not None:
-                add_module(inventory, module, scope)
-            manifest = str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else ""
-            return inventory.holdings(step, manifest, self._last_good)
-
-        with on_device(default.arena.device):
-            known = self.known_findings()
-            try:
-                report = run_check(
-                    anchor,
-                    build,
-                    policy,
-                    self._settings.report_dir,
-                    known,
-                    self.tell_report,
-                    # Who switches FP8 off for a job that checks its FP8 state must not end it by that.
-                    _NOTHING_TO_COMPARE if self._settings.enabled else None,
-                )
-            finally:
-                self.checks += 1
-                self.seconds += time.perf_counter() - start
-                self._job.invalidate_casts()
+        try:
+            report = run_check(
+                anchor,
+                [self],
+                module,
+                scope,
+                policy,
+                _NOTHING_TO_COMPARE,
+                default.arena.device,
+                self.settings.report_dir,
+                step=step,
+                last_good=self._last_good,
+                manifest=str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else "",
+            )
+        finally:
+            self.checks += 1
+            self.seconds += time.perf_counter() - start
         self._tell_all()
         if report.consistent:
             self._last_good = step
@@ -312,6 +302,80 @@ class Checker:
         for event in events:
             for callback in self.callbacks:
                 callback(event)
+
+
+def run_check(
+    anchor: SyncGroup,
+    checkers: Sequence[Checker],
+    module: nn.Module | None,
+    scope: Scope,
+    policy: Policy,
+    instead: str,
+    device: torch.device,
+    report_dir: str | None,
+    step: int,
+    last_good: int | None,
+    manifest: str = "",
+    vouched: bool = False,
+    groups: Mapping[str, GroupLike | None] | None = None,
+) -> DivergenceReport:
+    """A check from beginning to end: compare, keep the evidence, mend, say it once, raise. COLLECTIVE over ``anchor``.
+
+    Args:
+        checkers: whose FP8 state is compared, and who tell their callbacks.
+        instead: what to do where no rank has anything to compare, for the error.
+        device: collectives go through this GPU, if it is one.
+        vouched: see ``Inventory``, as ``groups``.
+
+    Raises:
+        DivergenceError: on all ranks, if ranks differ and the policy says so.
+        ConfigurationError: on all ranks, if there are several, FP8 is not switched off, and nothing is to be compared.
+    """
+    held: list[Holdings] = []
+
+    def build() -> Holdings:
+        inventory = Inventory(anchor, vouched, groups)
+        for checker in checkers:
+            for sync in checker.syncs:
+                inventory.add_arena(sync)
+        if module is not None:
+            inventory.add_module(module, scope)
+        held[:] = [inventory.holdings(step, manifest, last_good)]
+        return held[0]
+
+    def evidence(finding: Finding) -> dict[str, Any] | None:
+        sets = held[0].sets if held else ()
+        return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
+
+    def tell(report: DivergenceReport) -> None:
+        for checker in checkers:
+            checker.tell_report(report)
+
+    with _on_device(device):
+        known = [finding for checker in checkers for finding in checker.known_findings()]
+        try:
+            compared = check_replicas(anchor, build, known, everything=policy == "repair")
+            report = compared.report
+            # Who switches FP8 off for a job that checks its FP8 state must not end it by that.
+            if compared.nothing and (not checkers or any(checker.settings.enabled for checker in checkers)):
+                why = "; ".join(report.skipped) or "it has no parameters"
+                raise ConfigurationError(
+                    "check() has nothing to compare, because nothing here is known to be the same on several ranks "
+                    f"({why}): {instead}"
+                )
+            if not report.consistent:
+                save_evidence(report, report_dir, evidence)
+                if policy == "repair":
+                    report = repair(anchor, build, compared)
+                announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell)
+            return report
+        finally:  # A repair writes weights behind their casts' back.
+            for checker in checkers:
+                checker.job.invalidate_casts()
+
+
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _diverged(report: DivergenceReport) -> Event:

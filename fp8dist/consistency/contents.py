@@ -120,8 +120,9 @@ class TensorContent(Content):
 
     def __init__(self, kind: str, tensors: Sequence[Named]) -> None:
         device = tensors[0].tensor.device if tensors else torch.device("cpu")
-        super().__init__([_key_of(named.name, kind, named.tensor) for named in tensors], device)
         self._tensors = [named.tensor.detach() for named in tensors]
+        looks = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in self._tensors]
+        super().__init__([Key(named.name, kind, *look) for named, look in zip(tensors, looks)], device)
         self._stores = [named.store for named in tensors]
 
     def digests(self, digester: Digester) -> Tensor:
@@ -141,7 +142,14 @@ class TensorContent(Content):
             return digester.many_leaves([self._tensors[i] for i in places])
         except Exception:
             for i in places:  # One by one, to name the one that cannot be read.
-                _named(self.keys[i], digester, self._tensors[i])
+                try:
+                    digester.leaves(self._tensors[i])
+                except Exception as error:
+                    # A type that takes one message, as near to the error's as is safe.
+                    kind = (
+                        type(error) if type(error) in (RuntimeError, ValueError, NotImplementedError) else RuntimeError
+                    )
+                    raise kind(f"{self.keys[i].kind} {self.keys[i].name}: {error}") from error
             raise
 
     def fields(self, index: int) -> list[Field]:
@@ -188,42 +196,19 @@ class ArenaContent(Content):
         """See ``Content``. A history's index is that into ``manager.amax_history``."""
         arena = self._arena
 
-        def only(place: int) -> tuple[int, ...]:
-            return ()
-
-        def along(place: int) -> tuple[int, ...]:
-            return (place,)
-
         def by_age(place: int) -> tuple[int, ...]:
             length = arena.ring.length
             return ((place - int(arena.taken[index])) % length if place < length else place,)
 
         return [
-            Field("scale", "scale", arena.scale[index], only),
-            Field("inv_scale", "scale", arena.inv_scale[index], only),
-            Field("cold", "scale", arena.cold[index], only),
-            Field("amax", "history", arena.amax[index], only),
+            Field("scale", "scale", arena.scale[index], lambda place: ()),
+            Field("inv_scale", "scale", arena.inv_scale[index], lambda place: ()),
+            Field("cold", "scale", arena.cold[index], lambda place: ()),
+            Field("amax", "history", arena.amax[index], lambda place: ()),
             Field("history", "history", arena.history[index], by_age),
-            Field("counters", "history", arena.counters[:, index], along),
-            Field("block_max", "history", arena.block_max[index], along),
+            Field("counters", "history", arena.counters[:, index], lambda place: (place,)),
+            Field("block_max", "history", arena.block_max[index], lambda place: (place,)),
         ]
-
-
-def _key_of(name: str, kind: str, tensor: Tensor) -> Key:
-    """The key of a named tensor."""
-    return Key(name, kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def _named(key: Key, digester: Digester, tensor: Tensor) -> None:
-    try:
-        digester.leaves(tensor)
-    except Exception as error:
-        raise _type_of(error)(f"{key.kind} {key.name}: {error}") from error
-
-
-def _type_of(error: Exception) -> type[Exception]:
-    """A type that takes one message, as near to the error's as is safe."""
-    return type(error) if type(error) in (RuntimeError, ValueError, NotImplementedError) else RuntimeError
 
 
 def bytes_of(field: Field) -> Tensor:

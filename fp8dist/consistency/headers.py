@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,8 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     group = sync.group
     assert group is not None
     sent = evidence.scales
-    everyone: list[_Witness] = group.gather(_Witness.of(sync, group, evidence.words))
+    me = this_rank(sync.arena.device, group.mesh_coordinates())
+    everyone: list[_Sender] = group.gather(_Sender(me, tuple(evidence.words.tolist()), int(sync.arena.step)))
     findings, reference = [], None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
         values = {e.rank: e.words[place] for e in everyone}
@@ -71,45 +72,26 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         findings += found
     for kind in sorted(set(differs) - {finding.kind for finding in findings}):
         detail = "the message differed, what it was made of does not"
-        findings.append(_finding(kind, kind, tuple(e.rank for e in everyone), None, detail))
-    step = max(e.step for e in everyone)
+        findings.append(Finding(0, kind, kind, tuple(e.rank for e in everyone), None, detail=detail))
+    step = max(e.words[WORD_STEP] for e in everyone)
     participants = [e.participant for e in everyone]
     # Every sync proves this, so the one before was good.
-    located = [_at(f, step).located(participants) for f in findings]
+    located = [replace(f, step=step, last_good_step=step - 1).located(participants) for f in findings]
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
 
 
-@dataclass(frozen=True)
-class _Witness:
+class _Sender(NamedTuple):
     participant: Participant
-    words: tuple[int, ...]
-    now: int  # The step counter, which replays may have taken on since.
+    words: tuple[int, ...]  # As at the launch that failed.
+    now: int  # The step counter after its commit, which replays may have taken on since.
 
     @property
     def rank(self) -> int:
         return self.participant.rank
 
-    @property
-    def step(self) -> int:
-        return self.words[WORD_STEP]
-
-    @classmethod
-    def of(cls, sync: ArenaSync, group: SyncGroup, words: Tensor) -> _Witness:
-        # Manifest and scale digest as at the launch that failed; the step counter as after its commit.
-        participant = this_rank(sync.arena.device, group.mesh_coordinates())
-        return cls(participant, tuple(words.tolist()), int(sync.arena.step))
-
-
-def _finding(kind: str, name: str, ranks: tuple[int, ...], reference: int | None, detail: str, **more: Any) -> Finding:
-    return Finding(0, kind, name, ranks, reference, detail=detail, **more)
-
-
-def _at(finding: Finding, step: int) -> Finding:
-    return replace(finding, step=step, last_good_step=step - 1)
-
 
 def _scale_findings(
-    sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_Witness]
+    sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_Sender]
 ) -> tuple[list[Finding], Reference]:
     """Slots whose scale differs, and what the reference has. COLLECTIVE: two broadcasts, two object gathers."""
     sides = sides_of({e.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
@@ -129,7 +111,7 @@ def _scale_findings(
     hidden = max(count - len(part) for count, part in told)
     if hidden > 0:
         detail = f"{hidden} more slots of one rank differ"
-        findings += [_finding("scale", MORE, ranks, reference, detail, sides=sides) for ranks in odd]
+        findings += [Finding(0, "scale", MORE, ranks, reference, detail=detail, sides=sides) for ranks in odd]
     return findings, Reference(theirs, saturated)
 
 
@@ -151,12 +133,13 @@ def _slot_findings(name: str, array: str, source: int, values: dict[int, float])
         detail = f"{array}: " + "; ".join(f"rank {r}: {values[r]!r}" for r in [*others[:8], against])
         a, b = (_bits(values[rank]).view(torch.uint8) for rank in (others[0], against))
         findings.append(
-            _finding(
+            Finding(
+                0,
                 "scale",
                 name,
                 ranks,
                 reference,
-                detail,
+                detail=detail,
                 sides=sides,
                 field=array,
                 index=(),

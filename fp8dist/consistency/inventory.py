@@ -1,24 +1,104 @@
-"""What of a model, its optimizer and its FP8 state is compared, sorted by the ranks that must hold the same."""
+"""What one rank brings to a check, of a model, its optimizer and its FP8 state, sorted by the ranks that must hold the
+same."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8dist.consistency.contents import Content, Named, TensorContent
-from fp8dist.consistency.holdings import Holdings, ReplicaSet
-from fp8dist.consistency.replication import Excuse, Home, Replication
+from fp8dist.consistency.contents import ArenaContent, Content, Digester, Field, Key, Named, TensorContent, values_near
+from fp8dist.consistency.differences import ravel
+from fp8dist.consistency.replication import Excuse, Home, Membership, Replication
+from fp8dist.consistency.report import this_rank
+from fp8dist.divergence import Finding, Participant
+from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.text import plural
 
-__all__ = ["Inventory"]
+__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope"]
 
 Store = Callable[[Tensor], None] | None
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a check compares beside FP8 state."""
+
+    parameters: bool = True
+    gradients: bool = False
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReplicaSet:
+    """What the ranks of ``group`` must hold alike. ``label`` is the same on all ranks of the job."""
+
+    label: str
+    group: SyncGroup
+    contents: tuple[Content, ...]
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of everything in it, in order."""
+        return [key for content in self.contents for key in content.keys]
+
+    def digests(self, digester: Digester) -> Tensor:
+        """int64[len(keys), 2] on the CPU."""
+        parts = [content.digests(digester) for content in self.contents if content.keys]
+        return torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64)
+
+    def evidence(self, finding: Finding) -> dict[str, Any] | None:
+        """What this rank has of it, for a file: a slot in full, of a tensor what is near the first difference."""
+        for index, key in enumerate(self.keys):
+            if key.name == finding.name and key.kind in (finding.kind, "slot"):
+                place = None if key.kind == "slot" else ravel(finding.index or (), key.shape)
+                return {"fields": [values_near(f, place) for f in self.fields(index)]}
+        return None
+
+    def fields(self, index: int) -> list[Field]:
+        """Of the thing with that place in ``keys``."""
+        for content in self.contents:
+            if index < len(content.keys):
+                return content.fields(index)
+            index -= len(content.keys)
+        raise IndexError(index)
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All that one rank brings to a check.
+
+    The first set is that of the anchor, the ranks that call. ``memberships`` says with whom this rank is in the others.
+    """
+
+    sets: tuple[ReplicaSet, ...]
+    step: int = 0
+    manifest: str = ""
+    last_good_step: int | None = None
+    coords: dict[str, int] | None = None
+    skipped: tuple[str, ...] = ()
+    memberships: tuple[Membership, ...] = ()
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """Which sets there are beside the anchor's: equal on all ranks of one program."""
+        return tuple(m.label for m in self.memberships)
+
+    @property
+    def compared(self) -> dict[str, int]:
+        """How many things of each kind are compared with somebody."""
+        return dict(sorted(Counter(key.kind for s in self.sets for key in s.keys).items()))
+
+    def participant(self, group: SyncGroup) -> Participant:
+        """This rank, and where its tensors are. Local."""
+        device = next((c.device for s in self.sets for c in s.contents if c.keys), group.device)
+        return this_rank(device, self.coords)
 
 
 class Inventory:
@@ -49,16 +129,26 @@ class Inventory:
             memberships=self._replication.memberships,
         )
 
-    def add_content(self, label: str, group: SyncGroup, content: Content) -> None:
-        """Something that ``group`` holds alike. ``label``: equal on all ranks of the job."""
-        home = self._replication.of_group(label, group)
+    def add_arena(self, sync: ArenaSync) -> None:
+        """The FP8 state that the ranks of its group share."""
+        home: Home | Excuse = Excuse("that this rank shares with no other")
+        if sync.communicates and sync.group is not None:
+            label = f"FP8 state of {', '.join(sync.patterns) or 'all modules'}"
+            home = self._replication.of_group(label, sync.group)
         if isinstance(home, Excuse):
-            self.skip(content.keys[0].kind if content.keys else "thing", home, len(content.keys))
+            self._skip("slot", home, len(sync.arena))
         else:
             self._homes[home.label] = home
-            self._contents.setdefault(home.label, []).append(content)
+            self._contents.setdefault(home.label, []).append(ArenaContent(sync.arena))
 
-    def add_parameters(self, module: nn.Module, parameters: bool = True, gradients: bool = False) -> None:
+    def add_module(self, module: nn.Module, scope: Scope) -> None:
+        """What ``scope`` says of a module."""
+        if scope.parameters or scope.gradients:
+            self._add_parameters(module, scope.parameters, scope.gradients)
+        for optimizer in scope.optimizers:
+            self._add_optimizer(module, optimizer)
+
+    def _add_parameters(self, module: nn.Module, parameters: bool, gradients: bool) -> None:
         """All parameters, their gradients as they are now, or both."""
         self._replication.learn(module)
         for parameter in module.parameters():
@@ -68,12 +158,14 @@ class Inventory:
             if gradients and parameter.grad is not None:
                 self._add(name, "gradient", parameter.grad, home)
         if gradients and all(parameter.grad is None for parameter in module.parameters()):
-            self.skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
+            self._skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
 
-    def add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Tensors and numbers of an optimizer's state, replicated as their parameters are."""
         self._replication.learn(module)
-        zero = Excuse("of a ZeroRedundancyOptimizer: each rank has its own") if _is_zero(optimizer) else None
+        # By name: importing torch.distributed.optim warns, and who has such an optimizer has imported it.
+        is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
+        zero = Excuse("of a ZeroRedundancyOptimizer: each rank has its own") if is_zero else None
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
                 name = self._replication.names.get(id(parameter), f"group{g}.{p}")
@@ -94,7 +186,7 @@ class Inventory:
             homes = [home]
         for one in homes:
             if isinstance(one, Excuse):
-                self.skip(kind, one)
+                self._skip(kind, one)
             else:
                 self._put(name, kind, tensor, one, store)
 
@@ -102,11 +194,11 @@ class Inventory:
         self._homes[home.label] = home
         for inner_name, inner in _plain_tensors(name, tensor):
             if inner.layout is not torch.strided or inner.is_quantized:
-                self.skip(kind, Excuse(f"with layout {inner.layout}"))
+                self._skip(kind, Excuse(f"with layout {inner.layout}"))
             else:
                 self._tensors.setdefault((home.label, kind), []).append(Named(inner_name, inner, store))
 
-    def skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
+    def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Some of a kind are not compared."""
         self._skipped[f"{plural(kind)} {excuse.reason}"] += count
 
@@ -116,11 +208,6 @@ def _writer(state: dict[str, Any], key: str, kind: type[Any]) -> Callable[[Tenso
         state[key] = kind(number.item())
 
     return write
-
-
-def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
-    # By name: importing torch.distributed.optim warns, and who has such an optimizer has imported it.
-    return has_base(optimizer, "ZeroRedundancyOptimizer")
 
 
 def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from fp8dist.consistency.findings import (
     named_only,
     reference_of,
 )
-from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
+from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.report import sides_of
 from fp8dist.divergence import Finding, Participant
 from fp8dist.sync.groups import SyncGroup
@@ -54,7 +54,7 @@ def localise_set(
     """
     group, keys = s.group, s.keys
     layout = hashlib.sha256(repr(sorted(keys)).encode()).hexdigest()
-    told: list[_Told] = group.gather(_Told(participant(group, mine), layout, mine.step, mine.last_good_step))
+    told: list[_Told] = group.gather(_Told(mine.participant(group), layout, mine.step, mine.last_good_step))
     layouts = sides_of({t.participant.rank: t.layout for t in told})
     findings: list[Finding] = []
     common = sorted(keys)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8dist.consistency.contents import Digester
 from fp8dist.consistency.findings import Differing, findings_of_values
-from fp8dist.consistency.holdings import Holdings, ReplicaSet, participant
+from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.localisation import localise_set
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.divergence import Finding, Participant
@@ -173,7 +173,7 @@ def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:
     named = isinstance(error, Fp8DistError)  # Says what is wrong without the name of its type.
     text = "" if error is None else str(error) if named else f"{type(error).__name__}: {error}"
-    told: list[tuple[Participant, str, int]] = anchor.gather((participant(anchor, mine), text, mine.step))
+    told: list[tuple[Participant, str, int]] = anchor.gather((mine.participant(anchor), text, mine.step))
     step = max(step for *_, step in told)
     everyone = [p for p, *_ in told]
     good = min((p.rank for p, text, _ in told if not text), default=None)
@@ -191,7 +191,7 @@ def _differing_words(
     if not names:
         return []
     shown = {name: repr(words[name]) for name in names}
-    told = anchor.gather((participant(anchor, mine), shown, mine.step, mine.last_good_step))
+    told = anchor.gather((mine.participant(anchor), shown, mine.step, mine.last_good_step))
     everyone = [p for p, *_ in told]
     step = max(step for *_, step, _ in told)
     good = min((good for *_, good in told if good is not None), default=None)

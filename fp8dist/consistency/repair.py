@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8dist.consistency.contents import bytes_of
 from fp8dist.consistency.findings import Differing
-from fp8dist.consistency.holdings import Holdings, ReplicaSet
+from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import Compared, check_replicas
 from fp8dist.consistency.report import DivergenceReport, split
 from fp8dist.sync.groups import SyncGroup

@@ -71,7 +71,8 @@ class Replication:
     def __init__(self, anchor: SyncGroup, vouched: bool, patterns: Mapping[str, GroupLike | None]) -> None:
         self.coords = anchor.mesh_coordinates()
         self.names: dict[int, str] = {}
-        self._anchor = Home(ANCHOR, anchor)
+        self.anchor = Home(ANCHOR, anchor)
+        """The home of what all ranks that check hold alike."""
         self._vouched = vouched
         self._patterns = {pattern: None if g is None else SyncGroup(g) for pattern, g in patterns.items()}
         self._anchor_ranks = frozenset(anchor.ranks)
@@ -80,11 +81,6 @@ class Replication:
         self._spanning: dict[int, bool] = {}
         self._of_parameter: dict[int, Home | Excuse] = {}
         self._kept: list[Any] = []  # Ids are keys: what they are of must stay.
-
-    @property
-    def anchor(self) -> Home:
-        """The home of what all ranks that check hold alike."""
-        return self._anchor
 
     @property
     def memberships(self) -> tuple[Membership, ...]:
@@ -96,7 +92,7 @@ class Replication:
         """The home of what ``group`` holds alike. ``label``: the same on all ranks of the job, and another for another
         group."""
         if frozenset(group.ranks) == self._anchor_ranks:
-            return self._anchor
+            return self.anchor
         label = self._unique(label, group.ranks)
         self._memberships[label] = Membership(label, group.ranks, view)
         if group.size == 1:
@@ -115,7 +111,8 @@ class Replication:
 
     def learn(self, module: nn.Module) -> None:
         """Look at how the parameters of a module are wrapped."""
-        sharded, ddp, ignored = _fsdp1_parameters(module), ddp_parameters(module), _ignored_by_ddp(module)
+        sharded, ddp = _fsdp1_parameters(module), ddp_parameters(module)
+        ignored = {id(parameter) for _, parameter, ignored in _seen_by_ddp(module) if ignored}
         parameters = list(module.named_parameters())
         twice = {name for name, count in Counter(clean_fqn(raw) for raw, _ in parameters).items() if count > 1}
         for raw, parameter in parameters:
@@ -125,9 +122,8 @@ class Replication:
             self.names[id(parameter)] = name
             home = self._named(name)
             if home is None and is_dtensor(parameter):
-                home = Excuse(
-                    "that are no DTensors, of parameters that are"
-                )  # Of what hangs on it, such as a step counter.
+                # Of what hangs on it, such as a step counter.
+                home = Excuse("that are no DTensors, of parameters that are")
             if home is None and id(parameter) in sharded:
                 home = self._of_fsdp1(sharded[id(parameter)])
             if home is None and id(parameter) in ddp:
@@ -136,7 +132,7 @@ class Replication:
             if home is None and id(parameter) in ignored:
                 home = Excuse("that DDP was told to ignore")
             if home is None:
-                home = self._anchor if self._vouched else Excuse("not known to be replicated: name their group")
+                home = self.anchor if self._vouched else Excuse("not known to be replicated: name their group")
             self._of_parameter[id(parameter)] = home
 
     def of_parameter(self, parameter: Tensor) -> Home | Excuse:
@@ -155,7 +151,7 @@ class Replication:
         if not axes:
             return [Excuse("that are DTensors without a Replicate axis: each rank has its own")]
         if axes == wide and self._spans_anchor(mesh):
-            return [self._anchor]
+            return [self.anchor]
         return [self._of_axis(mesh, axis) for axis in axes]
 
     def _spans_anchor(self, mesh: DeviceMesh) -> bool:
@@ -216,10 +212,6 @@ def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:
 def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
     """By id, the parameters that a DDP in ``module`` keeps equal."""
     return {id(p): ddp for ddp, p, ignored in _seen_by_ddp(module) if not ignored}
-
-
-def _ignored_by_ddp(module: nn.Module) -> set[int]:
-    return {id(p) for _, p, ignored in _seen_by_ddp(module) if ignored}
 
 
 def _seen_by_ddp(module: nn.Module) -> Iterator[tuple[DistributedDataParallel, Tensor, bool]]:

@@ -1,19 +1,29 @@
-"""What one check found, and who agrees with whom."""
+"""What one check found, who agrees with whom, and what follows: files of evidence, one message, an error."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import socket
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fp8dist.divergence import Divergence, Participant
+from fp8dist.divergence import Divergence, Finding, Participant
 from fp8dist.errors import DivergenceError
+from fp8dist.sync.groups import SyncGroup
 
-__all__ = ["DivergenceReport", "sides_of", "split", "this_rank"]
+__all__ = ["DivergenceReport", "announce", "save_evidence", "sides_of", "split", "this_rank"]
+
+logger = logging.getLogger("fp8dist")
+
+MAX_WITH_EVIDENCE = 8
+"""Odd ranks of one finding that write their evidence."""
 
 
 @dataclass(frozen=True)
@@ -57,3 +67,79 @@ def split(sides: tuple[tuple[int, ...], ...]) -> tuple[int | None, list[tuple[in
     if 2 * len(sides[0]) > total:
         return sides[0][0], list(sides[1:])
     return None, [tuple(sorted(rank for side in sides for rank in side))]
+
+
+def save_evidence(
+    report: DivergenceReport, report_dir: str | None, evidence: Callable[[Finding], dict[str, Any] | None]
+) -> None:
+    """Write the report, and what odd ranks and reference hold, before anything is mended. Local; never raises.
+
+    Args:
+        report_dir: None: nothing is written.
+        evidence: what this rank has of a finding, as JSON values.
+    """
+    if report_dir is None or report.consistent:
+        return
+    try:
+        _write_files(Path(report_dir), report, dist.get_rank(), evidence)
+    except Exception as error:  # A full disk must not hide the divergence, or leave the others alone in a collective.
+        logger.warning("fp8dist: no evidence written to %s: %s", report_dir, error)
+
+
+def announce(
+    report: DivergenceReport,
+    group: SyncGroup,
+    raises: bool,
+    tell: Callable[[DivergenceReport], None] | None = None,
+) -> None:
+    """Say it once, and with ``raises`` raise on all ranks. COLLECTIVE over ``group`` if anything differed.
+
+    Args:
+        report: the same on all ranks of the group.
+        tell: is called with it when the message is out: what it raises leaves nobody waiting here.
+
+    Raises:
+        DivergenceError: ``raises``, and the report is not consistent. No rank raises before the message is out: a
+            launcher kills the other ranks when one has failed.
+    """
+    if not report.findings:
+        return
+    if group.rank == report.reporting_rank:
+        logger.log(logging.ERROR if raises and not report.consistent else logging.WARNING, "%s", report)
+    if group.size > 1:
+        dist.barrier(group=group.process_group)
+    if tell is not None:
+        tell(report)
+    if raises:
+        report.raise_if_diverged()
+
+
+def _write_files(
+    folder: Path, report: DivergenceReport, rank: int, evidence: Callable[[Finding], dict[str, Any] | None]
+) -> None:
+    step = max(f.step for f in report.findings)
+    if rank == report.reporting_rank:
+        _write(folder, f"step{step:08d}-report", ".txt", f"{report}\n")
+        _write(folder, f"step{step:08d}-report", ".json", json.dumps(report.to_json(), indent=1))
+    mine = []
+    for finding in report.findings:
+        reference = report.reporting_rank if finding.reference_rank is None else finding.reference_rank
+        if rank in finding.ranks[:MAX_WITH_EVIDENCE] or rank == reference:
+            found = evidence(finding)
+            if found is not None:
+                mine.append({"kind": finding.kind, "name": finding.name, **found})
+    if mine:
+        _write(folder, f"step{step:08d}-rank{rank}", ".json", json.dumps(mine, indent=1))
+
+
+def _write(folder: Path, name: str, suffix: str, text: str) -> None:
+    """A file that was not there: two models may diverge at one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 1000):
+        path = folder / (f"{name}{suffix}" if number == 1 else f"{name}-{number}{suffix}")
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return
+        except FileExistsError:
+            continue

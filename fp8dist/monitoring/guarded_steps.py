@@ -63,7 +63,10 @@ class GuardedSteps:
         # gradients look as they do after a step: only the first call shows the difference.
         self._before_backward: bool | None = None
         self._note()
-        self._add_hooks(optimizers)
+        before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
+        for each in optimizers:
+            for handle in (each.register_step_pre_hook(before), each.register_step_post_hook(after)):
+                retire_with(self, handle)
 
     @property
     def gone(self) -> bool:
@@ -137,12 +140,6 @@ class GuardedSteps:
             optimizer = reference()
             if optimizer is not None:
                 yield optimizer
-
-    def _add_hooks(self, optimizers: list[Optimizer]) -> None:
-        before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
-        for optimizer in optimizers:
-            for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
-                retire_with(self, handle)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

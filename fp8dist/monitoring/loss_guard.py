@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8dist.errors import AlarmKind, CheckpointError, ConfigurationError, LossAlarm, LossDiverged
 from fp8dist.monitoring.guarded_steps import GuardedSteps
+from fp8dist.names import is_number, require_int
 from fp8dist.sync.groups import GroupLike, SyncGroup, is_dtensor, world_size
 
 __all__ = ["LossGuard"]
@@ -96,12 +97,11 @@ class LossGuard:
         if action == "fallback" and manager is None:
             raise ConfigurationError('action="fallback" needs manager=, the StateManager that prepare() returned')
         for name, count in (("window", window), ("min_history", min_history), ("steps", steps)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigurationError(f"{name} must be a whole number from 1, got {count!r}")
+            require_int(name, count, 1)
         if min_history > window:
             raise ConfigurationError(f"min_history must be at most window ({window}), got {min_history}")
         for name, value, least in (("factor", factor, 1), ("noise", noise, 0)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+            if not (is_number(value) and least <= value < math.inf):
                 raise ConfigurationError(f"{name} must be a finite number from {least}, got {value!r}")
         self.alarms = 0
         self._action, self._manager, self._steps = action, manager, steps
@@ -258,19 +258,14 @@ class LossGuard:
         if alarm.streak > 1:
             return
         if callable(self._action):
-            self._say(alarm, f"; {getattr(self._action, '__qualname__', type(self._action).__name__)} is called")
+            self._warn(f"{alarm}; {getattr(self._action, '__qualname__', type(self._action).__name__)} is called")
             self._action(alarm)
         elif self._action == "fallback":
             assert self._manager is not None
-            self._say(alarm, f"; {self._steps} steps follow in high precision")
+            self._warn(f"{alarm}; {self._steps} steps follow in high precision")
             self._manager.set_precision("*", "high", steps=self._steps + 1)  # This step is still to end.
-        elif self._action == "skip":
-            self._say(alarm, "; this step's update is skipped")
         else:
-            self._say(alarm, "")
-
-    def _say(self, alarm: LossAlarm, consequence: str) -> None:
-        self._warn(f"{alarm}{consequence}")
+            self._warn(f"{alarm}; this step's update is skipped" if self._action == "skip" else str(alarm))
 
     def _warn(self, message: str) -> None:
         rank = dist.get_rank() if world_size() > 1 else 0

@@ -7,16 +7,16 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.monitoring.json_lines import keep_lines
+from fp8dist.names import is_number
 from fp8dist.state.slots import Slot
+from fp8dist.text import first_few
 
-__all__ = ["Monitor", "ScaleJump", "SlotStatistics"]
+__all__ = ["Monitor", "ScaleJump", "SlotStatistics", "keep_lines"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -92,12 +92,11 @@ class Monitor:
         writes: bool = True,
         resume_after: int | None = None,
     ) -> None:
-        number = isinstance(jump, (int, float)) and not isinstance(jump, bool)
-        if jump is not None and not (number and 1 < jump < math.inf):
+        if jump is not None and not (is_number(jump) and 1 < jump < math.inf):
             raise ConfigurationError(f"jump must be a factor above 1, or None for no alarms, got {jump!r}")
         self._jump, self._writes = jump, writes
         self._scales: dict[Slot, float] = {}
-        self._sinks: list[_Sink] = []
+        self._sinks: list[_JsonLines | _TensorBoard] = []
         if writes and path is not None:
             self._sinks.append(_JsonLines(Path(path), resume_after))
         if writes and tensorboard is not None and (writer := _summary_writer(tensorboard, resume_after)) is not None:
@@ -106,9 +105,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def observe(self, step: int, statistics: Sequence[SlotStatistics]) -> list[ScaleJump]:
@@ -126,15 +123,13 @@ class Monitor:
                     sink.close()
         jumps = [] if self._jump is None else self._jumps(step, statistics, self._jump)
         if jumps and self._writes:
-            told = ", ".join(f"{jump.slot} from {jump.before:.4g} to {jump.after:.4g}" for jump in jumps[:_NAMED])
-            more = f" and {len(jumps) - _NAMED} more" if len(jumps) > _NAMED else ""
+            told = first_few([f"{jump.slot} from {jump.before:.4g} to {jump.after:.4g}" for jump in jumps], _NAMED)
             logger.warning(
-                "fp8dist: step %d: %d scale(s) jumped by a factor of %g or more: %s%s",
+                "fp8dist: step %d: %d scale(s) jumped by a factor of %g or more: %s",
                 step,
                 len(jumps),
                 self._jump,
                 told,
-                more,
             )
         return jumps
 
@@ -153,14 +148,6 @@ class Monitor:
             if before is not None and (factor := max(after / before, before / after)) >= least:
                 jumps.append(ScaleJump(slot, step, before, after, factor))
         return sorted(jumps, key=lambda jump: (-jump.factor, jump.slot))
-
-
-class _Sink(Protocol):
-    """Where statistics go. ``str()`` names it."""
-
-    def write(self, step: int, statistics: Sequence[SlotStatistics]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _JsonLines:
@@ -217,3 +204,31 @@ def _summary_writer(folder: str | Path, resume_after: int | None) -> Any:
         return None
     # Events of these steps and later ones, from before the resume, are not shown.
     return SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)
+
+
+def keep_lines(path: Path, last_step: int, keeps: Callable[[dict[str, Any]], bool] | None = None) -> None:
+    """Leave only the lines of steps up to ``last_step`` in the file, which need not exist.
+
+    What is no JSON object with a step, such as the last line of a killed process, is dropped. Written beside and
+    renamed, so that a process killed here loses nothing; line by line, because such files grow large.
+
+    Args:
+        keeps: asked about each line that would be kept.
+    """
+    if not path.exists():
+        return
+    new = path.with_name(path.name + ".new")
+    with path.open("rb") as lines, new.open("wb") as kept:
+        for text in lines:
+            line = _object(text)
+            if line is not None and line["step"] <= last_step and (keeps is None or keeps(line)):
+                kept.write(text.rstrip(b"\n") + b"\n")
+    new.replace(path)
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

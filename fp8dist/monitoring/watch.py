@@ -67,19 +67,16 @@ class Watch:
 
     def _reduce(self, seen: Tensor, sync: ArenaSync, group: SyncGroup | None) -> tuple[Tensor, Tensor | None]:
         """(float32[3, n], ranks int64[3, n] or None), on the CPU."""
-        bits = seen.view(torch.int32)
-        if not self.ranks:
-            if group is not None:
-                with sync.failing_by_name("the watch of FP8 scales"):
-                    all_reduce_max(bits, group, sync.counters).wait()
-            return bits.view(torch.float32).cpu(), None
-        rank = 0 if group is None else group.rank
-        keys = (bits.to(torch.int64) << 32) | (_LAST_RANK - rank)
+        sent = bits = seen.view(torch.int32)
+        if self.ranks:
+            sent = (bits.to(torch.int64) << 32) | (_LAST_RANK - (0 if group is None else group.rank))
         if group is not None:
             with sync.failing_by_name("the watch of FP8 scales"):
-                all_reduce_max(keys, group, sync.counters).wait()
-        keys = keys.cpu()
-        return (keys >> 32).to(torch.int32).view(torch.float32), _LAST_RANK - (keys & _LOW)
+                all_reduce_max(sent, group, sync.counters).wait()
+        found = sent.cpu()
+        if not self.ranks:
+            return found.view(torch.float32), None
+        return (found >> 32).to(torch.int32).view(torch.float32), _LAST_RANK - (found & _LOW)
 
     def close(self) -> None:
         """Close its files. Local."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.offline.entries import PARAMETERS, Entry, Item, Source, dtype_name
+from fp8dist.offline.entries import Entry, Item, dtype_name
 from fp8dist.offline.pickles import Unpickler
+from fp8dist.offline.safetensor_files import state_items
 from fp8dist.offline.slices import FileSlice
-from fp8dist.offline.states import state_items
 from fp8dist.offline.values import TORCH_SAVE, Storage, StoredTensor, flatten, plain_tensor, storage_of
 from fp8dist.state.storage import looks_like_state
 
@@ -26,9 +26,7 @@ __all__ = [
     "Locate",
     "items_of",
     "legacy_content",
-    "legacy_source",
     "zip_content",
-    "zip_source",
 ]
 
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # Follows the pickle's protocol, two bytes.
@@ -110,8 +108,8 @@ class Archive:
         data = b"".join(self._bytes(name) for name in sorted(self._records) if name not in _HOUSEKEEPING)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
-    @property
     def payload_size(self) -> int:
+        """Bytes of ``payload``."""
         return sum(info.file_size for name, info in self._records.items() if name not in _HOUSEKEEPING)
 
     def _bytes(self, name: str) -> bytes:
@@ -155,12 +153,6 @@ def zip_content(file: FileSlice) -> tuple[Any, int, Locate]:
     return value, size, archive.storage
 
 
-def zip_source(file: FileSlice) -> Source:
-    """A zip file of torch.save."""
-    value, size, locate = zip_content(file)
-    return Source(file.path, PARAMETERS, items_of(value, size, file, locate))
-
-
 def legacy_content(file: FileSlice) -> tuple[Any, int, Locate]:
     """The same of a file of ``torch.save(…, _use_new_zipfile_serialization=False)``. It has no checksums."""
     stream = io.BufferedReader(file)
@@ -182,12 +174,6 @@ def legacy_content(file: FileSlice) -> tuple[Any, int, Locate]:
     size = stream.tell()
     places = _legacy_places(keys, {storage.key: storage for storage in stored}, file, size)
     return value, size, lambda storage: places[storage.key]
-
-
-def legacy_source(file: FileSlice) -> Source:
-    """A file of torch.save as it was before zip files."""
-    value, size, locate = legacy_content(file)
-    return Source(file.path, PARAMETERS, items_of(value, size, file, locate))
 
 
 def _legacy_places(keys: Any, storages: dict[str, Storage], file: FileSlice, start: int) -> dict[str, tuple[int, int]]:

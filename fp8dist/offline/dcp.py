@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Iterator, Mapping
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +19,14 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.offline.archives import Archive, items_of
+from fp8dist.offline.archives import Archive, items_of, zip_content
 from fp8dist.offline.entries import PARAMETERS, Entry, Item, Source, dtype_name
 from fp8dist.offline.failures import Unsupported, reading
 from fp8dist.offline.pickles import Builder, Record, Unpickler
 from fp8dist.offline.slices import FileSlice
-from fp8dist.offline.tiling import tiles
 from fp8dist.offline.values import COMMON, StoredTensor, sizes
 
-__all__ = ["METADATA", "dcp_source"]
+__all__ = ["METADATA", "dcp_source", "tiles"]
 
 METADATA = ".metadata"
 _LARGEST_INDEX = 1 << 30
@@ -73,13 +75,11 @@ def dcp_source(folder: str) -> Source:
     items: list[Item] = []
     for name, description in tensors.items():
         with reading(index):
-            chunked = _is_tensor(description)
-            item = _tensor_item(name, description, pieces) if chunked else None
-            piece = None if chunked else _piece(pieces, (name, None))
-        if item is not None:
-            items.append(item)
-        elif piece is not None:
-            items += _value_items(name, piece)
+            if _is_tensor(description):
+                items.append(_tensor_item(name, description, pieces))
+                continue
+            piece = _piece(pieces, (name, None))
+        items += _value_items(name, piece)
     return Source(folder, PARAMETERS, items)
 
 
@@ -160,6 +160,24 @@ def _tensor_item(name: str, description: Record, pieces: Mapping[Key, FileSlice]
     return Entry(name, "parameter", shape, dtype_name(dtype)), partial(_assembled, name, shape, dtype, chunks)
 
 
+def tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether ``boxes`` (offsets, sizes) fill ``shape`` without gap or overlap. Linear in their number.
+
+    Each dim is given a random length for every interval between two cuts. Then the volumes of an exact tiling add up,
+    and those of another do so with a chance below 1 in 2**50: an overlap makes up for a gap in one metric, not in a
+    random one.
+    """
+    chance = random.Random()
+    marks: list[defaultdict[int, int]] = [defaultdict(lambda: chance.getrandbits(64)) for _ in shape]
+
+    def volume(offsets: Sequence[int], extents: Sequence[int]) -> int:
+        ends = zip(marks, offsets, extents)
+        return math.prod(mark[start + extent] - mark[start] for mark, start, extent in ends)
+
+    whole = volume([0] * len(shape), shape)
+    return whole == sum(volume(offsets, extents) for offsets, extents in boxes)
+
+
 def _assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: list[Chunk]) -> Tensor:
     """The whole tensor: it and one piece are in memory at a time."""
     if len(chunks) == 1:
@@ -175,13 +193,11 @@ def _assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: li
 def _part(name: str, dtype: torch.dtype, chunk: Chunk) -> Tensor:
     file = chunk.piece
     with _naming(file, f"the piece of {name} at {chunk.offsets}"):
-        archive = Archive(file)
-        archive.verify()
-        value, _ = archive.content()
+        value, _, locate = zip_content(file)
         if not isinstance(value, StoredTensor) or value.shape != chunk.sizes or value.dtype != dtype:
             found = f"{value.dtype} {value.shape}" if isinstance(value, StoredTensor) else "no tensor"
             raise CheckpointError(f"it is {found}, expected {dtype} {chunk.sizes}")
-        start, available = archive.storage(value.storage)
+        start, available = locate(value.storage)
         value.check(available, file.length)
         return value.read(file, start)
 
@@ -201,7 +217,7 @@ def _value_items(name: str, file: FileSlice) -> list[Item]:
             value, size = archive.content()
             return items_of(value, size, file, archive.storage, name)
         except Unsupported:
-            return [(Entry(name, "parameter", (archive.payload_size,), "uint8"), archive.payload)]
+            return [(Entry(name, "parameter", (archive.payload_size(),), "uint8"), archive.payload)]
 
 
 @contextmanager

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ class Entry:
 Item = tuple[Entry, Callable[[], Tensor]]
 
 
-class Source:
+class Source(AbstractContextManager["Source"]):
     """An open checkpoint. Entries are sorted and unique; what has been read is not kept.
 
     ``family`` is "state" (an fp8dist state file) or "parameters" (any other checkpoint).
@@ -79,12 +78,7 @@ class Source:
         self._loaders = []
         self._resources.close()
 
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

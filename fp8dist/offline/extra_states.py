@@ -67,11 +67,6 @@ class SavedSlot:
     due: bool
     fp8_max: float | None
 
-    @property
-    def used(self) -> bool:
-        """Whether the module has ever seen this tensor."""
-        return self.scale != 1 or bool(self.history.any())
-
 
 @dataclass(frozen=True, eq=False)
 class ExtraState:
@@ -177,10 +172,6 @@ def _load(find: Callable[[Storage], tuple[MemorySlice, Locate]], leaf: object) -
     return leaf.read(file, start)
 
 
-def _record(name: str, *values: object) -> Record:
-    return Record(name, values)
-
-
 def _member(of: object = None, name: object = None) -> Record:
     """An enum's member by name, as Python 3.11 began to pickle them. ``getattr`` of nothing else."""
     if not isinstance(of, Builder) or of.name != f"{_RECIPES}.Format" or not isinstance(name, str):
@@ -192,7 +183,7 @@ _VOCABULARY: Mapping[str, object] = MappingProxyType(
     {
         **TORCH_SAVE,
         **{
-            name: Builder(name, partial(_record, name))
+            name: Builder(name, partial(lambda name, *values: Record(name, values), name))
             for name in (*(f"{_RECIPES}.{n}" for n in _CLASSES), *_SUBCLASSES)
         },
         f"{_RECIPES}.Format": Builder(f"{_RECIPES}.Format", lambda value=None: Record(f"{_RECIPES}.Format", value)),
@@ -261,7 +252,7 @@ class _Columns:
 
     def used(self, column: int) -> bool:
         """Whether the module has ever seen this tensor."""
-        return self.slot(column, None).used
+        return bool(self._scale[column] != 1) or bool(self._history[:, column].any())
 
 
 def _float32(name: str, content: Mapping[Any, Any], load: _Load) -> Tensor:

@@ -13,8 +13,9 @@ from fp8dist.consistency.contents import Digester
 from fp8dist.offline.comparison import SourceContent, bytes_in
 from fp8dist.offline.entries import STATE, Entry, Source
 from fp8dist.offline.failures import one_line
-from fp8dist.state.slots import slot_key
+from fp8dist.state.slots import Slot
 from fp8dist.state.storage import read_file
+from fp8dist.text import aligned
 
 __all__ = ["Inspection", "inspect_source"]
 
@@ -41,9 +42,7 @@ class Inspection:
 
     def __str__(self) -> str:
         cells = [self.columns, *(tuple(map(_text, row)) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
-        whole = "\n".join([*(f"{name}: {value}" for name, value in self.facts.items()), *table])
+        whole = "\n".join([*(f"{name}: {value}" for name, value in self.facts.items()), *aligned(cells)])
         return "\n\n".join([whole, *map(str, self.states)])
 
 
@@ -80,7 +79,7 @@ def _part(source: Source, belongs: Callable[[Entry], bool]) -> Source:
 def _state_file(path: str) -> Inspection:
     state, info = read_file(path)
     rows = [
-        _slot_row(slot_key(*slot), {**{kind: state[kind][i] for kind in _KINDS}, "counters": state["counters"][:, i]})
+        _slot_row(str(Slot(*slot)), {**{kind: state[kind][i] for kind in _KINDS}, "counters": state["counters"][:, i]})
         for i, slot in enumerate(state["slots"])
     ]
     facts = {

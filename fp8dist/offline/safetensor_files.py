@@ -1,45 +1,36 @@
-"""Safetensors files, alone or as the parts of a model in one folder."""
+"""Safetensors files, alone or as the parts of a model in one folder; and fp8dist's own state, slot by slot."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from fp8dist.errors import CheckpointError
-from fp8dist.offline.entries import PARAMETERS, Entry, Item, Source
+from fp8dist.offline.entries import PARAMETERS, STATE, Entry, Item, Source, dtype_name
 from fp8dist.offline.failures import reading
 from fp8dist.offline.slices import FileSlice
+from fp8dist.state.storage import FILE_FORMAT, from_bytes, read_file, validated_slots
 
-__all__ = ["SUFFIX", "is_state", "safetensors_source"]
+__all__ = ["SUFFIX", "is_state", "safetensors_source", "state_items", "state_source"]
 
 SUFFIX = ".safetensors"
-_STATE_FORMAT = "fp8dist-state"
 _SHARDED = "DCP_SHARDING_INFO"
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {
-        "F64": "float64",
-        "F32": "float32",
-        "F16": "float16",
+        **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
         "BF16": "bfloat16",
-        "I64": "int64",
-        "I32": "int32",
-        "I16": "int16",
-        "I8": "int8",
-        "U64": "uint64",
-        "U32": "uint32",
-        "U16": "uint16",
-        "U8": "uint8",
+        **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
+        **{f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)},
         "BOOL": "bool",
         "C64": "complex64",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E8M0": "float8_e8m0fnu",
+        **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
     }
 )
 
@@ -47,7 +38,7 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
 def is_state(path: str) -> bool:
     """Whether a safetensors file says that it is fp8dist state."""
     with safe_open(path, framework="pt") as file:
-        return (file.metadata() or {}).get("format") == _STATE_FORMAT
+        return (file.metadata() or {}).get("format") == FILE_FORMAT
 
 
 def safetensors_source(path: str, files: list[str]) -> Source:
@@ -64,7 +55,7 @@ def safetensors_source(path: str, files: list[str]) -> Source:
                 FileSlice.of(name)
                 file = resources.enter_context(safe_open(name, framework="pt", device="cpu"))
                 metadata = file.metadata() or {}
-                if metadata.get("format") == _STATE_FORMAT:
+                if metadata.get("format") == FILE_FORMAT:
                     raise CheckpointError("is fp8dist state among other files of a folder: name the file itself")
                 for key in file.keys():  # noqa: SIM118  (not a dict)
                     if key in items:
@@ -80,3 +71,35 @@ def _item(file: Any, name: str) -> Item:
     if dtype not in _DTYPES:
         raise CheckpointError(f"{name} is of dtype {dtype}, expected one of {', '.join(_DTYPES)}")
     return Entry(name, "parameter", tuple(described.get_shape()), _DTYPES[dtype]), partial(file.get_tensor, name)
+
+
+# fp8dist state -------------------------------------------------------------------------------------
+
+
+def state_source(path: str) -> Source:
+    """A state file. Its checksum covers all of it, so it is read as a whole."""
+    state, _ = read_file(path)
+    return Source(path, STATE, _slot_items(state, ""))
+
+
+def state_items(data: bytes, place: str) -> list[Item]:
+    """The entries of a state that is a value of a checkpoint, called ``place`` there. All of it stays in memory.
+
+    Raises:
+        CheckpointError: it is damaged; names the place.
+    """
+    state, _ = from_bytes(data, place)
+    return list(_slot_items(state, f"{place}."))
+
+
+def _slot_items(state: Mapping[str, Any], prefix: str) -> Iterator[Item]:
+    def item(name: str, kind: str, values: Tensor) -> Item:
+        return Entry(f"{prefix}{name}", kind, tuple(values.shape), dtype_name(values.dtype)), partial(values.clone)
+
+    slots = validated_slots(state, values=False)  # Damaged ones are what a check is for.
+    yield item("step", "step", state["step"])
+    by_slot = {kind: state[kind] for kind in ("scale", "amax", "cold", "history")}
+    by_slot["counters"] = state["counters"].t()
+    for number, slot in enumerate(slots):
+        for kind, values in by_slot.items():
+            yield item(str(slot), kind, values[number])

@@ -18,15 +18,14 @@ import struct
 from pathlib import Path
 
 from fp8dist.errors import CheckpointError
-from fp8dist.offline.archives import LEGACY_MAGIC, legacy_source, zip_source
+from fp8dist.offline.archives import LEGACY_MAGIC, items_of, legacy_content, zip_content
 from fp8dist.offline.dcp import METADATA, dcp_source
-from fp8dist.offline.entries import Entry, Source
+from fp8dist.offline.entries import PARAMETERS, Source
 from fp8dist.offline.failures import reading
-from fp8dist.offline.safetensor_files import SUFFIX, is_state, safetensors_source
+from fp8dist.offline.safetensor_files import SUFFIX, is_state, safetensors_source, state_source
 from fp8dist.offline.slices import FileSlice
-from fp8dist.offline.states import state_source
 
-__all__ = ["Entry", "Source", "open_source"]
+__all__ = ["open_source"]
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
@@ -39,9 +38,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     """
     name = os.fsdecode(path)
     with reading(name):
-        if os.path.isdir(name):
-            return _open_folder(name)
-        return _open_file(name)
+        return _open_folder(name) if os.path.isdir(name) else _open_file(name)
 
 
 def _open_folder(path: str) -> Source:
@@ -66,14 +63,12 @@ def _open_file(path: str) -> Source:
     head = file.bytes_at(0, min(512, file.length)).numpy().tobytes()
     if not head:
         raise CheckpointError("is empty")
-    if head.startswith(b"PK"):
-        return zip_source(file)
-    if head[:1] == b"\x80" and head[2:].startswith(LEGACY_MAGIC):
-        return legacy_source(file)
+    zipped = head.startswith(b"PK")
+    if zipped or (head[:1] == b"\x80" and head[2:].startswith(LEGACY_MAGIC)):
+        value, size, locate = (zip_content if zipped else legacy_content)(file)
+        return Source(path, PARAMETERS, items_of(value, size, file, locate))
     if _starts_like_safetensors(head, file.length) or path.endswith(SUFFIX):
-        if is_state(path):
-            return state_source(path)
-        return safetensors_source(path, [path])
+        return state_source(path) if is_state(path) else safetensors_source(path, [path])
     raise CheckpointError(_strange(path, head))
 
 

@@ -1,25 +1,21 @@
-"""DistributedDataParallel: the early launch from its last gradient bucket, and ``Join``.
+"""DistributedDataParallel and ``Join``. The hook for its gradient buckets is ``fp8dist.ddp``."""
 
-No ``from __future__ import annotations`` here: DDP inspects a comm hook's annotations as objects.
-"""
+from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from fp8dist.modules.job_state import JobState
 
-__all__ = ["JoinLink", "ManagerJoinHook", "comm_hook", "find_ddp"]
-
-CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
+__all__ = ["JoinLink", "ManagerJoinHook", "find_ddp"]
 
 
 class Launcher(Protocol):
@@ -27,9 +23,6 @@ class Launcher(Protocol):
 
     def launch_early(self) -> None:
         """Launch before the boundary. COLLECTIVE."""
-
-    def launch_from_hook(self) -> None:
-        """The same, called by a communication hook. COLLECTIVE."""
 
     def launch_idle(self) -> None:
         """Shadow the others' launch. COLLECTIVE."""
@@ -40,45 +33,6 @@ class Launcher(Protocol):
     @property
     def job(self) -> JobState:
         """Whether a Join context is open."""
-
-
-class EarlyLauncher(Protocol):
-    """What ``comm_hook`` needs of a StateManager."""
-
-    def _early_launcher(self, frozen_weights: bool = False) -> Launcher:
-        """What launches. Raises ConfigurationError where an early launch would be wrong."""
-
-
-def comm_hook(manager: EarlyLauncher, inner: CommHook | None = None) -> CommHook:
-    """A DDP comm hook that runs ``inner`` and launches the FP8 sync from the last gradient bucket.
-
-    The sync then overlaps with the rest of backward. There is one collective per synced backward;
-    several before an optimizer step merge, and wait for the boundary. Register it yourself, with the
-    state that ``inner`` wants (DDP takes only one hook, so ``attach`` never does)::
-
-        ddp.register_comm_hook(powersgd_state, fp8dist.ddp.comm_hook(manager, powersgd_hook))
-
-    Args:
-        manager: of the model inside the DDP module.
-        inner: ``(state, bucket) -> Future``; None: DDP's plain all-reduce, with ``state`` None or a
-            process group. One that starts further collectives from callbacks of its futures, as
-            PowerSGD does, may start them in another order than this hook starts its own: give the
-            manager a group of its own then (``group=dist.new_group()``).
-
-    Raises:
-        ConfigurationError: a converted module's weight is frozen: its gradient comes after the last
-            bucket, and its grad_output amax would be a step late.
-    """
-    launcher = manager._early_launcher()
-    reduce = allreduce_hook if inner is None else inner
-
-    def launching_hook(state, bucket):  # type: ignore[no-untyped-def]
-        future = reduce(state, bucket)
-        if bucket.is_last():
-            launcher.launch_from_hook()
-        return future
-
-    return launching_hook
 
 
 def find_ddp(module: nn.Module) -> DistributedDataParallel | None:

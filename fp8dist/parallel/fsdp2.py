@@ -112,7 +112,7 @@ def _as_shard(local: Tensor, weight: weakref.ref[ShardedWeight]) -> Tensor:
     return local
 
 
-class Moment:
+class ForwardState:
     """What the outermost forward of now is like, for all weights of one manager."""
 
     def __init__(self, on_gpu: bool) -> None:
@@ -139,10 +139,10 @@ class ShardedWeight:
     step, which is what scales are made to follow, or by anybody else.
     """
 
-    def __init__(self, linear: FP8Linear, amax: Tensor, moment: Moment) -> None:
+    def __init__(self, linear: FP8Linear, amax: Tensor, forward: ForwardState) -> None:
         self.slots: LinearSlots = linear.fp8_slots
         self.slot = self.slots.slots[Role.WEIGHT]
-        self._moment = moment
+        self._forward = forward
         self._linear = weakref.ref(linear)
         self._amax = amax  # 0-d float32: of this rank's part.
         self._parameter: Tensor | None = None  # Not a weak one: torch cannot move a DTensor that has weak references.
@@ -154,7 +154,8 @@ class ShardedWeight:
         self._step = -1  # The last one whose training forwards have gathered it.
         recipe = self.slots.recipe
         self._has_scale = recipe.by == "tensor"
-        self._renewed = self._has_scale and not recipe.delayed
+        self.renewed = self._has_scale and not recipe.delayed
+        """Whether its scale is derived anew from each new weight."""
 
     def install(self) -> None:
         """Give FSDP the extension, if it does not have it (a parameter may have been replaced)."""
@@ -186,11 +187,6 @@ class ShardedWeight:
         return self._parameter
 
     @property
-    def renewed(self) -> bool:
-        """Whether its scale is derived anew from each new weight."""
-        return self._renewed
-
-    @property
     def changed(self) -> bool:
         """Whether it was written to by others than an optimizer, as far as torch can tell, since ``accept``. DTensor
         operations run on all ranks, so all ranks see the same."""
@@ -204,7 +200,7 @@ class ShardedWeight:
         """That optimizer has stepped. A scale that is not delayed must be derived from what it has written. ``real``:
         it may have written something else than was there."""
         self._version = self.parameter._version
-        self._written = self._written or (self._renewed and real)
+        self._written = self._written or (self.renewed and real)
 
     def follow(self, before: ShardedWeight | None) -> None:
         """Take over what an earlier attachment knew of it. None: nothing, and the scale is right."""
@@ -230,8 +226,8 @@ class ShardedWeight:
         """Its state was loaded, or reset: it may be cold. A delayed scale is right for the weight that comes next; one
         that is not follows from that weight."""
         self.maybe_cold = True
-        self.trusted = not self._renewed
-        self._written = self._written or self._renewed
+        self.trusted = not self.renewed
+        self._written = self._written or self.renewed
 
     def accept(self) -> None:
         """The scale is right for the weight as it is now."""
@@ -257,10 +253,10 @@ class ShardedWeight:
         stayed gathered since."""
         slots = self.slots
         slots.settle()
-        self._moment.wait()
+        self._forward.wait()
         if self.trusted:  # Gathered by hand, before a forward.
             self.accept()
-        if not self._moment.in_forward and not _in_backward() and not self.seen_hot():
+        if not self._forward.in_forward and not _in_backward() and not self.seen_hot():
             raise ConfigurationError(
                 f"{self.slot.fqn}: it has no FP8 scale yet, and is gathered outside of a forward of the model: call "
                 "manager.refresh_weights() first"
@@ -289,7 +285,7 @@ class ShardedWeight:
             return False  # The backward gathers the same weight again.
         job, linear = self.slots.job, self._linear()
         recorded = self._step == job.boundaries
-        if job.recording or (linear is not None and linear.training and self._moment.grad_enabled):
+        if job.recording or (linear is not None and linear.training and self._forward.grad_enabled):
             self._step = job.boundaries
         elif recorded:
             return False
@@ -349,10 +345,10 @@ class ShardedWeights:
     """
 
     def __init__(
-        self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Sequence[nn.Module], moment: Moment
+        self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Sequence[nn.Module], forward: ForwardState
     ) -> None:
         self.weights = tuple(weights)
-        self._moment = moment
+        self._forward = forward
         self._modules = weakref.WeakSet(modules)
         self._within: dict[int, tuple[ShardedWeight, ...]] = {}
         for module in modules:
@@ -456,13 +452,13 @@ class ShardedWeights:
                 weight.accept()
             self.reshard()  # What was gathered with the old scales.
         self._outermost = id(module)
-        self._moment.in_forward, self._moment.grad_enabled = True, torch.is_grad_enabled()
-        self._moment.settled()
+        self._forward.in_forward, self._forward.grad_enabled = True, torch.is_grad_enabled()
+        self._forward.settled()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._outermost == id(module):
             self._outermost = None
-            self._moment.in_forward = False
+            self._forward.in_forward = False
 
 
 def _gathered(model: nn.Module, whole: nn.Module) -> list[list[FP8Linear]]:
@@ -548,10 +544,10 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
             for user in linears
         ]
     amaxes = {key: arena.hold_shards(of_arena) for key, (arena, of_arena) in places.items()}
-    moment = Moment(any(arena.device.type == "cuda" for arena, _ in places.values()))
+    forward = ForwardState(any(arena.device.type == "cuda" for arena, _ in places.values()))
     weights = []
     for linears in found:
         slots = linears[0].fp8_slots
         arena = slots.weight_sync.arena
-        weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]], moment))
-    return ShardedWeights(owner, weights, fsdp_modules, moment)
+        weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]], forward))
+    return ShardedWeights(owner, weights, fsdp_modules, forward)

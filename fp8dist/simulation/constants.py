@@ -64,32 +64,24 @@ class Constants:
 def defaults(algorithm: Algorithm) -> Constants:
     """Published figures where there are some."""
     tuner, assumed = "NCCL 2.28, tuning.cc, protocol LL", "assumption"
-    gpu = Constant("message", 0.0, "µs", "in the latencies: GPUs send without the CPU")
     ethernet = f"{assumed}: Ethernet in one building; half of what ping says is better"
-    times = {
-        "tree": (
-            Constant("overhead", 6.8, "µs", tuner),
-            Constant("latency_intra", 0.6, "µs", f"{tuner}, NVLink"),
-            Constant("latency_inter", 5.0, "µs", f"{tuner}, network"),
-            gpu,
-        ),
-        "ring": (
-            Constant("overhead", 6.6, "µs", tuner),
-            Constant("latency_intra", 0.6, "µs", f"{tuner}, NVLink"),
-            Constant("latency_inter", 2.7, "µs", f"{tuner}, network"),
-            gpu,
-        ),
-        "gloo": (
+    if algorithm == "gloo":
+        times = (
             Constant("overhead", 0.0, "µs", "in the messages"),
             Constant("latency_intra", 0.0, "µs", "in the messages"),
             Constant("latency_inter", 30.0, "µs", ethernet),
             Constant("message", 85.0, "µs", "README, Cost: 0.35 ms for 2 ranks of one machine, 4 messages in a row"),
-        ),
-    }[algorithm]
-    if algorithm == "gloo":
+        )
         links, source = (1.25, 1.25), f"{assumed}: 10 Gbit/s"
         slowdown = Constant("slowdown", 1.0, "", "the times are measured ones")
     else:
+        overhead, between = {"tree": (6.8, 5.0), "ring": (6.6, 2.7)}[algorithm]
+        times = (
+            Constant("overhead", overhead, "µs", tuner),
+            Constant("latency_intra", 0.6, "µs", f"{tuner}, NVLink"),
+            Constant("latency_inter", between, "µs", f"{tuner}, network"),
+            Constant("message", 0.0, "µs", "in the latencies: GPUs send without the CPU"),
+        )
         links, source = (141.0, 35.0), "NCCL 2.28, tuning.cc, llMaxBws of Hopper"
         slowdown = Constant("slowdown", 2.1, "", "published small all-reduces: 1.8 to 2.4 times what tuning.cc says")
     rest = (

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.simulation.algorithms import Topology
 from fp8dist.simulation.prediction import Cost
-from fp8dist.simulation.topology import Topology
 
 __all__ = ["draw", "sizes_up_to"]
 

@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.simulation.algorithms import time_of
+from fp8dist.simulation.algorithms import Topology, Way, Workload, time_of
 from fp8dist.simulation.constants import Algorithm, Constants
 from fp8dist.simulation.stragglers import Stragglers
-from fp8dist.simulation.topology import Topology
-from fp8dist.simulation.ways import Way, Workload
 
 __all__ = ["Cost", "Job"]
 

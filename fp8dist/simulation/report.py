@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8dist.simulation.calibration import Calibration
+from fp8dist.simulation.algorithms import Topology
 from fp8dist.simulation.constants import Algorithm, Constant
+from fp8dist.simulation.fitting import Fit
 from fp8dist.simulation.prediction import Cost
 from fp8dist.simulation.stragglers import Kind
-from fp8dist.simulation.topology import Topology
+from fp8dist.text import aligned
 
 __all__ = ["SimulationReport"]
 
@@ -25,7 +26,7 @@ class SimulationReport:
     straggler: Kind
     costs: Sequence[Cost]
     assumptions: Sequence[Constant]
-    calibration: Calibration | None = None
+    calibration: Fit | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; times in µs."""
@@ -45,10 +46,7 @@ class SimulationReport:
         lines = [f"{_where(self.topology)}, {self.algorithm}, {self.update}, {late}: per step", ""]
         head = ("", "collectives", "bytes", "sync", "step longer by", "wait mean", "p50", "p99", "of the step")
         rows = [head, *map(_row, self.costs)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        for first, *cells in rows:
-            numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
-            lines.append("  ".join((f"{first:<{widths[0]}}", *numbers)))
+        lines += aligned(rows, right=range(1, len(head)))
         lines += ["", "This rests on:", *map(str, self.assumptions)]
         if self.calibration is not None:
             lines += ["", "Calibrated with:"]

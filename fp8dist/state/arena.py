@@ -19,7 +19,7 @@ from fp8dist.state.fallback import Fallback
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
 from fp8dist_kernels import ops
 from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays
-from fp8dist_kernels.formats import Format, Role
+from fp8dist_kernels.formats import Format
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_STEP
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.reference.rings import RingShape, ordered_window, write_window
@@ -168,10 +168,6 @@ class Arena:
                 theirs[places] = mine
         return larger
 
-    def slots_of(self, role: Role) -> Iterator[tuple[Slot, int]]:
-        """The slots of one role and their places."""
-        return ((slot, i) for slot, i in self.index.items() if slot.role == role.value)
-
     @torch.inference_mode(False)
     def hold_shards(self, users: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Some weights are sharded: no rank sees all of them, and each gives the amax of its part.
@@ -260,20 +256,6 @@ class Arena:
                     over = share > limit
                     self.tripped.logical_or_(over if hold is None else over & (hold.reshape(()) == 0))
 
-    def _reduce_windows(self, window_max: Tensor) -> Tensor:
-        algorithm = self.recipe.amax_algo
-        if algorithm == "max":
-            return window_max
-        if algorithm == "most_recent":
-            return self.amax
-        assert callable(algorithm)
-        reduced = algorithm(self.ordered_history())
-        if reduced.shape != window_max.shape or reduced.dtype != torch.float32:
-            raise ConfigurationError(
-                f"amax_algo must return float32[{len(self)}], got {reduced.dtype} of shape {tuple(reduced.shape)}"
-            )
-        return reduced
-
     def _rescale(self, amax: Tensor, where: Tensor) -> None:
         recipe = self.recipe
         scale_from_amax(amax, self.scale, self.fp8_max, recipe.margin, recipe.power_of_two, where, out=self.scale)
@@ -324,7 +306,15 @@ class Arena:
 
     def window_amax(self) -> Tensor:
         """float32[n]: what the recipe's ``amax_algo`` makes of the windows as they are."""
-        return self._reduce_windows(self.block_max.amax(1))
+        algorithm = self.recipe.amax_algo
+        if not callable(algorithm):
+            return self.block_max.amax(1) if algorithm == "max" else self.amax
+        reduced = algorithm(self.ordered_history())
+        if reduced.shape != self.amax.shape or reduced.dtype != torch.float32:
+            raise ConfigurationError(
+                f"amax_algo must return float32[{len(self)}], got {reduced.dtype} of shape {tuple(reduced.shape)}"
+            )
+        return reduced
 
     def window(self, index: int) -> Tensor:
         """float32[history_len] copy of one slot's window, oldest first."""
@@ -333,22 +323,8 @@ class Arena:
 
     def shared_state(self) -> list[Tensor]:
         """What is equal on all ranks that share this arena, as tensors that any backend can send."""
-        return [
-            self.scales,
-            self.history,
-            self.block_max,
-            self.amax,
-            self.cold.view(torch.uint8),
-            self.counters,
-            self.words,
-        ]
-
-    def write_history(self, rows: Tensor, index: Tensor) -> None:
-        """Replace the windows of the slots ``index`` (int64[m]) by ``rows`` (float32[m, history_len],
-        oldest first)."""
-        windows = self.ordered_history()
-        windows[index] = rows
-        write_window(self.history, self.block_max, self.taken, self.ring, windows)
+        cold = self.cold.view(torch.uint8)
+        return [self.scales, self.history, self.block_max, self.amax, cold, self.counters, self.words]
 
     def load_slots(
         self, index: Tensor, scale: Tensor, amax: Tensor, cold: Tensor, counters: Tensor, history: Tensor
@@ -368,7 +344,9 @@ class Arena:
         self.amax[index] = amax
         self.cold[index] = cold
         self.counters[:, index] = counters
-        self.write_history(fitted(history, self.ring.length), index)
+        windows = self.ordered_history()
+        windows[index] = fitted(history, self.ring.length)
+        write_window(self.history, self.block_max, self.taken, self.ring, windows)
 
     def convert_scales(self, where: Tensor, stood_for: Tensor) -> None:
         """Scales by this recipe, where bool[n] says so: from what its ``amax_algo`` makes of the window.
@@ -409,16 +387,9 @@ class Arena:
     # Copying and pickling: views are rebuilt, so that they are views again -------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        kept = ("specs", "recipe", "backend", "fallback", "device", "placed")
         state = {name: getattr(self, name) for name in self._STATE}
-        return {
-            "specs": self.specs,
-            "recipe": self.recipe,
-            "backend": self.backend,
-            "fallback": self.fallback,
-            "device": self.device,
-            "placed": self.placed,
-            "state": state,
-        }
+        return {**{name: getattr(self, name) for name in kept}, "state": state}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         Arena.__init__(self, saved["specs"], saved["recipe"], saved["backend"], saved["fallback"])

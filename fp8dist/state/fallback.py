@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.names import check_fields
+from fp8dist.names import check_fields, is_number, require_bool, require_int
 
 __all__ = ["Fallback"]
 
@@ -33,14 +33,11 @@ class Fallback:
     underflow: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ConfigurationError(f"Fallback: steps must be an integer, at least 1, got {self.steps!r}")
-        if not isinstance(self.nonfinite, bool):
-            raise ConfigurationError(f"Fallback: nonfinite must be True or False, got {self.nonfinite!r}")
+        require_int("Fallback: steps", self.steps, 1)
+        require_bool("Fallback: nonfinite", self.nonfinite)
         for name in ("saturated", "underflow"):
             limit = getattr(self, name)
-            number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-            if limit is not None and not (number and 0 <= limit <= 1):
+            if limit is not None and not (is_number(limit) and 0 <= limit <= 1):
                 raise ConfigurationError(f"Fallback: {name} must be a share from 0 to 1, or None, got {limit!r}")
         if not self.nonfinite and not self.measures:
             raise ConfigurationError("Fallback: nothing would ever count: give nonfinite, saturated or underflow")

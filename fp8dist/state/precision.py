@@ -136,10 +136,10 @@ class Precision:
                 passing = None if described["passing"] is None else _gemms(described["passing"])
                 left = int(described["left"])
                 unseen = {Role(role) for role in described["unseen"]}
+                if (passing is not None) != (left > 0):
+                    raise ValueError
             except (KeyError, TypeError, ValueError):
                 raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}") from None
-            if (passing is not None) != (left > 0):
-                raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}")
         self._lasting, self._passing, self._left, self._unseen = lasting, passing, left, unseen
         return self._follow()
 
@@ -226,17 +226,13 @@ class Precisions:
         """The slots of these modules that are nobody else's."""
         return {slot for fqn in fqns for slot in self.by_fqn[fqn].slots.values()} - self._shared.keys()
 
-    def users_of(self, slots: Iterable[Slot]) -> list[str]:
-        """The modules that cast one of these."""
-        wanted = set(slots)
-        return [fqn for fqn, precision in self.by_fqn.items() if wanted & set(precision.slots.values())]
-
     def fall_back(self, slots: Iterable[Slot], steps: int) -> list[str]:
         """Put the modules that cast these tensors into high precision, as a whole; which ones.
 
         Those that are there for longer already stay so.
         """
-        fallen = [fqn for fqn in self.users_of(slots) if self.by_fqn[fqn].falls(steps)]
+        wanted = set(slots)
+        fallen = [fqn for fqn, of in self.by_fqn.items() if wanted & set(of.slots.values()) and of.falls(steps)]
         self.change(fallen, GEMMS, True, steps)
         self.fallbacks += len(fallen)
         return fallen

@@ -10,19 +10,19 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.names import require_choice
 from fp8dist_kernels.formats import Format, Role
 
-__all__ = ["Slot", "SlotSpec", "clean_fqn", "slot_key"]
+__all__ = ["Slot", "SlotSpec", "clean_fqn", "parse_role", "sorted_specs"]
 
 _WRAPPER_PREFIXES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 class Slot(NamedTuple):
-    """One scaled tensor of one module. Orders by fqn, then role."""
+    """One scaled tensor of one module. Orders by fqn, then role. ``str()`` is only ever written, never parsed."""
 
     fqn: str
     role: str
 
     def __str__(self) -> str:
-        return slot_key(self.fqn, self.role)
+        return f"{self.fqn}:{self.role}"
 
 
 class SlotSpec(NamedTuple):
@@ -35,11 +35,6 @@ class SlotSpec(NamedTuple):
 def clean_fqn(fqn: str) -> str:
     """The fqn without the components that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PREFIXES)
-
-
-def slot_key(fqn: str, role: str) -> str:
-    """How a slot is written in files and messages. Only ever written, never parsed."""
-    return f"{fqn}:{role}"
 
 
 def parse_role(role: str) -> Role:

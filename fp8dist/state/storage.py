@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +19,21 @@ from torch import Tensor
 from fp8dist.errors import CheckpointError
 from fp8dist.state.slots import Slot
 
-__all__ = ["FORMAT_VERSION", "from_bytes", "looks_like_state", "read_file", "to_bytes", "validated_slots", "write_file"]
+__all__ = [
+    "FILE_FORMAT",
+    "FORMAT_VERSION",
+    "from_bytes",
+    "looks_like_state",
+    "read_file",
+    "to_bytes",
+    "validated_slots",
+    "write_file",
+]
 
 FORMAT_VERSION = 3
 """3: with the recipe of every slot, and which modules are in high precision. 1 and 2 were never released."""
 
-_FILE_FORMAT = "fp8dist-state"
+FILE_FORMAT = "fp8dist-state"
 _NAMES = ("slots", "formats", "recipes", "recipe_of", "precision", "tripped")
 _TENSORS: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -62,23 +71,34 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
         names = [Slot(*map(str, pair)) for pair in saved["slots"]]
     except TypeError:
         raise CheckpointError("FP8 state has a malformed list of slots") from None
-    n = len(names)
+    n, recipes = len(names), saved["recipes"]
     if len(set(names)) != n:
         raise CheckpointError("FP8 state names a slot twice")
-    formats = saved["formats"]
-    if not isinstance(formats, list) or len(formats) != n or not all(isinstance(name, str) for name in formats):
+    if not _is_list(saved["formats"], lambda name: isinstance(name, str)) or len(saved["formats"]) != n:
         raise CheckpointError(f"FP8 state has malformed formats, expected the names of {n}")
-    recipes, recipe_of = saved["recipes"], saved["recipe_of"]
-    if not (isinstance(recipes, list) and all(isinstance(recipe, dict) for recipe in recipes)):
+    if not _is_list(recipes, lambda recipe: isinstance(recipe, dict)):
         raise CheckpointError("FP8 state has malformed recipes")
-    numbers = isinstance(recipe_of, list) and all(type(i) is int and 0 <= i < len(recipes) for i in recipe_of)
-    if not numbers or len(recipe_of) != n:
+    if not _is_list(saved["recipe_of"], lambda i: _is_place(i, len(recipes))) or len(saved["recipe_of"]) != n:
         raise CheckpointError(f"FP8 state does not say which recipe is that of each of its {n} slots")
-    tripped = saved["tripped"]
-    if not (isinstance(tripped, list) and all(type(i) is int and 0 <= i < n for i in tripped)):
+    if not _is_list(saved["tripped"], lambda i: _is_place(i, n)):
         raise CheckpointError("FP8 state has a malformed list of tripped slots")
     if not isinstance(saved["precision"], dict):
         raise CheckpointError("FP8 state has a malformed precision")
+    _require_tensors(saved, n)
+    if values:
+        _require_values(saved)
+    return names
+
+
+def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+def _is_place(value: object, length: int) -> bool:
+    return type(value) is int and 0 <= value < length
+
+
+def _require_tensors(saved: Mapping[str, Any], n: int) -> None:
     history = saved["history"]
     length = history.shape[1] if isinstance(history, Tensor) and history.ndim == 2 else 0
     shapes = {"step": (), "scale": (n,), "amax": (n,), "cold": (n,), "counters": (3, n), "history": (n, length)}
@@ -89,14 +109,14 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
             raise CheckpointError(f"FP8 state: {name} is {found}, expected {dtype} {shapes[name]}")
     if length == 0:
         raise CheckpointError("FP8 state has an empty history")
-    if not values:
-        return names
+
+
+def _require_values(saved: Mapping[str, Any]) -> None:
     if not bool(((saved["scale"] > 0) & saved["scale"].isfinite()).all()):
         raise CheckpointError("FP8 state holds a scale that is not positive and finite")
     for name in ("amax", "history"):
         if not bool(((saved[name] >= 0) & saved[name].isfinite()).all()):
             raise CheckpointError(f"FP8 state: {name} holds a value that is negative or not finite")
-    return names
 
 
 def to_bytes(state: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:
@@ -104,7 +124,7 @@ def to_bytes(state: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:
     tensors = {name: state[name].contiguous() for name in _TENSORS}
     header = {"version": state["version"], **{name: state[name] for name in _NAMES}, "info": dict(info)}
     text = _json(header)
-    metadata = {"format": _FILE_FORMAT, "header": text, "sha256": _checksum(text, tensors)}
+    metadata = {"format": FILE_FORMAT, "header": text, "sha256": _checksum(text, tensors)}
     data = save(tensors, metadata)
     # Safetensors writes metadata in an order that changes from call to call.
     end = _header_end(data)
@@ -122,7 +142,7 @@ def from_bytes(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         tensors = load(data)
         metadata = json.loads(data[8 : _header_end(data)]).get("__metadata__") or {}
-        if metadata.get("format") != _FILE_FORMAT:
+        if metadata.get("format") != FILE_FORMAT:
             raise CheckpointError(f"{name}: not an fp8dist state")
         if _checksum(metadata.get("header", ""), tensors) != metadata.get("sha256"):
             raise CheckpointError(f"{name}: checksum does not match: it was damaged")
@@ -143,7 +163,7 @@ def from_bytes(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def looks_like_state(data: bytes) -> bool:
     """Whether these bytes are, or were before they were damaged, made by ``to_bytes``."""
-    return f'"format":"{_FILE_FORMAT}"'.encode() in data[:64]
+    return f'"format":"{FILE_FORMAT}"'.encode() in data[:64]
 
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:

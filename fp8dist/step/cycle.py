@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8dist.consistency.check import Policy, Scope
 from fp8dist.consistency.checker import Checker, Event
+from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.modules.job_state import Activity, JobState
@@ -19,7 +19,7 @@ from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.fsdp2 import ShardedWeight, ShardedWeights
 from fp8dist.recipe import Gemm
-from fp8dist.settings import Settings
+from fp8dist.settings import Policy, Settings
 from fp8dist.state.manifest import WeightDescription
 from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot

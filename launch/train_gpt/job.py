@@ -16,15 +16,9 @@ on from the newest: with the same flags and ranks to the same bits as a run that
 another ``--parallel`` or number of ranks. ``metrics.jsonl`` goes on as well. A job that torchrun has restarted
 (``MAX_RESTARTS`` of torchrun.sh) resumes by itself, if it saves.
 
-Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file, told in one line; 4, the run stopped
-because its ranks differ (``--check-policy``). Then ``divergence.txt`` and ``divergence.json`` in ``--out`` have the
-report, and so has torchelastic's error file; ``metrics.jsonl`` ends with the last step that was done, and
-``summary.json`` is not written. 5: a collective failed or took longer than ``--timeout``, because another rank is gone
-or hangs; each rank that is left says in one line at which step it was, in what, whose FP8 state it holds and who is
-missing. 3: a checkpoint could not be written, because the disk is full for example; each rank says in one line which
-one and why. 6: ``--loss-guard stop`` saw a loss that jumped or is not finite, on all ranks at the same step; one line
-says at which, the last of ``metrics.jsonl`` is that step's, whose update was not made, and ``summary.json`` is not
-written.
+``exits.py`` has the exit statuses. When ranks differ (``--check-policy``), ``divergence.txt`` and ``divergence.json``
+in ``--out`` have the report, and so has torchelastic's error file. A run that stops writes no ``summary.json``;
+``metrics.jsonl`` ends with the last step that was done, or that the loss guard refused.
 """
 
 from __future__ import annotations
@@ -178,23 +172,8 @@ def build(options: Options, ranks: Ranks, text: Text, watch: Watch) -> Job:
     checks = Checks(options, ranks, module, manager)
     injection = Injection(options, ranks, model, manager)
     checkpoints.written = injection.files_written
-    data = _bytes(text.training), _bytes(text.validation)
-    return Job(
-        options,
-        ranks,
-        parallel,
-        model,
-        module,
-        optimizer,
-        manager,
-        checkpoints,
-        loaded,
-        guard,
-        watch,
-        checks,
-        injection,
-        *data,
-    )
+    made = (parallel, model, module, optimizer, manager, checkpoints, loaded, guard, watch, checks, injection)
+    return Job(options, ranks, *made, _bytes(text.training), _bytes(text.validation))
 
 
 def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.StateManager:
@@ -214,11 +193,7 @@ def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.St
 
 
 def _attach(
-    manager: fp8dist.StateManager,
-    options: Options,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loaded: Loaded,
+    manager: fp8dist.StateManager, options: Options, module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Loaded
 ) -> None:
     """With what is to be written about scales, and the steps that are still in high precision. COLLECTIVE."""
     if options.watch_every:
@@ -240,14 +215,7 @@ def _gathers_fp8(options: Options) -> bool:
     """Wherever it is possible, unless a flag says otherwise: ranks must share what weights are cast with."""
     if options.fp8_all_gather is not None:
         return options.fp8_all_gather
-    settings = Settings.resolve(
-        enabled=None,
-        amax_sync=options.amax_sync,
-        check_every=options.check_every,
-        check_policy=options.check_policy,
-        backend=options.backend,
-        eval_precision="fp8",
-    )
+    settings = Settings.resolve(amax_sync=options.amax_sync)
     return options.why_not_gathered is None and settings.enabled and settings.amax_sync
 
 
@@ -467,7 +435,7 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "validation_loss": validation_loss(job),
         "tokens_per_s": round(rate, 1),
         "fp8_slots": len(manager.slots) if manager is not None and manager.settings.enabled else 0,
-        "high_precision_modules": int(_of(manager, "fp8/high_precision_modules")),
+        "high_precision_modules": int(manager.metrics()["fp8/high_precision_modules"]) if manager is not None else 0,
         "fallbacks": int(spent.get("fp8/fallbacks", 0.0)),
         "loss_alarms": job.guard.alarms,
         "bytes_gathered_per_step": job.parallel.gathered.total / max(1, steps),
@@ -482,10 +450,6 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "parameters_identical": ranks.agree(parameters),
         "parameters_sha256": parameters,
     }
-
-
-def _of(manager: fp8dist.StateManager | None, metric: str) -> float:
-    return manager.metrics()[metric] if manager is not None else 0.0
 
 
 def _state_digest(manager: fp8dist.StateManager) -> str:

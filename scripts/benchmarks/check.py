@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -21,17 +20,10 @@ import fp8dist
 from fp8dist_kernels.header import HEADER, WORDS
 from fp8dist_kernels.reference.content import ContentDigest
 from fp8dist_kernels.reference.digest import digest_words
-from scripts.benchmarks.sync import manager_of
+from scripts.benchmarks.sync import manager_of, timed
 
 REPEATS = 7
 BYTES = 256 << 20
-
-
-def timed(action: Callable[[], object]) -> float:
-    """ms of one call."""
-    start = time.perf_counter()
-    action()
-    return 1e3 * (time.perf_counter() - start)
 
 
 def sha1_of_float32(tensor: Tensor) -> bytes:

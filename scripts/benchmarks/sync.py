@@ -60,6 +60,7 @@ def one_step(manager: StateManager) -> None:
 
 
 def timed(action: Callable[[], object]) -> float:
+    """ms of one call."""
     start = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - start)

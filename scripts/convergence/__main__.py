@@ -28,7 +28,6 @@ import torch
 from fp8dist.state.manifest import NUMERICS_VERSION
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.options.options import parse as parse_job
-from scripts.benchmarks import processor
 from scripts.benchmarks.gpu import environment
 from scripts.benchmarks.gpu.results import write
 from scripts.convergence import results
@@ -39,15 +38,8 @@ from scripts.convergence.variants import VARIANTS
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE_JOB = ("-m", "launch.train_gpt")
 OURS = (
-    "--precision",
-    "--recipe",
-    "--high-gemms",
-    "--seed",
-    "--out",
-    "--parallel",
-    "--steps",
-    "--save-every",
-    "--resume",
+    *("--precision", "--recipe", "--high-gemms", "--seed", "--out", "--parallel"),
+    *("--steps", "--save-every", "--resume"),
 )
 """Flags of the example job that this program sets, or that would spoil a comparison."""
 
@@ -113,7 +105,7 @@ def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int
     if own.gradients:
         folder = own.out / "gradients"
         points = sorted({step for step in (1, own.steps // 6, own.steps // 2, own.steps) if step})
-        program = ("-m", "scripts.convergence.points", "--points", *map(str, points))
+        program = ("-m", "scripts.convergence.gradients", "--points", *map(str, points))
         program = (*program, *common, "--seed", "0", "--out", str(folder))
         made["gradients", 0] = Task("gradients", folder, program, "gradients.json", stamp, about)
     for seed in range(own.seeds):
@@ -138,7 +130,6 @@ def _require_usable(tasks: dict[tuple[str, int], Task]) -> None:
 
 def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[str, int], Task]) -> dict[str, Any]:
     facts = environment.facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = facts["device"]["capability"] is not None
     runs: dict[str, dict[str, Any]] = {}
     for (name, seed), task in tasks.items():
         if name == "gradients":
@@ -155,7 +146,7 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
         "schema": results.SCHEMA,
         "date": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
         "commits": sorted({task.made_by["commit"] for task in tasks.values()}),
-        "machine": facts["device"]["name"] if on_gpu else processor.name(),
+        "machine": facts["device"]["name"],
         "versions": {name: facts["versions"][name] for name in ("python", "torch", "fp8dist")},
         "steps": own.steps,
         "flags": list(flags),

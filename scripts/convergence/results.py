@@ -6,7 +6,7 @@
      "steps": 300, "flags": ["--width", "128"], "plot": true,
      "runs": {"fp32": {"0": {"losses": [one per step], "validation_loss": …, "tokens_per_s": …}, …}, …},
      "gradients": null or {"seed", "points": [{"step", "cases": [{"recipe", "fp8": ["fprop", …],
-                   "weights": {fqn: cosine}, "inputs": {fqn: cosine}, "overall", "projection"}]}]}}
+                   "weights": {fqn: cosine}, "inputs": {fqn: cosine}, "overall"}]}]}}
 
 ``commits``: of which the runs are; one that ends with "+" had changes that are in none. ``plot``: whether there is one
 beside the file. Numbers that are none are texts: "nan", "inf".

@@ -86,7 +86,7 @@ def _with_policy(policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
         "told": [repr(r) for r in reports],
         "report": repr(result),
         "text": str(result),
-        "speaker": result.speaker,
+        "speaker": result.reporting_rank,
         "summary": result.summary(),
         "repaired": result.repaired,
         "steps": manager.steps,

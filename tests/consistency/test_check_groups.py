@@ -156,7 +156,7 @@ def _hsdp(shape: tuple[int, int], damaged: list[int]) -> Any:
     with captured_log(), counted_collectives() as calls:
         report = fp8dist.check(model, gradients=True, optimizer=optimizer, policy="warn")
     coords = [c for f in report.findings for c in f.mesh_coords]
-    return _names(report), coords, repr(report.findings), dict(report.compared), calls.names, report.speaker
+    return _names(report), coords, repr(report.findings), dict(report.compared), calls.names, report.reporting_rank
 
 
 def test_hsdp_replicas_that_agree_raise_no_alarm(four_ranks: RankPool) -> None:
@@ -306,7 +306,7 @@ def _subgroup() -> Any:
         _nudge(model.down.bias, 4)
     with captured_log() as log:
         report = fp8dist.check(model, group=group, policy="warn")
-    return _names(clean), _names(report), report.speaker, len(log)
+    return _names(clean), _names(report), report.reporting_rank, len(log)
 
 
 def test_a_subgroup_checks_by_itself_and_ranks_are_global(four_ranks: RankPool) -> None:

@@ -41,7 +41,7 @@ def _disagreeing(values: list[float], where: str) -> Any:
         ("parameter", "p_float32") if where == "parameter" else ("scale", "b:grad_output")
     }
     assert [len(f.hosts) for f in report.findings] == [len(f.ranks) for f in report.findings]
-    return findings, report.speaker, str(report)
+    return findings, report.reporting_rank, str(report)
 
 
 Findings = list[tuple[tuple[int, ...], "int | None", tuple[tuple[int, ...], ...], float, float]]

@@ -251,7 +251,7 @@ def test_the_lowest_rank_of_the_majority_speaks(findings: list[Any], speaker: in
     report = DivergenceReport(
         tuple(_finding(ranks=ranks, reference=reference, sides=sides) for ranks, reference, sides in findings)
     )
-    assert report.speaker == speaker
+    assert report.reporting_rank == speaker
 
 
 # Majorities --------------------------------------------------------------------------------------------------

@@ -36,8 +36,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import CheckpointError
-from fp8dist.offline import failures, slices, tiling, values
-from fp8dist.offline.sources import Entry, Source, open_source
+from fp8dist.offline import failures, slices, values
+from fp8dist.offline.dcp import tiles
+from fp8dist.offline.entries import Entry, Source
+from fp8dist.offline.sources import open_source
 from tests.support.ranks import RankPool
 from tests.support.states import saved_of
 
@@ -778,14 +780,14 @@ def test_tilings() -> None:
             boxes.append((offsets, [chance.randrange(1, n - o + 1) for n, o in zip(shape, offsets)]))
         filled = Counter(cell for o, s in boxes for cell in itertools.product(*(range(a, a + b) for a, b in zip(o, s))))
         exact = all(filled[cell] == 1 for cell in itertools.product(*map(range, shape)))
-        assert tiling.tiles(shape, boxes) == exact
+        assert tiles(shape, boxes) == exact
         cells = [(cell, [1] * len(shape)) for cell in itertools.product(*map(range, shape))]
-        assert tiling.tiles(shape, cells)
-        assert not tiling.tiles(shape, cells[1:])
-        assert not tiling.tiles(shape, [*cells, cells[0]])
-    assert tiling.tiles([], [([], [])])
-    assert not tiling.tiles([], [])
-    assert tiling.tiles([0, 3], [])
+        assert tiles(shape, cells)
+        assert not tiles(shape, cells[1:])
+        assert not tiles(shape, [*cells, cells[0]])
+    assert tiles([], [([], [])])
+    assert not tiles([], [])
+    assert tiles([0, 3], [])
 
 
 # What is no checkpoint -----------------------------------------------------------------------------------

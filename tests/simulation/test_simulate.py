@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 
 from fp8dist.cli.main import main
-from fp8dist.simulation.algorithms import parts_of, time_of
+from fp8dist.simulation.algorithms import Topology, Workload, parts_of, time_of
 from fp8dist.simulation.constants import Algorithm, Constants, defaults
 from fp8dist.simulation.prediction import Cost, Job
 from fp8dist.simulation.report import _time
 from fp8dist.simulation.stragglers import Kind, Stragglers
-from fp8dist.simulation.topology import Topology
-from fp8dist.simulation.ways import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 Capture = pytest.CaptureFixture[str]

@@ -285,6 +285,6 @@ def test_join_works_with_a_wrapper_that_has_no_hook(two_ranks: RankPool) -> None
 def test_hooks_are_modules() -> None:
     import fp8dist.ddp
     import fp8dist.fsdp
-    from fp8dist.parallel import ddp, fsdp1
 
-    assert (fp8dist.ddp.comm_hook, fp8dist.fsdp.comm_hook) == (ddp.comm_hook, fsdp1.comm_hook)
+    assert callable(fp8dist.ddp.comm_hook)
+    assert callable(fp8dist.fsdp.comm_hook)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.reference.casts import padded_transpose, scaled
 from fp8dist_kernels.scaling import scale_from_amax
 
 __all__ = ["BLOCK", "BLOCK_SHAPES", "blocks_along", "quantize_blocks", "quantize_rowwise", "require_block"]
 
-BLOCK = 128
 BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK))
 
 _MAGNITUDE = 0x7FFFFFFF

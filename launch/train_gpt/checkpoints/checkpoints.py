@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fp8dist import StateManager
 from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.text import first_few
 from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.faults.failures import CheckpointFailed, cause_of, is_of_a_collective
@@ -54,7 +55,7 @@ class Checkpoints:
     """Saves every ``--save-every`` steps into ``OUT/checkpoints``, and finds what to go on from. COLLECTIVE."""
 
     def __init__(self, options: Options, ranks: Ranks) -> None:
-        self.written: Callable[[int], None] | None = None
+        self.written: Callable[[int], None] = lambda step: None
         """Called with the step when this rank has written its file, before the checkpoint is whole."""
         self._options, self._ranks = options, ranks
         self._parent = folders.of(options.out)
@@ -100,7 +101,7 @@ class Checkpoints:
             state["run"]["guard"] = guard
         if manager is not None:
             state["fp8"] = manager
-        writer = _Writer(folders.partial(self._parent, step), lambda: self._tell_written(step))
+        writer = _Writer(folders.partial(self._parent, step), lambda: self.written(step))
         with _no_warning_of_one_process():
             how: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
             if self._options.async_save:
@@ -141,10 +142,6 @@ class Checkpoints:
                 raise
             place = f"rank {self._ranks.rank}: checkpoint of step {step}"
             raise CheckpointFailed(f"{place} could not be written: {cause_of(error)}") from error
-
-    def _tell_written(self, step: int) -> None:
-        if self.written is not None:
-            self.written(step)
 
     def _finish(self, step: int) -> None:
         """Local: a save returns, on the first rank, only after all ranks have written."""
@@ -247,9 +244,9 @@ class Checkpoints:
         missing = {key for keys in needed for key in keys} - there
         if missing:
             raise ConfigurationError(
-                f"--resume {folder}: it has FP8 state {_listed(there)}, of {run.get('ranks')} rank(s), and this job "
-                f"needs {_listed(missing)}, on {self._ranks.size}: shared is that of --amax-sync, rank<N> that of "
-                "rank N with --no-amax-sync; go on with the same"
+                f"--resume {folder}: it has FP8 state {first_few(sorted(there))}, of {run.get('ranks')} rank(s), and "
+                f"this job needs {first_few(sorted(missing))}, on {self._ranks.size}: shared is that of --amax-sync, "
+                "rank<N> that of rank N with --no-amax-sync; go on with the same"
             )
 
     def _load_run(self, folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,12 +301,6 @@ class _Writer(FileSystemWriter):
             raise
         self._written()
         return results
-
-
-def _listed(keys: set[str]) -> str:
-    """The first few."""
-    names = sorted(keys)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @contextlib.contextmanager

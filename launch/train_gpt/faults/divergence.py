@@ -28,7 +28,7 @@ def forget_report(folder: Path) -> None:
 
 def write_report(report: Divergence, folder: Path, ranks: Ranks) -> None:
     """Write ``divergence.txt`` and ``divergence.json``, on the rank that has logged the report."""
-    if ranks.rank != report.speaker:
+    if ranks.rank != report.reporting_rank:
         return
     (folder / TEXT).write_text(f"{report}\n", encoding="utf-8")
     (folder / JSON).write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")

@@ -65,7 +65,7 @@ class Injection:
         """A step begins. Local."""
         self._step = step
         if self._has("hang"):
-            print(f"[rank {self._rank}] --inject hang:{self._rank}:{step}: sleeping", file=sys.stderr, flush=True)
+            self._say("hang", "sleeping")
             while True:
                 time.sleep(3600)
 
@@ -119,8 +119,9 @@ class Injection:
         self._say("spike", f"what enters lm_head is {SPIKE:g} times as large")
         return (SPIKE * arguments[0],)
 
-    def _say(self, kind: str, what: str) -> None:
-        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{self._step}: {what}", file=sys.stderr, flush=True)
+    def _say(self, kind: str, what: str, step: int | None = None) -> None:
+        at = self._step if step is None else step
+        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{at}: {what}", file=sys.stderr, flush=True)
 
     def _in_the_sync(self, kind: str, act: Callable[[str, int], None]) -> None:
         """The sync is the first int32 MAX of ``optimizer.step()``. The others wait for this rank, or have its part."""
@@ -139,14 +140,13 @@ class Injection:
         return any((fault.kind, fault.step) == (kind, self._step) for fault in self._faults)
 
     def _die(self, kind: str, step: int) -> NoReturn:
-        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{step}: SIGKILL", file=sys.stderr, flush=True)
+        self._say(kind, "SIGKILL", step)  # A checkpoint may be of an earlier step.
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("still alive")
 
     def _stop(self, kind: str, step: int) -> None:
         """The whole process, with the threads that communicate, until somebody lets it go on."""
-        how = f"SIGSTOP; kill -CONT {os.getpid()} lets it go on"
-        print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{step}: {how}", file=sys.stderr, flush=True)
+        self._say(kind, f"SIGSTOP; kill -CONT {os.getpid()} lets it go on")
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _inject(self, step: int, ways: dict[str, Callable[[], str | None]]) -> None:
@@ -154,7 +154,7 @@ class Injection:
             if fault.step == step and fault.kind in ways:
                 told = ways[fault.kind]()
                 if told is not None:
-                    print(f"[rank {self._rank}] --inject {fault}: {told}", file=sys.stderr, flush=True)
+                    self._say(fault.kind, told)
 
     def _double_scale(self) -> str:
         """Behind the library's back: ``set_scale`` would write inv_scale as well."""

@@ -24,10 +24,14 @@ class Checks:
     def __init__(self, options: Options, ranks: Ranks, module: nn.Module, manager: fp8dist.StateManager | None) -> None:
         self.divergences = 0  # That were said or mended: under "raise" the first one ends the run.
         self._module, self._manager, self._ranks = module, manager, ranks
-        self._settings = manager.settings if manager is not None else _settings(options)
         self._count, self._seconds = 0, 0.0
         if manager is not None:
+            self._settings = manager.settings
             manager.on_event(self._hear)
+        else:  # Only the checker's matter then, from flags and environment.
+            self._settings = Settings.resolve(
+                amax_sync=False, backend="auto", check_every=options.check_every, check_policy=options.check_policy
+            )
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -70,15 +74,3 @@ class Checks:
 
     def _hear(self, event: fp8dist.Event) -> None:
         self.divergences += event.kind == "diverged"
-
-
-def _settings(options: Options) -> Settings:
-    """Of a job without FP8: only the checker's are read, from flags and environment."""
-    return Settings.resolve(
-        enabled=False,
-        amax_sync=False,
-        check_every=options.check_every,
-        check_policy=options.check_policy,
-        backend="auto",
-        eval_precision="high",
-    )

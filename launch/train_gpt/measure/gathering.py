@@ -12,12 +12,23 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from launch.train_gpt.measure.calls import replaced
-
-__all__ = ["WAYS", "GatheredBytes"]
+__all__ = ["WAYS", "GatheredBytes", "replaced"]
 
 WAYS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
 """What FSDP1 gathers with, on CPU and GPU, in one torch or another."""
+
+
+@contextlib.contextmanager
+def replaced(names: Sequence[str], by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, each of these functions of torch.distributed is what ``by`` makes of it; absent ones are left out."""
+    before = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    for name, function in before.items():
+        setattr(dist, name, by(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
 
 
 class GatheredBytes:

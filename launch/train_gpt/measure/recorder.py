@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fp8dist import StateManager
-from fp8dist.monitoring.json_lines import keep_lines
+from fp8dist.monitoring.monitor import keep_lines
 from launch.train_gpt.measure.skew import Skew
 from launch.train_gpt.measure.waiting import Waiting
 from launch.train_gpt.options.options import Options

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from fp8dist_kernels import BACKENDS, BLOCK, GEMMS
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN
 from launch.train_gpt.faults.kinds import fault_of
 
-__all__ = ["BACKENDS", "BLOCK", "GEMMS", "HIGH", "RECIPES", "SHARDED", "Override", "parser"]
+__all__ = ["HIGH", "RECIPES", "SHARDED", "Override", "parser"]
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The kinds of ``--parallel`` where no rank holds whole parameters."""
@@ -23,21 +24,29 @@ RECIPES = ("delayed", "current", "rowwise", "block")
 HIGH = "high"
 """What ``--override`` calls high precision, beside the recipes."""
 
-GEMMS = ("fprop", "dgrad", "wgrad")
-"""What ``--high-gemms`` takes."""
-
-BACKENDS = ("auto", "triton", "torch", "reference")
-"""The kinds of ``--backend``. These three are the library's, which cannot be asked without importing torch."""
-
-BLOCK = 128
-"""Rows of a weight that share a scale under the block recipe."""
-
 
 class Override(NamedTuple):
     """One ``--override``: which modules, by a pattern of their names, and their recipe or HIGH."""
 
     pattern: str
     recipe: str
+
+
+def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """A finite number that fits."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not (math.isfinite(value) and fits(value)):
+            raise argparse.ArgumentTypeError(f"must be {expected}, got {text}")
+        return value
+
+    number.__name__ = "number"  # argparse puts it into its messages.
+    return number
+
+
+_share = _number("a share from 0 to 1", lambda value: 0 <= value <= 1)
+_positive = _number("positive and finite", lambda value: value > 0)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,7 +111,7 @@ def _add_job_flags(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=_at_least(0), metavar="N", default=0, help="of weights and data order")
     add(
         "--timeout",
-        type=_positive_float,
+        type=_positive,
         metavar="SECONDS",
         default=600.0,
         help=f"how long a collective may take, before the rank gives up with exit status {FAILED_COLLECTIVE}",
@@ -207,7 +216,12 @@ def _add_watch_flags(group: argparse._ArgumentGroup) -> None:
         "steps; 0: never",
     )
     add("--watch-ranks", action="store_true", help="and which rank held each maximum")
-    add("--scale-jump", type=_number(above=1), metavar="FACTOR", help="say so when a scale has changed by this or more")
+    add(
+        "--scale-jump",
+        type=_number("finite and above 1", lambda factor: factor > 1),
+        metavar="FACTOR",
+        help="say so when a scale has changed by this or more",
+    )
     add("--tensorboard", action="store_true", help="write the same for TensorBoard, into tensorboard under --out")
     add(
         "--loss-guard",
@@ -219,7 +233,7 @@ def _add_watch_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--loss-factor",
-        type=_number(at_least=1),
+        type=_number("finite and at least 1", lambda factor: factor >= 1),
         metavar="X",
         help="a jump is above X times the running median, and well above the usual noise (default: 1.5)",
     )
@@ -283,7 +297,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         ("--steps", 200, "optimizer steps"),
     ):
         add(flag, type=_at_least(1), metavar="N", default=default, help=help_)
-    add("--learning-rate", type=_positive_float, metavar="X", default=2e-3, help="its peak; decays to a tenth")
+    add("--learning-rate", type=_positive, metavar="X", default=2e-3, help="its peak; decays to a tenth")
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:
@@ -310,30 +324,3 @@ def _gemms(text: str) -> tuple[str, ...]:
     if not set(named) <= set(GEMMS):
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(GEMMS)}, with commas between them, got {text!r}")
     return tuple(gemm for gemm in GEMMS if gemm in named)
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a share from 0 to 1, got {text}")
-    return value
-
-
-def _number(above: float = -math.inf, at_least: float = -math.inf) -> Callable[[str], float]:
-    """A finite number within limits."""
-
-    def number(text: str) -> float:
-        value = float(text)
-        if not (above < value < math.inf and value >= at_least):
-            least = f"above {above:g}" if above > -math.inf else f"at least {at_least:g}"
-            raise argparse.ArgumentTypeError(f"must be finite and {least}, got {text}")
-        return value
-
-    return number
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be positive and finite, got {text}")
-    return value

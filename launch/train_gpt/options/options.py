@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fp8dist_kernels import BLOCK
 from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput, Text, read_text
 from launch.train_gpt.faults.kinds import SLOW, Fault
-from launch.train_gpt.options.flags import BLOCK, HIGH, SHARDED, Override, parser
+from launch.train_gpt.options.flags import HIGH, SHARDED, Override, parser
 
 __all__ = ["FOR_DELAYED", "Options", "parse", "prepare_input", "require_usable_checkpoints"]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +24,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 def _device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
-        cpu = platform.processor() or platform.machine()
-        return {"name": cpu, "capability": None, "driver": None, "memory_gib": None, "processors": None}
+        return {"name": _processor(), "capability": None, "driver": None, "memory_gib": None, "processors": None}
     found = torch.cuda.get_device_properties(device)
     return {
         "name": found.name,
@@ -32,6 +33,15 @@ def _device(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(found.total_memory / 2**30, 1),
         "processors": found.multi_processor_count,
     }
+
+
+def _processor() -> str:
+    """Model and cores."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{named[0] if named else model}, {os.cpu_count()} cores"
 
 
 def _driver() -> str | None:

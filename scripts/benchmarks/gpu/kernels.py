@@ -38,10 +38,6 @@ LIKE_THE_LAST = 3
 """Cases in a row that fail in the same way, after which a part is given up."""
 
 
-LOSING = ("illegal", "misaligned address", "unspecified launch failure", "device-side assert")
-"""What CUDA's and Triton's errors say after which a process cannot use the device any more."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: every part was measured without a problem. 1: not every one. 2: no GPU."""
     options = _parser().parse_args(arguments)

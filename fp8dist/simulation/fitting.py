@@ -15,7 +15,7 @@ from fp8dist.simulation.algorithms import time_of
 from fp8dist.simulation.constants import TIMES, Algorithm, Constants
 from fp8dist.simulation.runs import Run
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Fit", "fit"]
 
 Matrix = NDArray[np.float64]
 
@@ -24,7 +24,7 @@ _LEAST_ANGLE = 0.02
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Fit:
     """``fits``: (run, µs measured, µs by the fitted constants). ``notes``: what the runs do not tell, in sentences."""
 
     constants: Constants
@@ -47,7 +47,7 @@ class Calibration:
         return {"runs": runs, "notes": list(self.notes)}
 
 
-def calibrate(runs: Sequence[Run], algorithm: Algorithm, constants: Constants) -> Calibration:
+def fit(runs: Sequence[Run], algorithm: Algorithm, constants: Constants) -> Fit:
     """Fit the times that are defaults to runs under ``same_step``; those that were given stay, and so do bandwidths.
 
     Least squares of relative errors, none negative. Where runs cannot tell constants apart, their defaults say in which
@@ -86,7 +86,7 @@ def calibrate(runs: Sequence[Run], algorithm: Algorithm, constants: Constants) -
     without_added = constants.having({"added_latency": 0.0}, "given", "")
     fitted = [time_of(part, run.topology, without_added) for part, run in zip(parts, runs)]
     fits = tuple(zip(runs, map(float, measured), fitted))
-    return Calibration(constants, fits, tuple(_notes(runs, groups, constants)))
+    return Fit(constants, fits, tuple(_notes(runs, groups, constants)))
 
 
 def _groups(columns: Matrix, free: list[str], guesses: dict[str, float]) -> list[list[str]]:
