@@ -17,7 +17,8 @@ from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.modules.job_state import Activity, JobState
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.watch import Watch
-from fp8dist.parallel.fsdp2 import ShardedWeight, ShardedWeights
+from fp8dist.parallel.fsdp2 import ShardedWeights
+from fp8dist.parallel.sharded_weight import ShardedWeight
 from fp8dist.recipe import Gemm
 from fp8dist.settings import Policy, Settings
 from fp8dist.state.manifest import WeightDescription
