@@ -282,6 +282,7 @@ class ShardedWeight:
 
 
 def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread, a recomputation included."""
     return torch._C._current_graph_task_id() != -1
 
 
