@@ -28,7 +28,7 @@ from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.job_state import JobState
 from fp8dist.monitoring.monitor import Monitor
 from fp8dist.monitoring.watch import Watch
-from fp8dist.names import check_keywords, did_you_mean, require_choice
+from fp8dist.names import check_keywords, did_you_mean, require_choice, require_int
 from fp8dist.optimizer_hooks import hooked_optimizers, unwrap_optimizers
 from fp8dist.parallel.ddp import ManagerJoinHook
 from fp8dist.parallel.torch_internals import fsdp2_modules
@@ -248,6 +248,7 @@ class StateManager(Joinable):
         less, and tells that there was one.
 
         Raises:
+            ConfigurationError: no step was captured into a graph, and none has ended since the last poll.
             DivergenceError: with policy "raise", when a sync proved that ranks differ.
         """
         self._cycle.poll()
@@ -281,8 +282,7 @@ class StateManager(Joinable):
         Raises:
             ConfigurationError: it is attached already, or a value cannot be.
         """
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigurationError(f"every must be a number of steps, at least 1, got {every!r}")
+        require_int("every", every, 1)
         self._cycle.require("watch()")
         lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
         writes = self._cycle.control.speaks or not self.settings.amax_sync
@@ -473,8 +473,8 @@ class StateManager(Joinable):
         self._cycle.require("set_precision()")
         require_choice("precision", precision, ("high", "fp8"), '"high" or "fp8"')
         self._require_match(pattern)
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigurationError(f"steps must be a number of optimizer steps, or None, got {steps!r}")
+        if steps is not None:
+            require_int("steps", steps, 1)
         chosen = gemms_in_order("gemms", gemms)
         return tuple(self._cycle.set_precision(pattern, chosen, precision == "high", steps))
 

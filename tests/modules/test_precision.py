@@ -205,8 +205,8 @@ def test_eval_follows() -> None:
         (("nothing.*", "high"), "no FP8Linear matches 'nothing.*'"),
         (("*", "bf16"), 'precision must be "high" or "fp8"'),
         (("*", "high", ("forward",)), "gemms must be a tuple of fprop, dgrad, wgrad"),
-        (("*", "high", ALL, 0), "steps must be a number of optimizer steps"),
-        (("*", "high", ALL, 2.5), "steps must be a number of optimizer steps"),
+        (("*", "high", ALL, 0), "steps must be an integer from 1"),
+        (("*", "high", ALL, 2.5), "steps must be an integer from 1"),
     ],
 )
 def test_mistakes_are_told_and_change_nothing(arguments: tuple[Any, ...], says: str) -> None:
