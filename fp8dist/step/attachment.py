@@ -103,7 +103,7 @@ class Attachment:
             linear.fp8_slots.resharded = linear in resharded
         if settings.enabled:
             if settings.fp8_all_gather:
-                cycle.sharded = shard_weights(cycle, model, whole)
+                cycle.sharded = shard_weights(cycle.settle, cycle.fit_weight_scales, model, whole)
             cycle.derive_weight_scales(local_weights(model), "cold")
         cycle.drop_nonfinite = scaler is not None
         cycle.hooked = by_optimizer
