@@ -33,11 +33,7 @@ __all__ = [
 ]
 
 
-def _no_step(optimizer: Optimizer) -> None:
-    """Stands for a ``step`` that torch wraps."""
-
-
-_WRAPPER: CodeType = Optimizer.profile_hook_step(_no_step).__code__
+_WRAPPER: CodeType = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 """What torch puts around the ``step`` of each class of optimizers."""
 
 
@@ -94,12 +90,12 @@ def is_real_step(optimizer: Optimizer) -> bool:
 
     ``torch.distributed.checkpoint.state_dict`` makes an optimizer's state by a step with a learning rate of 0.
     """
-    rates = (group.get("lr") for group in optimizer.param_groups)
-    return any(rate is None or _on_gpu(rate) or bool(rate != 0) for rate in rates)
-
-
-def _on_gpu(rate: Any) -> bool:
-    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        on_gpu = isinstance(rate, Tensor) and rate.device.type != "cpu"
+        if rate is None or on_gpu or bool(rate != 0):
+            return True
+    return False
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:

@@ -10,8 +10,7 @@ from fp8dist.simulation.algorithms import Topology, Workload
 from fp8dist.simulation.constants import ALGORITHMS, Constant, Constants, Origin, defaults
 from fp8dist.simulation.fitting import Fit, fit
 from fp8dist.simulation.picture import draw, sizes_up_to
-from fp8dist.simulation.prediction import Job
-from fp8dist.simulation.report import SimulationReport
+from fp8dist.simulation.prediction import Job, SimulationReport
 from fp8dist.simulation.runs import read_run
 from fp8dist.simulation.stragglers import KINDS, Stragglers
 

@@ -120,24 +120,24 @@ class Checker:
                 continue
             if only_immediate and not (sync.verdict.immediate and sync.arena.recipe.update == "same_step"):
                 continue
-            proof, kept = sync.read_verdict()
-            if not (proof.differs or proof.nonfinite or proof.saturated or proof.tripped):
+            verdict, kept = sync.read_verdict()
+            if not (verdict.differs or verdict.nonfinite or verdict.saturated or verdict.tripped):
                 continue
             evidence = kept or sync.evidence()
             step = int(evidence.words[WORD_STEP])
-            if proof.saturated:
+            if verdict.saturated:
                 self._tell_saturated(sync, step, evidence)
-            if proof.nonfinite:
+            if verdict.nonfinite:
                 self._tell_nonfinite(sync, step, _slots_where(sync.arena, evidence.flags[NONFINITE]))
-            if proof.tripped:
+            if verdict.tripped:
                 self._tell_fallback(sync, step)
-            if proof.differs and joins:
+            if verdict.differs and joins:
                 detail = "not localised inside a Join context"
                 ranks = tuple(sync.group.ranks) if sync.group is not None else ()
-                findings = [Finding(step, kind, kind, ranks, None, detail=detail) for kind in proof.differs]
+                findings = [Finding(step, kind, kind, ranks, None, detail=detail) for kind in verdict.differs]
                 differing.append((sync, DivergenceReport(tuple(findings))))
-            elif proof.differs:
-                differing.append((sync, self._localise(sync, evidence, proof.differs)))
+            elif verdict.differs:
+                differing.append((sync, self._localise(sync, evidence, verdict.differs)))
         return differing
 
     def _tell_saturated(self, sync: ArenaSync, step: int, evidence: Evidence) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8dist.consistency.differences import unravel
 from fp8dist.state.arena import Arena
-from fp8dist_kernels.reference.content import ContentDigest, as_bytes, block_count
+from fp8dist_kernels.reference.content import ContentDigest, block_count
 
 __all__ = [
     "FINDING_KINDS",
@@ -25,7 +25,6 @@ __all__ = [
     "Key",
     "Named",
     "TensorContent",
-    "bytes_of",
     "values_near",
 ]
 
@@ -209,11 +208,6 @@ class ArenaContent(Content):
             Field("counters", "history", arena.counters[:, index], lambda place: (place,)),
             Field("block_max", "history", arena.block_max[index], lambda place: (place,)),
         ]
-
-
-def bytes_of(field: Field) -> Tensor:
-    """Its content, uint8[nbytes] on its device."""
-    return as_bytes(field.tensor)
 
 
 def values_near(field: Field, place: int | None) -> dict[str, Any]:

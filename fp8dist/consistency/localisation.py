@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.consistency.contents import Digester, Field, Key, bytes_of
+from fp8dist.consistency.contents import Digester, Field, Key
 from fp8dist.consistency.differences import block_of, compare_block, first_differing_block
 from fp8dist.consistency.findings import (
     MORE,
@@ -29,6 +29,7 @@ from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.report import sides_of
 from fp8dist.divergence import Finding, Participant
 from fp8dist.sync.groups import SyncGroup
+from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["localise_set"]
 
@@ -209,7 +210,7 @@ def _exchange_blocks(
     seen = []
     for want in wants:
         field = fields[want.thing][want.field]
-        mine = block_of(bytes_of(field), want.block).to(group.device)
+        mine = block_of(as_bytes(field.tensor), want.block).to(group.device)
         theirs = mine.clone()
         dist.broadcast(theirs, src=reference_of(few[want.thing]), group=group.process_group)
         if want not in firsts:  # Another rank's first block.

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.consistency.contents import bytes_of
 from fp8dist.consistency.findings import Differing
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import Compared, check_replicas
 from fp8dist.consistency.report import DivergenceReport, split
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.text import ranks_text
+from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["mended_texts", "repair"]
 
@@ -62,7 +62,7 @@ def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
     try:
         fields = [replicas.fields(thing.place) for thing in differing]
         for field in (one for part in fields for one in part):
-            bytes_of(field)
+            as_bytes(field.tensor)
     except Exception as raised:
         error = f"rank {replicas.group.rank}: {raised}"
     if any(errors := replicas.group.gather(error)):
@@ -72,7 +72,7 @@ def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
         assert reference is not None
         wrong = any(replicas.group.rank in side for side in odd)
         for field in part:
-            content = bytes_of(field)
+            content = as_bytes(field.tensor)
             received = _receive(replicas.group, reference, content, wrong)
             try:
                 if received is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,21 +16,6 @@ from fp8dist.optimizer_hooks import has_closure, retire_with, untraced, unwrap_o
 from fp8dist.sync.groups import is_dtensor
 
 __all__ = ["GuardedSteps"]
-
-
-class _Written(NamedTuple):
-    """A gradient as it was once. The versions rise with each write in place; reading them costs no device access."""
-
-    gradient: weakref.ref[Tensor]
-    versions: tuple[int, int]
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> _Written:
-        return cls(weakref.ref(gradient), _versions(gradient))
-
-    def still(self, gradient: Tensor) -> bool:
-        """True if this is the same tensor, and nobody has written to it."""
-        return self.gradient() is gradient and self.versions == _versions(gradient)
 
 
 class GuardedSteps:
@@ -119,8 +104,9 @@ class GuardedSteps:
 
     def _note(self) -> None:
         self._sequence_nr: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # Of the next node.
+        # Gradients as they are now. Versions rise with each write in place; reading them costs no device access.
         self._noted = {
-            id(parameter): _Written.of(parameter.grad)
+            id(parameter): (weakref.ref(parameter.grad), _versions(parameter.grad))
             for optimizer in self._living()
             for parameter in _parameters(optimizer)
             if parameter.grad is not None
@@ -131,7 +117,9 @@ class GuardedSteps:
         for optimizer in self._living():
             for parameter in _parameters(optimizer):
                 gradient, noted = parameter.grad, self._noted.get(id(parameter))
-                if gradient is not None and (noted is None or not noted.still(gradient)):
+                if gradient is None:
+                    continue
+                if noted is None or noted[0]() is not gradient or noted[1] != _versions(gradient):
                     return True
         return False
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from statistics import median
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,6 @@ logger = logging.getLogger("fp8dist")
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation (Rousseeuw and Croux, "Alternatives to
 the Median Absolute Deviation", JASA 88, 1993)."""
-
-
-class _HasPrecision(Protocol):
-    def set_precision(self, pattern: str, precision: Literal["high"], *, steps: int | None = None) -> Any: ...
 
 
 class LossGuard:
@@ -85,7 +81,7 @@ class LossGuard:
         factor: float = 2.0,
         min_history: int = 10,
         mean_over: GroupLike | None = None,
-        manager: _HasPrecision | None = None,
+        manager: Any = None,
         steps: int = 100,
         noise: float = 6.0,
         optimizer: Any = None,

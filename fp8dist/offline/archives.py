@@ -39,10 +39,10 @@ Locate = Callable[[Storage], tuple[int, int]]
 
 
 class Archive:
-    """A zip archive as torch.save writes it: stored records under one folder.
+    """A zip archive as torch.save writes it: stored records under one folder. Each is compared with its checksum first.
 
     Raises:
-        CheckpointError: it is another kind of zip, truncated, or not made of plain records.
+        CheckpointError: it is another kind of zip, truncated, damaged, or not made of plain records.
     """
 
     def __init__(self, file: FileSlice) -> None:
@@ -68,13 +68,6 @@ class Archive:
         for name, info in self._records.items():
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
                 raise CheckpointError(f"record {name} is compressed or encrypted, torch.save does neither")
-
-    def verify(self) -> None:
-        """Compare every record with its checksum.
-
-        Raises:
-            CheckpointError: one does not match; says which.
-        """
         for name, info in self._records.items():
             try:
                 with self._zip.open(info) as record:
@@ -146,11 +139,9 @@ def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str
 
 def zip_content(file: FileSlice) -> tuple[Any, int, Locate]:
     """(what was saved, with its tensors as references; bytes of the pickle; where storages are) of a zip file of
-    torch.save. Every record's checksum is verified first."""
+    torch.save."""
     archive = Archive(file)
-    archive.verify()
-    value, size = archive.content()
-    return value, size, archive.storage
+    return *archive.content(), archive.storage
 
 
 def legacy_content(file: FileSlice) -> tuple[Any, int, Locate]:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fp8dist.consistency.contents import FINDING_KINDS, Content, Digester, Field, Key, bytes_of
+from fp8dist.consistency.contents import FINDING_KINDS, Content, Digester, Field, Key
 from fp8dist.consistency.differences import block_of, compare_block, first_differing_block, unravel
 from fp8dist.consistency.findings import Differing, Seen, explained, is_odd, layout_findings, named_only, reference_of
 from fp8dist.consistency.report import DivergenceReport, sides_of
 from fp8dist.divergence import Finding, Participant
 from fp8dist.offline.entries import Entry, Source
+from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["SourceContent", "bytes_in", "compare_sources"]
 
@@ -108,7 +109,7 @@ def _look_into(
             if first is None:
                 continue
             block, blocks = first
-            a, b = (block_of(bytes_of(field), block) for field in (mine, expected))
+            a, b = (block_of(as_bytes(field.tensor), block) for field in (mine, expected))
             difference = compare_block(a, b, mine.tensor.dtype, block, blocks, len(theirs))
             if difference is not None:
                 seen[n].append(Seen(0, 0, mine.locate(difference.place), difference))

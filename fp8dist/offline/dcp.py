@@ -212,7 +212,6 @@ def _value_items(name: str, file: FileSlice) -> list[Item]:
         if file.bytes_at(0, min(4, file.length)).numpy().tobytes() != b"PK\x03\x04":
             return [(Entry(name, "parameter", (file.length,), "uint8"), partial(file.bytes_at, 0, file.length))]
         archive = Archive(file)
-        archive.verify()
         try:
             value, size = archive.content()
             return items_of(value, size, file, archive.storage, name)

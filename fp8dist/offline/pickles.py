@@ -172,9 +172,6 @@ class Unpickler:
     def _bytes(self, layout: str) -> None:
         self._stack.append(self._read(self._number(layout)))
 
-    def _long(self) -> None:
-        self._stack.append(int.from_bytes(self._read(self._number("<B")), "little", signed=True))
-
     def _keep(self, place: int) -> None:
         self._memo[place] = self._stack[-1]
 
@@ -199,7 +196,7 @@ _OPERATIONS: Mapping[bytes, _Operation] = MappingProxyType(
         b"K": lambda u: u._stack.append(u._number("<B")),
         b"M": lambda u: u._stack.append(u._number("<H")),
         b"J": lambda u: u._stack.append(u._number("<i")),
-        b"\x8a": lambda u: u._long(),
+        b"\x8a": lambda u: u._stack.append(int.from_bytes(u._read(u._number("<B")), "little", signed=True)),
         b"G": lambda u: u._stack.append(struct.unpack(">d", u._read(8))[0]),
         b"X": lambda u: u._text("<I"),
         b"\x8c": lambda u: u._text("<B"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.parallel.sharded_weight import ForwardState, ShardedWeight, in_backward
-from fp8dist.parallel.torch_internals import fsdp2_modules
+from fp8dist.parallel.torch_internals import fsdp2_groups, fsdp2_modules
 from fp8dist.parallel.wrappers import (
     fsdp2_cut,
     multiplied_shape,
     reshard,
     resharded_modules,
-    reshards_in_part,
 )
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
@@ -32,15 +31,8 @@ from fp8dist_kernels.reference.blocks import BLOCK
 
 __all__ = ["ShardedWeights", "require_whole_blocks", "shard_weights"]
 
-
-class WeightOwner(Protocol):
-    """What the weights need of their manager's cycle of steps."""
-
-    def settle(self) -> None:
-        """Commit what is due. Local."""
-
-    def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
-        """Derive scales that are cold or no longer fit. COLLECTIVE."""
+Settle = Callable[[], None]
+Fit = Callable[[Sequence[ShardedWeight]], None]
 
 
 class ShardedWeights:
@@ -48,10 +40,19 @@ class ShardedWeights:
 
     Before a forward of the outermost FSDP module it commits what is due, on the stream of the computation, and looks
     whether weights were written to behind the optimizer's back.
+
+    Args:
+        settle: commits what is due. Local. A bound method, held weakly, as ``fit``.
+        fit: derives scales that are cold or no longer fit. COLLECTIVE.
     """
 
     def __init__(
-        self, owner: WeightOwner, weights: Sequence[ShardedWeight], modules: Sequence[nn.Module], forward: ForwardState
+        self,
+        settle: Settle,
+        fit: Fit,
+        weights: Sequence[ShardedWeight],
+        modules: Sequence[nn.Module],
+        forward: ForwardState,
     ) -> None:
         self.weights = tuple(weights)
         self._forward = forward
@@ -59,8 +60,8 @@ class ShardedWeights:
         self._within: dict[int, tuple[ShardedWeight, ...]] = {}
         for module in modules:
             inside = set(module.modules())
-            self._within[id(module)] = tuple(weight for weight in weights if weight.lies_in(inside))
-        self._owner = weakref.ref(owner)
+            self._within[id(module)] = tuple(weight for weight in weights if weight._linear() in inside)
+        self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
         self._outermost: int | None = None
         self._handles: list[RemovableHandle] = []
         for weight in self.weights:
@@ -130,30 +131,30 @@ class ShardedWeights:
                 arena.put_back_slots(state, arena.arrays.shard_slots)
             for weight, changed, trusted in known:
                 weight.accept()
-                weight.restore(changed, trusted)
+                weight._written, weight.trusted = changed, trusted
 
     def renew(self) -> None:
         """An attached optimizer has stepped: scales of weights that are not delayed follow at once. COLLECTIVE, where
         there are any: one all-reduce per arena."""
-        owner = self._owner()
+        fit = self._fit()
         stale = [weight for weight in self.weights if weight.renewed and weight.changed]
-        if owner is not None and stale:
-            owner.fit_weight_scales(stale)
+        if fit is not None and stale:
+            fit(stale)
             for weight in stale:
                 weight.accept()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        owner = self._owner()
-        if self._outermost is not None or owner is None or in_backward():
+        settle, fit = self._settle(), self._fit()
+        if self._outermost is not None or settle is None or fit is None or in_backward():
             return
-        owner.settle()
+        settle()
         weights = self._within[id(module)]
         for weight in weights:
             weight.prepare_forward()
         # Cold ones cannot be cast just in time: each rank would take the scale of its own part.
         unfit = [weight for weight in weights if weight.changed or not weight.seen_hot()]
         if unfit:
-            owner.fit_weight_scales(unfit)
+            fit(unfit)
             for weight in unfit:
                 weight.accept()
             self.reshard()  # What was gathered with the old scales.
@@ -214,10 +215,11 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
             )
 
 
-def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> ShardedWeights:
+def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) -> ShardedWeights:
     """Have FSDP2 gather the weights of the model's FP8Linears in FP8.
 
     Args:
+        settle: see ``ShardedWeights``, as ``fit``.
         whole: the model as the loop calls it.
 
     Raises:
@@ -230,7 +232,8 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
             "leave fp8_all_gather out"
         )
     for module in fsdp_modules:
-        if reshards_in_part(module):
+        groups = fsdp2_groups(module, "fp8_all_gather=True", "leave fp8_all_gather out")
+        if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups):
             raise ConfigurationError(
                 "reshard_after_forward=<number> does not go with fp8_all_gather=True (FSDP2 has no all-gather "
                 "extension for it): use True or False"
@@ -256,4 +259,4 @@ def shard_weights(owner: WeightOwner, model: nn.Module, whole: nn.Module) -> Sha
         slots = linears[0].fp8_slots
         arena = slots.weight_sync.arena
         weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]], forward))
-    return ShardedWeights(owner, weights, fsdp_modules, forward)
+    return ShardedWeights(settle, fit, weights, fsdp_modules, forward)

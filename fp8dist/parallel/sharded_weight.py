@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -219,14 +218,6 @@ class ShardedWeight:
     def accept(self) -> None:
         """The scale is right for the weight as it is now."""
         self._version, self._written, self.trusted = self.parameter._version, False, False
-
-    def restore(self, written: bool, trusted: bool) -> None:
-        """What was known of it before it was swapped."""
-        self._written, self.trusted = written, trusted
-
-    def lies_in(self, modules: Collection[nn.Module]) -> bool:
-        """Whether its Linear is one of them."""
-        return self._linear() in modules
 
     def prepare_forward(self) -> None:
         """The outermost forward begins."""

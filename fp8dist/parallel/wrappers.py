@@ -32,18 +32,7 @@ __all__ = [
     "multiplied_shape",
     "reshard",
     "resharded_modules",
-    "reshards_in_part",
 ]
-
-
-def reshards_in_part(module: nn.Module) -> bool:
-    """True if an FSDP2 module goes back to fewer ranks than it is sharded over.
-
-    Raises:
-        ConfigurationError: this torch does not tell.
-    """
-    groups = fsdp2_groups(module, "fp8_all_gather=True", "leave fp8_all_gather out")
-    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups)
 
 
 def awaits_reduction(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 __all__ = ["ALGORITHMS", "TIMES", "Algorithm", "Constant", "Constants", "defaults"]
 
@@ -25,10 +25,6 @@ class Constant:
     unit: str
     source: str
     origin: Origin = "default"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(self.__dict__)
 
     def __str__(self) -> str:
         return f"{self.name:<18}{self.value:>12.6g} {self.unit:<8}{self.origin:<9}{self.source}"

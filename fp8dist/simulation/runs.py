@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.names import is_number
 from fp8dist.simulation.algorithms import Topology, Way
 
 __all__ = ["Run", "read_run"]
@@ -124,7 +123,7 @@ def _positive(summary: dict[str, Any], name: str, path: str) -> float:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return is_number(value) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _hosts(summary: dict[str, Any], ranks: int) -> int | None:

@@ -111,7 +111,7 @@ class Attachment:
         cycle = self._cycle
         if cycle.settings.enabled:
             if cycle.settings.fp8_all_gather:
-                cycle.sharded = shard_weights(cycle, model, whole)
+                cycle.sharded = shard_weights(cycle.settle, cycle.fit_weight_scales, model, whole)
             cycle.derive_weight_scales(local_weights(model), "cold")
 
     def _install_hooks(

@@ -28,6 +28,7 @@ import json
 import logging
 import math
 import os
+import socket
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ from launch.train_gpt.checkpoints.checkpoints import Checkpoints, Loaded
 from launch.train_gpt.data import BadInput, Text
 from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN, exit_with
 from launch.train_gpt.faults.divergence import ErrorFile, forget_report, write_report
-from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed, Watch, outlive_torchrun
+from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed, Whereabouts, outlive_torchrun
 from launch.train_gpt.faults.guard import Guard
 from launch.train_gpt.faults.injection import Injection
 from launch.train_gpt.measure.checks import Checks
@@ -82,7 +83,7 @@ class Job:
     checkpoints: Checkpoints
     loaded: Loaded
     guard: Guard
-    watch: Watch
+    watch: Whereabouts
     checks: Checks
     injection: Injection
     training: Tensor  # uint8 [bytes], on the CPU
@@ -126,7 +127,7 @@ def main(arguments: list[str]) -> None:
         options = parse(arguments)
         text = prepare_input(options)
         timeout = timedelta(seconds=options.timeout)
-        watch = Watch(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), GPT.__name__)
+        watch = Whereabouts(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), GPT.__name__)
         with ExitStack() as stack:
             kept = (DivergenceError, LossDiverged, CollectiveFailed, CheckpointFailed)
             joins = joined_ranks(options.parallel, timeout, kept)
@@ -147,7 +148,7 @@ def main(arguments: list[str]) -> None:
         exit_with(error)
 
 
-def build(options: Options, ranks: Ranks, text: Text, watch: Watch) -> Job:
+def build(options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> Job:
     """Model, optimizer and, for FP8, the manager of its state, as new or from a checkpoint. COLLECTIVE."""
     checkpoints = Checkpoints(options, ranks)
     with watch.during("starting"):
@@ -442,7 +443,7 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "fp8_collectives_per_step": collectives / max(1, steps),
         "fp8_bytes_per_sync": spent.get("fp8/sync_bytes", 0.0) / collectives if collectives else 0.0,
         "exposed_sync_ms_per_step": round(spent.get("fp8/sync_wait_ms", 0.0) / max(1, steps), 4),
-        "waiting": recorder.skew.summary(ranks.hosts()),
+        "waiting": recorder.skew.summary(ranks.gather_texts(socket.gethostname())),
         "checks": checks,
         "check_ms_per_check": round(check_ms / checks, 3) if checks else 0.0,
         "divergences": job.checks.divergences,

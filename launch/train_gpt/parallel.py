@@ -50,7 +50,7 @@ class Parallel:
     @property
     def group(self) -> dist.ProcessGroup | DeviceMesh | None:
         """The ranks that share FP8 state."""
-        return None
+        return None if self.options.parallel == "none" else dist.group.WORLD
 
     def wrap(self, model: GPT) -> nn.Module:
         """What the loop calls. COLLECTIVE."""
@@ -92,10 +92,6 @@ class Parallel:
 class DDP(Parallel):
     """Every rank holds the whole model."""
 
-    @property
-    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
-        return dist.group.WORLD
-
     def wrap(self, model: GPT) -> nn.Module:
         device = self.ranks.device
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
@@ -115,10 +111,6 @@ class FSDP1(Parallel):
     """FullyShardedDataParallel, a unit per block."""
 
     bf16_by_autocast = False
-
-    @property
-    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
-        return dist.group.WORLD
 
     def wrap(self, model: GPT) -> nn.Module:
         strategies = {"full": ShardingStrategy.FULL_SHARD, "grad_op": ShardingStrategy.SHARD_GRAD_OP}

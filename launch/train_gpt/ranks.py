@@ -7,7 +7,6 @@ import functools
 import hashlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,19 +50,16 @@ class Ranks:
         """Elementwise mean over the ranks. COLLECTIVE."""
         return mean_of(self.gather(values))
 
-    def hosts(self) -> list[str]:
-        """The name of each rank's host. COLLECTIVE."""
-        hosts = [socket.gethostname()] * self.size
+    def gather_texts(self, text: str) -> list[str]:
+        """What each rank has given. COLLECTIVE."""
+        texts = [text] * self.size
         if self.size > 1:
-            dist.all_gather_object(hosts, hosts[0])
-        return hosts
+            dist.all_gather_object(texts, text)
+        return texts
 
     def agree(self, digest: str) -> bool:
         """Whether all ranks hold the same digest. COLLECTIVE."""
-        digests = [digest] * self.size
-        if self.size > 1:
-            dist.all_gather_object(digests, digest)
-        return len(set(digests)) == 1
+        return len(set(self.gather_texts(digest))) == 1
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from fp8dist.recipe import GEMMS, Gemm
 from launch.train_gpt import recipes
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.exits import exit_with
-from launch.train_gpt.faults.failures import Watch
+from launch.train_gpt.faults.failures import Whereabouts
 from launch.train_gpt.job import Job, build, gradients, learning_rate_at, training_batch, update
 from launch.train_gpt.options.flags import RECIPES
 from launch.train_gpt.options.options import parse, prepare_input
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str]) -> int:
         exit_with(error)
     found = []
     with joined_ranks("none", timedelta(minutes=10), ()) as ranks:
-        job = build(options, ranks, text, Watch(0, 1, "GPT"))
+        job = build(options, ranks, text, Whereabouts(0, 1, "GPT"))
         for step in range(1, options.steps + 1):
             for group in job.optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, options)

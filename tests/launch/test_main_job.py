@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fp8dist.errors import ManifestMismatchError
 from fp8dist.sync.groups import _absent
-from launch.train_gpt.faults.failures import CollectiveFailed, Watch
+from launch.train_gpt.faults.failures import CollectiveFailed, Whereabouts
 from launch.train_gpt.ranks import _most_restarts
 from tests.support.main_job import ALONE, RANKS, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 from tests.support.ranks import RankPool
@@ -287,7 +287,7 @@ def test_help_names_every_flag() -> None:
 
 
 def test_a_rank_that_does_not_attach_is_missing_and_one_that_differs_is_not() -> None:
-    watch = Watch(0, 2, "GPT")
+    watch = Whereabouts(0, 2, "GPT")
     absent = ManifestMismatchError(_absent([1], 2, timedelta(seconds=9)))
     with (
         pytest.raises(CollectiveFailed, match=r"^rank 0: step 0: starting: no FP8 manager"),

@@ -160,7 +160,7 @@ def _failing(cause: Exception) -> Callable[..., None]:
 
 def test_a_full_disk_is_no_failed_collective(tmp_path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     made, module = opened("--save-every", "4"), torch.nn.Linear(1, 1)
-    optimizer, watch = torch.optim.SGD(module.parameters()), failures.Watch(0, 2, "GPT")
+    optimizer, watch = torch.optim.SGD(module.parameters()), failures.Whereabouts(0, 2, "GPT")
     monkeypatch.setattr(checkpoints, "save", _failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     said = r"^rank 0: checkpoint of step 4 could not be written: rank 1: OSError: \[Errno 28\] No space left on device$"
     with pytest.raises(failures.CheckpointFailed, match=said), watch.during("saving a checkpoint"):

@@ -65,7 +65,7 @@ def _attach_fails_between() -> float:
     run.step()
     _times(run, 8)
     with (
-        mock.patch("fp8dist.step.cycle.agree_on_manifests", side_effect=ManifestMismatchError("planted")),
+        mock.patch("fp8dist.step.agreement.agree_on_manifests", side_effect=ManifestMismatchError("planted")),
         pytest.raises(ManifestMismatchError, match="planted"),
     ):
         run.manager.attach(run.called, optimizer=run.optimizer)

@@ -15,8 +15,7 @@ import pytest
 from fp8dist.cli.main import main
 from fp8dist.simulation.algorithms import Topology, Workload, parts_of, time_of
 from fp8dist.simulation.constants import Algorithm, Constants, defaults
-from fp8dist.simulation.prediction import Cost, Job
-from fp8dist.simulation.report import _time
+from fp8dist.simulation.prediction import Cost, Job, _time
 from fp8dist.simulation.stragglers import Kind, Stragglers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -39,7 +39,7 @@ def world(rank: int, size: int = SIZE, store: dist.Store | None = None) -> Itera
 @contextlib.contextmanager
 def nobody_answers() -> Iterator[None]:
     """``attach`` publishes, and takes it that all others have published the same."""
-    with mock.patch("fp8dist.step.cycle.agree_on_manifests"):
+    with mock.patch("fp8dist.step.agreement.agree_on_manifests"):
         yield
 
 
@@ -123,8 +123,8 @@ class Crowd:
     def attaching(self) -> Iterator[None]:
         """``attach`` of this process is that of all of them."""
         with (
-            mock.patch("fp8dist.step.cycle.publish_manifest", self._publish),
-            mock.patch("fp8dist.step.cycle.agree_on_manifests", self._agree),
+            mock.patch("fp8dist.step.agreement.publish_manifest", self._publish),
+            mock.patch("fp8dist.step.agreement.agree_on_manifests", self._agree),
         ):
             yield
 

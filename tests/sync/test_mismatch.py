@@ -255,7 +255,7 @@ def test_no_group_on_two_ranks_says_what_to_pass(two_ranks: RankPool) -> None:
 
 def _prepared_before_init() -> tuple[str, int]:
     model = nn.Linear(16, 16)
-    with mock.patch("fp8dist.step.cycle.world_size", return_value=1):
+    with mock.patch("fp8dist.step.agreement.world_size", return_value=1):
         manager = fp8dist.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError) as caught, counted_collectives() as calls:

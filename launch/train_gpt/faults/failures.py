@@ -17,7 +17,7 @@ from fp8dist import StateManager, roll_call
 from fp8dist.errors import ManifestMismatchError, SyncError
 from launch.train_gpt.ranks import leave
 
-__all__ = ["CheckpointFailed", "CollectiveFailed", "Watch", "cause_of", "is_of_a_collective", "outlive_torchrun"]
+__all__ = ["CheckpointFailed", "CollectiveFailed", "Whereabouts", "cause_of", "is_of_a_collective", "outlive_torchrun"]
 
 MARKS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 """What errors of collectives say that have no type of their own."""
@@ -37,7 +37,7 @@ class CheckpointFailed(Exception):
     """A checkpoint could not be written; the message is one line for the terminal."""
 
 
-class Watch:
+class Whereabouts:
     """Knows what this rank is doing, so that an error can say it."""
 
     def __init__(self, rank: int, size: int, model: str) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8dist import Slot, StateManager
 from fp8dist.errors import ConfigurationError
-from launch.train_gpt.faults.kinds import SLOW
+from launch.train_gpt.options.flags import SLOW
 from launch.train_gpt.options.options import Options
 from launch.train_gpt.ranks import Ranks
 

@@ -11,9 +11,8 @@ from typing import NamedTuple, NoReturn
 from fp8dist_kernels import BACKENDS, BLOCK, GEMMS
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN
-from launch.train_gpt.faults.kinds import fault_of
 
-__all__ = ["HIGH", "RECIPES", "SHARDED", "Override", "parser"]
+__all__ = ["FAULTS", "HIGH", "RECIPES", "SHARDED", "SLOW", "Fault", "Override", "parser"]
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The kinds of ``--parallel`` where no rank holds whole parameters."""
@@ -23,6 +22,14 @@ RECIPES = ("delayed", "current", "rowwise", "block")
 
 HIGH = "high"
 """What ``--override`` calls high precision, beside the recipes."""
+
+
+DAMAGES = ("scale", "weight", "nan", "skip", "outlier", "spike")
+DEATHS = ("kill-forward", "kill-backward", "kill-sync", "kill-save", "hang")
+SLOW = "slow"
+STOPS = ("stop-update", "stop-sync", "stop-step")
+FAULTS = (*DAMAGES, *DEATHS, *STOPS, SLOW)
+"""The kinds of ``--inject``: what damages a rank, ends one or lets it hang, stops one for a while, and slows one."""
 
 
 class Override(NamedTuple):
@@ -47,6 +54,29 @@ def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], flo
 
 _share = _number("a share from 0 to 1", lambda value: 0 <= value <= 1)
 _positive = _number("positive and finite", lambda value: value > 0)
+
+
+class Fault(NamedTuple):
+    """One ``--inject``: what is damaged, on which rank, at which step (counted from 1). In place of the step SLOW has
+    the milliseconds that it costs in each forward."""
+
+    kind: str
+    rank: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.rank}:{self.step}"
+
+
+def _fault(text: str) -> Fault:
+    """The fault that a flag names; argparse's error, if there is none."""
+    kind, *place = text.split(":")
+    if kind not in FAULTS:
+        raise argparse.ArgumentTypeError(f"kinds are {', '.join(FAULTS)}, got {text!r}")
+    if len(place) != 2 or not all(number.isdecimal() for number in place):
+        last = "MILLISECONDS" if kind == SLOW else "STEP"
+        raise argparse.ArgumentTypeError(f"expected {kind}:RANK:{last}, got {text!r}")
+    return Fault(kind, int(place[0]), int(place[1]))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -255,7 +285,7 @@ def _add_check_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--inject",
-        type=fault_of,
+        type=_fault,
         action="append",
         metavar="KIND:RANK:STEP",
         help="damage something on one rank, to see it found; may be given several times. scale: one scale is doubled "

@@ -11,8 +11,7 @@ from typing import Literal
 from fp8dist_kernels import BLOCK
 from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput, Text, read_text
-from launch.train_gpt.faults.kinds import SLOW, Fault
-from launch.train_gpt.options.flags import HIGH, SHARDED, Override, parser
+from launch.train_gpt.options.flags import HIGH, SHARDED, SLOW, Fault, Override, parser
 
 __all__ = ["FOR_DELAYED", "Options", "parse", "prepare_input", "require_usable_checkpoints"]
 
