@@ -60,7 +60,7 @@ class ShardedWeights:
         self._within: dict[int, tuple[ShardedWeight, ...]] = {}
         for module in modules:
             inside = set(module.modules())
-            self._within[id(module)] = tuple(weight for weight in weights if weight._linear() in inside)
+            self._within[id(module)] = tuple(weight for weight in weights if weight.linear() in inside)
         self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
         self._outermost: int | None = None
         self._handles: list[RemovableHandle] = []

@@ -129,7 +129,7 @@ class ShardedWeight:
         self.slots: LinearSlots = linear.fp8_slots
         self.slot = self.slots.slots[Role.WEIGHT]
         self._forward = forward
-        self._linear = weakref.ref(linear)
+        self.linear = weakref.ref(linear)
         self._amax = amax  # 0-d float32: of this rank's part.
         self._parameter: Tensor | None = None  # Not a weak one: torch cannot move a DTensor that has weak references.
         self._version = -1
@@ -145,7 +145,7 @@ class ShardedWeight:
 
     def install(self) -> None:
         """Give FSDP the extension, if it does not have it (a parameter may have been replaced)."""
-        linear = self._linear()
+        linear = self.linear()
         parameter = None if linear is None else linear._parameters["weight"]
         if parameter is None or not is_dtensor(parameter):
             return
@@ -261,7 +261,7 @@ class ShardedWeight:
         """Whether to record now; makes room for it."""
         if in_backward() or not self.slots.wanted:
             return False  # The backward gathers the same weight again.
-        job, linear = self.slots.job, self._linear()
+        job, linear = self.slots.job, self.linear()
         recorded = self._step == job.boundaries
         if job.recording or (linear is not None and linear.training and self._forward.grad_enabled):
             self._step = job.boundaries
