@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
@@ -229,6 +230,5 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and not (value == value and abs(value) != float("inf")):
-        return repr(value)  # JSON has no NaN and no infinity.
-    return repr(value) if isinstance(value, complex) else value
+    no_json = isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value))
+    return repr(value) if no_json else value  # JSON has no NaN and no infinity.

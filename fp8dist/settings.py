@@ -66,7 +66,7 @@ class Settings:
                 return checked(name, value)
             variable = f"FP8DIST_{name.upper()}"
             text = environ.get(variable, "").strip()
-            return checked(variable, _from_text(text, default)) if text else default
+            return checked(variable, _from_text(variable, text, default)) if text else default
 
         def one_of(*choices: str) -> Callable[[str, Any], str]:
             return lambda name, value: require_choice(name, value, choices)
@@ -107,8 +107,10 @@ def report_dir(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("FP8DIST_REPORT_DIR", "").strip() or None
 
 
-def _from_text(text: str, default: object) -> object:
-    """What a variable says of a setting with this default; the text itself, where it says nothing of that type."""
+def _from_text(variable: str, text: str, default: object) -> object:
+    """What a variable says of a setting with this default."""
     if isinstance(default, bool):
-        return _FLAGS.get(text.lower(), text)
+        if text.lower() not in _FLAGS:
+            raise ConfigurationError(f"{variable} must be 1 or 0, got {text!r}")
+        return _FLAGS[text.lower()]
     return int(text) if isinstance(default, int) and text.isdecimal() else text

@@ -385,14 +385,11 @@ def _diverged(report: DivergenceReport) -> Event:
 def _slot_evidence(arena: Arena, sent: torch.Tensor, finding: Finding) -> dict[str, Any] | None:
     """The slot as it is after the commit, and the scales that it had at the launch."""
     content = ArenaContent(arena)
-    for index, key in enumerate(content.keys):
-        if key.name == finding.name:
-            fields = [values_near(field, None) for field in content.fields(index)]
-            return {
-                "sent": {"scale": repr(sent[0, index].item()), "inv_scale": repr(sent[1, index].item())},
-                "fields": fields,
-            }
-    return None
+    index = next((i for i, key in enumerate(content.keys) if key.name == finding.name), None)
+    if index is None:
+        return None
+    scales = {"scale": repr(sent[0, index].item()), "inv_scale": repr(sent[1, index].item())}
+    return {"sent": scales, "fields": [values_near(field, None) for field in content.fields(index)]}
 
 
 def _slots_where(arena: Arena, mask: torch.Tensor) -> tuple[Slot, ...]:

@@ -64,7 +64,7 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     everyone: list[_Sender] = group.gather(_Sender(me, tuple(evidence.words.tolist()), int(sync.arena.step)))
     findings, reference = [], None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
-        values = {e.rank: e.words[place] for e in everyone}
+        values = {e.participant.rank: e.words[place] for e in everyone}
         if len(set(values.values())) > 1:
             findings += findings_of_values(kind, {rank: repr(value) for rank, value in values.items()})
     if len({e.words[WORD_SCALE_LOW:] for e in everyone}) > 1:
@@ -72,7 +72,7 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         findings += found
     for kind in sorted(set(differs) - {finding.kind for finding in findings}):
         detail = "the message differed, what it was made of does not"
-        findings.append(Finding(0, kind, kind, tuple(e.rank for e in everyone), None, detail=detail))
+        findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))
     step = max(e.words[WORD_STEP] for e in everyone)
     participants = [e.participant for e in everyone]
     # Every sync proves this, so the one before was good.
@@ -85,16 +85,12 @@ class _Sender(NamedTuple):
     words: tuple[int, ...]  # As at the launch that failed.
     now: int  # The step counter after its commit, which replays may have taken on since.
 
-    @property
-    def rank(self) -> int:
-        return self.participant.rank
-
 
 def _scale_findings(
     sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_Sender]
 ) -> tuple[list[Finding], Reference]:
     """Slots whose scale differs, and what the reference has. COLLECTIVE: two broadcasts, two object gathers."""
-    sides = sides_of({e.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
+    sides = sides_of({e.participant.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
     reference, odd = split(sides)
     source = min(group.ranks) if reference is None else reference
     theirs = _from(source, group, sent)

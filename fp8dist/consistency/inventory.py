@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,7 +177,7 @@ class Inventory:
                         self._add(f"{name}.{key}", "optimizer", value, home)
                     elif isinstance(value, (bool, int, float)):
                         number = torch.tensor(value, dtype=torch.float64, device="cpu")
-                        self._add(f"{name}.{key}", "optimizer", number, home, _writer(state, key, type(value)))
+                        self._add(f"{name}.{key}", "optimizer", number, home, partial(_write, state, key, type(value)))
 
     def _add(self, name: str, kind: str, tensor: Tensor, home: Home | Excuse, store: Store = None) -> None:
         if is_dtensor(tensor):
@@ -203,11 +204,8 @@ class Inventory:
         self._skipped[f"{plural(kind)} {excuse.reason}"] += count
 
 
-def _writer(state: dict[str, Any], key: str, kind: type[Any]) -> Callable[[Tensor], None]:
-    def write(number: Tensor) -> None:
-        state[key] = kind(number.item())
-
-    return write
+def _write(state: dict[str, Any], key: str, kind: type[Any], number: Tensor) -> None:
+    state[key] = kind(number.item())
 
 
 def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

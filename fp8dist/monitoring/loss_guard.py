@@ -168,7 +168,10 @@ class LossGuard:
         try:
             step, alarms, streak = int(state["step"]), int(state["alarms"]), state["streak"]
             losses, spikes = ([float(loss) for loss in state[name]] for name in ("losses", "spikes"))
-            streak = None if streak is None else (_kind(streak[0]), int(streak[1]))
+            if streak is not None:
+                streak = streak[0], int(streak[1])
+                if streak[0] not in get_args(AlarmKind):
+                    raise ValueError(f"there is no alarm of kind {streak[0]!r}")
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise CheckpointError(f"this is no state of a LossGuard: {type(error).__name__}: {error}") from None
         if not all(map(math.isfinite, losses + spikes)):
@@ -267,10 +270,3 @@ class LossGuard:
         rank = dist.get_rank() if world_size() > 1 else 0
         if rank == (0 if self._group is None else min(self._group.ranks)):
             logger.warning("fp8dist: %s", message)
-
-
-def _kind(name: object) -> AlarmKind:
-    for kind in get_args(AlarmKind):
-        if name == kind:
-            return kind
-    raise ValueError(f"there is no alarm of kind {name!r}")

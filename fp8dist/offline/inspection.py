@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,8 +48,7 @@ class Inspection:
 
 
 def _plain(value: Any) -> Any:
-    finite = not isinstance(value, float) or (value == value and abs(value) != float("inf"))
-    return value if finite else repr(value)
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any) -> str:
@@ -64,11 +64,8 @@ def inspect_source(source: Source) -> Inspection:
     """
     if source.family == STATE:
         return _state_file(source.path)
-    return replace(_tensors(_part(source, _is_parameter)), states=tuple(_states_inside(source)))
-
-
-def _is_parameter(entry: Entry) -> bool:
-    return entry.kind == "parameter"
+    tensors = _tensors(_part(source, lambda entry: entry.kind == "parameter"))
+    return replace(tensors, states=tuple(_states_inside(source)))
 
 
 def _part(source: Source, belongs: Callable[[Entry], bool]) -> Source:

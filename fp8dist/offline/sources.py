@@ -67,13 +67,10 @@ def _open_file(path: str) -> Source:
     if zipped or (head[:1] == b"\x80" and head[2:].startswith(LEGACY_MAGIC)):
         value, size, locate = (zip_content if zipped else legacy_content)(file)
         return Source(path, PARAMETERS, items_of(value, size, file, locate))
-    if _starts_like_safetensors(head, file.length) or path.endswith(SUFFIX):
+    framed = len(head) > 8 and struct.unpack("<Q", head[:8])[0] + 8 <= file.length and head[8:9] == b"{"
+    if framed or path.endswith(SUFFIX):
         return state_source(path) if is_state(path) else safetensors_source(path, [path])
     raise CheckpointError(_strange(path, head))
-
-
-def _starts_like_safetensors(head: bytes, length: int) -> bool:
-    return len(head) > 8 and struct.unpack("<Q", head[:8])[0] + 8 <= length and head[8:9] == b"{"
 
 
 def _strange(path: str, head: bytes) -> str:

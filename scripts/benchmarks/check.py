@@ -74,7 +74,7 @@ def check_of(tensors: int) -> dict[str, float]:
 
 def header_ms(slots: int) -> float:
     """What the header adds to a step: digest, message words, the kept scales, reading it back."""
-    sync = manager_of(slots, 1024, amax_sync=False)._syncs[0]
+    sync = manager_of(slots, amax_sync=False)._syncs[0]
     arena = sync.arena
 
     def header() -> None:

@@ -6,7 +6,6 @@ disturbs both sides alike. Rank 0 prints one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -19,7 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist.manager import StateManager
+from fp8dist.state.slots import Slot, SlotSpec
+from fp8dist_kernels.formats import E4M3
 
+HISTORY = 1024
+PAIRS = 200
 RUN = 20
 """Steps in a row of the back-to-back figure."""
 
@@ -36,18 +39,15 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def manager_of(slots: int, history_len: int, amax_sync: bool = True) -> StateManager:
+def manager_of(slots: int, amax_sync: bool = True) -> StateManager:
     """A manager with that many slots and no modules."""
     model = torch.nn.Identity()
     manager = fp8dist.prepare(
-        model, fp8dist.DelayedScaling(history_len=history_len), group=dist.group.WORLD, amax_sync=amax_sync
+        model, fp8dist.DelayedScaling(history_len=HISTORY), group=dist.group.WORLD, amax_sync=amax_sync
     )
     manager._kept = model  # type: ignore[attr-defined]  # a manager knows its model only weakly
     roles = ("input", "weight", "grad_output")
     sync = manager._syncs[0]
-    from fp8dist.state.slots import Slot, SlotSpec
-    from fp8dist_kernels.formats import E4M3
-
     sync.arena = sync.arena.extended([SlotSpec(Slot(f"layers.{i // 3:06d}", roles[i % 3]), E4M3) for i in range(slots)])
     manager.attach()
     return manager
@@ -71,9 +71,9 @@ def average(action: Callable[[], object]) -> float:
     return timed(lambda: [action() for _ in range(RUN)]) / RUN
 
 
-def measure(slots: int, history_len: int, pairs: int) -> dict[str, float]:
+def measure(slots: int) -> dict[str, float]:
     """Medians in ms of both sides and their ratio, after a barrier and back to back; ops of one step."""
-    manager = manager_of(slots, history_len)
+    manager = manager_of(slots)
     bare = torch.zeros_like(manager._syncs[0].arena.send)
     for _ in range(20):
         one_step(manager)
@@ -81,21 +81,21 @@ def measure(slots: int, history_len: int, pairs: int) -> dict[str, float]:
     ours, theirs = [], []
     back_to_back = [
         (average(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)), average(lambda: one_step(manager)))
-        for _ in range(max(1, pairs // RUN))
+        for _ in range(PAIRS // RUN)
     ]
-    for _ in range(pairs):
+    for _ in range(PAIRS):
         dist.barrier()
         theirs.append(timed(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)))
         dist.barrier()
         manager._syncs[0].arena.pending.fill_(1.0)
         ours.append(timed(manager.step))
     # Without the collective: under a dispatch mode it would keep the process group alive for ever.
-    unsynced = manager_of(slots, history_len, amax_sync=False)
+    unsynced = manager_of(slots, amax_sync=False)
     with CountOps() as counter:
         unsynced.step()
     return {
         "slots": slots,
-        "history": history_len,
+        "history": HISTORY,
         "bytes": bare.numel() * bare.element_size(),
         "bare_ms": statistics.median(theirs),
         "step_ms": statistics.median(ours),
@@ -106,15 +106,10 @@ def measure(slots: int, history_len: int, pairs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slots", type=int, nargs="+", default=[672, 100_000])
-    parser.add_argument("--history", type=int, default=1024)
-    parser.add_argument("--pairs", type=int, default=200)
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("fp8dist").setLevel(logging.ERROR)  # The model has no Linear, on purpose.
     dist.init_process_group("gloo")
-    rows = [measure(n, arguments.history, arguments.pairs) for n in arguments.slots]
+    rows = [measure(slots) for slots in (672, 100_000)]
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()

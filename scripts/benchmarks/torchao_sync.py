@@ -25,7 +25,7 @@ from torchao.float8 import (
 LINEARS = 224
 
 
-def measure(history_len: int, pairs: int) -> dict[str, float]:
+def measure(history_len: int) -> dict[str, float]:
     """Medians in ms of torchao's call and of a bare all-reduce of one float per tensor."""
     delayed = CastConfig(scaling_type=ScalingType.DELAYED)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(LINEARS)))
@@ -40,7 +40,7 @@ def measure(history_len: int, pairs: int) -> dict[str, float]:
     model(torch.randn(16, 16)).sum().backward()
     bare = torch.zeros(3 * LINEARS)
     ours, theirs = [], []
-    for _ in range(pairs):
+    for _ in range(100):
         for action, times in (
             (lambda: dist.all_reduce(bare, dist.ReduceOp.MAX), theirs),
             (lambda: sync_float8_amax_and_scale_history(model), ours),
@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    rows = [measure(history_len, 100) for history_len in (16, 1024)]
+    rows = [measure(history_len) for history_len in (16, 1024)]
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()

@@ -7,7 +7,6 @@ process and prints Markdown. Run it on an idle machine: ``.venv/bin/python -m sc
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import sys
@@ -28,6 +27,12 @@ from fp8dist.step.step_watch import StepWatch
 from fp8dist_kernels.formats import Role
 from launch.train_gpt.model import GPT, VOCABULARY
 from scripts.benchmarks.sync import CountOps
+
+ROUNDS = 15
+"""Pairs of steps that are timed."""
+
+STEPS = 60
+"""Of the runs whose casts are counted."""
 
 
 def _nothing(*_: object) -> None:  # A Mock would make calls of its own.
@@ -93,7 +98,7 @@ def stepper(layers: int, width: int, tokens: int) -> Callable[[], None]:
     return step
 
 
-def compare(layers: int, width: int, tokens: int, rounds: int) -> dict[str, float]:
+def compare(layers: int, width: int, tokens: int) -> dict[str, float]:
     """Operations, Python calls and ms of a step with the checks, and the same without. Local."""
     step = stepper(layers, width, tokens)
     for _ in range(3):
@@ -103,7 +108,7 @@ def compare(layers: int, width: int, tokens: int, rounds: int) -> dict[str, floa
         step()
         row |= {"ops_without": torch_ops(step), "calls_without": python_calls(step)}
     checked, bare = [], []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for times, context in ((checked, contextlib.nullcontext()), (bare, unchecked())):
             with context:
                 start = time.perf_counter()
@@ -118,7 +123,7 @@ def compare(layers: int, width: int, tokens: int, rounds: int) -> dict[str, floa
     }
 
 
-def changed_casts(steps: int, learning_rate: float, zeros: bool) -> tuple[int, int]:
+def changed_casts(learning_rate: float, zeros: bool) -> tuple[int, int]:
     """(casts of weights that had a scale and were cast with their own amax, all casts of weights) of a small GPT's run.
 
     Args:
@@ -148,7 +153,7 @@ def changed_casts(steps: int, learning_rate: float, zeros: bool) -> tuple[int, i
         return cast
 
     with mock.patch.object(LinearSlots, "quantize", counting):
-        for step in range(steps):
+        for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(0, 64, (8, 65), generator=generator).cumsum(1) % VOCABULARY
             model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -158,15 +163,11 @@ def changed_casts(steps: int, learning_rate: float, zeros: bool) -> tuple[int, i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of steps that are timed")
-    parser.add_argument("--steps", type=int, default=60, help="of the runs whose casts are counted")
-    options = parser.parse_args()
     torch.set_num_threads(1)
     print("| Linears | width | tokens | torch operations (without) | Python calls | ms a step | ratio |")
     print("|---|---|---|---|---|---|---|")
     for layers, width, tokens in ((32, 64, 64), (224, 64, 64), (32, 512, 512)):
-        row = compare(layers, width, tokens, options.rounds)
+        row = compare(layers, width, tokens)
         print(
             f"| {layers} | {width} | {tokens} | {row['ops']} ({row['ops_without']}) | {row['calls']} "
             f"({row['calls_without']}) | {row['ms']:.1f} ({row['ms_without']:.1f}) | {row['ratio']:.3f} |"
@@ -177,7 +178,7 @@ def main() -> None:
         ("learning rate 3e-3", 3e-3, False),
         ("learning rate 3e-4, zero-initialised projections", 3e-4, True),
     ):
-        changed, casts = changed_casts(options.steps, rate, zeros)
+        changed, casts = changed_casts(rate, zeros)
         print(f"| {what} | {changed} | {casts} |")
 
 
