@@ -234,6 +234,27 @@ def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(
         assert seconds < 5
 
 
+def _replicated_twice(axis: str, damaged: int) -> Any:
+    """A DTensor that all four ranks hold alike, checked over the pairs of one axis of its mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, [Replicate(), Replicate()]))
+    if dist.get_rank() == damaged:
+        _nudge(model.weight, 5)
+    with captured_log():
+        report = fp8dist.check(model, group=mesh.get_group(axis), policy="warn")
+    return _names(report), report.compared
+
+
+@pytest.mark.parametrize(("axis", "pair"), [("dp", (1, 3)), ("tp", (2, 3))])
+def test_a_tensor_replicated_over_two_axes_is_checked_over_either(
+    four_ranks: RankPool, axis: str, pair: tuple[int, int]
+) -> None:
+    for rank, (names, compared) in enumerate(four_ranks.run(_replicated_twice, axis, 3, timeout=60)):
+        assert names == ([("parameter", "weight", pair, None, (5,))] if rank in pair else [])
+        assert compared == {"parameter": 1}
+
+
 def _uneven(vouched: bool, damaged: int | None) -> Any:
     """Three ranks share, one is alone. ``vouched``: there is something that all four share, too."""
     trio, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
