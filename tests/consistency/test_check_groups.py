@@ -579,6 +579,24 @@ def test_a_weight_that_drifts_is_repaired_and_reported_once(four_ranks: RankPool
     assert results == [([], [("diverged", 5)], int(rank == 0)) for rank in range(4)]
 
 
+def _good_at_different_steps() -> list[Any]:
+    """Ranks 0 and 1 have checked among themselves since all ranks did."""
+    model, pair = Block(), _pairs()()
+    fp8dist.check(model, group=dist.group.WORLD, step=3)
+    if dist.get_rank() < 2:
+        fp8dist.check(model, group=pair, step=5)
+    if dist.get_rank() == 3:
+        _nudge(model.norm.bias)
+    with captured_log():
+        report = fp8dist.check(model, group=dist.group.WORLD, step=7 + (dist.get_rank() == 1), policy="warn")
+    return [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
+
+
+def test_the_last_good_step_is_one_that_was_good_on_all_ranks(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(_good_at_different_steps, timeout=60):
+        assert found == [("step", (1,), 8, 3), ("parameter", (3,), 8, 3)]
+
+
 def _inside_join() -> Any:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=1)
