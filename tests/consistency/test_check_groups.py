@@ -234,6 +234,27 @@ def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(
         assert seconds < 5
 
 
+def _replicated_twice(axis: str, damaged: int) -> Any:
+    """A DTensor that all four ranks hold alike, checked over the pairs of one axis of its mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, [Replicate(), Replicate()]))
+    if dist.get_rank() == damaged:
+        _nudge(model.weight, 5)
+    with captured_log():
+        report = fp8dist.check(model, group=mesh.get_group(axis), policy="warn")
+    return _names(report), report.compared
+
+
+@pytest.mark.parametrize(("axis", "pair"), [("dp", (1, 3)), ("tp", (2, 3))])
+def test_a_tensor_replicated_over_two_axes_is_checked_over_either(
+    four_ranks: RankPool, axis: str, pair: tuple[int, int]
+) -> None:
+    for rank, (names, compared) in enumerate(four_ranks.run(_replicated_twice, axis, 3, timeout=60)):
+        assert names == ([("parameter", "weight", pair, None, (5,))] if rank in pair else [])
+        assert compared == {"parameter": 1}
+
+
 def _uneven(vouched: bool, damaged: int | None) -> Any:
     """Three ranks share, one is alone. ``vouched``: there is something that all four share, too."""
     trio, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
@@ -556,6 +577,24 @@ def test_a_weight_that_drifts_is_warned_of_and_training_goes_on(four_ranks: Rank
 def test_a_weight_that_drifts_is_repaired_and_reported_once(four_ranks: RankPool) -> None:
     results = four_ranks.run(_diverging_parameter, "repair", timeout=60)
     assert results == [([], [("diverged", 5)], int(rank == 0)) for rank in range(4)]
+
+
+def _good_at_different_steps() -> list[Any]:
+    """Ranks 0 and 1 have checked among themselves since all ranks did."""
+    model, pair = Block(), _pairs()()
+    fp8dist.check(model, group=dist.group.WORLD, step=3)
+    if dist.get_rank() < 2:
+        fp8dist.check(model, group=pair, step=5)
+    if dist.get_rank() == 3:
+        _nudge(model.norm.bias)
+    with captured_log():
+        report = fp8dist.check(model, group=dist.group.WORLD, step=7 + (dist.get_rank() == 1), policy="warn")
+    return [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
+
+
+def test_the_last_good_step_is_one_that_was_good_on_all_ranks(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(_good_at_different_steps, timeout=60):
+        assert found == [("step", (1,), 8, 3), ("parameter", (3,), 8, 3)]
 
 
 def _inside_join() -> Any:

@@ -326,6 +326,29 @@ def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting(thre
         assert seconds < 10
 
 
+def _sharing_memory() -> Any:
+    """Two parameters of the odd rank lie in the same memory: each copy succeeds, and the second spoils the first."""
+    odd = dist.get_rank() == 2
+    shared = torch.full((3,), 9.0)
+    model = nn.Module()
+    model.a = nn.Parameter(shared if odd else torch.full((3,), 1.0))
+    model.b = nn.Parameter(shared[:2] if odd else torch.full((2,), 2.0))
+    with captured_log(), pytest.raises(DivergenceError) as raised:
+        fp8dist.check(model, group=dist.group.WORLD, policy="repair")
+    report = raised.value.report
+    return [(f.name, f.ranks, f.index) for f in report.findings], report.repaired, report.notes
+
+
+def test_a_repair_is_believed_only_after_a_second_check(three_ranks: RankPool) -> None:
+    for findings, repaired, notes in three_ranks.run(_sharing_memory):
+        assert findings == [("a", (2,), (0,))]
+        assert repaired == ()
+        assert notes == (
+            "a repair was tried, this is what is left; it was begun for parameter a of 2 from 0; "
+            "parameter b of 2 from 0",
+        )
+
+
 def _python_numbers() -> Any:
     """An optimizer that counts in Python: there is no tensor to write to."""
     model = make_net()

@@ -16,7 +16,7 @@ from fp8dist_kernels.reference.magnitude import DID_NOT_RUN_BITS
 from fp8dist_kernels.reference.rings import RingShape
 from fp8dist_kernels.triton import update as fused
 from tests.support.devices import DEVICE
-from tests.support.oracle import FP8_MAX, Rules, SlotOracle, bits_of, of_bits
+from tests.support.oracle import FP8_MAX, ROUNDS_TO_MAX, Rules, SlotOracle, bits_of, of_bits
 
 SPECIAL = [
     0,
@@ -187,21 +187,27 @@ def test_sharded_weights_count_where_a_user_ran(n: int) -> None:
 
 
 def test_commits_against_the_oracle() -> None:
-    """Not only as the plain version does: as DESIGN.md says."""
+    """Not only as the plain version does. At first with scale 1, at the limit of what counts as saturated."""
     rng = random.Random(5)
-    rules = Rules(history_len=3, margin=1)
+    rules = Rules(history_len=3, margin=1, warmup="unit")
     slots = [SlotOracle(FP8_MAX["e4m3" if i % 2 == 0 else "e5m2"], rules) for i in range(16)]
     arrays = _there(_arrays(16, 3))
-    for _ in range(10):
+    for step in range(10):
         words = [word if word < 0 else min(word, 0x7FC00000) for word in (_amax_bits(rng) for _ in range(16))]
+        if step == 0:
+            words = [bits_of(ROUNDS_TO_MAX[slot.fp8_max]) + i // 8 for i, slot in enumerate(slots)]
         arrays.pending.copy_(torch.tensor(words, dtype=torch.int32).view(torch.float32))
         fused.launch(arrays, None, False)
-        fused.commit(arrays, RULE._replace(length=3, margin=1), arrays.send, None)
+        fused.commit(arrays, RULE._replace(length=3, margin=1, just_in_time=False), arrays.send, None)
         for slot, word in zip(slots, words):
             slot.commit(None if word < 0 else of_bits(word))
         assert arrays.scales[0].view(torch.int32).tolist() == [bits_of(slot.scale) for slot in slots]
         assert arrays.cold.tolist() == [slot.cold for slot in slots]
-        assert arrays.counters[:2].tolist() == [[s.commits for s in slots], [s.nonfinite for s in slots]]
+        assert arrays.counters.tolist() == [
+            [slot.commits for slot in slots],
+            [slot.nonfinite for slot in slots],
+            [slot.saturated for slot in slots],
+        ]
 
 
 def test_an_arena_without_slots() -> None:

@@ -147,6 +147,8 @@ def test_another_node_that_has_ended_the_job_is_told_in_one_line(
         ([5, 1], 1),  # The example job has one.
         ([5, -15, 3], 3),
         ([1, -9], 128 + 9),
+        ([7, 1], 7),
+        ([7, 3, 9], 3),  # Of equals it is the first.
         ([5, 5], 5),
         ([-15], 128 + 15),
     ],
@@ -157,6 +159,8 @@ def test_of_ranks_that_fail_together_the_cause_gives_the_status(
 ) -> None:
     def failed(arguments: list[str]) -> None:
         failures = {rank: ProcessFailure(rank, 100 + rank, code, "<none>") for rank, code in enumerate(codes)}
+        for failure, second in zip(failures.values(), (2, 1, 3)):  # Rank 1 has failed before rank 0.
+            failure.timestamp = second
         raise ChildFailedError("program", failures)
 
     monkeypatch.setattr(agent, "main", failed)

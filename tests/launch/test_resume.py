@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,34 @@ def test_a_full_disk_is_no_failed_collective(tmp_path: Path, opened: Opener, mon
     monkeypatch.setattr(checkpoints, "save", _failing(dist.DistNetworkError("connection reset")))
     with pytest.raises(failures.CollectiveFailed), watch.during("saving a checkpoint"):
         made.save(4, module, optimizer, None)
+
+
+@pytest.mark.timeout(60)
+def test_a_save_in_the_background_counts_when_it_is_done(
+    tmp_path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    futures: list[Future[None]] = []
+
+    def begun(state: Any, storage_writer: Any, **_: Any) -> Future[None]:
+        write(Path(storage_writer.path))
+        futures.append(Future())
+        return futures[-1]
+
+    monkeypatch.setattr(checkpoints, "async_save", begun)
+    made, module = opened("--save-every", "4", "--async-save"), torch.nn.Linear(1, 1)
+    optimizer, parent = torch.optim.SGD(module.parameters()), tmp_path / "checkpoints"
+    made.save(4, module, optimizer, None)
+    made.poll()
+    assert folders.whole(parent) == []
+    futures[0].set_result(None)
+    made.poll()
+    assert folders.whole(parent) == [parent / "step-00000004"]
+    made.save(8, module, optimizer, None)
+    futures[1].set_exception(CheckpointException("write", {0: (OSError(errno.ENOSPC, "full"), None)}))  # type: ignore[dict-item]
+    with pytest.raises(failures.CheckpointFailed, match="checkpoint of step 8 could not be written"):
+        made.save(12, module, optimizer, None)  # It waits for the one before.
+    assert len(futures) == 2
+    assert folders.whole(parent) == [parent / "step-00000004"]
 
 
 MISTAKES = {

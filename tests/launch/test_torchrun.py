@@ -20,7 +20,7 @@ from fp8dist.launcher import environment, interface
 from fp8dist.launcher.environment import BadVariable, Job
 from fp8dist.launcher.plan import Plan
 from launch.train_gpt import exits
-from tests.support.main_job import ROOT, TINY, TORCHRUN, assert_launcher_refused, finish, start
+from tests.support.main_job import ROOT, TINY, TORCHRUN, assert_launcher_refused, assert_refused, finish, start
 
 CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 OURS = (
@@ -186,6 +186,13 @@ def test_a_node_has_a_rank_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert Job.read({}).nproc == ranks
     assert Job.read({"NPROC": "5", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"}).ranks == 15
+
+
+def test_flags_are_checked_for_the_ranks_of_all_nodes(tmp_path: Path) -> None:
+    """Before this node waits for the other."""
+    two_nodes = {**TWO_NODES, "NODE_RANK": "0", "NPROC": "1", "JOIN_TIMEOUT": "1"}
+    done = start(TORCHRUN, "--parallel", "none", "--out", str(tmp_path), **two_nodes)
+    assert_refused(done, "--parallel none is for one rank, and there are 2")
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.states import state_of, without
 from tests.support.training import (
@@ -433,6 +434,32 @@ def test_training_goes_on_after_join(two_ranks: RankPool, update: str) -> None:
     for slot, window in first.histories.items():
         expected = [max(first.amaxes[i][slot], second.amaxes[i][slot]) for i in (-2, -1)]
         assert window[-2:] == expected
+
+
+def _damaged_in_its_last_step() -> list[tuple[int, str]]:
+    """Under next_step a verdict is read a boundary later, and rank 1 has none: it only takes part in the others'."""
+    rank = dist.get_rank()
+    net = make_net()
+    recipe = DelayedScaling(history_len=HISTORY, update="next_step")
+    manager = fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy="warn")
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    manager.attach(ddp, optimizer=optimizer)
+    reports: list[Any] = []
+    manager.on_event(lambda event: reports.append(event.report))
+    with captured_log(), Join([ddp, manager]):
+        for step in range((4, 2)[rank]):
+            if (rank, step) == (1, 1):
+                manager.scale("first", "input").mul_(4.0)
+            x, y = batch(rank, step)
+            nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [(finding.step, finding.kind) for report in reports for finding in report.findings]
+
+
+def test_a_rank_without_data_still_learns_of_its_last_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_damaged_in_its_last_step) == [[(2, "scale")]] * 2
 
 
 def _join_refusals() -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from fp8dist.consistency.checker import Event
 from fp8dist.errors import ConfigurationError
@@ -272,6 +273,36 @@ def test_refresh_weights_takes_the_sharded_weights_while_they_are_gathered(two_r
     for failure, scales, fitting, _ in two_ranks.run(_while_gathered, what):
         assert not failure
         assert scales == fitting
+
+
+def _written_while_gathered() -> tuple[list[dict[str, float]], list[bool]]:
+    """Share of 448s in evaluations: before and after the weights are written to, and after they were resharded."""
+    run = Running(Job(reshard=False, optimizer="sgd"))
+    run.step()
+    x, _ = batch(0, 0)
+    seen, outputs = [], []
+    for then in ("write", "reshard", ""):
+        seen.append(run.saturated())
+        with torch.no_grad():
+            outputs.append(run.called(x))
+        assert isinstance(run.model.branch.weight, FP8Weight)  # Still gathered.
+        if then == "write":
+            with torch.no_grad():
+                for group in run.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(8)
+        elif then == "reshard":
+            for module in run.called.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+    before, after, fresh = outputs
+    return seen, [torch.equal(before, after), torch.equal(after, fresh)]
+
+
+def test_gathered_weights_that_are_written_to_are_gathered_again(two_ranks: RankPool) -> None:
+    for seen, same in two_ranks.run(_written_while_gathered):
+        assert max(max(shares.values()) for shares in seen) < FITS
+        assert same == [False, True]
 
 
 def test_attach_again_while_weights_are_gathered(two_ranks: RankPool) -> None:

@@ -119,7 +119,7 @@ def test_block_scaling_reduces_nothing(two_ranks: RankPool) -> None:
 
 # The scales of gathered weights ---------------------------------------------------------------------
 
-WRITES = ("mul_", "copy_", "load_state_dict", "another optimizer", ".data, refresh")
+WRITES = ("mul_", "mul_, FP8 state", "copy_", "load_state_dict", "another optimizer", ".data, refresh")
 
 
 def _write(run: Running, how: str) -> None:
@@ -127,6 +127,9 @@ def _write(run: Running, how: str) -> None:
     with torch.no_grad():
         if how == "mul_":
             weight.mul_(1.5)
+        elif how == "mul_, FP8 state":  # It is trusted for delayed scales only: others follow from the weight itself.
+            weight.mul_(1.5)
+            run.manager.load_state_dict(run.manager.state_dict())
         elif how == "copy_":
             weight.copy_(weight * 8)
         elif how == "load_state_dict":

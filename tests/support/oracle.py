@@ -1,9 +1,9 @@
 """What FP8 state must become, in plain Python: an oracle that shares no code with the library.
 
-Written from DESIGN.md, "State" ("Commit, per slot"). Numbers are Python floats that hold float32 values;
-every operation is done in float64 and rounded to float32 once. That is exact IEEE float32 arithmetic:
-products of two float32 fit into a float64, and rounding a float64 quotient of two float32 once more cannot
-change the result, because 53 >= 2 * 24 + 2 (Figueroa, "When is double rounding innocuous?", 1995).
+Numbers are Python floats that hold float32 values; every operation is done in float64 and rounded to float32 once. That
+is exact IEEE float32 arithmetic: products of two float32 fit into a float64, and rounding a float64 quotient of two
+float32 once more cannot change the result, because 53 >= 2 * 24 + 2 (Figueroa, "When is double rounding innocuous?",
+1995).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+ROUNDS_TO_MAX = {448.0: 464.0, 57344.0: 61440.0}
+"""By the largest number of a format, half a step above it: what lies beyond is cut off, and not only rounded."""
 
 SlotName = tuple[str, str]
 
@@ -76,6 +78,7 @@ class Rules:
     amax_algo: str | Callable[[Sequence[float]], float] = "max"
     margin: int = 0
     power_of_two: bool = False
+    warmup: str = "current"
 
 
 @dataclass
@@ -90,6 +93,7 @@ class SlotOracle:
     cold: bool = True
     commits: int = 0
     nonfinite: int = 0
+    saturated: int = 0
 
     def __post_init__(self) -> None:
         self.history = self.history or [0.0] * self.rules.history_len
@@ -102,6 +106,8 @@ class SlotOracle:
             self.nonfinite += 1
             return
         self.commits += 1
+        just_in_time = self.cold and self.rules.warmup == "current"
+        self.saturated += not just_in_time and float32(amax * self.scale) > ROUNDS_TO_MAX[self.fp8_max]
         self.amax = amax
         self.history = [*self.history[1:], amax]
         if amax > 0:
@@ -118,7 +124,7 @@ class SlotOracle:
         """As loaded by a job with another history length: the newest entries stay."""
         missing = max(0, rules.history_len - len(self.history))
         history = [0.0] * missing + self.history[-rules.history_len :]
-        kept = {name: getattr(self, name) for name in ("scale", "amax", "cold", "commits", "nonfinite")}
+        kept = {name: getattr(self, name) for name in ("scale", "amax", "cold", "commits", "nonfinite", "saturated")}
         return SlotOracle(self.fp8_max, rules, history, **kept)
 
     def _window(self) -> float:
@@ -134,7 +140,7 @@ class SlotOracle:
         return scale_for(amax, self.scale, self.fp8_max, self.rules.margin, self.rules.power_of_two)
 
     def state(self) -> dict[str, Any]:
-        """Everything that DESIGN.md defines to the bit, floats as bits."""
+        """Everything that is defined to the bit, floats as bits."""
         return {
             "history": [bits_of(a) for a in self.history],
             "scale": bits_of(self.scale),
@@ -142,6 +148,7 @@ class SlotOracle:
             "amax": bits_of(self.amax),
             "cold": self.cold,
             "counters": [self.commits, self.nonfinite],
+            "saturated": self.saturated,
         }
 
 

@@ -356,4 +356,5 @@ def test_ranks_of_a_mesh_are_no_list() -> None:
         assert everyone.ranks == range(SIZE)
         assert group_of(ranks[:, 7].tolist()).ranks == range(7, SIZE, 8)
         assert group_of([0, 1, 5]).ranks == (0, 1, 5)
+        assert group_of([0, 2, 3, 6]).ranks == (0, 2, 3, 6)  # It begins and ends as range(0, 8, 2) does.
         assert list(group_of([5]).ranks) == [5]

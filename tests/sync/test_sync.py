@@ -19,8 +19,7 @@ from fp8dist import DelayedScaling, StateManager
 from tests.support.collectives import counted_collectives
 from tests.support.oracle import Oracle, Rules, amax_of, float32
 from tests.support.ranks import RankPool
-from tests.support.states import bits, without
-from tests.support.states import state_of as whole_state_of
+from tests.support.states import bits, state_of
 
 Slot = tuple[str, str]
 
@@ -52,11 +51,6 @@ def _foreign_manager(update: str, **settings: Any) -> tuple[nn.Module, StateMana
     for (fqn, role), format in FOREIGN.items():
         manager.register(fqn, role, format)
     return model, manager
-
-
-def state_of(manager: StateManager) -> dict[Slot, dict[str, Any]]:
-    """What the oracle knows, too."""
-    return without(whole_state_of(manager), "saturated")
 
 
 # Recorded tensors ------------------------------------------------------------------------------------
@@ -540,7 +534,7 @@ def test_a_model_without_slots_still_steps(two_ranks: RankPool) -> None:
 
 
 def test_the_oracle_itself() -> None:
-    """By hand: max over a window of 3 with margin 1, NaN not taken, zero taken, absent skipped."""
+    """By hand: max over a window of 3 with margin 1, NaN not taken, zero taken, absent skipped; 8 x 112 saturates."""
     oracle = Oracle({A: "e4m3"}, Rules(3, margin=1))
     for value, scale in [
         (7.0, 32.0),
@@ -551,8 +545,10 @@ def test_the_oracle_itself() -> None:
         (1.0, 16.0),
         (1.0, 16.0),
         (1.0, 224.0),
+        (2.0, 112.0),
+        (8.0, 28.0),
     ]:
         oracle.step({A: value}, {A: None})
         assert oracle.slots[A].scale == scale
-    assert oracle.slots[A].history == [1.0, 1.0, 1.0]
-    assert (oracle.slots[A].commits, oracle.slots[A].nonfinite) == (6, 1)
+    assert oracle.slots[A].history == [1.0, 2.0, 8.0]
+    assert (oracle.slots[A].commits, oracle.slots[A].nonfinite, oracle.slots[A].saturated) == (8, 1, 1)
