@@ -130,8 +130,7 @@ class ShardedWeights:
             for arena, state in before:
                 arena.put_back_slots(state, arena.arrays.shard_slots)
             for weight, changed, trusted in known:
-                weight.accept()
-                weight._written, weight.trusted = changed, trusted
+                weight.accept(written=changed, trusted=trusted)
 
     def renew(self) -> None:
         """An attached optimizer has stepped: scales of weights that are not delayed follow at once. COLLECTIVE, where

@@ -215,9 +215,9 @@ class ShardedWeight:
         self.trusted = not self.renewed
         self._written = self._written or self.renewed
 
-    def accept(self) -> None:
-        """The scale is right for the weight as it is now."""
-        self._version, self._written, self.trusted = self.parameter._version, False, False
+    def accept(self, written: bool = False, trusted: bool = False) -> None:
+        """The scale is right for the weight as it is now, or was before a swap: then with what was known of it."""
+        self._version, self._written, self.trusted = self.parameter._version, written, trusted
 
     def prepare_forward(self) -> None:
         """The outermost forward begins."""
