@@ -615,6 +615,9 @@ def _inside_join() -> Any:
                 manager.check()
             except ConfigurationError as error:
                 refused += "Join" in str(error)
+            if step == 0:  # Both ranks are here: one that is not refused comes back.
+                with pytest.raises(ConfigurationError, match="Join"):
+                    fp8dist.check(model)
     inside = manager._cycle.checker.checks - before
     return refused, inside, manager.check().consistent
 

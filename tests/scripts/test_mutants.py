@@ -1,0 +1,163 @@
+"""scripts/mutants: what it draws, what it changes, and that it tells a caught fault from a survivor."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """The script, which has no suffix, as a module."""
+    loader = importlib.machinery.SourceFileLoader("scripts_mutants", str(ROOT / "scripts" / "mutants"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)  # Else beside the script.
+        patch.setitem(sys.modules, loader.name, module)  # Dataclasses look there.
+        loader.exec_module(module)
+    return module
+
+
+SOURCE = '''"""Docstring: 1 < 2."""
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    there = 1 < 2
+
+@dataclass(frozen=True)
+class Thing:
+    size: Literal[7] = 8
+
+    def __repr__(self) -> str:
+        return "a" * 9 if self.size > 9 else "b"
+
+    def grow(self, by: int) -> bool:
+        """Docstring: 2 < 3."""
+        text = "short" if by == 10 else f"long {by + 11}"
+        if by != 12:
+            text = f"{text}!"
+        if (by  # Why: 3 and 4.
+                and "ü" < text):
+            raise ValueError(text if by > 13 else "no" * 14)
+        self.note("ünder", text); return True
+'''
+
+EXPECTED = {
+    ("constant", "size: Literal[7] = 9"),
+    ("and/or", 'or "ü" < text):'),
+    ("negated", 'if (not (by # Why: 3 and 4. and "ü" < text)):'),
+    ("swapped", 'and "ü" > text):'),
+    ("strict", 'and "ü" <= text):'),
+    ("swallowed", "pass"),
+    ("dropped", "pass; return True"),
+    ("constant", 'self.note("ünder", text); return False'),
+}  # fmt: skip
+
+
+def test_each_kind_changes_what_it_says_and_nothing_is_drawn_from_what_does_not_act(tool: ModuleType) -> None:
+    source = SOURCE.encode()
+    found = tool.mutants("room", "thing.py", source)
+    assert {(mutant.kind, mutant.after) for mutant in found} == EXPECTED
+    assert {mutant.kind for mutant in found} == set(tool.KINDS)
+    for mutant in found:
+        planted = mutant.planted(source)
+        assert (planted[: mutant.start], planted[mutant.start + len(mutant.text) :]) == (
+            source[: mutant.start],
+            source[mutant.end :],
+        )
+        assert mutant.function == ("Thing" if mutant.line == 8 else "Thing.grow")
+        assert SOURCE.splitlines()[mutant.line - 1].split()[0] == mutant.before.split()[0]
+
+
+def test_what_python_does_not_see_is_not_drawn(tool: ModuleType, tmp_path: Path) -> None:
+    source = b"def f(x):\n    return x < 1e300\n"
+    (tmp_path / "f.py").write_bytes(source)
+    found = {"room": tool.mutants("room", "f.py", source)}
+    assert {mutant.after for mutant in found["room"]} == {"return x > 1e300", "return x <= 1e300", "return x < 1e+300"}
+    drawn = {mutant.after for mutant in tool.draw(found, 0, tmp_path)}
+    assert drawn == {"return x > 1e300", "return x <= 1e300"}
+
+
+@pytest.fixture(scope="module")
+def found(tool: ModuleType) -> dict[str, list[Any]]:
+    """All that can be drawn, by room."""
+    return dict(tool.candidates())
+
+
+def test_the_draw_is_even_over_rooms_and_kinds(tool: ModuleType, found: dict[str, list[Any]]) -> None:
+    drawn = list(itertools.islice(tool.draw(found, 17), 120))
+    assert len({mutant.name for mutant in drawn}) == 120
+    assert not [mutant.path for mutant in drawn if "/triton/" in mutant.path]
+    large = Counter(mutant.room for mutant in drawn if len(found[mutant.room]) > 10)
+    assert max(large.values()) - min(large.values()) <= 1
+    some = list(itertools.islice(tool.draw({"step": found["step"]}, 17), 21))
+    assert Counter(mutant.kind for mutant in some) == dict.fromkeys(tool.KINDS, 3)
+
+
+def test_the_draw_is_the_same_for_the_same_seed(tool: ModuleType, found: dict[str, list[Any]]) -> None:
+    def some(found: dict[str, list[Any]], seed: int) -> list[Any]:
+        return list(itertools.islice(tool.draw(found, seed), 40))
+
+    assert some(found, 17) == some(dict(reversed(found.items())), 17)
+    assert some(found, 17) != some(found, 18)
+
+
+def test_a_change_elsewhere_in_a_file_leaves_names_as_they_are(tool: ModuleType) -> None:
+    before = tool.mutants("room", "thing.py", SOURCE.encode())
+    after = tool.mutants("room", "thing.py", SOURCE.replace("@dataclass", "later = 1\n\n@dataclass").encode())
+    assert {mutant.name for mutant in before} < {mutant.name for mutant in after}
+
+
+def test_every_claim_names_a_room_and_tests_that_are_there(tool: ModuleType, found: dict[str, list[Any]]) -> None:
+    assert set(tool.CLAIMS) <= set(found)
+    for room in found:
+        for path in tool.CLAIMS.get(room, (f"tests/{room}",)):
+            assert (ROOT / path).exists(), f"{room}: {path}"
+
+
+TOY = {
+    "setup.cfg": "[tool:pytest]\naddopts = -ra\npythonpath = . kernels\nmarkers =\n    slow\n    long\n",
+    "fp8dist/__init__.py": "",
+    "fp8dist/text.py": "def shown(number):\n    return number if number < 4 else 4\n",
+    "kernels/fp8dist_kernels/__init__.py": "",
+    "tests/text/test_text.py": (
+        "import pytest\nfrom fp8dist.text import shown\n\n"
+        "@pytest.mark.slow\ndef test_large():\n    assert shown(9) == 4\n"
+    ),
+}
+
+
+@pytest.mark.slow
+def test_caught_and_survived(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in TOY.items():
+        (tmp_path / "toy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "toy" / name).write_text(text)
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=tmp_path / "toy", check=True)
+    monkeypatch.setitem(tool.CLAIMS, "text", ("tests/text",))
+    path = "fp8dist/text.py"
+    found = tool.mutants("text", path, TOY[path].encode())
+    drawn = [next(each for each in found if each.kind == kind) for kind in ("strict", "swapped")]
+    out = tmp_path / "out.json"
+    rows = tool.judge_all(drawn, 1, out, tmp_path / "toy")
+    assert [(row["kind"], row["outcome"], row["test"]) for row in rows] == [
+        ("strict", "survived", ""),
+        ("swapped", "caught", "tests/text/test_text.py::test_large"),
+    ]
+    assert json.loads(out.read_text()) == rows
+    assert (tmp_path / "toy" / path).read_text() == TOY[path]
+    monkeypatch.setattr(tool, "judge", None)
+    assert tool.judge_all(drawn, 1, out, tmp_path / "toy") == rows, "what was written is not run again"
