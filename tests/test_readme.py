@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import subprocess
@@ -96,6 +97,22 @@ def test_table_of_methods_is_complete() -> None:
     assert not missing
     for name in re.findall(r"`manager\.(\w+)", README):
         assert hasattr(StateManager, name), f"README speaks of manager.{name}"
+
+
+def test_files_that_are_cited_exist() -> None:
+    """In comments, docstrings and pages: by path from the top, or the end of one."""
+    patterns = ("*.*", *(f"{top}/**/*" for top in ("fp8dist", "kernels", "launch", "scripts", "tests")))
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
+    names = ["/" + path.relative_to(ROOT).as_posix() for path in paths]
+    theirs = ("train.py", "loop.py", "launch.py", "X.py")  # A user's; X stands for a name.
+    missing = []
+    for path in paths:
+        if path.suffix in (".py", ".md", ".sh", ".sbatch", ".yaml", ".cfg", ""):
+            text = path.read_text()
+            prose = text if path.suffix == ".md" else " ".join(re.findall(r'""".*?"""|#[^\n]*', text, re.S))
+            cited = re.findall(r"(?<![\w./*-])(?!pytorch/)[\w./*-]+\.(?:py|md|sh)\b", prose)
+            missing += [(path.name, name) for name in cited if not fnmatch.filter(names, f"*/{name}")]
+    assert [one for one in missing if one[1].rpartition("/")[2] not in theirs] == []
 
 
 def test_environment_variables_are_documented() -> None:

@@ -280,15 +280,15 @@ observe = torch.ops.fp8dist.observe.default
 
 measure = torch.ops.fp8dist.measure.default
 """``(x[tokens, features], inv_scale, dtype, saturated, underflow, block=…)``: record, in two 0-d places, which share of
-``x`` a cast with these scales saturates, and which it flushes to zero: see ``kernels.shares.measure``."""
+``x`` a cast with these scales saturates, and which it flushes to zero: see ``reference/shares.py``."""
 
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
-of the inverse scales say how they apply: see ``kernels.matmuls``."""
+of the inverse scales say how they apply: see ``reference/matmuls.py``."""
 
 launch = torch.ops.fp8dist.launch.default
-"""``(arrays, hold, …)``: see ``kernels.update.launch``. ``arrays``: the fields of a ``StateArrays``."""
+"""``(arrays, hold, …)``: see ``launch`` of ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""
 
 commit = torch.ops.fp8dist.commit.default
-"""``(arrays, reduced, hold, …) -> bool[7]``: see ``kernels.update.commit``. The keywords are those of an
+"""``(arrays, reduced, hold, …) -> bool[7]``: see ``commit`` of ``reference/update.py``. The keywords are those of an
 ``UpdateRule``."""

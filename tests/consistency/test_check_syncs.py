@@ -118,7 +118,7 @@ def _checked_before_the_verdict_is_read() -> Any:
 
 
 def test_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool) -> None:
-    """DESIGN.md: a verdict is acted on "at boundaries and in check()"."""
+    """A verdict is acted on at boundaries and in check()."""
     for events, _ in three_ranks.run(_checked_before_the_verdict_is_read):
         assert events == ["diverged"]
 

@@ -21,9 +21,6 @@ from launch.train_gpt.options.options import parse
 from launch.train_gpt.ranks import Ranks
 from tests.support.main_job import ALONE, RANKS, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 
-# The same worker as test_main_job's: two such runs at once would be too much for two cores.
-
-
 Opener = Callable[..., Any]
 
 

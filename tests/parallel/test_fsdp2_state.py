@@ -207,40 +207,37 @@ def test_first_step_is_that_of_one_process_with_the_whole_batch(two_ranks: RankP
 # Proof, checks, calibration ------------------------------------------------------------------------
 
 
-def _damaged() -> tuple[str, list[float], str]:
+def _damaged() -> str:
     _model, called, manager, optimizer = build(Job(optimizer="sgd"))
     assert manager is not None
 
-    def step(index: int) -> float:
+    def step(index: int) -> None:
         x, y = batch(dist.get_rank(), index)
-        loss = nn.functional.mse_loss(called(x), y)
-        loss.backward()
+        nn.functional.mse_loss(called(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
 
     step(0)
     if dist.get_rank() == 1:
         manager.scale("branch", "weight").mul_(2)
     message = ""
-    with captured_log() as log:
+    with captured_log():
         try:
             step(1)
         except DivergenceError as error:
             message = str(error)
     optimizer.zero_grad()
-    losses = [step(index) for index in (2, 3)]
+    step(2)  # And the job goes on.
+    step(3)
     report = manager.check(policy="warn")
     assert report.consistent, str(report)
-    return message, losses, " ".join(text for _, text in log)
+    return message
 
 
 def test_a_damaged_scale_is_caught_by_the_next_sync(two_ranks: RankPool) -> None:
-    outcomes = two_ranks.run(_damaged)
-    for message, losses, _ in outcomes:
+    for message in two_ranks.run(_damaged):
         assert "scale" in message
         assert "branch" in message
-        assert all(loss > 0 for loss in losses)
 
 
 def _checked() -> list[tuple[bool, dict[str, int]]]:
