@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -83,10 +84,11 @@ def _message(arrays: StateArrays, rng: random.Random, wrong: int | None = None) 
     return reduced
 
 
-@pytest.mark.parametrize("n", [1, 2, 255, 256, 700])
-@pytest.mark.parametrize("shards", [0, 1])
-@pytest.mark.parametrize("hold", [None, 0.0, 1.0])
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 256, 700])
+@pytest.mark.parametrize(
+    ("shards", "hold", "drop"),
+    [(0, None, False), (1, None, True), (1, 0.0, False), (0, 0.0, True), (0, 1.0, False), (1, 1.0, True)],
+)
 def test_launch(n: int, shards: int, hold: float | None, drop: bool) -> None:
     rng = random.Random(n)
     plain = _arrays(n, 4, min(shards, n - 1))
@@ -102,17 +104,26 @@ def test_launch(n: int, shards: int, hold: float | None, drop: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("margin", [-2, 0, 3])
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("just_in_time", [False, True])
-@pytest.mark.parametrize("algorithm", ["max", "most_recent", "none"])
-def test_commits_of_many_steps(margin: int, power_of_two: bool, just_in_time: bool, algorithm: Any) -> None:
-    """Fifteen steps with all kinds of amaxes; windows wrap."""
+@pytest.mark.parametrize(
+    ("algorithm", "margin", "power_of_two", "just_in_time"),
+    [
+        ("max", -2, False, False),
+        ("max", 0, True, True),
+        ("max", 3, True, False),
+        ("most_recent", -2, True, True),
+        ("most_recent", 0, False, False),
+        ("most_recent", 3, False, True),
+        ("none", -2, True, False),
+        ("none", 0, False, True),
+    ],
+)
+def test_commits_of_many_steps(algorithm: Any, margin: int, power_of_two: bool, just_in_time: bool) -> None:
+    """Eight steps with all kinds of amaxes; windows wrap."""
     rng = random.Random(margin)
     n, rule = 37, UpdateRule(5, margin, power_of_two, just_in_time, algorithm)
     plain = _arrays(n, rule.length)
     there = _there(plain)
-    for _ in range(15):
+    for _ in range(8):
         plain.pending.copy_(_words(rng, n).view(torch.float32))
         there.pending.copy_(plain.pending)
         update.launch(plain, None, False)
@@ -124,7 +135,7 @@ def test_commits_of_many_steps(margin: int, power_of_two: bool, just_in_time: bo
         _assert_equal(there, plain)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 100, 1024, 5000])
+@pytest.mark.parametrize("length", [1, 2, 7, 16, 100, 5000])
 def test_window_lengths(length: int) -> None:
     """Rings of every shape, at places before, at and after the end of the window."""
     rng = random.Random(length)
@@ -146,8 +157,10 @@ def test_window_lengths(length: int) -> None:
         _assert_equal(there, plain)
 
 
-@pytest.mark.parametrize("wrong", [None, *range(2 * WORDS)])
-@pytest.mark.parametrize("hold", [None, 0.0, 1.0])
+@pytest.mark.parametrize(
+    ("wrong", "hold"),
+    [*((wrong, None) for wrong in (None, *range(2 * WORDS))), *itertools.product((None, 1, 2), (0.0, 1.0))],
+)
 def test_what_is_not_trusted_is_not_taken(wrong: int | None, hold: float | None) -> None:
     plain = _arrays(20, 4, seed=3)
     update.launch(plain, None, False)
@@ -172,7 +185,7 @@ def test_sharded_weights_count_where_a_user_ran(n: int) -> None:
     plain = _arrays(n, 4, shards=3, seed=n)
     there = _there(plain)
     alarms = set()
-    for _ in range(30):
+    for _ in range(10):
         plain.scales.fill_(rng.choice([1e-30, 1.0, 1e30]))
         there.scales.copy_(plain.scales)
         update.launch(plain, None, False)
