@@ -44,23 +44,21 @@ def test_any_shape(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> N
         assert seen == repr(-1.0 if expected is None else expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("finite", [True, False])
-def test_any_strides(layout: str, finite: bool) -> None:
-    for tokens, features in ((5, 48), (130, 272)):
-        x = LAYOUTS[layout](hard_values(tokens, features, finite=finite).bfloat16())
-        assert seen_by(fused.observe, x) == seen_by(plain.observe, x)
+def test_any_strides() -> None:
+    for index, layout in enumerate(LAYOUTS):
+        for tokens, features in ((5, 48), (130, 80)):
+            x = LAYOUTS[layout](hard_values(tokens, features, finite=index % 2 == 0).bfloat16())
+            assert seen_by(fused.observe, x) == seen_by(plain.observe, x), layout
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 @pytest.mark.parametrize("cut", [False, True], ids=["dense", "cut"])
-def test_dims_in_any_order(order: tuple[int, ...], cut: bool) -> None:
+def test_dims_in_any_order(cut: bool) -> None:
     whole = any_shape((6, 10, 24)).to(DEVICE)
-    x = (whole[:, 1:9, 3:19] if cut else whole).permute(order)
-    assert seen_by(fused.observe, x) == repr(x.abs().max().item())
-    assert cut or fused.in_rows(x).shape == (1, x.numel())
-    assert cut or fused.in_rows(x).data_ptr() == x.data_ptr()
+    for order in itertools.permutations(range(3)):
+        x = (whole[:, 1:9, 3:19] if cut else whole).permute(order)
+        assert seen_by(fused.observe, x) == repr(x.abs().max().item())
+        assert cut or fused.in_rows(x).shape == (1, x.numel())
+        assert cut or fused.in_rows(x).data_ptr() == x.data_ptr()
 
 
 def test_a_largest_value_anywhere_is_found() -> None:
