@@ -33,31 +33,29 @@ def _tensor(words: list[int]) -> Tensor:
 NAN_WORDS = [0x7FC00000, 0xFFC00000, 0xFFFFFFFF, 0x7F800001, 0xFF800001]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [[0], [0x80000000], [0x80000000, 0], [1], [0x80000001, 0], [0x007FFFFF, 0x80000001], [0x3F800000, 0xC0000000],
-     [0xC0000000, 0x3F800000], [0x7F7FFFFF], [0xFF7FFFFF, 0x3F800000], [0x7F800000, 0x3F800000],
-     [0xFF800000, 0x7F7FFFFF]],
-    ids=lambda words: "-".join(f"{w:08x}" for w in words),
-)  # fmt: skip
-def test_amax_bits_of_numbers(words: list[int]) -> None:
-    amax = amax_of(of_bits(w) for w in words)
-    assert amax is not None
-    result = amax_bits(_tensor(words))
-    assert result.dtype == torch.int32
-    assert result.shape == ()
-    assert result.item() == bits_of(amax)
+def test_amax_bits_of_numbers() -> None:
+    for words in (
+        [0], [0x80000000], [0x80000000, 0], [1], [0x80000001, 0], [0x007FFFFF, 0x80000001], [0x3F800000, 0xC0000000],
+        [0xC0000000, 0x3F800000], [0x7F7FFFFF], [0xFF7FFFFF, 0x3F800000], [0x7F800000, 0x3F800000],
+        [0xFF800000, 0x7F7FFFFF],
+    ):  # fmt: skip
+        amax = amax_of(of_bits(w) for w in words)
+        assert amax is not None
+        result = amax_bits(_tensor(words))
+        assert result.dtype == torch.int32
+        assert result.shape == ()
+        assert result.item() == bits_of(amax), list(map(hex, words))
 
 
-@pytest.mark.parametrize("word", NAN_WORDS, ids=hex)
-@pytest.mark.parametrize("others", [[], [0x3F800000], [0x7F800000, 0xFF800000], [0x3F800000] * 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_amax_bits_of_nan(word: int, others: list[int], dtype: torch.dtype) -> None:
+def test_amax_bits_of_nan(dtype: torch.dtype) -> None:
     """A NaN of either sign is above Inf as an integer, at any place."""
-    for place in {0, len(others) // 2, len(others)}:
-        x = _tensor([*others[:place], word, *others[place:]])
-        assert amax_bits(x.to(dtype)).item() > INFINITY_BITS
-        assert amax_bits(-x.to(dtype)).item() > INFINITY_BITS
+    rows: list[list[int]] = [[], [0x3F800000], [0x7F800000, 0xFF800000], [0x3F800000] * 64]
+    for word, others in itertools.product(NAN_WORDS, rows):
+        for place in {0, len(others) // 2, len(others)}:
+            x = _tensor([*others[:place], word, *others[place:]])
+            assert amax_bits(x.to(dtype)).item() > INFINITY_BITS, (hex(word), place)
+            assert amax_bits(-x.to(dtype)).item() > INFINITY_BITS, (hex(word), place)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -146,7 +144,7 @@ def _check_codes(result: Tensor, values: list[float], scale: float, dtype: torch
 
 
 @FP8
-@pytest.mark.parametrize("scale", [1.0, 0.75, 448.0 / 3.0, 1e-6, 2.0**100, 3.0e38])
+@pytest.mark.parametrize("scale", [1.0, 448.0 / 3.0, 1e-6, 3.0e38])
 def test_all_bfloat16_values(dtype: torch.dtype, scale: float) -> None:
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
     scale = float32(scale)
@@ -181,9 +179,12 @@ def test_inf_and_nan_become_nan(dtype: torch.dtype) -> None:
 
 
 @FP8
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [(301, 1000), (3, 200_000), (300_000, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "source"),
+    [((301, 1000), torch.float32), ((3, 200_000), torch.bfloat16), ((300_000, 1), torch.bfloat16)],
+    ids=str,
+)
 def test_what_is_cast_block_by_block(
     dtype: torch.dtype, source: torch.dtype, transposed: bool, shape: tuple[int, int]
 ) -> None:
@@ -202,10 +203,15 @@ def test_what_is_cast_block_by_block(
     assert torch.equal(columns[:, : x.shape[0]].view(torch.uint8), expected.t().contiguous().view(torch.uint8))
 
 
-@FP8
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 32, 33])
-def test_transposed_copy(dtype: torch.dtype, source: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "source", "dtype"),
+    [
+        *zip((0, 1, 15, 16, 17, 32, 33), itertools.repeat(torch.bfloat16), itertools.cycle(ENCODERS)),
+        (17, torch.float32, torch.float8_e4m3fn),
+        (17, torch.float16, torch.float8_e5m2),
+    ],
+)
+def test_transposed_copy(tokens: int, source: torch.dtype, dtype: torch.dtype) -> None:
     x = torch.randn(tokens, 48, generator=torch.Generator().manual_seed(tokens)).to(source)
     rows, columns = saturating_cast(x, torch.tensor(100.0), dtype, True, True)
     padded = (tokens + 15) // 16 * 16
@@ -240,7 +246,7 @@ def test_the_input_is_left_alone_and_dequantized(dtype: torch.dtype) -> None:
 # rings -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 1000, 1024])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 17, 1000])
 def test_rings_against_lists(length: int) -> None:
     """Random participation and magnitudes, several times around."""
     rng = random.Random(length)
@@ -249,7 +255,7 @@ def test_rings_against_lists(length: int) -> None:
     history, block_max = torch.zeros(n, shape.padded), torch.zeros(n, shape.blocks)
     count, row_start = torch.zeros(n, dtype=torch.int64), torch.arange(n) * shape.padded
     windows = [[0.0] * length for _ in range(n)]
-    for step in range(min(4 * length + 7, 2600)):
+    for step in range(min(4 * length + 7, 2100)):
         amax = [float32(rng.choice([0.0, rng.random(), 10.0 ** rng.uniform(-40, 38)])) for _ in range(n)]
         taken = [rng.random() < (0.2 + 0.2 * i) for i in range(n)]
         sent = torch.tensor([a if t else rng.choice([-1.0, math.nan, math.inf]) for a, t in zip(amax, taken)])
@@ -266,7 +272,7 @@ def test_rings_against_lists(length: int) -> None:
     assert ordered_window(history, count, shape).tolist() == windows
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 16, 17, 1000])
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 1000])
 def test_windows_can_be_replaced(length: int) -> None:
     rng = random.Random(length)
     n, shape = 4, RingShape(length)
@@ -305,7 +311,7 @@ def test_every_single_bit_flip_is_seen() -> None:
     rng = random.Random(0)
     words = _words(1344, 0)
     before = _digest(words)
-    for _ in range(2000):
+    for _ in range(500):
         place, bit = rng.randrange(len(words)), rng.randrange(32)
         flip = (1 << bit) - (1 << 32 if bit == 31 else 0)
         words[place] ^= flip
@@ -320,7 +326,7 @@ def test_equal_flips_in_two_places_are_seen(constant: bool) -> None:
     rng = random.Random(1)
     words = torch.full((256,), 0x3F800000, dtype=torch.int32) if constant else _words(256, 1)
     before = _digest(words)
-    for _ in range(2000):
+    for _ in range(500):
         first, second = rng.sample(range(len(words)), 2)
         bit = rng.randrange(32)
         flip = (1 << bit) - (1 << 32 if bit == 31 else 0)
@@ -335,7 +341,7 @@ def test_swapped_words_are_seen() -> None:
     rng = random.Random(2)
     words = _words(256, 2)
     before = _digest(words)
-    for _ in range(1000):
+    for _ in range(300):
         first, second = rng.sample(range(len(words)), 2)
         changed = words.clone()
         changed[first], changed[second] = words[second], words[first]
