@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,15 +26,14 @@ FLOAT32_SUM = 2.0**-16  # 272 additions of relative error 2**-24
 
 
 @SCALINGS
-@pytest.mark.parametrize("m", [1, 17, 200])
-@pytest.mark.parametrize("n", [16, 144, 256])
-@pytest.mark.parametrize("k", [16, 128, 272])
-def test_the_reference_is_exact_where_float32_is(scaling: Scaling, m: int, n: int, k: int) -> None:
-    for out_dtype, pair, biased in zip(OUT_DTYPES, PAIRS, (False, True, True)):
-        given = small_integers(m, n, k, scaling, pair, biased)
-        got = matmul_reference(*given.operands, out_dtype, given.bias)
-        assert got.dtype == out_dtype
-        assert torch.equal(got.cpu(), given.exact().float().to(out_dtype))
+def test_the_reference_is_exact_where_float32_is(scaling: Scaling) -> None:
+    columns = (16, 144, 256)
+    for (i, m), (j, k) in itertools.product(enumerate((1, 17, 200)), enumerate((16, 128, 272))):
+        for out_dtype, pair, biased in zip(OUT_DTYPES, PAIRS, (False, True, True)):
+            given = small_integers(m, columns[(i + j) % 3], k, scaling, pair, biased)
+            got = matmul_reference(*given.operands, out_dtype, given.bias)
+            assert got.dtype == out_dtype
+            assert torch.equal(got.cpu(), given.exact().float().to(out_dtype)), (m, k, out_dtype)
 
 
 @SCALINGS
@@ -50,13 +51,12 @@ def test_the_reference_of_one_scale_each_is_the_plain_expression() -> None:
 
 
 @pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE])
-@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
-@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_torch_agrees(scaling: Scaling, out_dtype: torch.dtype, bias_dtype: torch.dtype | None) -> None:
-    given = small_integers(48, 144, 272, scaling, biased=bias_dtype is not None)
-    bias = None if bias_dtype is None or given.bias is None else given.bias.to(bias_dtype)
-    got = matmul_torch(*given.operands, out_dtype, False, bias)
-    assert torch.equal(got.cpu(), given.exact().float().to(out_dtype))
+def test_torch_agrees(scaling: Scaling) -> None:
+    for out_dtype, bias_dtype in itertools.product(OUT_DTYPES, (None, *OUT_DTYPES)):
+        given = small_integers(48, 144, 272, scaling, biased=bias_dtype is not None)
+        bias = None if bias_dtype is None or given.bias is None else given.bias.to(bias_dtype)
+        got = matmul_torch(*given.operands, out_dtype, False, bias)
+        assert torch.equal(got.cpu(), given.exact().float().to(out_dtype)), (out_dtype, bias_dtype)
 
 
 def test_a_bias_is_added_before_rounding() -> None:
@@ -73,26 +73,26 @@ def test_a_bias_is_added_before_rounding() -> None:
 
 
 @SCALINGS
-@pytest.mark.parametrize(("m", "k"), [(0, 32), (4, 0), (0, 0)])
-def test_products_of_nothing(scaling: Scaling, m: int, k: int) -> None:
-    a, b = torch.empty(m, k, device=DEVICE).to(E4M3), torch.empty(16, k, device=DEVICE).to(E4M3)
-    scales = [torch.ones(shape, device=DEVICE) for shape in shapes_of_scales(m, 16, k, scaling)]
-    bias = torch.arange(16.0, device=DEVICE)
-    for given in (None, bias):
-        expected = torch.zeros(m, 16) if given is None else bias.cpu().expand(m, 16)
-        assert torch.equal(matmul_torch(a, b, *scales, torch.bfloat16, False, given).float().cpu(), expected)
-        assert torch.equal(matmul_reference(a, b, *scales, torch.bfloat16, given).float().cpu(), expected)
+def test_products_of_nothing(scaling: Scaling) -> None:
+    for m, k in ((0, 32), (4, 0), (0, 0)):
+        a, b = torch.empty(m, k, device=DEVICE).to(E4M3), torch.empty(16, k, device=DEVICE).to(E4M3)
+        scales = [torch.ones(shape, device=DEVICE) for shape in shapes_of_scales(m, 16, k, scaling)]
+        bias = torch.arange(16.0, device=DEVICE)
+        for given in (None, bias):
+            expected = torch.zeros(m, 16) if given is None else bias.cpu().expand(m, 16)
+            assert torch.equal(matmul_torch(a, b, *scales, torch.bfloat16, False, given).float().cpu(), expected)
+            assert torch.equal(matmul_reference(a, b, *scales, torch.bfloat16, given).float().cpu(), expected)
 
 
 # Scales ----------------------------------------------------------------------------------------------
 
 
 @SCALINGS
-@pytest.mark.parametrize(("m", "n", "k"), [(2, 16, 16), (200, 256, 272), (128, 128, 128), (3, 16, 1024)])
-def test_shapes_tell_what_scales_belong_to(scaling: Scaling, m: int, n: int, k: int) -> None:
-    given = small_integers(m, n, k, scaling)
-    one_block = scaling is Scaling.BLOCKWISE_1D and k <= 128  # A scale for each row, then.
-    assert scaling_of(*given.operands) is (Scaling.ROWWISE if one_block else scaling)
+def test_shapes_tell_what_scales_belong_to(scaling: Scaling) -> None:
+    for m, n, k in ((2, 16, 16), (200, 256, 272), (128, 128, 128), (3, 16, 1024)):
+        given = small_integers(m, n, k, scaling)
+        one_block = scaling is Scaling.BLOCKWISE_1D and k <= 128  # A scale for each row, then.
+        assert scaling_of(*given.operands) is (Scaling.ROWWISE if one_block else scaling), (m, n, k)
 
 
 def test_one_row_and_one_block_are_all_the_same() -> None:
