@@ -166,14 +166,14 @@ def test_small_tensors_equal_the_formula_in_pythons_integers() -> None:
             assert digest_of(tensor, seed) == digest_in_python(content_of(tensor), seed), (dtype, shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128], ids=str)
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_blocks_with_and_without_a_ragged_tail_equal_the_formula(blocks: int, dtype: torch.dtype) -> None:
-    for extra in (-1, 0, 1, 5):
-        numel = blocks * BLOCK_BYTES // dtype.itemsize + extra
-        tensor = any_tensor(dtype, (numel,), blocks)
-        assert digest_of(tensor, (1, 2)) == digest_in_numpy(content_of(tensor), (1, 2)), extra
-        assert block_count(numel * dtype.itemsize) == len(digester().leaves(tensor)) == blocks + (extra > 0)
+def test_blocks_with_and_without_a_ragged_tail_equal_the_formula(blocks: int) -> None:
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.complex128):
+        for extra in (-1, 0, 1, 5):
+            numel = blocks * BLOCK_BYTES // dtype.itemsize + extra
+            tensor = any_tensor(dtype, (numel,), blocks)
+            assert digest_of(tensor, (1, 2)) == digest_in_numpy(content_of(tensor), (1, 2)), extra
+            assert block_count(numel * dtype.itemsize) == len(digester().leaves(tensor)) == blocks + (extra > 0)
 
 
 def test_a_whole_block_equals_the_formula_in_pythons_integers() -> None:
@@ -216,10 +216,10 @@ def test_leaves_of_many_tensors_follow_one_another() -> None:
     assert (none.shape, none.dtype, no_counts) == ((0, 2), torch.int64, [])
 
 
-@pytest.mark.parametrize("width", [1, 9, BLOCK_WORDS, BLOCK_WORDS + 1])
-def test_rows_have_the_leaves_of_tensors(width: int) -> None:
-    words = any_bytes(8 * 3 * width, 2).view(torch.int64).view(3, width)
-    assert torch.equal(digester().row_leaves(words), digester().many_leaves(list(words))[0])
+def test_rows_have_the_leaves_of_tensors() -> None:
+    for width in (1, 9, BLOCK_WORDS, BLOCK_WORDS + 1):
+        words = any_bytes(8 * 3 * width, 2).view(torch.int64).view(3, width)
+        assert torch.equal(digester().row_leaves(words), digester().many_leaves(list(words))[0])
 
 
 def test_blocks_may_be_done_several_at_a_time_as_on_a_gpu() -> None:
@@ -232,12 +232,12 @@ def test_blocks_may_be_done_several_at_a_time_as_on_a_gpu() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gpu_gives_the_same_digest(dtype: torch.dtype) -> None:
-    on_gpu = ContentDigest(torch.device("cuda", 0))
-    for shape in [(), (0,), (7, 5), (BLOCK_BYTES // dtype.itemsize * 2 + 3,), (40_000_000 // dtype.itemsize,)]:
-        tensor = any_tensor(dtype, shape, 3)
-        assert digest_of(tensor.cuda(), (1, 2), on_gpu) == digest_of(tensor, (1, 2))
+def test_a_gpu_gives_the_same_digest() -> None:
+    for dtype in DTYPES:
+        on_gpu = ContentDigest(torch.device("cuda", 0))
+        for shape in [(), (0,), (7, 5), (BLOCK_BYTES // dtype.itemsize * 2 + 3,), (40_000_000 // dtype.itemsize,)]:
+            tensor = any_tensor(dtype, shape, 3)
+            assert digest_of(tensor.cuda(), (1, 2), on_gpu) == digest_of(tensor, (1, 2))
 
 
 # Strides ---------------------------------------------------------------------------------------------------
@@ -267,14 +267,14 @@ def test_any_strides_give_the_digest_of_the_contiguous_copy() -> None:
         assert digest_of(view) == digest_of(copy) == digest_in_python(content_of(copy), (0, 0)), (dtype, layout)
 
 
-@pytest.mark.parametrize("nbytes", [1, 7, 64, BLOCK_BYTES + 8, 2 * BLOCK_BYTES + 3])
-def test_unaligned_memory_gives_the_same(nbytes: int) -> None:
-    memory = any_bytes(nbytes + 32, 8)
-    for offset in (1, 2, 4, 7, 8, 13):
-        view = memory[offset : offset + nbytes]
-        assert digest_of(view) == digest_in_numpy(content_of(view.clone()), (0, 0)), offset
-        as_numpy = memory.numpy()[offset : offset + nbytes]  # Unaligned although the tensor's own offset is 0.
-        assert digest_of(torch.from_numpy(as_numpy)) == digest_of(view.clone()), offset
+def test_unaligned_memory_gives_the_same() -> None:
+    for nbytes in (1, 7, 64, BLOCK_BYTES + 8, 2 * BLOCK_BYTES + 3):
+        memory = any_bytes(nbytes + 32, 8)
+        for offset in (1, 2, 4, 7, 8, 13):
+            view = memory[offset : offset + nbytes]
+            assert digest_of(view) == digest_in_numpy(content_of(view.clone()), (0, 0)), offset
+            as_numpy = memory.numpy()[offset : offset + nbytes]  # Unaligned although the tensor's own offset is 0.
+            assert digest_of(torch.from_numpy(as_numpy)) == digest_of(view.clone()), offset
 
 
 def test_pending_conjugation_and_negation_are_content() -> None:
@@ -404,28 +404,28 @@ def test_hundreds_of_pairs_of_sign_bits_are_seen() -> None:
             flip(words, width * b + width - 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
-def test_a_change_of_all_signs_is_seen(dtype: torch.dtype) -> None:
-    for numel in (2, 4, 6, 8, 1000, 1 << 17):
-        tensor = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
-        negative = tensor.clone()
-        negative.view(torch.uint8).view(-1, dtype.itemsize)[:, -1] ^= 0x80
-        assert digest_of(negative) != digest_of(tensor), numel
+def test_a_change_of_all_signs_is_seen() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn):
+        for numel in (2, 4, 6, 8, 1000, 1 << 17):
+            tensor = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+            negative = tensor.clone()
+            negative.view(torch.uint8).view(-1, dtype.itemsize)[:, -1] ^= 0x80
+            assert digest_of(negative) != digest_of(tensor), numel
 
 
-@pytest.mark.parametrize("high", [32, 39, 48, 55, 62, 63])
-def test_the_same_change_of_both_halves_of_two_words_is_seen(high: int) -> None:
+def test_the_same_change_of_both_halves_of_two_words_is_seen() -> None:
     """Bits i and i + 32 of a word, in each of two words: signs of two pairs of float32, say."""
-    words = any_bytes(8 * 64, 5).view(torch.int64)
-    before = digest_of(words)
-    for second in range(1, 64):
-        for word in (0, second):
-            flip(words, 64 * word + high)
-            flip(words, 64 * word + high - 32)
-        assert digest_of(words) != before, second
-        for word in (0, second):
-            flip(words, 64 * word + high)
-            flip(words, 64 * word + high - 32)
+    for high in (32, 39, 48, 55, 62, 63):
+        words = any_bytes(8 * 64, 5).view(torch.int64)
+        before = digest_of(words)
+        for second in range(1, 64):
+            for word in (0, second):
+                flip(words, 64 * word + high)
+                flip(words, 64 * word + high - 32)
+            assert digest_of(words) != before, second
+            for word in (0, second):
+                flip(words, 64 * word + high)
+                flip(words, 64 * word + high - 32)
 
 
 def _swap(x: Tensor, a: slice | int, b: slice | int) -> Tensor:
@@ -461,19 +461,17 @@ def test_another_order_is_seen() -> None:
         assert digest_of(changed) != before, name
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2], ids=str
-)
-def test_the_sign_of_zero_and_the_payload_of_nan_are_seen(dtype: torch.dtype) -> None:
-    zeros = torch.zeros(9).to(dtype)
-    negative = zeros.clone()
-    negative[4] = torch.tensor(-0.0).to(dtype)
-    assert digest_of(zeros) != digest_of(negative)
-    nans = torch.full((9,), float("nan")).to(dtype)
-    payload = nans.clone()
-    flip(payload, 8 * dtype.itemsize * 4)  # The lowest bit of the mantissa; it stays a NaN.
-    assert payload.float().isnan().all()
-    assert digest_of(nans) != digest_of(payload)
+def test_the_sign_of_zero_and_the_payload_of_nan_are_seen() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2):
+        zeros = torch.zeros(9).to(dtype)
+        negative = zeros.clone()
+        negative[4] = torch.tensor(-0.0).to(dtype)
+        assert digest_of(zeros) != digest_of(negative)
+        nans = torch.full((9,), float("nan")).to(dtype)
+        payload = nans.clone()
+        flip(payload, 8 * dtype.itemsize * 4)  # The lowest bit of the mantissa; it stays a NaN.
+        assert payload.float().isnan().all()
+        assert digest_of(nans) != digest_of(payload)
 
 
 # Names and shapes -----------------------------------------------------------------------------------------

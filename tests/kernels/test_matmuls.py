@@ -109,20 +109,27 @@ def test_scales_that_change_along_the_contracted_dim() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("shape_a", "shape_b"),
-    [((), (64, 1)), ((48, 1), ()), ((48,), (64,)), ((48, 1), (1, 64)), ((48, 3), (48, 3)), ((48, 2), (1, 3)),
-     ((48, 3, 1), (1, 3)), ((1, 3), (1, 3)), ((1, 3), (64, 3)), ((48, 3), (64, 2))],
-    ids=str,
-)  # fmt: skip
-def test_scales_that_fit_nothing_are_refused(shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
-    a, b = torch.zeros(48, 272).to(E4M3), torch.zeros(64, 272).to(E4M3)
-    with pytest.raises(ValueError, match=r"one element each .* \(48, 3\) and \(1, 3\) .* \(48, 3\) and \(64, 3\)"):
-        scaling_of(a, b, torch.ones(shape_a), torch.ones(shape_b))
-    with pytest.raises(ValueError, match="expected one element each"):
-        matmul_torch(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16, False)
-    with pytest.raises(ValueError, match="expected one element each"):
-        matmul_reference(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16)
+def test_scales_that_fit_nothing_are_refused() -> None:
+    cases = [
+        ((), (64, 1)),
+        ((48, 1), ()),
+        ((48,), (64,)),
+        ((48, 1), (1, 64)),
+        ((48, 3), (48, 3)),
+        ((48, 2), (1, 3)),
+        ((48, 3, 1), (1, 3)),
+        ((1, 3), (1, 3)),
+        ((1, 3), (64, 3)),
+        ((48, 3), (64, 2)),
+    ]
+    for shape_a, shape_b in cases:
+        a, b = torch.zeros(48, 272).to(E4M3), torch.zeros(64, 272).to(E4M3)
+        with pytest.raises(ValueError, match=r"one element each .* \(48, 3\) and \(1, 3\) .* \(48, 3\) and \(64, 3\)"):
+            scaling_of(a, b, torch.ones(shape_a), torch.ones(shape_b))
+        with pytest.raises(ValueError, match="expected one element each"):
+            matmul_torch(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16, False)
+        with pytest.raises(ValueError, match="expected one element each"):
+            matmul_reference(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16)
 
 
 def test_scales_of_another_dtype_are_refused() -> None:
@@ -157,29 +164,29 @@ def _laid_out(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *scales, *block_scales_for_torch(*scales, Scaling.BLOCKWISE)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 272), (48, 144, 128), (48, 144, 1024), (128, 256, 272)])
-def test_block_scales_are_laid_out_for_torch(m: int, n: int, k: int) -> None:
-    inv_scale_a, inv_scale_b, scale_a, scale_b = _laid_out(m, n, k)
-    blocks = inv_scale_a.shape[1]
-    padded = (blocks + 3) // 4 * 4
-    assert torch.equal(scale_a, inv_scale_a)
-    assert scale_a.stride() == (1, m)
-    assert scale_b.shape == (padded, inv_scale_b.shape[0])
-    assert scale_b.stride() == (1, padded)
-    assert torch.equal(scale_b[:blocks], inv_scale_b.T)
-    assert not scale_b[blocks:].any()
-    assert block_scales_for_torch(scale_a, inv_scale_b, Scaling.BLOCKWISE)[0] is scale_a
+def test_block_scales_are_laid_out_for_torch() -> None:
+    for m, n, k in ((1, 16, 272), (48, 144, 128), (48, 144, 1024), (128, 256, 272)):
+        inv_scale_a, inv_scale_b, scale_a, scale_b = _laid_out(m, n, k)
+        blocks = inv_scale_a.shape[1]
+        padded = (blocks + 3) // 4 * 4
+        assert torch.equal(scale_a, inv_scale_a)
+        assert scale_a.stride() == (1, m)
+        assert scale_b.shape == (padded, inv_scale_b.shape[0])
+        assert scale_b.stride() == (1, padded)
+        assert torch.equal(scale_b[:blocks], inv_scale_b.T)
+        assert not scale_b[blocks:].any()
+        assert block_scales_for_torch(scale_a, inv_scale_b, Scaling.BLOCKWISE)[0] is scale_a
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 272), (48, 144, 128), (48, 144, 1024)])
-def test_scales_of_lines_are_laid_out_for_torch(m: int, n: int, k: int) -> None:
-    given = small_integers(m, n, k, Scaling.BLOCKWISE_1D)
-    laid_out = block_scales_for_torch(given.inv_scale_a, given.inv_scale_b, Scaling.BLOCKWISE_1D)
-    for inv_scale, scale, lines in zip((given.inv_scale_a, given.inv_scale_b), laid_out, (m, n)):
-        assert torch.equal(scale, inv_scale)
-        assert scale.stride() == (1, lines)
-    again = block_scales_for_torch(*laid_out, Scaling.BLOCKWISE_1D)
-    assert all(scale is same for scale, same in zip(laid_out, again))
+def test_scales_of_lines_are_laid_out_for_torch() -> None:
+    for m, n, k in ((1, 16, 272), (48, 144, 128), (48, 144, 1024)):
+        given = small_integers(m, n, k, Scaling.BLOCKWISE_1D)
+        laid_out = block_scales_for_torch(given.inv_scale_a, given.inv_scale_b, Scaling.BLOCKWISE_1D)
+        for inv_scale, scale, lines in zip((given.inv_scale_a, given.inv_scale_b), laid_out, (m, n)):
+            assert torch.equal(scale, inv_scale)
+            assert scale.stride() == (1, lines)
+        again = block_scales_for_torch(*laid_out, Scaling.BLOCKWISE_1D)
+        assert all(scale is same for scale, same in zip(laid_out, again))
 
 
 @pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])
