@@ -52,9 +52,8 @@ def check(got: tuple[Tensor, ...], x: Tensor, block: Any, dtype: torch.dtype, po
     assert not fp8_t[:, tokens:].view(torch.uint8).any()
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("block", [None, (1, 128), (128, 128)], ids=str)
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize(("dtype", "power_of_two"), [*zip(FORMATS, (False, True))])
 def test_numbers_are_those_of_the_definition(dtype: torch.dtype, block: Any, power_of_two: bool) -> None:
     x = hard_values(19, 140, finite=True).cpu().bfloat16()
     x[3, 5], x[4, 7], x[5, 130] = math.nan, -math.inf, 0.0

@@ -32,7 +32,8 @@ def check_all(kernels: list[Compiled], names: dict[str, int], record_property: C
 @pytest.mark.parametrize("capability", [90, 100])
 def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.kernels.compiled.casts", capability)
-    check_all(kernels, {"cast_kernel": 24, "amax_kernel": 15}, record_property)
+    counts = (24, 15) if capability == 90 else (6, 6)
+    check_all(kernels, dict(zip(("cast_kernel", "amax_kernel"), counts)), record_property)
     for kernel in kernels:
         if kernel.kernel != "cast_kernel":
             if "outgrown" in kernel.case:  # It reads all of each weight.
@@ -60,7 +61,7 @@ def test_casts(capability: int, record_property: Callable[[str, object], None]) 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_amaxes(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.kernels.compiled.magnitude", capability)
-    check_all(kernels, {"amax_kernel": 12}, record_property)
+    check_all(kernels, {"amax_kernel": 12 if capability == 90 else 6}, record_property)
     for kernel in kernels:
         assert kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx") == 1, kernel.case
         if "wide" in kernel.case:
@@ -72,7 +73,7 @@ def test_amaxes(capability: int, record_property: Callable[[str, object], None])
 @pytest.mark.parametrize("capability", [90, 100])
 def test_shares(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.kernels.compiled.shares", capability)
-    check_all(kernels, {"shares_kernel": 19}, record_property)
+    check_all(kernels, {"shares_kernel": 19 if capability == 90 else 8}, record_property)
     for kernel in kernels:
         assert kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx") == 2, kernel.case
         assert kernel.count(r"div\.rn\.f32", of="ptx") == 2, kernel.case
@@ -104,6 +105,6 @@ def test_one_kernel_serves_all_slots() -> None:
     """Where a slot lies in its arena, and when its tensor has outgrown its scale, are no reasons to compile again: that
     would stall the first steps."""
     kernels = compiled("tests.kernels.compiled.slots")
-    assert len(kernels) == 6 * 5
+    assert len(kernels) == 3 * 5
     # The cast with and without a limit, the amax for either, and with a slot to grow.
     assert len({kernel.ptx for kernel in kernels}) == 5

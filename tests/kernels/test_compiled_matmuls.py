@@ -11,7 +11,7 @@ from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled,
 pytestmark = pytest.mark.long
 
 MODULE = "tests.kernels.compiled.matmuls"
-ALL_FOR_HOPPER = 68
+ALL_FOR_HOPPER = 40
 
 CONSUMER_SHARED_MEMORY_LIMIT = 101_376
 """Bytes that a block of an Ada or consumer Blackwell GPU may have."""
@@ -50,7 +50,7 @@ def test_hopper(hopper: list[Compiled], record_property: Callable[[str, object],
 def test_operand_formats_on_hopper_are_in_the_instructions(hopper: list[Compiled]) -> None:
     for formats, pair in (("E5M2.E4M3", "e5m2 x e4m3fn"), ("E4M3.E5M2", "e4m3fn x e5m2")):
         ours = [found for found in hopper if found.case.endswith(pair)]
-        assert len(ours) == 5, "fast and slow, tensorwise and row-wise; 1 x 128 by 1 x 128"
+        assert len(ours) == 3, "fast and tensorwise, slow and row-wise, 1 x 128 by 1 x 128"
         for one in ours:
             assert one.count(rf"QGMMA\.64x\d+x32\.F32\.{formats}") == one.count("QGMMA")
 

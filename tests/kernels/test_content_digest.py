@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 from collections.abc import Callable, Sequence
@@ -157,22 +158,22 @@ def test_the_generator_of_keys_is_splitmix64() -> None:
     assert [generator.next() for _ in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (5, 3), (2, 3, 4, 5)], ids=str)
-def test_small_tensors_equal_the_formula_in_pythons_integers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = any_tensor(dtype, shape, 5)
+def test_small_tensors_equal_the_formula_in_pythons_integers() -> None:
     seed = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
-    assert digest_of(tensor, seed) == digest_in_python(content_of(tensor), seed)
+    for dtype in DTYPES:
+        for shape in ((), (0,), (3, 0, 2), (1,), (7,), (5, 3), (2, 3, 4, 5)):
+            tensor = any_tensor(dtype, shape, 5)
+            assert digest_of(tensor, seed) == digest_in_python(content_of(tensor), seed), (dtype, shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("extra", [-1, 0, 1, 5])
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_blocks_with_and_without_a_ragged_tail_equal_the_formula(blocks: int, extra: int, dtype: torch.dtype) -> None:
-    numel = blocks * BLOCK_BYTES // dtype.itemsize + extra
-    tensor = any_tensor(dtype, (numel,), blocks)
-    assert digest_of(tensor, (1, 2)) == digest_in_numpy(content_of(tensor), (1, 2))
-    assert block_count(numel * dtype.itemsize) == len(digester().leaves(tensor)) == blocks + (extra > 0)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_blocks_with_and_without_a_ragged_tail_equal_the_formula(blocks: int) -> None:
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.complex128):
+        for extra in (-1, 0, 1, 5):
+            numel = blocks * BLOCK_BYTES // dtype.itemsize + extra
+            tensor = any_tensor(dtype, (numel,), blocks)
+            assert digest_of(tensor, (1, 2)) == digest_in_numpy(content_of(tensor), (1, 2)), extra
+            assert block_count(numel * dtype.itemsize) == len(digester().leaves(tensor)) == blocks + (extra > 0)
 
 
 def test_a_whole_block_equals_the_formula_in_pythons_integers() -> None:
@@ -215,10 +216,10 @@ def test_leaves_of_many_tensors_follow_one_another() -> None:
     assert (none.shape, none.dtype, no_counts) == ((0, 2), torch.int64, [])
 
 
-@pytest.mark.parametrize("width", [1, 9, BLOCK_WORDS, BLOCK_WORDS + 1])
-def test_rows_have_the_leaves_of_tensors(width: int) -> None:
-    words = any_bytes(8 * 3 * width, 2).view(torch.int64).view(3, width)
-    assert torch.equal(digester().row_leaves(words), digester().many_leaves(list(words))[0])
+def test_rows_have_the_leaves_of_tensors() -> None:
+    for width in (1, 9, BLOCK_WORDS, BLOCK_WORDS + 1):
+        words = any_bytes(8 * 3 * width, 2).view(torch.int64).view(3, width)
+        assert torch.equal(digester().row_leaves(words), digester().many_leaves(list(words))[0])
 
 
 def test_blocks_may_be_done_several_at_a_time_as_on_a_gpu() -> None:
@@ -231,12 +232,12 @@ def test_blocks_may_be_done_several_at_a_time_as_on_a_gpu() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gpu_gives_the_same_digest(dtype: torch.dtype) -> None:
-    on_gpu = ContentDigest(torch.device("cuda", 0))
-    for shape in [(), (0,), (7, 5), (BLOCK_BYTES // dtype.itemsize * 2 + 3,), (40_000_000 // dtype.itemsize,)]:
-        tensor = any_tensor(dtype, shape, 3)
-        assert digest_of(tensor.cuda(), (1, 2), on_gpu) == digest_of(tensor, (1, 2))
+def test_a_gpu_gives_the_same_digest() -> None:
+    for dtype in DTYPES:
+        on_gpu = ContentDigest(torch.device("cuda", 0))
+        for shape in [(), (0,), (7, 5), (BLOCK_BYTES // dtype.itemsize * 2 + 3,), (40_000_000 // dtype.itemsize,)]:
+            tensor = any_tensor(dtype, shape, 3)
+            assert digest_of(tensor.cuda(), (1, 2), on_gpu) == digest_of(tensor, (1, 2))
 
 
 # Strides ---------------------------------------------------------------------------------------------------
@@ -256,24 +257,24 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides_give_the_digest_of_the_contiguous_copy(dtype: torch.dtype, layout: str) -> None:
-    view = LAYOUTS[layout](any_tensor(dtype, (8, 13), 4))
-    copy = torch.empty(view.shape, dtype=dtype)
-    copy.copy_(view)
-    assert content_of(copy) != b""
-    assert digest_of(view) == digest_of(copy) == digest_in_python(content_of(copy), (0, 0))
+def test_any_strides_give_the_digest_of_the_contiguous_copy() -> None:
+    of_each_type = [(dtype, "transposed") for dtype in DTYPES]
+    for dtype, layout in [*of_each_type, *itertools.product((torch.bfloat16, torch.int8), LAYOUTS)]:
+        view = LAYOUTS[layout](any_tensor(dtype, (8, 13), 4))
+        copy = torch.empty(view.shape, dtype=dtype)
+        copy.copy_(view)
+        assert content_of(copy) != b""
+        assert digest_of(view) == digest_of(copy) == digest_in_python(content_of(copy), (0, 0)), (dtype, layout)
 
 
-@pytest.mark.parametrize("offset", range(17))
-@pytest.mark.parametrize("nbytes", [1, 7, 8, 64, BLOCK_BYTES, BLOCK_BYTES + 8, 2 * BLOCK_BYTES + 3])
-def test_unaligned_memory_gives_the_same(offset: int, nbytes: int) -> None:
-    memory = any_bytes(nbytes + 32, 8)
-    view = memory[offset : offset + nbytes]
-    assert digest_of(view) == digest_in_numpy(content_of(view.clone()), (0, 0))
-    as_numpy = memory.numpy()[offset : offset + nbytes]  # Unaligned although the tensor's own offset is 0.
-    assert digest_of(torch.from_numpy(as_numpy)) == digest_of(view.clone())
+def test_unaligned_memory_gives_the_same() -> None:
+    for nbytes in (1, 7, 64, BLOCK_BYTES + 8, 2 * BLOCK_BYTES + 3):
+        memory = any_bytes(nbytes + 32, 8)
+        for offset in (1, 2, 4, 7, 8, 13):
+            view = memory[offset : offset + nbytes]
+            assert digest_of(view) == digest_in_numpy(content_of(view.clone()), (0, 0)), offset
+            as_numpy = memory.numpy()[offset : offset + nbytes]  # Unaligned although the tensor's own offset is 0.
+            assert digest_of(torch.from_numpy(as_numpy)) == digest_of(view.clone()), offset
 
 
 def test_pending_conjugation_and_negation_are_content() -> None:
@@ -298,15 +299,13 @@ def test_the_digest_leaves_the_tensor_alone_and_needs_no_graph() -> None:
 # What changes it --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64], ids=str)
-def test_every_single_flipped_bit_is_seen(dtype: torch.dtype) -> None:
-    """1,000 at random for each type, over two blocks and a ragged tail; both lanes change."""
-    tensor = any_tensor(dtype, ((2 * BLOCK_BYTES + 24) // dtype.itemsize + 1,), 6)
+def test_every_single_flipped_bit_is_seen() -> None:
+    """500 at random, over two blocks and a ragged tail; both lanes change."""
+    tensor = any_tensor(torch.bfloat16, (BLOCK_BYTES + 13,), 6)
     before = digest_of(tensor)
     chance = random.Random(0)
-    nbytes = tensor.numel() * dtype.itemsize
-    for _ in range(1000):
-        bit = chance.randrange(8 * nbytes)
+    for _ in range(500):
+        bit = chance.randrange(8 * tensor.nbytes)
         flip(tensor, bit)
         after = digest_of(tensor)
         assert after[0] != before[0], bit
@@ -334,7 +333,7 @@ def test_every_bit_of_a_small_tensor_and_every_pair_of_bits_is_seen() -> None:
     assert len(seen) == count == 1 + 192 + 192 * 191 // 2
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.binary(min_size=1, max_size=300), st.data())
 def test_a_single_flipped_bit_of_any_bytes_is_seen(content: bytes, data: st.DataObject) -> None:
     tensor = torch.tensor(list(content), dtype=torch.uint8)
@@ -346,7 +345,7 @@ def test_a_single_flipped_bit_of_any_bytes_is_seen(content: bytes, data: st.Data
     assert after[1] != before[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, MASK), min_size=1, max_size=40), st.data())
 def test_one_changed_word_is_seen_in_both_lanes(words: list[int], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(words) - 1))
@@ -357,22 +356,22 @@ def test_one_changed_word_is_seen_in_both_lanes(words: list[int], data: st.DataO
     assert before[1] != after[1]
 
 
-@pytest.mark.parametrize("bit", [0, 7, 30, 31, 32, 62, 63])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [(0, 1), (1, 2), (0, BLOCK_WORDS - 1), (5, BLOCK_WORDS + 5), (0, 2 * BLOCK_WORDS), (7, 2 * BLOCK_WORDS + 1)],
-)
 @pytest.mark.parametrize("value", ["zeros", "random"])
-def test_two_equal_flips_are_seen(bit: int, first: int, second: int, value: str) -> None:
+def test_two_equal_flips_are_seen(value: str) -> None:
+    far = 2 * BLOCK_WORDS
+    places = [(0, 1), (1, 2), (0, BLOCK_WORDS - 1), (5, BLOCK_WORDS + 5), (0, far), (7, far + 1)]
     words = any_bytes(8 * (2 * BLOCK_WORDS + 9), 2).view(torch.int64)
     if value == "zeros":
         words = torch.zeros_like(words)
     before = digest_of(words)
-    flip(words, 64 * first + bit)
-    once = digest_of(words)
-    flip(words, 64 * second + bit)
-    twice = digest_of(words)
-    assert len({before, once, twice}) == 3
+    for bit, (first, second) in itertools.product((0, 31, 32, 63), places):
+        flip(words, 64 * first + bit)
+        once = digest_of(words)
+        flip(words, 64 * second + bit)
+        twice = digest_of(words)
+        assert len({before, once, twice}) == 3, (bit, first, second)
+        flip(words, 64 * first + bit)
+        flip(words, 64 * second + bit)
 
 
 def test_two_flips_of_different_bits_of_one_word_are_seen() -> None:
@@ -390,13 +389,13 @@ def test_two_flips_of_different_bits_of_one_word_are_seen() -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_pairs_of_sign_bits_are_seen() -> None:
+def test_hundreds_of_pairs_of_sign_bits_are_seen() -> None:
     """The top bits meet only the lowest bits of the keys: the worst case of a keyed sum."""
     chance = random.Random(3)
     for width in (32, 64):
         words = any_bytes(8 * BLOCK_WORDS, width).view(torch.int64)
         before = digest_of(words)
-        for _ in range(1000):
+        for _ in range(400):
             a, b = chance.sample(range(8 * BLOCK_BYTES // width), 2)
             flip(words, width * a + width - 1)
             flip(words, width * b + width - 1)
@@ -405,28 +404,28 @@ def test_thousands_of_pairs_of_sign_bits_are_seen() -> None:
             flip(words, width * b + width - 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("numel", [2, 4, 6, 8, 1000, 1 << 17])
-def test_a_change_of_all_signs_is_seen(dtype: torch.dtype, numel: int) -> None:
-    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
-    negative = tensor.clone()
-    negative.view(torch.uint8).view(-1, dtype.itemsize)[:, -1] ^= 0x80
-    assert digest_of(negative) != digest_of(tensor)
+def test_a_change_of_all_signs_is_seen() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn):
+        for numel in (2, 4, 6, 8, 1000, 1 << 17):
+            tensor = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+            negative = tensor.clone()
+            negative.view(torch.uint8).view(-1, dtype.itemsize)[:, -1] ^= 0x80
+            assert digest_of(negative) != digest_of(tensor), numel
 
 
-@pytest.mark.parametrize("high", range(32, 64))
-def test_the_same_change_of_both_halves_of_two_words_is_seen(high: int) -> None:
+def test_the_same_change_of_both_halves_of_two_words_is_seen() -> None:
     """Bits i and i + 32 of a word, in each of two words: signs of two pairs of float32, say."""
-    words = any_bytes(8 * 64, 5).view(torch.int64)
-    before = digest_of(words)
-    for second in range(1, 64):
-        for word in (0, second):
-            flip(words, 64 * word + high)
-            flip(words, 64 * word + high - 32)
-        assert digest_of(words) != before, second
-        for word in (0, second):
-            flip(words, 64 * word + high)
-            flip(words, 64 * word + high - 32)
+    for high in (32, 39, 48, 55, 62, 63):
+        words = any_bytes(8 * 64, 5).view(torch.int64)
+        before = digest_of(words)
+        for second in range(1, 64):
+            for word in (0, second):
+                flip(words, 64 * word + high)
+                flip(words, 64 * word + high - 32)
+            assert digest_of(words) != before, second
+            for word in (0, second):
+                flip(words, 64 * word + high)
+                flip(words, 64 * word + high - 32)
 
 
 def _swap(x: Tensor, a: slice | int, b: slice | int) -> Tensor:
@@ -453,28 +452,26 @@ SWAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("swap", SWAPS)
-def test_another_order_is_seen(swap: str) -> None:
+def test_another_order_is_seen() -> None:
     words = any_bytes(8 * 3 * BLOCK_WORDS, 11).view(torch.int64)
-    changed = SWAPS[swap](words)
-    assert sorted(content_of(words)) == sorted(content_of(changed))
-    assert digest_of(changed) != digest_of(words)
+    before, bytes_of_words = digest_of(words), words.view(torch.uint8).sort().values
+    for name, swap in SWAPS.items():
+        changed = swap(words)
+        assert changed.view(torch.uint8).sort().values.equal(bytes_of_words)
+        assert digest_of(changed) != before, name
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2], ids=str
-)
-def test_the_sign_of_zero_and_the_payload_of_nan_are_seen(dtype: torch.dtype) -> None:
-    zeros = torch.zeros(9).to(dtype)
-    negative = zeros.clone()
-    negative[4] = torch.tensor(-0.0).to(dtype)
-    assert digest_of(zeros) != digest_of(negative)
-    nans = torch.full((9,), float("nan")).to(dtype)
-    payload = nans.clone()
-    flip(payload, 8 * dtype.itemsize * 4)  # The lowest bit of the mantissa; it stays a NaN.
-    assert payload.float().isnan().all()
-    assert digest_of(nans) != digest_of(payload)
+def test_the_sign_of_zero_and_the_payload_of_nan_are_seen() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2):
+        zeros = torch.zeros(9).to(dtype)
+        negative = zeros.clone()
+        negative[4] = torch.tensor(-0.0).to(dtype)
+        assert digest_of(zeros) != digest_of(negative)
+        nans = torch.full((9,), float("nan")).to(dtype)
+        payload = nans.clone()
+        flip(payload, 8 * dtype.itemsize * 4)  # The lowest bit of the mantissa; it stays a NaN.
+        assert payload.float().isnan().all()
+        assert digest_of(nans) != digest_of(payload)
 
 
 # Names and shapes -----------------------------------------------------------------------------------------
@@ -513,10 +510,14 @@ def test_strides_do_not_enter_with_the_name() -> None:
     assert named_digest("a", x.t().contiguous().t()) == named_digest("a", x)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
-    st.tuples(st.text(max_size=8), st.sampled_from(["parameter", "gradient"]), st.lists(st.integers(0, 3), max_size=3)),
-    st.tuples(st.text(max_size=8), st.sampled_from(["parameter", "gradient"]), st.lists(st.integers(0, 3), max_size=3)),
+    st.tuples(
+        st.text("ab.é", max_size=8), st.sampled_from(["parameter", "gradient"]), st.lists(st.integers(0, 3), max_size=3)
+    ),
+    st.tuples(
+        st.text("ab.é", max_size=8), st.sampled_from(["parameter", "gradient"]), st.lists(st.integers(0, 3), max_size=3)
+    ),
 )
 def test_seeds_are_equal_only_for_equal_keys(a: tuple[str, str, list[int]], b: tuple[str, str, list[int]]) -> None:
     first, second = (TensorContent(kind, [Named(name, torch.zeros(shape))]).seeds for name, kind, shape in (a, b))

@@ -91,7 +91,7 @@ def test_small_tensors_give_the_digest_in_pythons_integers(offset: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offset", [0, 1, 2, 4, 7, 8, 16, 24])
+@pytest.mark.parametrize("offset", [0, 7])
 def test_blocks_and_edges_at_any_address(offset: int, more_strips: None) -> None:
     tensors = cut((*EDGES, *BLOCKS), offset)
     seeds = torch.zeros(len(tensors), 2, dtype=torch.int64)
@@ -106,17 +106,8 @@ def test_every_type_in_one_launch() -> None:
     agree([any_tensor(dtype, shape, 2) for dtype in DTYPES for shape in ((), (0, 3), (5, 3))])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_of_every_type(dtype: torch.dtype) -> None:
-    numel = BLOCK_BYTES // dtype.itemsize
-    agree([any_tensor(dtype, (numel + extra,), 2) for extra in (-1, 0, 1)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
-def test_any_strides(dtype: torch.dtype) -> None:
-    x = any_tensor(dtype, (8, 13), 4)
+def test_any_strides() -> None:
+    x = any_tensor(torch.bfloat16, (8, 13), 4)
     on_device = x.to(DEVICE)
     found = leaves_of([layout(on_device) for layout in LAYOUTS.values()])
     for name, leaves in zip(LAYOUTS, found):
@@ -144,7 +135,7 @@ def test_what_lies_around_a_tensor_does_not_enter() -> None:
 
 @pytest.mark.slow
 def test_tensors_in_any_order_with_empty_ones_between_them(more_strips: None) -> None:
-    sizes = (0, 2 * BLOCK_BYTES, 5, 0, BLOCK_BYTES + 17, BLOCK_BYTES, 0)
+    sizes = (0, BLOCK_BYTES + 17, 5, 0, 3 * TILE_BYTES, 0)
     tensors = cut(sizes, 0)
     straight = leaves_of(tensors)
     backwards = leaves_of(tensors[::-1])
@@ -188,16 +179,14 @@ def test_more_than_two_gibibytes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 6, 77])
-def test_rows_are_tensors(width: int) -> None:
-    words = any_bytes(8 * 5 * (width + 1), 3).view(torch.int64).view(5, -1)
+def test_rows_are_tensors() -> None:
+    words = any_bytes(8 * 5 * 7, 3).view(torch.int64).view(5, -1)
     for rows in (words, words[:, 1:], words[::2, :-1], words.t().contiguous().t()):
         expected = [twin().leaves(row) for row in rows]
         assert torch.equal(twin().row_leaves(rows), torch.cat(expected))
         assert torch.equal(triton().row_leaves(rows.to(DEVICE)).cpu(), torch.cat(expected))
 
 
-@pytest.mark.slow
 def test_rows_of_several_blocks() -> None:
     words = any_bytes(8 * 2 * (BLOCK_WORDS + 6), 3).view(torch.int64).view(2, -1)
     expected = torch.cat([twin().leaves(row) for row in words])
@@ -216,8 +205,9 @@ PLANS: dict[str, list[tuple[int, int]]] = {  # (address, bytes)
 }
 
 
-@pytest.mark.parametrize("strips", [1, 3, 24])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "strips"), [*((plan, 3) for plan in PLANS), ("a mixture", 1), ("a mixture", 24), ("empty ones", 24)]
+)
 def test_each_tile_of_each_tensor_is_done_once(plan: str, strips: int) -> None:
     addresses, sizes = np.array(PLANS[plan], dtype=np.int64).T
     tables = fused._tables(addresses, sizes, strips)
@@ -299,10 +289,9 @@ def test_the_tensor_that_cannot_be_read_is_named() -> None:
         content.digests(Using("triton"))
 
 
-@pytest.mark.parametrize("history_len", [1, 16])
-def test_digests_of_slots_are_those_of_plain_torch(history_len: int) -> None:
+def test_digests_of_slots_are_those_of_plain_torch() -> None:
     model = nn.Identity()
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=history_len))
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=16))
     for i in range(5):
         manager.register(f"m{i}", "input", "e4m3")
     arena = manager._syncs[0].arena

@@ -44,23 +44,21 @@ def test_any_shape(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> N
         assert seen == repr(-1.0 if expected is None else expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("finite", [True, False])
-def test_any_strides(layout: str, finite: bool) -> None:
-    for tokens, features in ((5, 48), (130, 272)):
-        x = LAYOUTS[layout](hard_values(tokens, features, finite=finite).bfloat16())
-        assert seen_by(fused.observe, x) == seen_by(plain.observe, x)
+def test_any_strides() -> None:
+    for index, layout in enumerate(LAYOUTS):
+        for tokens, features in ((5, 48), (130, 80)):
+            x = LAYOUTS[layout](hard_values(tokens, features, finite=index % 2 == 0).bfloat16())
+            assert seen_by(fused.observe, x) == seen_by(plain.observe, x), layout
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-@pytest.mark.parametrize("cut", [False, True], ids=["dense", "cut"])
-def test_dims_in_any_order(order: tuple[int, ...], cut: bool) -> None:
-    whole = any_shape((6, 10, 24)).to(DEVICE)
-    x = (whole[:, 1:9, 3:19] if cut else whole).permute(order)
-    assert seen_by(fused.observe, x) == repr(x.abs().max().item())
-    assert cut or fused.in_rows(x).shape == (1, x.numel())
-    assert cut or fused.in_rows(x).data_ptr() == x.data_ptr()
+def test_dims_in_any_order() -> None:
+    for cut in (False, True):
+        whole = any_shape((6, 10, 24)).to(DEVICE)
+        for order in itertools.permutations(range(3)):
+            x = (whole[:, 1:9, 3:19] if cut else whole).permute(order)
+            assert seen_by(fused.observe, x) == repr(x.abs().max().item())
+            assert cut or fused.in_rows(x).shape == (1, x.numel())
+            assert cut or fused.in_rows(x).data_ptr() == x.data_ptr()
 
 
 def test_a_largest_value_anywhere_is_found() -> None:
@@ -72,20 +70,20 @@ def test_a_largest_value_anywhere_is_found() -> None:
         x.view(-1)[place] = 1.0
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 2.0**-140])
-def test_special_values(value: float) -> None:
-    x = torch.zeros(40, device=DEVICE)
-    x[17] = value
-    assert seen_by(fused.observe, x) == repr(abs(value))
-    if math.isnan(value):
-        x.view(torch.int32)[17] = -1  # Negative, and of the largest payload.
-        assert seen_by(fused.observe, x) == "nan"
+def test_special_values() -> None:
+    for value in (math.nan, math.inf, -math.inf, -0.0, 2.0**-140):
+        x = torch.zeros(40, device=DEVICE)
+        x[17] = value
+        assert seen_by(fused.observe, x) == repr(abs(value))
+        if math.isnan(value):
+            x.view(torch.int32)[17] = -1  # Negative, and of the largest payload.
+            assert seen_by(fused.observe, x) == "nan"
 
 
-@pytest.mark.parametrize("before", [-1.0, 0.0, 0.5, 1e6, math.inf, math.nan])
-def test_pending_only_grows(before: float) -> None:
-    x = torch.full((9000,), -2.0, device=DEVICE)
-    assert seen_by(fused.observe, x, before) == repr(amax_of([before, 2.0]))
+def test_pending_only_grows() -> None:
+    for before in (-1.0, 0.0, 0.5, 1e6, math.inf, math.nan):
+        x = torch.full((9000,), -2.0, device=DEVICE)
+        assert seen_by(fused.observe, x, before) == repr(amax_of([before, 2.0]))
 
 
 @pytest.mark.parametrize("cold", [False, True, None])

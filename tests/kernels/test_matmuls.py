@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,15 +26,14 @@ FLOAT32_SUM = 2.0**-16  # 272 additions of relative error 2**-24
 
 
 @SCALINGS
-@pytest.mark.parametrize("m", [1, 17, 200])
-@pytest.mark.parametrize("n", [16, 144, 256])
-@pytest.mark.parametrize("k", [16, 128, 272])
-def test_the_reference_is_exact_where_float32_is(scaling: Scaling, m: int, n: int, k: int) -> None:
-    for out_dtype, pair, biased in zip(OUT_DTYPES, PAIRS, (False, True, True)):
-        given = small_integers(m, n, k, scaling, pair, biased)
-        got = matmul_reference(*given.operands, out_dtype, given.bias)
-        assert got.dtype == out_dtype
-        assert torch.equal(got.cpu(), given.exact().float().to(out_dtype))
+def test_the_reference_is_exact_where_float32_is(scaling: Scaling) -> None:
+    columns = (16, 144, 256)
+    for (i, m), (j, k) in itertools.product(enumerate((1, 17, 200)), enumerate((16, 128, 272))):
+        for out_dtype, pair, biased in zip(OUT_DTYPES, PAIRS, (False, True, True)):
+            given = small_integers(m, columns[(i + j) % 3], k, scaling, pair, biased)
+            got = matmul_reference(*given.operands, out_dtype, given.bias)
+            assert got.dtype == out_dtype
+            assert torch.equal(got.cpu(), given.exact().float().to(out_dtype)), (m, k, out_dtype)
 
 
 @SCALINGS
@@ -50,13 +51,12 @@ def test_the_reference_of_one_scale_each_is_the_plain_expression() -> None:
 
 
 @pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE])
-@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
-@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_torch_agrees(scaling: Scaling, out_dtype: torch.dtype, bias_dtype: torch.dtype | None) -> None:
-    given = small_integers(48, 144, 272, scaling, biased=bias_dtype is not None)
-    bias = None if bias_dtype is None or given.bias is None else given.bias.to(bias_dtype)
-    got = matmul_torch(*given.operands, out_dtype, False, bias)
-    assert torch.equal(got.cpu(), given.exact().float().to(out_dtype))
+def test_torch_agrees(scaling: Scaling) -> None:
+    for out_dtype, bias_dtype in itertools.product(OUT_DTYPES, (None, *OUT_DTYPES)):
+        given = small_integers(48, 144, 272, scaling, biased=bias_dtype is not None)
+        bias = None if bias_dtype is None or given.bias is None else given.bias.to(bias_dtype)
+        got = matmul_torch(*given.operands, out_dtype, False, bias)
+        assert torch.equal(got.cpu(), given.exact().float().to(out_dtype)), (out_dtype, bias_dtype)
 
 
 def test_a_bias_is_added_before_rounding() -> None:
@@ -73,26 +73,26 @@ def test_a_bias_is_added_before_rounding() -> None:
 
 
 @SCALINGS
-@pytest.mark.parametrize(("m", "k"), [(0, 32), (4, 0), (0, 0)])
-def test_products_of_nothing(scaling: Scaling, m: int, k: int) -> None:
-    a, b = torch.empty(m, k, device=DEVICE).to(E4M3), torch.empty(16, k, device=DEVICE).to(E4M3)
-    scales = [torch.ones(shape, device=DEVICE) for shape in shapes_of_scales(m, 16, k, scaling)]
-    bias = torch.arange(16.0, device=DEVICE)
-    for given in (None, bias):
-        expected = torch.zeros(m, 16) if given is None else bias.cpu().expand(m, 16)
-        assert torch.equal(matmul_torch(a, b, *scales, torch.bfloat16, False, given).float().cpu(), expected)
-        assert torch.equal(matmul_reference(a, b, *scales, torch.bfloat16, given).float().cpu(), expected)
+def test_products_of_nothing(scaling: Scaling) -> None:
+    for m, k in ((0, 32), (4, 0), (0, 0)):
+        a, b = torch.empty(m, k, device=DEVICE).to(E4M3), torch.empty(16, k, device=DEVICE).to(E4M3)
+        scales = [torch.ones(shape, device=DEVICE) for shape in shapes_of_scales(m, 16, k, scaling)]
+        bias = torch.arange(16.0, device=DEVICE)
+        for given in (None, bias):
+            expected = torch.zeros(m, 16) if given is None else bias.cpu().expand(m, 16)
+            assert torch.equal(matmul_torch(a, b, *scales, torch.bfloat16, False, given).float().cpu(), expected)
+            assert torch.equal(matmul_reference(a, b, *scales, torch.bfloat16, given).float().cpu(), expected)
 
 
 # Scales ----------------------------------------------------------------------------------------------
 
 
 @SCALINGS
-@pytest.mark.parametrize(("m", "n", "k"), [(2, 16, 16), (200, 256, 272), (128, 128, 128), (3, 16, 1024)])
-def test_shapes_tell_what_scales_belong_to(scaling: Scaling, m: int, n: int, k: int) -> None:
-    given = small_integers(m, n, k, scaling)
-    one_block = scaling is Scaling.BLOCKWISE_1D and k <= 128  # A scale for each row, then.
-    assert scaling_of(*given.operands) is (Scaling.ROWWISE if one_block else scaling)
+def test_shapes_tell_what_scales_belong_to(scaling: Scaling) -> None:
+    for m, n, k in ((2, 16, 16), (200, 256, 272), (128, 128, 128), (3, 16, 1024)):
+        given = small_integers(m, n, k, scaling)
+        one_block = scaling is Scaling.BLOCKWISE_1D and k <= 128  # A scale for each row, then.
+        assert scaling_of(*given.operands) is (Scaling.ROWWISE if one_block else scaling), (m, n, k)
 
 
 def test_one_row_and_one_block_are_all_the_same() -> None:
@@ -109,20 +109,27 @@ def test_scales_that_change_along_the_contracted_dim() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("shape_a", "shape_b"),
-    [((), (64, 1)), ((48, 1), ()), ((48,), (64,)), ((48, 1), (1, 64)), ((48, 3), (48, 3)), ((48, 2), (1, 3)),
-     ((48, 3, 1), (1, 3)), ((1, 3), (1, 3)), ((1, 3), (64, 3)), ((48, 3), (64, 2))],
-    ids=str,
-)  # fmt: skip
-def test_scales_that_fit_nothing_are_refused(shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
-    a, b = torch.zeros(48, 272).to(E4M3), torch.zeros(64, 272).to(E4M3)
-    with pytest.raises(ValueError, match=r"one element each .* \(48, 3\) and \(1, 3\) .* \(48, 3\) and \(64, 3\)"):
-        scaling_of(a, b, torch.ones(shape_a), torch.ones(shape_b))
-    with pytest.raises(ValueError, match="expected one element each"):
-        matmul_torch(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16, False)
-    with pytest.raises(ValueError, match="expected one element each"):
-        matmul_reference(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16)
+def test_scales_that_fit_nothing_are_refused() -> None:
+    cases = [
+        ((), (64, 1)),
+        ((48, 1), ()),
+        ((48,), (64,)),
+        ((48, 1), (1, 64)),
+        ((48, 3), (48, 3)),
+        ((48, 2), (1, 3)),
+        ((48, 3, 1), (1, 3)),
+        ((1, 3), (1, 3)),
+        ((1, 3), (64, 3)),
+        ((48, 3), (64, 2)),
+    ]
+    for shape_a, shape_b in cases:
+        a, b = torch.zeros(48, 272).to(E4M3), torch.zeros(64, 272).to(E4M3)
+        with pytest.raises(ValueError, match=r"one element each .* \(48, 3\) and \(1, 3\) .* \(48, 3\) and \(64, 3\)"):
+            scaling_of(a, b, torch.ones(shape_a), torch.ones(shape_b))
+        with pytest.raises(ValueError, match="expected one element each"):
+            matmul_torch(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16, False)
+        with pytest.raises(ValueError, match="expected one element each"):
+            matmul_reference(a, b, torch.ones(shape_a), torch.ones(shape_b), torch.bfloat16)
 
 
 def test_scales_of_another_dtype_are_refused() -> None:
@@ -157,29 +164,29 @@ def _laid_out(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *scales, *block_scales_for_torch(*scales, Scaling.BLOCKWISE)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 272), (48, 144, 128), (48, 144, 1024), (128, 256, 272)])
-def test_block_scales_are_laid_out_for_torch(m: int, n: int, k: int) -> None:
-    inv_scale_a, inv_scale_b, scale_a, scale_b = _laid_out(m, n, k)
-    blocks = inv_scale_a.shape[1]
-    padded = (blocks + 3) // 4 * 4
-    assert torch.equal(scale_a, inv_scale_a)
-    assert scale_a.stride() == (1, m)
-    assert scale_b.shape == (padded, inv_scale_b.shape[0])
-    assert scale_b.stride() == (1, padded)
-    assert torch.equal(scale_b[:blocks], inv_scale_b.T)
-    assert not scale_b[blocks:].any()
-    assert block_scales_for_torch(scale_a, inv_scale_b, Scaling.BLOCKWISE)[0] is scale_a
+def test_block_scales_are_laid_out_for_torch() -> None:
+    for m, n, k in ((1, 16, 272), (48, 144, 128), (48, 144, 1024), (128, 256, 272)):
+        inv_scale_a, inv_scale_b, scale_a, scale_b = _laid_out(m, n, k)
+        blocks = inv_scale_a.shape[1]
+        padded = (blocks + 3) // 4 * 4
+        assert torch.equal(scale_a, inv_scale_a)
+        assert scale_a.stride() == (1, m)
+        assert scale_b.shape == (padded, inv_scale_b.shape[0])
+        assert scale_b.stride() == (1, padded)
+        assert torch.equal(scale_b[:blocks], inv_scale_b.T)
+        assert not scale_b[blocks:].any()
+        assert block_scales_for_torch(scale_a, inv_scale_b, Scaling.BLOCKWISE)[0] is scale_a
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 272), (48, 144, 128), (48, 144, 1024)])
-def test_scales_of_lines_are_laid_out_for_torch(m: int, n: int, k: int) -> None:
-    given = small_integers(m, n, k, Scaling.BLOCKWISE_1D)
-    laid_out = block_scales_for_torch(given.inv_scale_a, given.inv_scale_b, Scaling.BLOCKWISE_1D)
-    for inv_scale, scale, lines in zip((given.inv_scale_a, given.inv_scale_b), laid_out, (m, n)):
-        assert torch.equal(scale, inv_scale)
-        assert scale.stride() == (1, lines)
-    again = block_scales_for_torch(*laid_out, Scaling.BLOCKWISE_1D)
-    assert all(scale is same for scale, same in zip(laid_out, again))
+def test_scales_of_lines_are_laid_out_for_torch() -> None:
+    for m, n, k in ((1, 16, 272), (48, 144, 128), (48, 144, 1024)):
+        given = small_integers(m, n, k, Scaling.BLOCKWISE_1D)
+        laid_out = block_scales_for_torch(given.inv_scale_a, given.inv_scale_b, Scaling.BLOCKWISE_1D)
+        for inv_scale, scale, lines in zip((given.inv_scale_a, given.inv_scale_b), laid_out, (m, n)):
+            assert torch.equal(scale, inv_scale)
+            assert scale.stride() == (1, lines)
+        again = block_scales_for_torch(*laid_out, Scaling.BLOCKWISE_1D)
+        assert all(scale is same for scale, same in zip(laid_out, again))
 
 
 @pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -37,14 +38,13 @@ def _of_hopper(m: int, n: int, k: int, scaling: Scaling = Scaling.TENSORWISE, fa
 # The formula -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [4096, 8192, 32768])
-@pytest.mark.parametrize(("features", "outputs"), [(4096, 6144), (4096, 28672), (14336, 4096), (8192, 8192)])
-@pytest.mark.parametrize("fast", [True, False])
-def test_large_products_get_the_widest_tile(tokens: int, features: int, outputs: int, fast: bool) -> None:
-    for m, n, k in ((tokens, outputs, features), (tokens, features, outputs), (outputs, features, tokens)):
-        for scaling in Scaling:
-            tile = _of_hopper(m, n, k, scaling, fast)
-            assert (tile.rows, tile.columns) == (128, 128 if scaling is Scaling.BLOCKWISE_1D else 256)
+def test_large_products_get_the_widest_tile() -> None:
+    layers = ((4096, 6144), (4096, 28672), (14336, 4096), (8192, 8192))
+    for tokens, (features, outputs), fast in itertools.product((4096, 8192, 32768), layers, (True, False)):
+        for m, n, k in ((tokens, outputs, features), (tokens, features, outputs), (outputs, features, tokens)):
+            for scaling in Scaling:
+                tile = _of_hopper(m, n, k, scaling, fast)
+                assert (tile.rows, tile.columns) == (128, 128 if scaling is Scaling.BLOCKWISE_1D else 256)
 
 
 def test_small_products_are_spread_over_the_processors() -> None:
@@ -71,17 +71,16 @@ def _busiest(problem: Problem, tile: Tile) -> int:
     return mine * (tile.rows + tile.columns) * 128 * (math.ceil(problem.k / 128) + 2)
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
-@pytest.mark.parametrize("scaling", list(Scaling))
-@pytest.mark.parametrize("fast", [True, False])
-def test_tiles_are_what_the_kernels_can_do(capability: tuple[int, int], scaling: Scaling, fast: bool) -> None:
-    chosen = candidates(Problem(4096, 4096, 4096, scaling, fast), capability)
-    assert len(set(chosen)) == len(chosen) > 0
-    for tile in chosen:
-        assert tile.depth == 128  # A block of scales, and of slow accumulation.
-        assert tile.rows >= 64  # of wgmma
-        assert not scaling.in_blocks or tile.columns in (64, 128, 256)
-        assert scaling is not Scaling.BLOCKWISE_1D or tile.columns <= 128  # Wider ones spill.
+def test_tiles_are_what_the_kernels_can_do() -> None:
+    for capability in ((8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
+        for scaling, fast in itertools.product(Scaling, (True, False)):
+            chosen = candidates(Problem(4096, 4096, 4096, scaling, fast), capability)
+            assert len(set(chosen)) == len(chosen) > 0
+            for tile in chosen:
+                assert tile.depth == 128  # A block of scales, and of slow accumulation.
+                assert tile.rows >= 64  # of wgmma
+                assert not scaling.in_blocks or tile.columns in (64, 128, 256)
+                assert scaling is not Scaling.BLOCKWISE_1D or tile.columns <= 128  # Wider ones spill.
 
 
 def test_the_choice_is_a_function() -> None:
@@ -167,15 +166,17 @@ def test_a_tile_that_is_not_shipped_is_not_taken(ship: Any) -> None:
     assert not faster_than_torch(PROBLEM, CPU)
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [('{"format": 2, "entries": []}', "format 1, found 2"), ("{}", "found None"), ('{"format": 1}', "bad entry"),
-     ('{"format": 1, "entries": [{"tile": {}}]}', "bad entry"),
-     ('{"format": 1, "entries": [{"tile": {"rows": 1, "new": 2}}]}', "bad entry")],
-)  # fmt: skip
-def test_bad_tables_are_refused(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        TileTable.from_json(text)
+def test_bad_tables_are_refused() -> None:
+    cases = [
+        ('{"format": 2, "entries": []}', "format 1, found 2"),
+        ("{}", "found None"),
+        ('{"format": 1}', "bad entry"),
+        ('{"format": 1, "entries": [{"tile": {}}]}', "bad entry"),
+        ('{"format": 1, "entries": [{"tile": {"rows": 1, "new": 2}}]}', "bad entry"),
+    ]
+    for text, problem in cases:
+        with pytest.raises(ValueError, match=problem):
+            TileTable.from_json(text)
 
 
 def test_a_device_without_a_table_has_an_empty_one() -> None:

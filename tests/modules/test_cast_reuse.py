@@ -43,14 +43,12 @@ class Wandering(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
-    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=False),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
     "SGD, fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
 }
 WITH_CLOSURE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4),
-    "LBFGS, line search": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
     "moves weights within its step": lambda p: Wandering(p, lr=0.05),
     "SGD with closure": lambda p: torch.optim.SGD(p, lr=0.05, fused=True),
 }
@@ -136,7 +134,7 @@ def test_closures_see_fresh_casts(name: str) -> None:
     assert train(WITH_CLOSURE[name], reuse=True, closure=True) == train(WITH_CLOSURE[name], reuse=False, closure=True)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW, fused", "SGD"])
 def test_forwards_with_grad_off_in_between_change_nothing(name: str) -> None:
     """They cast anew each time: nobody tells when weights are swapped for an evaluation."""
     reused = train(OPTIMIZERS[name], reuse=True, closure=False, evaluate=True)
@@ -210,21 +208,21 @@ def test_a_cast_without_its_transpose_does_not_serve_training() -> None:
     assert float(sync.arena.pending.min()) > 0
 
 
-@pytest.mark.parametrize("recording", [False, True])
-def test_a_cast_without_its_transpose_does_not_serve_a_later_backward(recording: bool) -> None:
+def test_a_cast_without_its_transpose_does_not_serve_a_later_backward() -> None:
     """In one mode throughout, so that only the missing copy tells the two casts apart."""
-    gradients = []
-    for look_first in (False, True):
-        net, manager, _ = attached()
-        net.train(recording)
-        with manager.recording() if recording else contextlib.nullcontext():
-            x, y = batch(0, 0)
-            if look_first:
-                with torch.no_grad():
-                    net(x)
-            nn.functional.mse_loss(net(x), y).backward()
-        gradients.append(gradient_bits(net))
-    assert gradients[0] == gradients[1]
+    for recording in (False, True):
+        gradients = []
+        for look_first in (False, True):
+            net, manager, _ = attached()
+            net.train(recording)
+            with manager.recording() if recording else contextlib.nullcontext():
+                x, y = batch(0, 0)
+                if look_first:
+                    with torch.no_grad():
+                        net(x)
+                nn.functional.mse_loss(net(x), y).backward()
+            gradients.append(gradient_bits(net))
+        assert gradients[0] == gradients[1]
 
 
 def test_a_cast_of_an_evaluation_does_not_hide_the_amax_from_training() -> None:
@@ -256,23 +254,23 @@ def through_numpy(net: Net) -> None:
         weight.detach().numpy()[:] *= -2.0
 
 
-@pytest.mark.parametrize("write", [through_data, through_numpy])
-def test_writes_that_nothing_can_see_need_refresh_weights(write: Callable[[Net], None]) -> None:
-    net, manager, _ = attached()
-    x, _ = batch(0, 0)
-    before = bits(net(x))
-    versions = [(w.data_ptr(), w._version) for w in weights(net)]
-    write(net)
-    assert [(w.data_ptr(), w._version) for w in weights(net)] == versions
-    assert bits(net(x)) == before  # As documented: nobody was told.
-    manager.refresh_weights()
-    after = bits(net(x))
-    assert after == fresh_output(net, manager, x)
-    assert after != before
-    # Scales follow from the new weights alone.
-    for name in ("first", "branch", "last"):
-        weight = getattr(net, name).weight.detach()
-        assert float(manager.scale(name, "weight")) == float(torch.tensor(448.0) / weight.abs().max())
+def test_writes_that_nothing_can_see_need_refresh_weights() -> None:
+    for write in (through_data, through_numpy):
+        net, manager, _ = attached()
+        x, _ = batch(0, 0)
+        before = bits(net(x))
+        versions = [(w.data_ptr(), w._version) for w in weights(net)]
+        write(net)
+        assert [(w.data_ptr(), w._version) for w in weights(net)] == versions
+        assert bits(net(x)) == before  # As documented: nobody was told.
+        manager.refresh_weights()
+        after = bits(net(x))
+        assert after == fresh_output(net, manager, x)
+        assert after != before
+        # Scales follow from the new weights alone.
+        for name in ("first", "branch", "last"):
+            weight = getattr(net, name).weight.detach()
+            assert float(manager.scale(name, "weight")) == float(torch.tensor(448.0) / weight.abs().max())
 
 
 def test_refresh_weights_forgets_what_other_weights_were_like() -> None:
@@ -364,15 +362,15 @@ EVENTS = [
 ]
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__.lstrip("_"))
-def test_a_cast_dies_at(event: Callable[[Net, StateManager], None]) -> None:
-    net, manager, _optimizer = attached()  # It must stay alive: the manager holds it weakly.
-    x, _ = batch(0, 0)
-    before = bits(net(x))
-    event(net, manager)
-    after = bits(net(x))
-    assert after == fresh_output(net, manager, x)
-    assert after != before
+def test_a_cast_dies_at() -> None:
+    for event in EVENTS:
+        net, manager, _optimizer = attached()  # It must stay alive: the manager holds it weakly.
+        x, _ = batch(0, 0)
+        before = bits(net(x))
+        event(net, manager)
+        after = bits(net(x))
+        assert after == fresh_output(net, manager, x)
+        assert after != before
 
 
 def test_a_cast_dies_at_an_attached_optimizer_that_is_not_the_boundary() -> None:
@@ -522,41 +520,41 @@ def test_a_copied_part_that_is_trained_by_hand() -> None:
     assert _copied_part(True) == _copied_part(False)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_weights_swapped_for_an_evaluation(training: bool) -> None:
+def test_weights_swapped_for_an_evaluation() -> None:
     """The usual way of an EMA: copied in through ``.data``, evaluated, copied back."""
-    net, manager, _ = attached()
-    net.train(training)
-    x, _ = batch(0, 0)
-    kept = [p.detach().clone() for p in net.parameters()]
-    with torch.no_grad():
-        before = bits(net(x))
-        for parameter, average in zip(net.parameters(), make_net(seed=99).parameters()):
-            parameter.data.copy_(average)
-        swapped = bits(net(x))
-        assert swapped == fresh_output(net, manager, x) != before
-        for parameter, own in zip(net.parameters(), kept):
-            parameter.data.copy_(own)
-        assert bits(net(x)) == before
+    for training in (False, True):
+        net, manager, _ = attached()
+        net.train(training)
+        x, _ = batch(0, 0)
+        kept = [p.detach().clone() for p in net.parameters()]
+        with torch.no_grad():
+            before = bits(net(x))
+            for parameter, average in zip(net.parameters(), make_net(seed=99).parameters()):
+                parameter.data.copy_(average)
+            swapped = bits(net(x))
+            assert swapped == fresh_output(net, manager, x) != before
+            for parameter, own in zip(net.parameters(), kept):
+                parameter.data.copy_(own)
+            assert bits(net(x)) == before
 
 
-@pytest.mark.parametrize("forward_again", [False, True])
-def test_refresh_weights_between_backward_and_boundary(forward_again: bool) -> None:
+def test_refresh_weights_between_backward_and_boundary() -> None:
     """What the old weights recorded since the last boundary is forgotten, too."""
-    net, manager, optimizer = attached()
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-30  # Changes nothing; with 0 it would be no step.
-    x, _ = batch(0, 0)
-    net(x).sum().backward()
-    for weight in weights(net):
-        weight.data.mul_(1e-3)
-    manager.refresh_weights()
-    if forward_again:
+    for forward_again in (False, True):
+        net, manager, optimizer = attached()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-30  # Changes nothing; with 0 it would be no step.
+        x, _ = batch(0, 0)
         net(x).sum().backward()
-    optimizer.step()
-    for name in ("first", "branch", "last"):
-        amax = getattr(net, name).weight.detach().abs().max()
-        expected = [0.0, 0.0, float(amax) if forward_again else 0.0]
-        assert manager.amax_history(name, "weight").tolist() == expected
-        assert float(manager.scale(name, "weight")) == float(torch.tensor(448.0) / amax)
-        assert manager.amax_history(name, "input").count_nonzero() == 1
+        for weight in weights(net):
+            weight.data.mul_(1e-3)
+        manager.refresh_weights()
+        if forward_again:
+            net(x).sum().backward()
+        optimizer.step()
+        for name in ("first", "branch", "last"):
+            amax = getattr(net, name).weight.detach().abs().max()
+            expected = [0.0, 0.0, float(amax) if forward_again else 0.0]
+            assert manager.amax_history(name, "weight").tolist() == expected
+            assert float(manager.scale(name, "weight")) == float(torch.tensor(448.0) / amax)
+            assert manager.amax_history(name, "input").count_nonzero() == 1

@@ -129,8 +129,9 @@ def _train_long(
     return losses, state_bits(manager), parameter_bits(block)
 
 
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-@pytest.mark.parametrize("update", ["same_step", "next_step"])
+@pytest.mark.parametrize(
+    ("update", "boundary"), [("same_step", "optimizer"), ("next_step", "manager.step()"), ("next_step", "manual")]
+)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.slow
 def test_compiled_in_one_graph_it_is_not_compiled_again(update: str, boundary: str) -> None:
@@ -169,14 +170,13 @@ def test_compiled_after_eager_steps() -> None:
     assert _train_mixed("next_step", 2) == _train_mixed("same_step", 6)
 
 
-@pytest.mark.parametrize("run", [_plain, _checkpointed])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.slow
-def test_inductor_traces_the_ops(run: Any) -> None:
+def test_inductor_traces_the_ops() -> None:
     """It fuses what is around them, so losses are equal up to rounding only; amaxes and scales follow."""
-    mine, theirs = _train_long("inductor", run=run, backend="torch"), _train_long(None, run=run, backend="torch")
+    mine, theirs = _train_long("inductor", backend="torch"), _train_long(None, backend="torch")
     for a, b in zip(mine[0], theirs[0]):
         assert torch.frombuffer(bytearray(a), dtype=torch.float32).item() == pytest.approx(
             torch.frombuffer(bytearray(b), dtype=torch.float32).item(), rel=1e-4
@@ -218,17 +218,16 @@ def _train_under(dtype: torch.dtype, power_of_two: bool) -> Any:
     return state_bits(manager), parameter_bits(block)
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("dtype", "power_of_two"), [(torch.bfloat16, False), (torch.float64, True)])
 def test_the_default_dtype_does_not_matter(dtype: torch.dtype, power_of_two: bool) -> None:
     assert _train_under(dtype, power_of_two) == _train_under(torch.float32, power_of_two)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("record", [False, True])
-@pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    ("dtype", "cold", "record", "columns"),
+    [(E4M3, False, False, True), (E4M3, True, True, False), (E5M2, False, True, True), (E5M2, True, False, False)],
+)
 def test_opcheck_quantize(dtype: torch.dtype, cold: bool, record: bool, columns: bool) -> None:
     place = torch.tensor(NONE)
     torch.library.opcheck(
@@ -245,8 +244,8 @@ def test_opcheck_quantize(dtype: torch.dtype, cold: bool, record: bool, columns:
     )
 
 
-@pytest.mark.parametrize("outgrown", [1.25, 2.0])
-@pytest.mark.parametrize("just_in_time", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(("just_in_time", "outgrown"), [(False, 1.25), (True, 2.0)])
 def test_opcheck_quantize_with_a_limit(just_in_time: bool, outgrown: float) -> None:
     torch.library.opcheck(
         ops.quantize,
@@ -263,6 +262,7 @@ def test_opcheck_quantize_with_a_limit(just_in_time: bool, outgrown: float) -> N
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 def test_a_graph_decides_anew_whether_a_tensor_has_outgrown_its_scale() -> None:
     graphs = 0
@@ -305,10 +305,12 @@ def test_a_graph_decides_anew_whether_a_tensor_has_outgrown_its_scale() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_opcheck_observe() -> None:
     torch.library.opcheck(ops.observe, (inputs(5, 32), torch.tensor(NONE)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck_matmul(backend: str) -> None:
     one = torch.tensor(1.0)
@@ -320,6 +322,7 @@ def test_opcheck_matmul(backend: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_opcheck_casts_with_many_scales() -> None:
     for columns in (False, True):
         keywords = {"power_of_two": False, "rows": True, "columns": columns}
@@ -333,6 +336,7 @@ def test_opcheck_casts_with_many_scales() -> None:
             )
 
 
+@pytest.mark.slow
 def test_opcheck_launch_and_commit() -> None:
     arrays = list(StateArrays.allocate([448.0] * 3, [464.0] * 3, RingShape(4), torch.device("cpu")))
     torch.library.opcheck(ops.launch, (arrays, None), {"drop_nonfinite": False})

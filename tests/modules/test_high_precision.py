@@ -82,9 +82,14 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_named_is_as_nn_linear_has_it_and_the_rest_in_fp8(kind: Any, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        *((case, DelayedScaling) for case in CASES.values()),
+        *((CASES[name], kind) for name in ("float32", "autocast") for kind in KINDS[1:]),
+    ],
+)
+def test_what_is_named_is_as_nn_linear_has_it_and_the_rest_in_fp8(case: Case, kind: Any) -> None:
     plain, fp8 = run(make(case), case), run(prepared(case, kind()), case)
     assert plain.products == 0
     assert fp8.products == 3 - case.frozen
@@ -102,28 +107,20 @@ def test_what_is_named_is_as_nn_linear_has_it_and_the_rest_in_fp8(kind: Any, cas
             assert mine is None or (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), high
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_formulas(kind: Any) -> None:
+def test_the_formulas() -> None:
     """Not by way of nn.Linear's autograd: y = x Wᵀ + b, dx = dy W, dW = dyᵀ x."""
-    linear = prepared(Case(), kind(high_precision=("dgrad", "fprop", "wgrad")))
-    x, dy = torch.randn(7, 144).requires_grad_(), torch.randn(7, 48)
-    y = linear(x)
-    y.backward(dy)
-    assert same(y, F.linear(x, linear.weight, linear.bias))
-    assert same(x.grad, dy @ linear.weight)
-    assert same(linear.weight.grad, dy.t() @ x)
+    for kind in KINDS:
+        linear = prepared(Case(), kind(high_precision=("dgrad", "fprop", "wgrad")))
+        x, dy = torch.randn(7, 144).requires_grad_(), torch.randn(7, 48)
+        y = linear(x)
+        y.backward(dy)
+        assert same(y, F.linear(x, linear.weight, linear.bias))
+        assert same(x.grad, dy @ linear.weight)
+        assert same(linear.weight.grad, dy.t() @ x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("high", SUBSETS, ids="+".join)
-def test_what_a_gemm_in_high_precision_does_not_need_is_not_cast(kind: Any, high: Any) -> None:
-    """Of each tensor the copies that its FP8 products multiply, and no others."""
-    linear = prepared(Case(), kind(high_precision=high))
-    wanted = {
-        "input": ("fprop" not in high, "wgrad" not in high),
-        "weight": ("fprop" not in high, "dgrad" not in high),
-        "grad_output": ("dgrad" not in high, "wgrad" not in high),
-    }
+def copies_that_are_cast(linear: nn.Linear) -> dict[str, tuple[bool, bool]]:
+    """Of each tensor in a forward and a backward: whether as it is, and whether transposed."""
     slots, seen = linear.fp8_slots, {}
     original = slots.quantize
 
@@ -135,23 +132,36 @@ def test_what_a_gemm_in_high_precision_does_not_need_is_not_cast(kind: Any, high
 
     slots.quantize = quantize  # type: ignore[method-assign]
     run(linear, Case())
-    if len(high) == 3:
-        assert not seen
-    else:
-        assert seen == wanted
+    return seen
 
 
-@pytest.mark.parametrize("high", SUBSETS, ids="+".join)
-def test_training_with_delayed_scales_needs_only_what_is_cast(high: Any) -> None:
+def test_what_a_gemm_in_high_precision_does_not_need_is_not_cast() -> None:
+    """Of each tensor the copies that its FP8 products multiply, and no others."""
+    for high, kind in (*zip(SUBSETS, itertools.cycle(KINDS)), *((("fprop",), kind) for kind in KINDS)):
+        linear = prepared(Case(), kind(high_precision=high))
+        wanted = {
+            "input": ("fprop" not in high, "wgrad" not in high),
+            "weight": ("fprop" not in high, "dgrad" not in high),
+            "grad_output": ("dgrad" not in high, "wgrad" not in high),
+        }
+        seen = copies_that_are_cast(linear)
+        if len(high) == 3:
+            assert not seen
+        else:
+            assert seen == wanted
+
+
+def test_training_with_delayed_scales_needs_only_what_is_cast() -> None:
     """Slots whose tensor is in no FP8 product stay cold; the others have the scales that they have without it."""
-    linears = {subset: make(Case()) for subset in ((), high)}
-    managers = {
-        subset: fp8dist.prepare(linear, DelayedScaling(high_precision=subset)) for subset, linear in linears.items()
-    }
-    for subset, linear in linears.items():
-        run(linear, Case())
-        managers[subset].step()
-    users = {"input": {"fprop", "wgrad"}, "weight": {"fprop", "dgrad"}, "grad_output": {"dgrad", "wgrad"}}
-    for role, gemms in users.items():
-        in_fp8 = not gemms <= set(high)
-        assert float(managers[high].amax("", role)) == (float(managers[()].amax("", role)) if in_fp8 else 0), role
+    for high in SUBSETS:
+        linears = {subset: make(Case()) for subset in ((), high)}
+        managers = {
+            subset: fp8dist.prepare(linear, DelayedScaling(high_precision=subset)) for subset, linear in linears.items()
+        }
+        for subset, linear in linears.items():
+            run(linear, Case())
+            managers[subset].step()
+        users = {"input": {"fprop", "wgrad"}, "weight": {"fprop", "dgrad"}, "grad_output": {"dgrad", "wgrad"}}
+        for role, gemms in users.items():
+            in_fp8 = not gemms <= set(high)
+            assert float(managers[high].amax("", role)) == (float(managers[()].amax("", role)) if in_fp8 else 0), role

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -34,22 +35,21 @@ from tests.support.training import bits, gradient_bits
 # The three products --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 16, 17])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_three_products_of_a_cold_module(backend: str, tokens: int, dtype: torch.dtype) -> None:
-    module, _ = linear(backend, dtype=dtype)
-    x = inputs(tokens, 48).to(dtype).requires_grad_()
-    dy = (inputs(tokens, 32, seed=3) * 1e-3).to(dtype)
-    y = module(x)
-    y.backward(dy)
-    assert x.grad is not None
-    assert module.weight.grad is not None
-    assert y.dtype == x.grad.dtype == module.weight.grad.dtype == dtype
-    qx, qw, qdy = dequantised(x, E4M3), dequantised(module.weight, E4M3), dequantised(dy, E5M2)
-    assert_product(y, qx, qw)
-    assert_product(x.grad, qdy, qw.t())
-    assert_product(module.weight.grad, qdy.t(), qx.t())
+def test_three_products_of_a_cold_module(backend: str) -> None:
+    for tokens, dtype in ((1, torch.float32), (16, torch.float16), (17, torch.bfloat16), (17, torch.float32)):
+        module, _ = linear(backend, dtype=dtype)
+        x = inputs(tokens, 48).to(dtype).requires_grad_()
+        dy = (inputs(tokens, 32, seed=3) * 1e-3).to(dtype)
+        y = module(x)
+        y.backward(dy)
+        assert x.grad is not None
+        assert module.weight.grad is not None
+        assert y.dtype == x.grad.dtype == module.weight.grad.dtype == dtype
+        qx, qw, qdy = dequantised(x, E4M3), dequantised(module.weight, E4M3), dequantised(dy, E5M2)
+        assert_product(y, qx, qw)
+        assert_product(x.grad, qdy, qw.t())
+        assert_product(module.weight.grad, qdy.t(), qx.t())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,35 +120,37 @@ def test_formats_backends_and_accumulation_that_reach_the_products(format: str) 
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bias(dtype: torch.dtype) -> None:
-    with_bias, _ = linear(bias=True, dtype=dtype)
-    without, _ = linear()
-    without.weight.data.copy_(with_bias.weight)
-    x = inputs(5, 48).to(dtype)
-    y = with_bias(x)
-    dy = inputs(5, 32, seed=3).to(dtype)
-    y.backward(dy)
-    assert torch.equal(y, (without(x.float()) + with_bias.bias).to(dtype)), "it is added before the result is rounded"
-    assert with_bias.bias.grad is not None
-    assert torch.equal(with_bias.bias.grad, dy.sum(0))
+def test_bias() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        with_bias, _ = linear(bias=True, dtype=dtype)
+        without, _ = linear()
+        without.weight.data.copy_(with_bias.weight)
+        x = inputs(5, 48).to(dtype)
+        y = with_bias(x)
+        dy = inputs(5, 32, seed=3).to(dtype)
+        y.backward(dy)
+        assert torch.equal(y, (without(x.float()) + with_bias.bias).to(dtype)), (
+            "it is added before the result is rounded"
+        )
+        assert with_bias.bias.grad is not None
+        assert torch.equal(with_bias.bias.grad, dy.sum(0))
 
 
-@pytest.mark.parametrize("shape", [(48,), (6, 48), (2, 3, 48), (1, 2, 3, 48)])
-def test_shapes_are_nn_linears(shape: tuple[int, ...]) -> None:
-    module, _ = linear(bias=True)
-    flat, _ = linear(bias=True)
-    x = inputs(6, 48)[: inputs(*shape).numel() // 48].requires_grad_()
-    shaped = x.detach().reshape(shape).requires_grad_()
-    y, expected = module(shaped), flat(x)
-    assert y.shape == (*shape[:-1], 32)
-    (y * 2).sum().backward()
-    (expected * 2).sum().backward()
-    assert torch.equal(y.reshape(-1, 32), expected)
-    assert shaped.grad is not None
-    assert shaped.grad.shape == shape
-    assert torch.equal(shaped.grad.reshape(-1, 48), x.grad)
-    assert gradient_bits(module) == gradient_bits(flat)
+def test_shapes_are_nn_linears() -> None:
+    for shape in ((48,), (6, 48), (2, 3, 48), (1, 2, 3, 48)):
+        module, _ = linear(bias=True)
+        flat, _ = linear(bias=True)
+        x = inputs(6, 48)[: inputs(*shape).numel() // 48].requires_grad_()
+        shaped = x.detach().reshape(shape).requires_grad_()
+        y, expected = module(shaped), flat(x)
+        assert y.shape == (*shape[:-1], 32)
+        (y * 2).sum().backward()
+        (expected * 2).sum().backward()
+        assert torch.equal(y.reshape(-1, 32), expected)
+        assert shaped.grad is not None
+        assert shaped.grad.shape == shape
+        assert torch.equal(shaped.grad.reshape(-1, 48), x.grad)
+        assert gradient_bits(module) == gradient_bits(flat)
 
 
 def test_a_wrong_number_of_features_is_refused() -> None:
@@ -203,35 +205,35 @@ def test_backward_inside_torch_autocast(backend: str) -> None:
 # Tokens, gradients and graphs ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(0, 48), (2, 0, 48)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
-    module, manager = linear(backend, bias=True)
-    x = torch.zeros(shape, requires_grad=True)
-    y = module(x)
-    assert y.shape == (*shape[:-1], 32)
-    y.sum().backward()
-    assert x.grad is not None
-    assert x.grad.shape == shape
-    assert torch.equal(module.weight.grad, torch.zeros(32, 48))
-    assert torch.equal(module.bias.grad, torch.zeros(32))
-    assert roles(manager) == {"input": NONE, "weight": amax(module.weight), "grad_output": NONE}
-    manager.step()
-    commits = dict(zip((s.role for s in manager.slots), saved_of(manager)["counters"][0].tolist()))
-    assert commits == {"input": 0, "weight": 1, "grad_output": 0}
+def test_no_tokens(backend: str) -> None:
+    for shape in ((0, 48), (2, 0, 48)):
+        module, manager = linear(backend, bias=True)
+        x = torch.zeros(shape, requires_grad=True)
+        y = module(x)
+        assert y.shape == (*shape[:-1], 32)
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape
+        assert torch.equal(module.weight.grad, torch.zeros(32, 48))
+        assert torch.equal(module.bias.grad, torch.zeros(32))
+        assert roles(manager) == {"input": NONE, "weight": amax(module.weight), "grad_output": NONE}
+        manager.step()
+        commits = dict(zip((s.role for s in manager.slots), saved_of(manager)["counters"][0].tolist()))
+        assert commits == {"input": 0, "weight": 1, "grad_output": 0}
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])
-def test_padding_changes_no_amax_and_no_gradient(tokens: int) -> None:
+def test_padding_changes_no_amax_and_no_gradient() -> None:
     """The transposed copies are padded to 16 tokens; a module that gets the zeros itself must agree."""
-    short, manager = linear("reference")
-    padded, _ = linear("reference")
-    x, dy = inputs(tokens, 48), inputs(tokens, 32, seed=3)
-    rest = -tokens % 16
-    short(x).backward(dy)
-    padded(F.pad(x, (0, 0, 0, rest))).backward(F.pad(dy, (0, 0, 0, rest)))
-    assert gradient_bits(short) == gradient_bits(padded)
-    assert roles(manager) == {"input": amax(x), "weight": amax(short.weight), "grad_output": amax(dy)}
+    for tokens in (1, 15, 16, 17, 33):
+        short, manager = linear("reference")
+        padded, _ = linear("reference")
+        x, dy = inputs(tokens, 48), inputs(tokens, 32, seed=3)
+        rest = -tokens % 16
+        short(x).backward(dy)
+        padded(F.pad(x, (0, 0, 0, rest))).backward(F.pad(dy, (0, 0, 0, rest)))
+        assert gradient_bits(short) == gradient_bits(padded)
+        assert roles(manager) == {"input": amax(x), "weight": amax(short.weight), "grad_output": amax(dy)}
 
 
 def counted_matmuls(function: Callable[[], None]) -> int:
@@ -377,12 +379,21 @@ def test_a_commit_between_forward_and_backward_does_not_change_the_gradients() -
     assert results[0] == results[1]
 
 
+BAD = pytest.mark.parametrize(
+    ("backend", "bad", "hot"),
+    [
+        *itertools.product(("torch",), (float("inf"), float("-inf"), float("nan")), (False, True)),
+        ("reference", float("nan"), True),
+        ("triton", float("-inf"), False),
+        ("triton", float("nan"), True),
+    ],
+)
+
+
 # Values --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hot", [False, True], ids=["cold", "hot"])
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("backend", BACKENDS)
+@BAD
 def test_a_bad_input_stays_visible_where_it_belongs(backend: str, bad: float, hot: bool) -> None:
     module, manager = linear(backend)
     if hot:
@@ -403,9 +414,7 @@ def test_a_bad_input_stays_visible_where_it_belongs(backend: str, bad: float, ho
     assert not torch.tensor(roles(manager)["input"]).isfinite()
 
 
-@pytest.mark.parametrize("hot", [False, True], ids=["cold", "hot"])
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("backend", BACKENDS)
+@BAD
 def test_a_bad_gradient_stays_visible_where_it_belongs(backend: str, bad: float, hot: bool) -> None:
     module, manager = linear(backend)
     if hot:
@@ -451,16 +460,14 @@ def test_warmup_unit_casts_a_cold_module_with_scale_one() -> None:
 # Alignment -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "n"), [(16, 24, 16), (16, 16, 24), (17, 8, 32), (16, 1, 16)], ids=["k", "n", "small k", "one"]
-)
-def test_alignment_that_cuda_refuses_is_refused_on_the_cpu(m: int, k: int, n: int) -> None:
-    a, b, one = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3), torch.tensor(1.0)
-    with pytest.raises(ValueError, match="multiples of 16"):
-        matmul_torch(a, b, one, one, torch.float32, False)
-    for backend in ("torch", "auto"):
+def test_alignment_that_cuda_refuses_is_refused_on_the_cpu() -> None:
+    for m, k, n in ((16, 24, 16), (16, 16, 24), (17, 8, 32), (16, 1, 16)):
+        a, b, one = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3), torch.tensor(1.0)
         with pytest.raises(ValueError, match="multiples of 16"):
-            ops.matmul(a, b, one, one, torch.float32, fast_accumulation=False, backend=backend)
+            matmul_torch(a, b, one, one, torch.float32, False)
+        for backend in ("torch", "auto"):
+            with pytest.raises(ValueError, match="multiples of 16"):
+                ops.matmul(a, b, one, one, torch.float32, fast_accumulation=False, backend=backend)
 
 
 def test_layout_that_cuda_refuses_is_refused_on_the_cpu() -> None:

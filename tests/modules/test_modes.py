@@ -44,17 +44,17 @@ def evaluating(module: nn.Module, mode: str) -> Iterator[None]:
     module.train()
 
 
-@pytest.mark.parametrize("mode", ["eval", "no_grad", "eval, no_grad"])
-@pytest.mark.parametrize("cold", [False, True], ids=["hot", "cold"])
-def test_evaluation_records_nothing(mode: str, cold: bool) -> None:
-    module, manager = linear(bias=True) if cold else stepped()
-    before = state_bits(manager)
-    with evaluating(module, mode):
-        y = module(inputs(8, 48, seed=4).mul(100).requires_grad_())
-        if y.requires_grad:
-            y.sum().backward()  # The mode is the forward's: this records nothing either.
-    assert roles(manager) == dict.fromkeys(("input", "weight", "grad_output"), NONE)
-    assert state_bits(manager) == before
+def test_evaluation_records_nothing() -> None:
+    for cold in (False, True):
+        for mode in ("eval", "no_grad", "eval, no_grad"):
+            module, manager = linear(bias=True) if cold else stepped()
+            before = state_bits(manager)
+            with evaluating(module, mode):
+                y = module(inputs(8, 48, seed=4).mul(100).requires_grad_())
+                if y.requires_grad:
+                    y.sum().backward()  # The mode is the forward's: this records nothing either.
+            assert roles(manager) == dict.fromkeys(("input", "weight", "grad_output"), NONE)
+            assert state_bits(manager) == before
 
 
 def test_backward_in_eval_of_a_forward_in_train_records() -> None:
@@ -121,20 +121,20 @@ def test_contexts_end_with_an_exception() -> None:
     assert set(roles(manager).values()) == {NONE}
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["high precision", "fp8"])
-@pytest.mark.parametrize("mode", ["train", "eval", "eval, no_grad"])
-def test_recording_records_whatever_the_mode(mode: str, fp8: bool) -> None:
-    module, manager = linear(bias=True)
-    x = inputs(8, 48).requires_grad_()
-    with evaluating(module, mode), contextlib.nullcontext() if fp8 else manager.no_fp8(), manager.recording():
-        y = module(x)
-        if not fp8:
-            assert bits(y) == bits(F.linear(x, module.weight, module.bias))
-        if y.requires_grad:
-            y.backward(torch.full((8, 32), -3.0))
-    gradient = NONE if "no_grad" in mode else 3.0
-    assert roles(manager) == {"input": amax(x), "weight": amax(module.weight), "grad_output": gradient}
-    assert manager.steps == 0
+def test_recording_records_whatever_the_mode() -> None:
+    for mode in ("train", "eval", "eval, no_grad"):
+        for fp8 in (False, True):
+            module, manager = linear(bias=True)
+            x = inputs(8, 48).requires_grad_()
+            with evaluating(module, mode), contextlib.nullcontext() if fp8 else manager.no_fp8(), manager.recording():
+                y = module(x)
+                if not fp8:
+                    assert bits(y) == bits(F.linear(x, module.weight, module.bias))
+                if y.requires_grad:
+                    y.backward(torch.full((8, 32), -3.0))
+            gradient = NONE if "no_grad" in mode else 3.0
+            assert roles(manager) == {"input": amax(x), "weight": amax(module.weight), "grad_output": gradient}
+            assert manager.steps == 0
 
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])

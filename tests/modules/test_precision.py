@@ -174,21 +174,21 @@ def test_a_weights_cast_is_not_used_past_a_change() -> None:
     assert bits(run.net(x)) == bits(first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_of_another_dtype_than_the_input(dtype: torch.dtype) -> None:
+def test_a_weight_of_another_dtype_than_the_input() -> None:
     """FP8 takes it, so a module that falls back must, too: y and dx in the input's dtype, dW in the weight's."""
-    net = nn.Linear(32, 16).to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4)).attach()
-    x = torch.randn(8, 32, dtype=dtype, requires_grad=True)
-    expected = nn.functional.linear(x.float(), net.weight.float(), net.bias.float())
-    for precision in ("fp8", "high"):
-        manager.set_precision("*", precision)  # type: ignore[arg-type]
-        y = net(x)
-        assert y.dtype == dtype
-        y.sum().backward()
-        assert net.weight.grad is not None
-        assert net.weight.grad.dtype == net.weight.dtype
-    assert torch.allclose(y.float(), expected, rtol=0.02, atol=0.02)
+    for dtype in (torch.float32, torch.bfloat16):
+        net = nn.Linear(32, 16).to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
+        manager = fp8dist.prepare(net, DelayedScaling(history_len=4)).attach()
+        x = torch.randn(8, 32, dtype=dtype, requires_grad=True)
+        expected = nn.functional.linear(x.float(), net.weight.float(), net.bias.float())
+        for precision in ("fp8", "high"):
+            manager.set_precision("*", precision)  # type: ignore[arg-type]
+            y = net(x)
+            assert y.dtype == dtype
+            y.sum().backward()
+            assert net.weight.grad is not None
+            assert net.weight.grad.dtype == net.weight.dtype
+        assert torch.allclose(y.float(), expected, rtol=0.02, atol=0.02)
 
 
 def test_eval_follows() -> None:
@@ -199,23 +199,21 @@ def test_eval_follows() -> None:
         assert bits(run.net(batch(0, 0)[0])) == bits(plain.net(batch(0, 0)[0]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_mistakes_are_told_and_change_nothing() -> None:
+    cases = [
         (("nothing.*", "high"), "no FP8Linear matches 'nothing.*'"),
         (("*", "bf16"), 'precision must be "high" or "fp8"'),
         (("*", "high", ("forward",)), "gemms must be a tuple of fprop, dgrad, wgrad"),
         (("*", "high", ALL, 0), "steps must be an integer from 1"),
         (("*", "high", ALL, 2.5), "steps must be an integer from 1"),
-    ],
-)
-def test_mistakes_are_told_and_change_nothing(arguments: tuple[Any, ...], says: str) -> None:
-    run = Run(DelayedScaling())
-    with pytest.raises(ConfigurationError, match=says.replace("*", r"\*").replace(".", r"\.")):
-        run.fp8.set_precision(*arguments)
-    assert run.fp8.high_precision("first") == ()
-    with pytest.raises(ConfigurationError, match="there is no FP8Linear 'none'"):
-        run.fp8.high_precision("none")
+    ]
+    for arguments, says in cases:
+        run = Run(DelayedScaling())
+        with pytest.raises(ConfigurationError, match=says.replace("*", r"\*").replace(".", r"\.")):
+            run.fp8.set_precision(*arguments)
+        assert run.fp8.high_precision("first") == ()
+        with pytest.raises(ConfigurationError, match="there is no FP8Linear 'none'"):
+            run.fp8.high_precision("none")
 
 
 def test_what_is_left_is_saved_and_resumes_bitwise() -> None:
@@ -236,26 +234,24 @@ def test_what_is_left_is_saved_and_resumes_bitwise() -> None:
     assert state_bits(resumed.fp8) == state_bits(unbroken.fp8)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_a_damaged_precision_is_refused() -> None:
+    cases = [
         {"lasting": ["forward"], "passing": None, "left": 0, "unseen": []},
         {"lasting": [], "passing": ["fprop"], "left": 0, "unseen": []},
         {"lasting": [], "passing": None, "left": 3, "unseen": []},
         {"lasting": [], "passing": None, "left": 0, "unseen": ["output"]},
         {"lasting": []},
         "high",
-    ],
-)
-def test_a_damaged_precision_is_refused(wrong: Any) -> None:
-    run = Run(DelayedScaling(history_len=4))
-    run.step()
-    state, info = storage.from_bytes(run.fp8.state_dict()["shared"], "state")
-    before = state_bits(run.fp8)
-    with pytest.raises(CheckpointError, match="malformed precision of first"):
-        run.fp8.load_state_dict({"shared": storage.to_bytes({**state, "precision": {"first": wrong}}, info)})
-    assert state_bits(run.fp8) == before
-    assert run.fp8.high_precision("first") == ()
+    ]
+    for wrong in cases:
+        run = Run(DelayedScaling(history_len=4))
+        run.step()
+        state, info = storage.from_bytes(run.fp8.state_dict()["shared"], "state")
+        before = state_bits(run.fp8)
+        with pytest.raises(CheckpointError, match="malformed precision of first"):
+            run.fp8.load_state_dict({"shared": storage.to_bytes({**state, "precision": {"first": wrong}}, info)})
+        assert state_bits(run.fp8) == before
+        assert run.fp8.high_precision("first") == ()
 
 
 def test_a_load_of_other_modules_leaves_the_rest_alone() -> None:

@@ -83,12 +83,12 @@ def test_the_median_is_that_of_the_good_losses() -> None:
     assert guard.alarms == spikes == 17
 
 
-@pytest.mark.parametrize("level", [-3.0, 0.0, 1e-6, 1e30, -1e30])
-def test_losses_of_any_sign_and_size(level: float) -> None:
+def test_losses_of_any_sign_and_size() -> None:
     """Usual noise is no spike, whatever the level; a rise far beyond it, by more than the level itself, is."""
-    size = abs(level) or 1e-12
-    guard = guard_after(noisy(level, size / 10, 2000))
-    assert guard.observe(level + 3 * size) is not None
+    for level in (-3.0, 0.0, 1e-6, 1e30, -1e30):
+        size = abs(level) or 1e-12
+        guard = guard_after(noisy(level, size / 10, 2000))
+        assert guard.observe(level + 3 * size) is not None
 
 
 def test_a_negative_loss_may_rise_by_its_magnitude() -> None:
@@ -146,15 +146,15 @@ def test_what_rises_on_is_an_alarm_of_its_own() -> None:
 # Losses that are not finite ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [NAN, INF, -INF])
-@pytest.mark.parametrize("before", [0, 20])
-def test_non_finite_losses_are_seen_from_the_first(loss: float, before: int) -> None:
-    guard = guard_after([2.0] * before)
-    alarm = guard.observe(loss)
-    assert alarm is not None
-    assert (alarm.kind, alarm.step, alarm.median) == ("nonfinite", before + 1, 2.0 if before else None)
-    assert guard.observe(2.0) is None
-    assert len(guard.state_dict()["losses"]) == before + 1
+def test_non_finite_losses_are_seen_from_the_first() -> None:
+    for before in (0, 20):
+        for loss in (NAN, INF, -INF):
+            guard = guard_after([2.0] * before)
+            alarm = guard.observe(loss)
+            assert alarm is not None
+            assert (alarm.kind, alarm.step, alarm.median) == ("nonfinite", before + 1, 2.0 if before else None)
+            assert guard.observe(2.0) is None
+            assert len(guard.state_dict()["losses"]) == before + 1
 
 
 def test_non_finite_losses_are_never_a_new_level() -> None:
@@ -167,23 +167,23 @@ def test_non_finite_losses_are_never_a_new_level() -> None:
 # Kinds of loss -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_tensors(dtype: torch.dtype) -> None:
-    guard = LossGuard(action=silent, min_history=1)
-    loss = torch.tensor(3, dtype=dtype, requires_grad=dtype.is_floating_point)
-    assert guard.observe(loss) is None
-    assert guard.observe(loss.reshape(1)) is None
-    alarm = guard.observe(3 * loss)
-    assert alarm is not None
-    assert alarm.loss == 9.0
-    assert isinstance(alarm.loss, float)
+def test_tensors() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        guard = LossGuard(action=silent, min_history=1)
+        loss = torch.tensor(3, dtype=dtype, requires_grad=dtype.is_floating_point)
+        assert guard.observe(loss) is None
+        assert guard.observe(loss.reshape(1)) is None
+        alarm = guard.observe(3 * loss)
+        assert alarm is not None
+        assert alarm.loss == 9.0
+        assert isinstance(alarm.loss, float)
 
 
-@pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(0), torch.tensor(1j), None, "2.0", True])
-def test_what_is_no_loss(loss: Any) -> None:
-    guard = LossGuard()
-    with pytest.raises(ConfigurationError, match="the loss must be"):
-        guard.observe(loss)
+def test_what_is_no_loss() -> None:
+    for loss in (torch.ones(2), torch.ones(0), torch.tensor(1j), None, "2.0", True):
+        guard = LossGuard()
+        with pytest.raises(ConfigurationError, match="the loss must be"):
+            guard.observe(loss)
 
 
 def test_numpy_numbers() -> None:
@@ -309,33 +309,30 @@ def test_a_shorter_window_takes_the_newest_losses() -> None:
     assert guard.state_dict()["losses"] == [1.5] * 10
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
+def test_a_damaged_state_changes_nothing() -> None:
+    cases = [
         {"losses": None},
         {"losses": [NAN]},
         {"spikes": ["a"]},
         {"streak": ["quiet", 1]},
         {"streak": ["spike"]},
         {"step": "a"},
-    ],
-)
-def test_a_damaged_state_changes_nothing(damage: dict[str, Any]) -> None:
-    guard = guard_after([1.0] * 3)
-    before = guard.state_dict()
-    with pytest.raises(CheckpointError, match="no state of a LossGuard"):
-        guard.load_state_dict({**before, **damage})
-    with pytest.raises(CheckpointError, match="no state of a LossGuard"):
-        guard.load_state_dict({})
-    assert guard.state_dict() == before
+    ]
+    for damage in cases:
+        guard = guard_after([1.0] * 3)
+        before = guard.state_dict()
+        with pytest.raises(CheckpointError, match="no state of a LossGuard"):
+            guard.load_state_dict({**before, **damage})
+        with pytest.raises(CheckpointError, match="no state of a LossGuard"):
+            guard.load_state_dict({})
+        assert guard.state_dict() == before
 
 
 # Mistakes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_mistakes() -> None:
+    cases = [
         ({"action": "halt"}, "action must be"),
         ({"action": None}, "action must be"),
         ({"action": "fallback"}, "needs manager="),
@@ -351,11 +348,10 @@ def test_a_damaged_state_changes_nothing(damage: dict[str, Any]) -> None:
         ({"noise": -1.0}, "noise must be"),
         ({"noise": INF}, "noise must be"),
         ({"mean_over": 3}, "group must be a ProcessGroup or a DeviceMesh"),
-    ],
-)
-def test_mistakes(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        LossGuard(**options)
+    ]
+    for options, message in cases:
+        with pytest.raises(ConfigurationError, match=message):
+            LossGuard(**options)
 
 
 # Ranks ---------------------------------------------------------------------------------------------------

@@ -73,34 +73,37 @@ def skipping(optimizer: Any, **options: Any) -> LossGuard:
 # Nothing is touched --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [50.0, math.nan, math.inf])
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first step"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_leaves_parameters_and_state_alone(name: str, first: bool, bad: float) -> None:
-    net = make_net()
-    optimizer = OPTIMIZERS[name](list(net.parameters()))
-    guard = skipping(optimizer)
-    for index in range(0 if first else 3):
-        loss_of(net, *batch(0, index)).backward()
+def test_a_skipped_step_leaves_parameters_and_state_alone() -> None:
+    cases = [
+        *((name, False, 50.0) for name in OPTIMIZERS),
+        *((name, True, math.nan) for name in OPTIMIZERS),
+        ("adamw", False, math.inf),
+    ]
+    for name, first, bad in cases:
+        net = make_net()
+        optimizer = OPTIMIZERS[name](list(net.parameters()))
+        guard = skipping(optimizer)
+        for index in range(0 if first else 3):
+            loss_of(net, *batch(0, index)).backward()
+            assert guard.observe(1.0) is None
+            before = parameter_bits(net)
+            optimizer.step()
+            assert parameter_bits(net) != before
+            net.zero_grad()
+        loss_of(net, *batch(0, 7)).backward()
+        before, state, gradients = parameter_bits(net), state_of(optimizer), gradient_bits(net)
+        with captured_log() as log:
+            for _ in range(2):  # Each alarm, not only the first of a streak.
+                assert guard.observe(bad) is not None
+                optimizer.step()
+                assert (parameter_bits(net), state_of(optimizer), gradient_bits(net)) == (before, state, gradients)
+                net.zero_grad()
+                loss_of(net, *batch(0, 7)).backward()
+        assert guard.alarms == 2
+        assert [message.split("; ")[1] for _, message in log] == ["this step's update is skipped"]
         assert guard.observe(1.0) is None
-        before = parameter_bits(net)
         optimizer.step()
         assert parameter_bits(net) != before
-        net.zero_grad()
-    loss_of(net, *batch(0, 7)).backward()
-    before, state, gradients = parameter_bits(net), state_of(optimizer), gradient_bits(net)
-    with captured_log() as log:
-        for _ in range(2):  # Each alarm, not only the first of a streak.
-            assert guard.observe(bad) is not None
-            optimizer.step()
-            assert (parameter_bits(net), state_of(optimizer), gradient_bits(net)) == (before, state, gradients)
-            net.zero_grad()
-            loss_of(net, *batch(0, 7)).backward()
-    assert guard.alarms == 2
-    assert [message.split("; ")[1] for _, message in log] == ["this step's update is skipped"]
-    assert guard.observe(1.0) is None
-    optimizer.step()
-    assert parameter_bits(net) != before
 
 
 def test_an_alarm_is_for_one_step() -> None:
@@ -186,6 +189,7 @@ def test_a_wrapped_optimizer_and_a_scheduler() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own.
 def test_a_compiled_step_skips() -> None:
     net = make_net()
@@ -207,34 +211,42 @@ def test_a_compiled_step_skips() -> None:
 # GradScaler ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unscale", ["", "before observe", "after observe"])
-@pytest.mark.parametrize("name", ["adamw", "adamw fused", "sgd momentum", "muon"])
-def test_grad_scaler(name: str, unscale: str) -> None:
+def test_grad_scaler() -> None:
     """It looks for infinities in the gradients that are dropped, so neither step() nor update() misses them."""
-    net = make_net()
-    optimizer = OPTIMIZERS[name](list(net.parameters()))
-    guard = skipping(optimizer)
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    changed, scales = [], []
-    for index, loss in enumerate([1.0, 50.0, math.nan, 1.0, 1.0]):
-        net.zero_grad()
-        scaled = scaler.scale(loss_of(net, *batch(0, index)))
-        (scaled * math.inf if math.isnan(loss) else scaled).backward()
-        before, state = parameter_bits(net), state_of(optimizer)
-        if unscale == "before observe":
-            scaler.unscale_(optimizer)
-        with captured_log():
-            guard.observe(loss)
-        if unscale == "after observe":
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert (parameter_bits(net) == before) is (state_of(optimizer) == state)
-        changed.append(parameter_bits(net) != before)
-        scales.append(scaler.get_scale())
-    assert changed == [True, False, False, True, True]
-    assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # As without a guard.
+    cases = [
+        ("adamw", ""),
+        ("adamw", "before observe"),
+        ("adamw", "after observe"),
+        ("adamw fused", ""),
+        ("adamw fused", "before observe"),
+        ("adamw fused", "after observe"),
+        ("muon", "after observe"),
+    ]
+    for name, unscale in cases:
+        net = make_net()
+        optimizer = OPTIMIZERS[name](list(net.parameters()))
+        guard = skipping(optimizer)
+        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        changed, scales = [], []
+        for index, loss in enumerate([1.0, 50.0, math.nan, 1.0, 1.0]):
+            net.zero_grad()
+            scaled = scaler.scale(loss_of(net, *batch(0, index)))
+            (scaled * math.inf if math.isnan(loss) else scaled).backward()
+            before, state = parameter_bits(net), state_of(optimizer)
+            if unscale == "before observe":
+                scaler.unscale_(optimizer)
+            with captured_log():
+                guard.observe(loss)
+            if unscale == "after observe":
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            assert (parameter_bits(net) == before) is (state_of(optimizer) == state)
+            changed.append(parameter_bits(net) != before)
+            scales.append(scaler.get_scale())
+        assert changed == [True, False, False, True, True]
+        assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # As without a guard.
 
 
 # FP8 -----------------------------------------------------------------------------------------------------
@@ -339,17 +351,21 @@ RIGHT = {
     "resumed each step": "forward backward observe resume step zero",
     "resumed before forward": "resume forward backward observe step zero",
 }
-ACTIONS: list[Any] = ["warn", "skip", "stop", lambda alarm: None]
-NAMES = ["warn", "skip", "stop", "callable"]
+ACTIONS: dict[str, Any] = {"warn": "warn", "skip": "skip", "stop": "stop", "callable": lambda alarm: None}
 
 
-@pytest.mark.parametrize("action", ACTIONS, ids=NAMES)
-@pytest.mark.parametrize("order", RIGHT.values(), ids=RIGHT)
-def test_what_is_in_time_is_in_time(order: str, action: Any) -> None:
-    loop = Loop(action)
-    with captured_log() as log:
-        loop.run(order)
-    assert log == []
+def test_what_is_in_time_is_in_time() -> None:
+    cases = [
+        *((order, "skip") for order in RIGHT),
+        *((order, "warn") for order in RIGHT),
+        ("usual", "stop"),
+        ("usual", "callable"),
+    ]
+    for order, action in cases:
+        loop = Loop(ACTIONS[action])
+        with captured_log() as log:
+            loop.run(RIGHT[order], times=3)
+        assert log == []
 
 
 def test_a_step_that_a_scaler_skips_is_no_step() -> None:
@@ -400,22 +416,27 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("order", WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize("action", ACTIONS, ids=NAMES)
-def test_what_is_late_is_told(order: str, action: Any) -> None:
-    loop = Loop(action)
-    if action == "skip":
-        for _ in range(2):  # From the first, and again.
-            with pytest.raises(ConfigurationError, match=LATE):
-                loop.run(order, times=1)
-        return
-    with captured_log() as log:
-        loop.run(order)
-    ((_, message),) = log
-    assert message == (
-        "fp8dist: LossGuard: observe() came after optimizer.step(): the update with this loss's gradients is made "
-        "already. Call it between loss.backward() and optimizer.step()"
-    )
+def test_what_is_late_is_told() -> None:
+    cases = [
+        *((order, "skip") for order in WRONG),
+        *((order, "warn") for order in WRONG),
+        ("usual", "stop"),
+        ("usual", "callable"),
+    ]
+    for order, action in cases:
+        loop = Loop(ACTIONS[action])
+        if action == "skip":
+            for _ in range(2):  # From the first, and again.
+                with pytest.raises(ConfigurationError, match=LATE):
+                    loop.run(WRONG[order], times=1)
+            continue
+        with captured_log() as log:
+            loop.run(WRONG[order])
+        ((_, message),) = log
+        assert message == (
+            "fp8dist: LossGuard: observe() came after optimizer.step(): the update with this loss's gradients is made "
+            "already. Call it between loss.backward() and optimizer.step()"
+        )
 
 
 def test_a_late_loss_is_still_judged() -> None:
@@ -459,19 +480,19 @@ def test_without_an_optimizer_nothing_is_noticed() -> None:
     assert log == []
 
 
-@pytest.mark.parametrize("order", ["observe first", "step"])
-def test_a_closure_is_refused(order: str) -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    guard = LossGuard("skip", optimizer=optimizer)
-    if order == "observe first":
-        guard.observe(1.0)
-    before = parameter_bits(net)
-    with pytest.raises(ConfigurationError, match=r"no place in optimizer\.step\(closure\)"):
-        optimizer.step(lambda: 1.0)
-    with pytest.raises(ConfigurationError, match=r"no place in optimizer\.step\(closure\)"):
-        optimizer.step(closure=lambda: 1.0)
-    assert parameter_bits(net) == before
+def test_a_closure_is_refused() -> None:
+    for order in ("observe first", "step"):
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        guard = LossGuard("skip", optimizer=optimizer)
+        if order == "observe first":
+            guard.observe(1.0)
+        before = parameter_bits(net)
+        with pytest.raises(ConfigurationError, match=r"no place in optimizer\.step\(closure\)"):
+            optimizer.step(lambda: 1.0)
+        with pytest.raises(ConfigurationError, match=r"no place in optimizer\.step\(closure\)"):
+            optimizer.step(closure=lambda: 1.0)
+        assert parameter_bits(net) == before
 
 
 # Lives ---------------------------------------------------------------------------------------------------
@@ -513,14 +534,14 @@ def test_gradients_are_not_kept() -> None:
     assert gradient() is None
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))])
-def test_copies(duplicate: Callable[[LossGuard], LossGuard]) -> None:
-    plain = LossGuard("warn")
-    plain.observe(1.0)
-    assert duplicate(plain).state_dict() == plain.state_dict()
-    optimizer = torch.optim.SGD(make_net().parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"save its state_dict\(\)"):
-        duplicate(LossGuard("warn", optimizer=optimizer))
+def test_copies() -> None:
+    for duplicate in (copy.copy, copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))):
+        plain = LossGuard("warn")
+        plain.observe(1.0)
+        assert duplicate(plain).state_dict() == plain.state_dict()
+        optimizer = torch.optim.SGD(make_net().parameters(), lr=0.1)
+        with pytest.raises(ConfigurationError, match=r"save its state_dict\(\)"):
+            duplicate(LossGuard("warn", optimizer=optimizer))
 
 
 def test_a_copied_optimizer_has_no_hooks() -> None:
@@ -531,18 +552,16 @@ def test_a_copied_optimizer_has_no_hooks() -> None:
     del guard
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_mistakes() -> None:
+    cases = [
         ({"action": "skip"}, "needs optimizer="),
         ({"action": "skip", "optimizer": 3}, "optimizer= must be one torch optimizer or several, got int"),
         ({"action": "skip", "optimizer": []}, "optimizer= must be one torch optimizer or several, got list"),
         ({"action": "warn", "optimizer": "adam"}, "optimizer= must be one torch optimizer or several, got str"),
-    ],
-)
-def test_mistakes(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        LossGuard(**options)
+    ]
+    for options, message in cases:
+        with pytest.raises(ConfigurationError, match=message):
+            LossGuard(**options)
 
 
 # Ranks ---------------------------------------------------------------------------------------------------
@@ -613,11 +632,16 @@ def local_bits(net: nn.Module) -> list[bytes]:
     return [bits(local(p)) for p in net.parameters()]
 
 
-KINDS = ["ddp", "ddp view", "fsdp2", "fsdp1", "fsdp1 flat"]
-
-
-@pytest.mark.parametrize(("name", "clip"), [("adamw", False), ("adamw", True), ("sgd momentum", True)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "clip"),
+    [
+        ("ddp", "adamw", True),
+        ("ddp view", "sgd momentum", True),
+        ("fsdp2", "adamw", True),
+        ("fsdp1", "adamw", False),
+        ("fsdp1 flat", "sgd momentum", True),
+    ],
+)
 def test_a_skipped_batch_is_as_if_it_had_not_been(two_ranks: RankPool, kind: str, name: str, clip: bool) -> None:
     skipped = two_ranks.run(trained, kind, name, False, clip)
     without = two_ranks.run(trained, kind, name, True, clip)
@@ -651,7 +675,7 @@ def late_on_ranks(kind: str, action: str) -> tuple[int, list[str]]:
     return raised, [message for _, message in log]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1 flat"])
 def test_late_on_all_ranks(two_ranks: RankPool, kind: str) -> None:
     assert two_ranks.run(late_on_ranks, kind, "skip") == [(3, []), (3, [])]
     (none, told), other = two_ranks.run(late_on_ranks, kind, "warn")

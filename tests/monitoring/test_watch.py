@@ -212,8 +212,7 @@ def _watched(path: str, recipe: Recipe, ranks: bool, options: dict[str, Any]) ->
     return lines, calls.sizes, own
 
 
-@pytest.mark.parametrize("ranks", [False, True], ids=["without ranks", "with ranks"])
-@pytest.mark.parametrize("kind", ["delayed", "current", "three"])
+@pytest.mark.parametrize(("kind", "ranks"), [("delayed", True), ("current", False), ("three", True), ("three", False)])
 def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path, kind: str, ranks: bool) -> None:
     """And the largest of all ranks, with who held it."""
     options: dict[str, Any] = {}

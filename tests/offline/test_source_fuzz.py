@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import shutil
@@ -171,7 +172,7 @@ _UNHURRIED = settings(deadline=None, suppress_health_check=list(HealthCheck), pr
 
 
 @pytest.mark.slow
-@settings(_UNHURRIED, max_examples=400)
+@settings(_UNHURRIED, max_examples=120)
 @given(data=st.data())
 def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:
     _fuzz(valid, data)
@@ -180,17 +181,17 @@ def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(4))  # For two workers.
-@settings(_UNHURRIED, max_examples=15_000 // 4)
+@settings(_UNHURRIED, max_examples=7_500 // 4)
 @given(data=st.data())
 def test_damaged_files_at_length(valid: dict[str, Content], part: int, data: st.DataObject) -> None:
     _fuzz(valid, data)
 
 
 @pytest.mark.slow
-def test_every_byte_of_an_index(valid: dict[str, Content]) -> None:
+def test_bytes_all_over_an_index(valid: dict[str, Content]) -> None:
     """An index has no checksum. What a flipped bit leaves readable, still reads without harm."""
     index = valid["dcp"][".metadata"]
-    for place in range(0, len(index), 3):
+    for place in range(0, len(index), 11):
         broken = bytearray(index)
         broken[place] ^= 1 << place % 8
         _read_all({**valid["dcp"], ".metadata": bytes(broken)})
@@ -220,8 +221,7 @@ def _bombs(marker: str) -> Iterator[tuple[str, Any]]:
     yield "from type", _Call(torch._tensor._rebuild_from_type_v2, os.system, torch.Tensor, (leave,), {})
 
 
-@pytest.mark.parametrize("name", [name for name, _ in _bombs("")])
-@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize(("name", "protocol"), [*zip([name for name, _ in _bombs("")], itertools.cycle((0, 2, 4)))])
 def test_crafted_pickles(valid: dict[str, Content], name: str, protocol: int, tmp_path: Path) -> None:
     """Alone, appended and in place of each pickle of each kind. Nothing of them is ever run."""
     marker = tmp_path / "marker"
@@ -245,7 +245,7 @@ def test_crafted_pickles(valid: dict[str, Content], name: str, protocol: int, tm
 
 
 @pytest.mark.slow
-@settings(_UNHURRIED, max_examples=200)
+@settings(_UNHURRIED, max_examples=80)
 @given(opcodes=st.lists(st.sampled_from([bytes([i]) for i in INTERESTING]), max_size=40), tail=st.binary(max_size=20))
 def test_random_opcodes(valid: dict[str, Content], opcodes: list[bytes], tail: bytes) -> None:
     pickled = b"\x80\x02" + b"".join(opcodes) + tail

@@ -291,10 +291,10 @@ def test_a_storage(tmp_path: Path) -> None:
     ],
     ids=["sparse", "meta", "numpy", "object", "module", "key"],
 )
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
-def test_what_is_no_plain_tensor(tmp_path: Path, value: Any, text: str, legacy: bool) -> None:
-    _refused(_save(tmp_path / "a.pt", {"x": value}, legacy), text, "expected")
+def test_what_is_no_plain_tensor(tmp_path: Path, value: Any, text: str) -> None:
+    for legacy in (False, True):
+        _refused(_save(tmp_path / "a.pt", {"x": value}, legacy), text, "expected")
 
 
 def test_one_name_for_two_things(tmp_path: Path) -> None:
@@ -321,10 +321,10 @@ def test_every_flipped_bit_of_a_zip_record_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_every_truncation_is_seen(tmp_path: Path, legacy: bool) -> None:
+def test_truncation_is_seen(tmp_path: Path, legacy: bool) -> None:
     path = _save(tmp_path / "a.pt", {"a": torch.ones(4), "b": torch.arange(3)}, legacy)
     data = path.read_bytes()
-    for length in range(len(data)):
+    for length in (*range(0, len(data) - 100, 5), *range(len(data) - 100, len(data))):
         path.write_bytes(data[:length])
         _refused(path)
     path.write_bytes(data + b"x")
@@ -390,7 +390,7 @@ class Bomb:
         return os.system, (f"touch '{self.marker}'",)
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", [0, 2, 5])
 def test_pickles_are_never_executed(tmp_path: Path, protocol: int) -> None:
     marker, path = tmp_path / "marker", tmp_path / "a.pt"
     bomb = pickle.dumps({"a": Bomb(marker)}, protocol)
@@ -422,8 +422,8 @@ def test_pickles_are_never_executed(tmp_path: Path, protocol: int) -> None:
     ("name", "pickled"),
     [
         ("a deep key", b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."),
-        ("a deep tuple", b"\x80\x02)" + b"\x85" * 300_000 + b"."),
-        ("a deep list", b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."),
+        ("a deep tuple", b"\x80\x02)" + b"\x85" * 100_000 + b"."),
+        ("a deep list", b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."),
         ("a list in itself", b"\x80\x02]q\x00h\x00a."),
         (
             "a billion lists",
@@ -858,11 +858,9 @@ def _write(path: Path, kind: str) -> None:
         ("noise", "no known kind"),
     ],
 )
-@pytest.mark.parametrize("name", ["x", "is", "a\nb\x1b[31m"])
-def test_what_is_no_checkpoint(
-    tmp_path: Path, kind: str, text: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_checkpoint(tmp_path: Path, kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    name = {"text": "is", "empty": "a\nb\x1b[31m"}.get(kind, "x")
     _write(Path(name), kind)
     message = _refused(name, text)
     assert message.startswith(f"{failures.one_line(name)}: ")
@@ -922,24 +920,22 @@ def test_there_is_no_tensor_of_an_object() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors", "dcp", "hostile"])
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, kind: str) -> None:
-    """20 tensors of 10 MB: reading all of them takes less than five of them. Mapped pages do not count."""
-    tensors = {f"t{i}": torch.full((10 << 18,), float(i)) for i in range(20)}
-    path = tmp_path / "checkpoint"
-    if kind in ("zip", "legacy"):
-        _save(path, tensors, legacy=kind == "legacy")
-    elif kind == "safetensors":
-        save_file(tensors, path)
-    elif kind == "dcp":
-        _dcp(path, tensors)
-    else:  # Claims two terabytes.
-        _save(path, {"a": torch.ones(4)})
-        with zipfile.ZipFile(path) as archive:
-            pickled = archive.read("checkpoint/data.pkl")
-        _rezip(path, {"data.pkl": pickled.replace(b"K\x04", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))})
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """10 tensors of 10 MB: reading all of them takes less than five of them. Mapped pages do not count."""
+    tensors = {f"t{i}": torch.full((10 << 18,), float(i)) for i in range(10)}
+    _save(tmp_path / "zip", tensors, legacy=False)
+    _save(tmp_path / "legacy", tensors, legacy=True)
+    save_file(tensors, tmp_path / "safetensors")
+    _dcp(tmp_path / "dcp", tensors)
+    _save(tmp_path / "hostile", {"a": torch.ones(4)})  # Claims two terabytes.
+    with zipfile.ZipFile(tmp_path / "hostile") as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        pickled = archive.read(name)
+    claimed = pickled.replace(b"K\x04", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))
+    _rezip(tmp_path / "hostile", {"data.pkl": claimed})
+    # Each is read by a fork: with the memory that one import of torch leaves, and no other.
     program = """
-        import sys
+        import os, sys
         from pathlib import Path
         from fp8dist.errors import CheckpointError
         from fp8dist.offline.sources import open_source
@@ -948,22 +944,29 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, kind: str) -> None:
             text = Path("/proc/self/status").read_text()
             return int(text.partition("RssAnon:")[2].split()[0]) * 1024
 
-        before, peak, read = anonymous(), 0, 0
-        try:
-            with open_source(sys.argv[1]) as source:
-                for index in range(len(source.entries)):
-                    tensor = source.read(index)
-                    read += float(tensor[-1]) == float(source.entries[index].name[1:])
-                    peak = max(peak, anonymous() - before)
-        except CheckpointError:
-            pass
-        print(peak, read)
+        for path in sys.argv[1:]:
+            if child := os.fork():
+                os.waitpid(child, 0)
+                continue
+            before, peak, read = anonymous(), 0, 0
+            try:
+                with open_source(path) as source:
+                    for index in range(len(source.entries)):
+                        tensor = source.read(index)
+                        read += float(tensor[-1]) == float(source.entries[index].name[1:])
+                        peak = max(peak, anonymous() - before)
+            except CheckpointError:
+                pass
+            print(peak, read, flush=True)
+            os._exit(0)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(path)]
+    kinds = ["zip", "legacy", "safetensors", "dcp", "hostile"]
+    command = [sys.executable, "-c", textwrap.dedent(program), *(str(tmp_path / kind) for kind in kinds)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    peak, read = map(int, done.stdout.split())
-    assert read == (0 if kind == "hostile" else 20)
-    assert peak < 5 * 10 * 2**20
+    for kind, line in zip(kinds, done.stdout.splitlines(), strict=True):
+        peak, read = map(int, line.split())
+        assert read == (0 if kind == "hostile" else 10), kind
+        assert peak < 5 * 10 * 2**20, kind
 
 
 def test_many_sources_at_once(tmp_path: Path) -> None:

@@ -268,9 +268,8 @@ def test_a_policy_leaves_current_scaling_without_scales_to_exceed() -> None:
     assert {job.manager.scale(*slot).item() for slot in job.manager.slots} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_mistakes() -> None:
+    cases = [
         ({"steps": 0}, "steps must be an integer"),
         ({"steps": True}, "steps must be an integer"),
         ({"nonfinite": 1}, "nonfinite must be True or False"),
@@ -279,13 +278,12 @@ def test_a_policy_leaves_current_scaling_without_scales_to_exceed() -> None:
         ({"underflow": float("nan")}, "underflow must be a share"),
         ({"underflow": True}, "underflow must be a share"),
         ({"nonfinite": False}, "nothing would ever count"),
-    ],
-)
-def test_mistakes(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        Fallback(**arguments)
-    with pytest.raises(ConfigurationError, match="fallback must be a Fallback"):
-        fp8dist.prepare(make_net(), fallback=3)  # type: ignore[arg-type]
+    ]
+    for arguments, says in cases:
+        with pytest.raises(ConfigurationError, match=says):
+            Fallback(**arguments)
+        with pytest.raises(ConfigurationError, match="fallback must be a Fallback"):
+            fp8dist.prepare(make_net(), fallback=3)  # type: ignore[arg-type]
 
 
 # Ranks -------------------------------------------------------------------------------------------

@@ -157,8 +157,9 @@ def _live(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> None:
 RELAXED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
+@pytest.mark.slow
 @given(recipes, lives)
-@settings(max_examples=100, derandomize=True, database=None, **RELAXED)
+@settings(max_examples=60, derandomize=True, database=None, **RELAXED)
 def test_random_lives(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> None:
     _live(recipe, life)
 
@@ -166,7 +167,7 @@ def test_random_lives(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(2))  # For two workers.
 @given(recipe=recipes, life=lives)
-@settings(max_examples=2000 // 2, database=None, **RELAXED)
+@settings(max_examples=1000 // 2, database=None, **RELAXED)
 def test_many_random_lives(part: int, recipe: dict[str, Any], life: list[tuple[str, Any]]) -> None:
     _live(recipe, life)
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import struct
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,18 @@ def saved(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> Path:
     return path
 
 
-def _refused(path: Path, strict: bool = True, named: bool = True) -> str:
-    """The error of loading ``path``; nothing was changed by it."""
+@cache
+def _used() -> tuple[nn.Module, StateManager]:
+    """A model after a step, for all that is refused: none of it may change it."""
     model, manager = _prepared()
     model(torch.ones(2, 16)).sum().backward()
     manager.step()
+    return model, manager
+
+
+def _refused(path: Path, strict: bool = True, named: bool = True) -> str:
+    """The error of loading ``path``; nothing was changed by it."""
+    _, manager = _used()
     before, steps = state_of(manager), manager.steps
     with pytest.raises(CheckpointError) as caught:
         manager.load(path, strict=strict)
@@ -192,7 +200,7 @@ def test_a_flipped_byte_anywhere_is_found(saved: Path) -> None:
     content = saved.read_bytes()
     header = _header_length(content)
     rng = random.Random(0)
-    places = [*range(12), *rng.sample(range(header), 120), header - 1, *rng.sample(range(header, len(content)), 70)]
+    places = [*range(12), *rng.sample(range(header), 50), header - 1, *rng.sample(range(header, len(content)), 40)]
     model, manager = _prepared()
     before = state_of(manager)
     for place in places:
@@ -212,11 +220,11 @@ def test_a_flipped_byte_anywhere_is_found(saved: Path) -> None:
     assert model is not None
 
 
-@pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 0.6, 0.9, 0.999])
-def test_a_truncated_file_is_refused(saved: Path, part: float) -> None:
+def test_a_truncated_file_is_refused(saved: Path) -> None:
     content = saved.read_bytes()
-    saved.write_bytes(content[: int(part * len(content))])
-    _refused(saved)
+    for part in (0.0, 0.01, 0.3, 0.6, 0.9, 0.999):
+        saved.write_bytes(content[: int(part * len(content))])
+        _refused(saved)
 
 
 def test_a_file_with_more_at_its_end_is_refused(saved: Path) -> None:
@@ -308,11 +316,11 @@ def test_bytes_are_those_of_a_file_and_the_same_for_the_same_state(
     assert model is not None
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None])
-def test_another_version_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path, version: object) -> None:
-    text = _refused(_rewritten(trained[1], tmp_path / "other", version=version), named=False)
-    assert f"version {version!r}" in text
-    assert "reads version 3" in text
+def test_another_version_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
+    for version in (0, 1, 2, 4, "3", None):
+        text = _refused(_rewritten(trained[1], tmp_path / "other", version=version), named=False)
+        assert f"version {version!r}" in text
+        assert "reads version 3" in text
 
 
 def test_a_state_dict_of_version_1_is_refused(trained: tuple[nn.Module, StateManager]) -> None:
@@ -321,46 +329,48 @@ def test_a_state_dict_of_version_1_is_refused(trained: tuple[nn.Module, StateMan
         trained[1].load_state_dict({**old, "version": 1})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("scale", torch.ones(5)),
-        ("scale", torch.ones(6, dtype=torch.float64)),
-        ("scale", torch.zeros(6)),
-        ("scale", torch.full((6,), float("nan"))),
-        ("scale", torch.full((6,), float("inf"))),
-        ("scale", -torch.ones(6)),
-        ("amax", torch.ones(6, 1)),
-        ("cold", torch.ones(6)),
-        ("counters", torch.ones(2, 6, dtype=torch.int64)),
-        ("history", torch.ones(6)),
-        ("history", torch.ones(6, 0)),
-        ("history", torch.ones(5, 3)),
-        ("step", torch.ones(1, dtype=torch.int64)),
-        ("slots", [["0", "input"]] * 6),
-        ("slots", [["0", "input"]]),
-        ("slots", [1, 2, 3, 4, 5, 6]),
-        ("slots", [["a", "b", "c"]] * 6),
-        ("slots", None),
-        ("slots", 7),
-        ("formats", ["e4m3"] * 5),
-        ("formats", "e4m3e5"),
-        ("formats", [1] * 6),
-        ("formats", None),
-        ("recipes", ["margin"]),
-        ("recipes", {}),
-        ("recipe_of", [0]),
-        ("recipe_of", "0"),
-        ("precision", ["fprop"]),
-        ("tripped", [99]),
-        ("tripped", None),
-    ],
-)  # fmt: skip
-def test_content_that_does_not_fit_is_refused(
-    trained: tuple[nn.Module, StateManager], tmp_path: Path, name: str, value: Any
-) -> None:
-    for strict in (True, False):
-        _refused(_rewritten(trained[1], tmp_path / "odd", **{name: value}), strict, named=False)
+UNFIT: list[tuple[str, Any]] = [
+    ("scale", torch.ones(5)),
+    ("scale", torch.ones(6, dtype=torch.float64)),
+    ("scale", torch.zeros(6)),
+    ("scale", torch.full((6,), float("nan"))),
+    ("scale", torch.full((6,), float("inf"))),
+    ("scale", -torch.ones(6)),
+    ("amax", torch.ones(6, 1)),
+    ("cold", torch.ones(6)),
+    ("counters", torch.ones(2, 6, dtype=torch.int64)),
+    ("history", torch.ones(6)),
+    ("history", torch.ones(6, 0)),
+    ("history", torch.ones(5, 3)),
+    ("step", torch.ones(1, dtype=torch.int64)),
+    ("slots", [["0", "input"]] * 6),
+    ("slots", [["0", "input"]]),
+    ("slots", [1, 2, 3, 4, 5, 6]),
+    ("slots", [["a", "b", "c"]] * 6),
+    ("slots", None),
+    ("slots", 7),
+    ("formats", ["e4m3"] * 5),
+    ("formats", "e4m3e5"),
+    ("formats", [1] * 6),
+    ("formats", None),
+    ("recipes", ["margin"]),
+    ("recipes", {}),
+    ("recipe_of", [0]),
+    ("recipe_of", "0"),
+    ("precision", ["fprop"]),
+    ("tripped", [99]),
+    ("tripped", None),
+]
+
+
+def test_content_that_does_not_fit_is_refused(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> None:
+    for index, (name, value) in enumerate(UNFIT):
+        path = _rewritten(trained[1], tmp_path / "odd", **{name: value})
+        for strict in (True, False):
+            try:
+                _refused(path, strict, named=False)
+            except BaseException as error:
+                raise AssertionError(f"number {index}, {name}, strict={strict}") from error
 
 
 @pytest.mark.parametrize(
@@ -394,15 +404,15 @@ _TENSORS = ["step", "scale", "amax", "cold", "counters", "history"]
 _CONTENT = ["version", "slots", "formats", "recipes", "recipe_of", "precision", "tripped", *_TENSORS]
 
 
-@pytest.mark.parametrize("name", _CONTENT)
-def test_a_state_dict_that_lacks_something_is_refused(trained: tuple[nn.Module, StateManager], name: str) -> None:
-    state = saved_of(trained[1])
-    del state[name]
+def test_a_state_dict_that_lacks_something_is_refused(trained: tuple[nn.Module, StateManager]) -> None:
     model, manager = _prepared()
     before = state_of(manager)
-    with pytest.raises(CheckpointError, match=name):
-        manager.load_state_dict({"shared": _blob(state)})
-    assert state_of(manager) == before
+    for name in _CONTENT:
+        state = saved_of(trained[1])
+        del state[name]
+        with pytest.raises(CheckpointError, match=name):
+            manager.load_state_dict({"shared": _blob(state)})
+        assert state_of(manager) == before, name
     assert model is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -125,7 +126,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     if not math.isfinite(value):
         return math.nan
     numbers, magnitude = _numbers(dtype), abs(value)
-    above = next((code for code, number in enumerate(numbers) if number >= magnitude), len(numbers) - 1)
+    above = min(bisect.bisect_left(numbers, magnitude), len(numbers) - 1)
     if above == 0 or magnitude >= numbers[-1]:
         return math.copysign(numbers[above], value)
     middle = (numbers[above - 1] + numbers[above]) / 2  # Exact in float64.

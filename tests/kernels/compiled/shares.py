@@ -8,6 +8,7 @@ from fp8dist_kernels.triton.shares import measure
 from tests.support.ahead_of_time import Compiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HOPPER = 90
 
 
 def launch(compiler: Compiler) -> None:
@@ -27,9 +28,11 @@ def launch(compiler: Compiler) -> None:
         ("f32", torch.empty(tokens, features, dtype=f32), E4M3),
         ("f32 transposed", torch.empty(features, tokens, dtype=f32).t(), E5M2),
     ):
-        for kind, inv_scale, block in scales:
+        for kind, inv_scale, block in scales if compiler.capability == HOPPER else scales[::2]:
             with compiler.naming(f"{name}: {kind}"):
                 measure(x, inv_scale, dtype, saturated, underflow, block=block)
+    if compiler.capability != HOPPER:
+        return
     for name, x in (
         ("bf16 odd", torch.empty(tokens, features + 1, dtype=bf16)[:, 1:]),
         ("bf16 far", torch.empty(3, 1 << 30, dtype=bf16).expand(3, 1 << 30)),
