@@ -21,7 +21,6 @@ from tests.support.elements import element, flip, raw, same_value, ulp_between, 
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
 """Four processes are enough."""
 
 

@@ -28,7 +28,6 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
 """Four processes are enough."""
 
 HANG = 30.0

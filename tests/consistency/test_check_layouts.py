@@ -15,7 +15,6 @@ from tests.support.checked import whole_world
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
 """Four processes are enough."""
 
 

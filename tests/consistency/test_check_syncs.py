@@ -18,7 +18,6 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, fp8_count, make_net
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
 """Four processes are enough."""
 
 

@@ -78,7 +78,6 @@ def test_three_ranks_differ_from_ddp_no_more_than_float32_does(three_ranks: Rank
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("four_ranks")
 @pytest.mark.parametrize("job", WIDE)
 def test_four_ranks_differ_from_ddp_no_more_than_float32_does(four_ranks: RankPool, job: Job) -> None:
     assert_as_ddp(four_ranks, job, 4)

@@ -24,7 +24,7 @@ from tests.support.parallel import (
 from tests.support.ranks import RankPool
 from tests.support.training import histories, state_bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four_ranks")]
+pytestmark = [pytest.mark.slow]
 
 
 STEPS = 5

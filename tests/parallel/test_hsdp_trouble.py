@@ -31,7 +31,7 @@ from tests.support.ranks import RankPool
 from tests.support.states import state_of, without
 from tests.support.training import histories, state_bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four_ranks")]
+pytestmark = [pytest.mark.slow]
 
 
 def _damaged_scale(layout: str, policy: str, role: str) -> Any:

@@ -26,7 +26,7 @@ from tests.support.training import (
     state_bits,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four_ranks")]
+pytestmark = [pytest.mark.slow]
 
 STEPS, HISTORY, MICROBATCHES = 4, 8, 4
 STAGES = {0: (0, 1), 1: (2, 3)}

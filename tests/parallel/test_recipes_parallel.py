@@ -19,7 +19,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.parallel import assert_affine, mesh_of, same_on_all_ranks, whole
 from tests.support.ranks import RankPool
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four_ranks")]
+pytestmark = [pytest.mark.slow]
 
 RECIPES: dict[str, Recipe] = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
 
