@@ -249,6 +249,7 @@ def test_without_a_majority_both_sides_leave_evidence(two_ranks: RankPool, tmp_p
     }
 
 
+@pytest.mark.slow
 def test_evidence_of_an_earlier_divergence_is_not_overwritten(three_ranks: RankPool, tmp_path: Path) -> None:
     three_ranks.run(_with_evidence, str(tmp_path), "warn", "check", [1])
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}

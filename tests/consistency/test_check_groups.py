@@ -177,6 +177,7 @@ def test_hsdp_replicas_that_differ_are_found_in_the_right_replica_group(
         assert speaker == min(min(pair) for pair in pairs)
 
 
+@pytest.mark.slow
 def test_of_four_replicas_the_odd_one_is_named(four_ranks: RankPool) -> None:
     results = four_ranks.run(_hsdp, (4, 1), [0], timeout=60)
     for names, coords, findings, *_, speaker in results:
@@ -459,6 +460,7 @@ def _cost_of_slots(slots: int) -> Any:
     return dict(report.compared), calls.names, calls.sizes
 
 
+@pytest.mark.slow
 def test_a_clean_check_of_many_slots_is_one_small_all_reduce(two_ranks: RankPool) -> None:
     few, many = (two_ranks.run(_cost_of_slots, n) for n in (3, 300))
     assert few == [({"slot": 3}, ["all_reduce"], few[0][2])] * 2
@@ -490,6 +492,7 @@ def _checked_every(every: int, boundary: str, ddp: bool) -> Any:
     return counts, manager._cycle.checker.checks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "boundary", "ddp"), [(0, "optimizer", True), (1, "manual", False), (3, "optimizer", True)]
 )

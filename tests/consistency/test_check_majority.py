@@ -87,6 +87,7 @@ def test_of_two_ranks_nobody_is_the_culprit(
     _assert_sides(two_ranks, values, where, expected, speaker)
 
 
+@pytest.mark.slow
 @_in_turn(OF_THREE, 1)
 def test_of_three_ranks_the_odd_one_is_named(
     three_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str

@@ -137,6 +137,7 @@ def _check_fails(ranks: int) -> tuple[int, int]:
     return errors, manager.steps
 
 
+@pytest.mark.slow
 def test_who_catches_what_a_check_raised_goes_on(three_ranks: RankPool) -> None:
     """The step after it is checked no more than any other."""
     assert three_ranks.run(_check_fails, 3) == [(2, 7)] * 3

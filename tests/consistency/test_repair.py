@@ -206,6 +206,7 @@ def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
     return state_bits(manager), [r.repaired for r in events], report.consistent, len(log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("odd", "with_history"), [(0, True), (2, False)])
 def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_been(
     three_ranks: RankPool, odd: int, with_history: bool
@@ -449,5 +450,6 @@ def _replicas_of_dtensors() -> Any:
     return report.repaired, after == healthy
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_are_repaired(four_ranks: RankPool) -> None:
     assert four_ranks.run(_replicas_of_dtensors, timeout=60) == [(("parameter weight of 1 from 0",), True)] * 4
