@@ -20,28 +20,55 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
-def _pool(world_size: int) -> Iterator[RankPool]:
-    pool = RankPool(world_size)
-    yield pool
-    pool.close()
+POOLS = {"two_ranks": 2, "three_ranks": 3, "four_ranks": 4}
+"""Fixtures, and how many ranks they have."""
+
+_pools = pytest.StashKey[dict[str, RankPool]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[_pools] = {name: RankPool(size) for name, size in POOLS.items()}
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPool]:
-    """Two gloo ranks, alive for the session."""
-    yield from _pool(2)
+def two_ranks(request: pytest.FixtureRequest) -> RankPool:
+    """Two gloo ranks."""
+    return request.session.stash[_pools]["two_ranks"]
 
 
 @pytest.fixture(scope="session")
-def three_ranks() -> Iterator[RankPool]:
-    """Three gloo ranks, alive for the session: enough for a majority."""
-    yield from _pool(3)
+def three_ranks(request: pytest.FixtureRequest) -> RankPool:
+    """Three gloo ranks: enough for a majority."""
+    return request.session.stash[_pools]["three_ranks"]
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[RankPool]:
-    """Four gloo ranks, alive for the session: two against two, and meshes of two axes."""
-    yield from _pool(4)
+def four_ranks(request: pytest.FixtureRequest) -> RankPool:
+    """Four gloo ranks: two against two, and meshes of two axes."""
+    return request.session.stash[_pools]["four_ranks"]
+
+
+def _pools_of(item: pytest.Item) -> list[str]:
+    return [name for name in POOLS if name in getattr(item, "fixturenames", ())]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Tests of one pool run one after the other, and on one worker of pytest-xdist: each pool starts once."""
+    for item in items:
+        used = _pools_of(item)
+        if used and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(used[-1]))
+    items.sort(key=lambda item: _pools_of(item)[-1:])
+    return (yield)  # A wrapper, because pytest-xdist reads the marks in the same hook.
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A pool stays only if the next test uses it: threads of gloo poll while nobody calls their rank."""
+    wanted = [] if nextitem is None else _pools_of(nextitem)
+    for name, pool in item.session.stash[_pools].items():
+        if name not in wanted:
+            pool.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -429,7 +429,6 @@ def _of_wrapped(how: str) -> str:
     return text
 
 
-@pytest.mark.xdist_group("four_ranks")
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -485,7 +485,6 @@ def _sharded(how: str) -> tuple[bool, list[str]]:
     return str(manager.coverage()) == before, [text for _, text in log]
 
 
-@pytest.mark.xdist_group("four_ranks")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp1"])
 def test_sharding_does_not_change_the_table(two_ranks: RankPool, how: str) -> None:

@@ -49,8 +49,6 @@ from tests.support.quiet import (
 )
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
-
 TABLE = Table()
 program, variants = TABLE.program, TABLE.variants
 STEPS = 5

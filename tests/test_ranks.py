@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forked import PRELOADED
-from tests.support.ranks import RankPool, RanksFailed
+from tests.support.ranks import RankPool, RanksFailed, threads_of
 
 
 def _sum_of_ranks() -> tuple[int, int]:
@@ -28,13 +29,13 @@ def test_results_come_in_rank_order(two_ranks: RankPool) -> None:
     assert two_ranks.run(_sum_of_ranks) == [(0, 1), (1, 1)]
 
 
-def _was_preloaded() -> bool:
-    return PRELOADED in sys.modules
+def _origin() -> tuple[bool, int]:
+    return PRELOADED in sys.modules, threads_of(os.getppid())
 
 
-def test_ranks_need_not_import_torch_each(two_ranks: RankPool) -> None:
-    """Else they would still work, and all tests take three times as long."""
-    assert two_ranks.run(_was_preloaded) == [True, True]
+def test_ranks_are_forked_from_one_thread_that_has_imported_torch(two_ranks: RankPool) -> None:
+    """Without the imports they would still work, and all tests take three times as long."""
+    assert two_ranks.run(_origin) == [(True, 1)] * 2
 
 
 @pytest.mark.slow

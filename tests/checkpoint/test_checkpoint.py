@@ -29,7 +29,6 @@ from tests.support.training import batch, bits, make_net
 # DCP has warnings of its own where there is no process group.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("four_ranks"),
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
 ]
 

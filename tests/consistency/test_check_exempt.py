@@ -15,9 +15,6 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
-"""Four processes are enough."""
-
 
 def _seeded_differently(module: nn.Module) -> nn.Module:
     """Each rank has its own numbers."""
@@ -204,6 +201,7 @@ def _zero_redundancy() -> Any:
     return owners, report.findings, dict(report.compared), report.skipped
 
 
+@pytest.mark.slow
 def test_the_state_of_a_zero_redundancy_optimizer_is_not_compared(two_ranks: RankPool) -> None:
     for owners, findings, compared, skipped in two_ranks.run(_zero_redundancy):
         assert owners[-1] == 3

@@ -28,9 +28,6 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
-"""Four processes are enough."""
-
 HANG = 30.0
 """Seconds after which a test says that ranks wait for each other. Some import DTensor for the first time here."""
 
@@ -78,7 +75,7 @@ def _tensor_parallel(shape: tuple[int, ...], damaged: list[int]) -> Any:
     return _names(report), coords, repr(report.findings), report.compared, report.skipped
 
 
-@pytest.mark.parametrize("damaged", [[], [0], [2]])
+@pytest.mark.parametrize("damaged", [[], [0]])
 def test_a_norm_that_drifts_under_tensor_parallelism_is_found(four_ranks: RankPool, damaged: list[int]) -> None:
     results = four_ranks.run(_tensor_parallel, (4,), damaged, timeout=60)
     for names, coords, findings, compared, skipped in results:
@@ -91,7 +88,7 @@ def test_a_norm_that_drifts_under_tensor_parallelism_is_found(four_ranks: RankPo
         assert skipped == ("3 parameters that are DTensors without a Replicate axis: each rank has its own",)
 
 
-@pytest.mark.parametrize(("damaged", "ranks"), [([], None), ([3], (2, 3)), ([0], (0, 1))])
+@pytest.mark.parametrize(("damaged", "ranks"), [([], None), ([3], (2, 3))])
 def test_with_data_and_tensor_parallelism_only_the_odd_tensor_group_is_named(
     four_ranks: RankPool, damaged: list[int], ranks: tuple[int, ...] | None
 ) -> None:
@@ -124,7 +121,7 @@ def _named_groups(damaged: list[int]) -> Any:
 
 @pytest.mark.parametrize(
     ("damaged", "found"),
-    [([], []), ([1], [(0, 1)]), ([2], [(2, 3)]), ([0, 3], [(0, 1), (2, 3)])],
+    [([], []), ([0, 3], [(0, 1), (2, 3)])],
 )
 def test_plain_norms_are_compared_over_the_group_that_is_named(
     four_ranks: RankPool, damaged: list[int], found: list[tuple[int, ...]]
@@ -159,6 +156,7 @@ def _hsdp(shape: tuple[int, int], damaged: list[int]) -> Any:
     return _names(report), coords, repr(report.findings), dict(report.compared), calls.names, report.reporting_rank
 
 
+@pytest.mark.slow
 def test_hsdp_replicas_that_agree_raise_no_alarm(four_ranks: RankPool) -> None:
     for names, _, _, compared, calls, _ in four_ranks.run(_hsdp, (2, 2), [], timeout=60):
         assert names == []
@@ -166,7 +164,8 @@ def test_hsdp_replicas_that_agree_raise_no_alarm(four_ranks: RankPool) -> None:
         assert calls == ["all_reduce"] * 4  # Number of further replica sets + 3.
 
 
-@pytest.mark.parametrize(("damaged", "pairs"), [([0], [(0, 2)]), ([3], [(1, 3)]), ([1, 2], [(0, 2), (1, 3)])])
+@pytest.mark.slow
+@pytest.mark.parametrize(("damaged", "pairs"), [([3], [(1, 3)]), ([1, 2], [(0, 2), (1, 3)])])
 def test_hsdp_replicas_that_differ_are_found_in_the_right_replica_group(
     four_ranks: RankPool, damaged: list[int], pairs: list[tuple[int, int]]
 ) -> None:
@@ -178,15 +177,14 @@ def test_hsdp_replicas_that_differ_are_found_in_the_right_replica_group(
         assert speaker == min(min(pair) for pair in pairs)
 
 
-@pytest.mark.parametrize("damaged", [0, 3])
-def test_of_four_replicas_the_odd_one_is_named(four_ranks: RankPool, damaged: int) -> None:
-    results = four_ranks.run(_hsdp, (4, 1), [damaged], timeout=60)
-    reference = 1 if damaged == 0 else 0
+@pytest.mark.slow
+def test_of_four_replicas_the_odd_one_is_named(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_hsdp, (4, 1), [0], timeout=60)
     for names, coords, findings, *_, speaker in results:
-        assert names == [("parameter", "up.weight", (damaged,), reference, (1, 1))]
-        assert coords == [{"replicate": damaged, "shard": 0}]
+        assert names == [("parameter", "up.weight", (0,), 1, (1, 1))]
+        assert coords == [{"replicate": 0, "shard": 0}]
         assert findings == results[0][2]
-        assert speaker == reference
+        assert speaker == 1
 
 
 # Other views of the job ------------------------------------------------------------------------------
@@ -218,8 +216,7 @@ def _views(view: str, odd: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("odd", [0, 3])
-@pytest.mark.parametrize("view", ["none", "mesh", "placements", "replicated"])
+@pytest.mark.parametrize(("view", "odd"), [("none", 0), ("mesh", 3), ("placements", 0), ("replicated", 3)])
 def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(
     four_ranks: RankPool, view: str, odd: int
 ) -> None:
@@ -274,8 +271,7 @@ def _uneven(vouched: bool, damaged: int | None) -> Any:
     return _names(report)
 
 
-@pytest.mark.parametrize("damaged", [None, 2])
-@pytest.mark.parametrize("vouched", [True, False])
+@pytest.mark.parametrize(("vouched", "damaged"), [(True, 2), (False, None), (False, 2)])
 def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(
     four_ranks: RankPool, vouched: bool, damaged: int | None
 ) -> None:
@@ -390,7 +386,7 @@ def _permuted_mesh(odd: int) -> Any:
     return _names(report), report.consistent, model.weight.detach().view(-1)[6].item()
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("odd", [0, 2])
 def test_ranks_of_a_mesh_in_any_order_are_named_rightly(three_ranks: RankPool, odd: int) -> None:
     reference = 1 if odd == 0 else 0
     for result in three_ranks.run(_permuted_mesh, odd):
@@ -461,11 +457,10 @@ def _cost(tensors: int, how: str) -> Any:
     return report.findings, dict(report.compared), calls.names, calls.sizes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "ddp"])
 def test_a_clean_check_is_one_small_all_reduce_whatever_the_number_of_tensors(two_ranks: RankPool, how: str) -> None:
     sizes = set()
-    for tensors in (10, 10_000):
+    for tensors in (10, 1_000):
         for findings, compared, names, bytes_ in two_ranks.run(_cost, tensors, how, timeout=120):
             assert findings == ()
             assert compared == {"parameter": tensors}
@@ -486,10 +481,11 @@ def _cost_of_slots(slots: int) -> Any:
     return dict(report.compared), calls.names, calls.sizes
 
 
+@pytest.mark.slow
 def test_a_clean_check_of_many_slots_is_one_small_all_reduce(two_ranks: RankPool) -> None:
-    few, many = (two_ranks.run(_cost_of_slots, n) for n in (3, 1000))
+    few, many = (two_ranks.run(_cost_of_slots, n) for n in (3, 300))
     assert few == [({"slot": 3}, ["all_reduce"], few[0][2])] * 2
-    assert many == [({"slot": 1000}, ["all_reduce"], few[0][2])] * 2
+    assert many == [({"slot": 300}, ["all_reduce"], few[0][2])] * 2
 
 
 # check_every ---------------------------------------------------------------------------------------------
@@ -518,9 +514,9 @@ def _checked_every(every: int, boundary: str, ddp: bool) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("boundary", ["optimizer", "manual"])
-@pytest.mark.parametrize("ddp", [True, False])
-@pytest.mark.parametrize("every", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("every", "boundary", "ddp"), [(0, "optimizer", True), (1, "manual", False), (3, "optimizer", True)]
+)
 def test_check_every_fires_after_so_many_steps_and_costs_nothing_in_between(
     two_ranks: RankPool, every: int, boundary: str, ddp: bool
 ) -> None:
@@ -565,6 +561,7 @@ def test_a_weight_that_drifts_is_raised_by_all_ranks_at_the_next_check(four_rank
     assert [lines for *_, lines in results] == [len(results[0][0]), 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_weight_that_drifts_is_warned_of_and_training_goes_on(four_ranks: RankPool) -> None:
     results = four_ranks.run(_diverging_parameter, "warn", timeout=60)
     for raised, told, _ in results:
@@ -574,6 +571,7 @@ def test_a_weight_that_drifts_is_warned_of_and_training_goes_on(four_ranks: Rank
     assert [lines for *_, lines in results[1:]] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_weight_that_drifts_is_repaired_and_reported_once(four_ranks: RankPool) -> None:
     results = four_ranks.run(_diverging_parameter, "repair", timeout=60)
     assert results == [([], [("diverged", 5)], int(rank == 0)) for rank in range(4)]

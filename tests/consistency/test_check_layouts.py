@@ -15,9 +15,6 @@ from tests.support.checked import whole_world
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
-"""Four processes are enough."""
-
 
 def _plain(**parameters: Tensor) -> nn.Module:
     model = nn.Module()
@@ -52,9 +49,9 @@ def _holding_differently(what: str, odd: int, also_damaged: bool) -> Any:
     return findings, time.monotonic() - start
 
 
-@pytest.mark.parametrize("also_damaged", [False, True])
-@pytest.mark.parametrize("odd", [0, 3])
-@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize(
+    ("what", "odd", "also_damaged"), [(what, 3 * (i % 2), i % 4 > 1) for i, what in enumerate(DIFFERENT)]
+)
 def test_a_rank_that_holds_other_tensors_is_reported(
     four_ranks: RankPool, what: str, odd: int, also_damaged: bool
 ) -> None:
@@ -109,8 +106,9 @@ def _one_cannot_build(what: str, odd: list[int]) -> Any:
     return [(f.kind, f.ranks, f.detail) for f in report.findings], time.monotonic() - start
 
 
-@pytest.mark.parametrize("odd", [[0], [3], [1, 2], [0, 1, 2, 3]])
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize(
+    ("what", "odd"), [("meta", [0]), ("raises", [1, 2]), ("raises", [0, 1, 2, 3]), ("uninitialised", [3])]
+)
 def test_a_rank_that_cannot_build_its_part_is_reported_by_all(four_ranks: RankPool, what: str, odd: list[int]) -> None:
     results = four_ranks.run(_one_cannot_build, what, odd, timeout=30)
     for findings, seconds in results:

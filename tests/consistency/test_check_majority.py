@@ -15,9 +15,6 @@ from tests.support.checked import SLOTS, prepared, whole_world
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
-"""Four processes are enough."""
-
 
 def _disagreeing(values: list[float], where: str) -> Any:
     """One thing is ``values[rank]``; (kind, name, ranks, reference, sides, value, expected) of all findings."""
@@ -61,7 +58,15 @@ OF_FOUR: list[tuple[list[float], Findings, int]] = [
     ([1, 2, 4, 4], [((0, 1, 2, 3), None, ((2, 3), (0,), (1,)), 1, 4)], 0),
     ([1, 2, 4, 8], [((0, 1, 2, 3), None, ((0,), (1,), (2,), (3,)), 2, 1)], 0),
 ]
-PLACES = pytest.mark.parametrize("where", ["parameter", "slot", "sync"])
+PLACES = ("parameter", "slot", "sync")
+
+
+def _in_turn(cases: list[tuple[list[float], Findings, int]], first: int) -> pytest.MarkDecorator:
+    """Each case in one place, the next case in the next."""
+    return pytest.mark.parametrize(
+        ("values", "expected", "speaker", "where"),
+        [(*case, PLACES[i % 3]) for i, case in enumerate(cases, first)],
+    )
 
 
 def _assert_sides(pool: RankPool, values: list[float], where: str, expected: Findings, speaker: int) -> None:
@@ -75,8 +80,7 @@ def _assert_sides(pool: RankPool, values: list[float], where: str, expected: Fin
         assert (findings, who, text) == results[0]
 
 
-@PLACES
-@pytest.mark.parametrize(("values", "expected", "speaker"), TWO_OF_TWO)
+@_in_turn(TWO_OF_TWO, 2)
 def test_of_two_ranks_nobody_is_the_culprit(
     two_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
 ) -> None:
@@ -84,8 +88,7 @@ def test_of_two_ranks_nobody_is_the_culprit(
 
 
 @pytest.mark.slow
-@PLACES
-@pytest.mark.parametrize(("values", "expected", "speaker"), OF_THREE)
+@_in_turn(OF_THREE, 1)
 def test_of_three_ranks_the_odd_one_is_named(
     three_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
 ) -> None:
@@ -93,8 +96,7 @@ def test_of_three_ranks_the_odd_one_is_named(
 
 
 @pytest.mark.slow
-@PLACES
-@pytest.mark.parametrize(("values", "expected", "speaker"), OF_FOUR)
+@_in_turn(OF_FOUR, 2)
 def test_of_four_ranks_the_majority_decides_and_two_against_two_is_none(
     four_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
 ) -> None:

@@ -18,9 +18,6 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, fp8_count, make_net
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
-"""Four processes are enough."""
-
 
 class _LateVerdict(fp8dist.sync.arena_sync.Verdict):
     """Reads as on CUDA: at the next boundary, not at once."""
@@ -64,9 +61,8 @@ def _job(ddp: bool, update: str, late: bool, odd: int) -> dict[str, Any]:
     return {"events": events, "calls": calls_of_steps, "scales": scales, "damaged": damaged}
 
 
-@pytest.mark.parametrize("ddp", [False, True])
 @pytest.mark.parametrize(
-    ("update", "late"), [("same_step", False), ("same_step", True), ("next_step", False), ("next_step", True)]
+    ("ddp", "update", "late"), [(True, "same_step", False), (False, "same_step", True), (True, "next_step", True)]
 )
 def test_a_flipped_scale_is_reported_at_the_next_sync_without_a_collective_before_it(
     three_ranks: RankPool, ddp: bool, update: str, late: bool
@@ -141,6 +137,7 @@ def _check_fails(ranks: int) -> tuple[int, int]:
     return errors, manager.steps
 
 
+@pytest.mark.slow
 def test_who_catches_what_a_check_raised_goes_on(three_ranks: RankPool) -> None:
     """The step after it is checked no more than any other."""
     assert three_ranks.run(_check_fails, 3) == [(2, 7)] * 3

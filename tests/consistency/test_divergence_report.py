@@ -208,13 +208,13 @@ def test_reports_and_errors_pickle() -> None:
 VALUES = [1.5, math.nan, math.inf, -math.inf, -0.0, 1 + 2j, complex(math.nan, math.inf), True, 7, None, 2**63]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_json_takes_any_value(value: Any) -> None:
-    report = DivergenceReport((_finding(value=value, expected=value),), {"parameter": 2})
-    plain = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    (finding,) = plain["findings"]
-    odd = isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value))
-    assert finding["value"] == (repr(value) if odd else value)
+def test_json_takes_any_value() -> None:
+    for value in VALUES:
+        report = DivergenceReport((_finding(value=value, expected=value),), {"parameter": 2})
+        plain = json.loads(json.dumps(report.to_json(), allow_nan=False))
+        (finding,) = plain["findings"]
+        odd = isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value))
+        assert finding["value"] == (repr(value) if odd else value)
     assert plain["consistent"] is False
     assert finding["index"] == [3, 17]
     assert finding["sides"] == [[0, 1, 2], [3]]

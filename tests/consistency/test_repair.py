@@ -108,9 +108,8 @@ def _repair_everything(odd: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("odd", [0, 2])
-def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit(three_ranks: RankPool, odd: int) -> None:
-    reference = 1 if odd == 0 else 0
+def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit(three_ranks: RankPool) -> None:
+    odd, reference = 0, 1
     results = three_ranks.run(_repair_everything, odd)
     assert [bool(r["was damaged"]) for r in results] == [rank == odd for rank in range(3)]
     for result in results:
@@ -174,8 +173,8 @@ def _repair_slots(odd: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_whole_slots_are_repaired(three_ranks: RankPool, odd: int) -> None:
+def test_whole_slots_are_repaired(three_ranks: RankPool) -> None:
+    odd = 1
     results = three_ranks.run(_repair_slots, odd)
     assert [r[0] for r in results] == [rank == odd for rank in range(3)]
     for _, same, blocks, _, consistent, again, after, findings in results:
@@ -184,7 +183,7 @@ def test_whole_slots_are_repaired(three_ranks: RankPool, odd: int) -> None:
         assert again
         assert blocks == results[0][2]
         assert after == results[0][6]
-        assert findings == {(kind, (odd,), 1 if odd == 0 else 0) for kind in ("scale", "history")}
+        assert findings == {(kind, (odd,), 0) for kind in ("scale", "history")}
 
 
 def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
@@ -207,8 +206,8 @@ def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
     return state_bits(manager), [r.repaired for r in events], report.consistent, len(log)
 
 
-@pytest.mark.parametrize("with_history", [False, True])
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize(("odd", "with_history"), [(0, True), (2, False)])
 def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_been(
     three_ranks: RankPool, odd: int, with_history: bool
 ) -> None:
@@ -284,6 +283,7 @@ def test_without_a_majority_for_everything_nothing_is_touched(four_ranks: RankPo
     _assert_refused(four_ranks.run(_refused, NO_MAJORITY[what]))
 
 
+@pytest.mark.slow
 def test_a_tie_behind_more_than_a_thousand_majorities_still_stops_everything(four_ranks: RankPool) -> None:
     values: dict[str, list[float]] = {f"p{i:04d}": [1.0, 1, 2, 1] for i in range(1030)}
     _assert_refused(four_ranks.run(_refused, {**values, "z": [1, 1, 2, 2]}, timeout=60))
@@ -296,12 +296,12 @@ def test_ranks_that_differ_in_more_than_content_are_not_repaired(three_ranks: Ra
 
 @pytest.mark.long
 def test_more_than_a_thousand_tensors_are_all_repaired(three_ranks: RankPool) -> None:
-    values: dict[str, list[float]] = {f"p{i:04d}": [1.0, 2.0, 1.0] for i in range(2500)}
+    values: dict[str, list[float]] = {f"p{i:04d}": [1.0, 2.0, 1.0] for i in range(1300)}
     for rank, result in enumerate(three_ranks.run(_refused, values, timeout=90)):
         assert not result["raised"]
         assert result["unchanged"] == (rank != 1)
-        assert len(result["repaired"]) == 2500
-        assert len(set(result["repaired"])) == 2500
+        assert len(result["repaired"]) == 1300
+        assert len(set(result["repaired"])) == 1300
 
 
 def _cannot_be_written() -> Any:
@@ -418,13 +418,10 @@ def _train(damaged_rank: int | None, entry: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ["manager.check", "fp8dist.check"])
-@pytest.mark.parametrize("odd", [0, 2])
-def test_training_after_a_repair_equals_the_undisturbed_run_bitwise(
-    three_ranks: RankPool, odd: int, entry: str
-) -> None:
-    undisturbed = three_ranks.run(_train, None, entry)
-    assert three_ranks.run(_train, odd, entry) == undisturbed
+def test_training_after_a_repair_equals_the_undisturbed_run_bitwise(three_ranks: RankPool) -> None:
+    undisturbed = three_ranks.run(_train, None, "")
+    for odd, entry in ((0, "manager.check"), (2, "fp8dist.check")):
+        assert three_ranks.run(_train, odd, entry) == undisturbed
 
 
 def _cast_after_repair(entry: str) -> Any:
@@ -474,5 +471,6 @@ def _replicas_of_dtensors() -> Any:
     return report.repaired, after == healthy
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_are_repaired(four_ranks: RankPool) -> None:
     assert four_ranks.run(_replicas_of_dtensors, timeout=60) == [(("parameter weight of 1 from 0",), True)] * 4

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
@@ -20,7 +20,6 @@ from tests.support.fsdp1 import (
     FOREACH,
     FUSED,
     HISTORY,
-    LOW,
     SGD,
     Buffered,
     Job,
@@ -42,15 +41,13 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
-        Job("FULL_SHARD", steps=20),
-        Job("SHARD_GRAD_OP", steps=20, optimizer=FUSED),
-        Job("NO_SHARD", steps=20),
-        Job("FULL_SHARD", per_block=False, steps=20, optimizer=FOREACH, update="next_step"),
-        Job("FULL_SHARD", optimizer=FUSED, steps=6),
-        Job("FULL_SHARD", accumulate=3, no_sync=True),
-        Job("FULL_SHARD", frozen=("model.blocks.0.up.weight", "model.blocks.1.norm.bias"), steps=6),
+        Job("SHARD_GRAD_OP", steps=10, optimizer=FUSED),
+        Job("NO_SHARD"),
+        Job("FULL_SHARD", per_block=False, optimizer=FOREACH, update="next_step"),
+        Job("FULL_SHARD", accumulate=3, no_sync=True, steps=2),
+        Job("FULL_SHARD", frozen=("model.blocks.0.up.weight", "model.blocks.1.norm.bias")),
     ],
-    ids=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "one unit, next_step", "fused", "no_sync", "frozen"],
+    ids=["SHARD_GRAD_OP", "NO_SHARD", "one unit, next_step", "no_sync", "frozen"],
 )
 def test_on_two_ranks_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, job: Job) -> None:
     """Adding two numbers has one order."""
@@ -64,7 +61,7 @@ def test_on_two_ranks_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, job: Job) -> 
 
 def test_gradient_clipping(two_ranks: RankPool) -> None:
     """The norm of shards is summed up in another order: the factor may differ by an ULP, and so then do casts."""
-    job = Job(clip=0.5, steps=4, optimizer=FOREACH)
+    job = Job(clip=0.5, steps=2, optimizer=FOREACH)
     sharded, replicated = two_ranks.run(train, job), two_ranks.run(train, replace(job, strategy=""))
     unclipped = two_ranks.run(train, replace(job, clip=0.0, optimizer=SGD))
     for mine, theirs, free in zip(sharded, replicated, unclipped):
@@ -74,10 +71,9 @@ def test_gradient_clipping(two_ranks: RankPool) -> None:
     assert_synced(sharded)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_on_three_ranks(three_ranks: RankPool, strategy: str) -> None:
+def test_on_three_ranks(three_ranks: RankPool) -> None:
     """The first step is the same to the bit; then sums of three in another order tip single elements by an FP8 step."""
-    sharded = three_ranks.run(train, Job(strategy))
+    sharded = three_ranks.run(train, Job("FULL_SHARD"))
     replicated = three_ranks.run(train, Job(""))
     for mine, theirs in zip(sharded, replicated):
         assert mine.losses[0] == theirs.losses[0]
@@ -87,16 +83,15 @@ def test_on_three_ranks(three_ranks: RankPool, strategy: str) -> None:
     assert_synced(sharded)
 
 
-@pytest.mark.parametrize("precision", [BF16, LOW], ids=["reduced in float32", "reduced in bfloat16"])
-def test_mixed_precision(two_ranks: RankPool, precision: MixedPrecision) -> None:
+def test_mixed_precision(two_ranks: RankPool) -> None:
     """Amaxes are those of the bfloat16 tensors that the modules multiply; the recorder sees the same ones."""
-    outcomes = two_ranks.run(train, Job(precision=precision, optimizer=FOREACH, steps=6))
+    outcomes = two_ranks.run(train, Job(precision=BF16, optimizer=FOREACH, steps=3))
     assert_synced(outcomes)
     rounded = float(make_blocks().blocks[0].up.weight.detach().bfloat16().abs().max())  # type: ignore[union-attr]
     exact = float(make_blocks().blocks[0].up.weight.detach().abs().max())  # type: ignore[union-attr]
     assert rounded != exact
     for outcome in outcomes:
-        assert outcome.histories["model.blocks.0.up", "weight"][-6] == rounded
+        assert outcome.histories["model.blocks.0.up", "weight"][-3] == rounded
         for window in outcome.histories.values():
             assert all(float(torch.tensor(a).bfloat16()) == a for a in window)
 
@@ -129,12 +124,12 @@ def _saved_fp8(strategy: str) -> tuple[list[int], int, float]:
     return sorted(tensor.numel() for tensor in kept), weights, loss
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_no_cast_of_a_weight_outlives_its_forward(two_ranks: RankPool, strategy: str) -> None:
+def test_no_cast_of_a_weight_outlives_its_forward(two_ranks: RankPool) -> None:
     inputs = [48 * 32, 48 * 32, 48 * 64, 48 * 64]
-    for kept, weights, _ in two_ranks.run(_saved_fp8, strategy):
-        assert weights == 0
-        assert [numel for numel in kept if numel] == inputs
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        for kept, weights, _ in two_ranks.run(_saved_fp8, strategy):
+            assert weights == 0
+            assert [numel for numel in kept if numel] == inputs
     for kept, weights, _ in two_ranks.run(_saved_fp8, ""):
         assert weights == 4
         assert [numel for numel in kept if numel] == sorted([*inputs, *[32 * 64] * 4])
@@ -162,7 +157,7 @@ def _checked(strategy: str) -> Any:
     return clean.consistent, clean.compared, clean.skipped
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_check_gives_no_false_alarm(two_ranks: RankPool, strategy: str) -> None:
     for consistent, compared, skipped in two_ranks.run(_checked, strategy):
         assert consistent
@@ -189,9 +184,8 @@ def _calibrated(job: Job) -> Any:
     )
 
 
-@pytest.mark.parametrize("hook", ["", "ours"])
-def test_calibration(two_ranks: RankPool, hook: str) -> None:
-    results = two_ranks.run(_calibrated, Job(hook=hook))
+def test_calibration(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_calibrated, Job(hook="ours"))
     expected = expected_histories(list(results[0][1]), [r[2] for r in results], HISTORY)
     for syncs, windows, _, state in results:
         assert syncs == [1]

@@ -90,7 +90,6 @@ def _gathered(job: Job) -> int:
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 GATHERED = [
-    pytest.param(Job(model="deep"), id="even"),
     pytest.param(Job(model="deep", update="next_step", reshard=False), id="next_step, kept after forward"),
     pytest.param(Job(model="mlp", per_module=False, optimizer="adamw_fused"), id="root only"),
     pytest.param(Job(model="mlp", shard={"mp_policy": BF16}), id="bf16"),
@@ -100,14 +99,13 @@ GATHERED = [
 
 @pytest.mark.parametrize("job", GATHERED)
 def test_gathered_bytes_are_the_cast_of_the_whole_weight(two_ranks: RankPool, job: Job) -> None:
-    for checked in two_ranks.run(_gathered, replace(job, steps=3)):
-        assert checked >= 3 * (3 + 2 * 2)
+    for checked in two_ranks.run(_gathered, replace(job, steps=2)):
+        assert checked >= 2 * (3 + 2 * 2)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_gathered_bytes_of_uneven_shards(three_ranks: RankPool, reshard: bool) -> None:
-    for checked in three_ranks.run(_gathered, Job(model="mlp", steps=3, reshard=reshard)):
-        assert checked == 3 * (3 + 2 * 2)
+def test_gathered_bytes_of_uneven_shards(three_ranks: RankPool) -> None:
+    for checked in three_ranks.run(_gathered, Job(model="mlp", steps=2)):
+        assert checked == 2 * (3 + 2 * 2)
 
 
 # Uneven and empty shards -------------------------------------------------------------------------
@@ -115,7 +113,7 @@ def test_gathered_bytes_of_uneven_shards(three_ranks: RankPool, reshard: bool) -
 
 def test_uneven_shards_train_as_ddp(three_ranks: RankPool) -> None:
     # Under SGD the drift of plain float32 between DDP and FSDP2 is that of the sum's order: 1 or 2 ulp of a gradient.
-    job = Job(model="mlp", optimizer="sgd", steps=10)
+    job = Job(model="mlp", optimizer="sgd", steps=4)
     ours = three_ranks.run(train, job)
     assert ours[0].parameter_bits == ours[1].parameter_bits == ours[2].parameter_bits
     assert ours[0].state == ours[1].state == ours[2].state
@@ -171,7 +169,7 @@ def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 32), (15, 32), (24, 32), (31, 32), (6, 7), (2, 3)])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 32), (24, 32), (31, 32), (6, 7)])
 def test_padded_sizes_in_a_fake_world(rank: int, ranks: int) -> None:
     found = _in_fake_world(rank, ranks)
     for recorded, expected in found["amax"].values():
@@ -203,9 +201,9 @@ def test_sixteen_rows_on_three_ranks(three_ranks: RankPool) -> None:
 # Bytes on the wire -------------------------------------------------------------------------------
 
 
-def _gathered_bytes(kind: str, bias: bool) -> tuple[int, list[int], list[int]]:
+def _gathered_bytes(kind: str) -> tuple[int, list[int], list[int]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1024, 1024, bias=bias), nn.ReLU(), nn.Linear(1024, 512, bias=bias))
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512))
     manager = None
     if kind == "fp8":
         recipe = DelayedScaling(history_len=2)
@@ -229,11 +227,10 @@ def _gathered_bytes(kind: str, bias: bool) -> tuple[int, list[int], list[int]]:
     return sum(log), reduces, [4 * (8 + slots)] * 2
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_fp8_gathers_half_of_bfloat16_and_a_quarter_of_float32(two_ranks: RankPool, bias: bool) -> None:
+def test_fp8_gathers_half_of_bfloat16_and_a_quarter_of_float32(two_ranks: RankPool) -> None:
     moved = {}
     for kind in ("fp8", "bf16", "fp32"):
-        for total, reduces, one_each_step in two_ranks.run(_gathered_bytes, kind, bias):
+        for total, reduces, one_each_step in two_ranks.run(_gathered_bytes, kind):
             moved[kind] = total
             if kind == "fp8":
                 assert reduces == one_each_step
@@ -255,17 +252,10 @@ def _gradients(job: Job) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     return found
 
 
-@pytest.mark.parametrize("fp8_all_gather", [True, False])
-def test_gradients_under_mixed_precision_are_those_of_the_shards(two_ranks: RankPool, fp8_all_gather: bool) -> None:
-    for found in two_ranks.run(_gradients, Job(shard={"mp_policy": BF16}, fp8_all_gather=fp8_all_gather)):
+def test_gradients_under_mixed_precision_are_those_of_the_shards(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_gradients, Job(shard={"mp_policy": BF16})):
         assert len(found) == 6
         assert set(found.values()) == {(torch.float32, torch.float32)}
-
-
-POLICIES = [
-    pytest.param({"mp_policy": BF16}, id="bf16"),
-    pytest.param({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, id="CPU offload"),
-]
 
 
 def _policy_costs_nothing(job: Job) -> tuple[Any, Any]:
@@ -274,7 +264,7 @@ def _policy_costs_nothing(job: Job) -> tuple[Any, Any]:
 
 
 def test_cpu_offload_changes_no_number(two_ranks: RankPool) -> None:
-    job = Job(model="deep", shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+    job = Job(model="deep", steps=2, shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
     for ours, other in two_ranks.run(_policy_costs_nothing, job):
         assert ours == other
 
@@ -309,7 +299,7 @@ def _materialised(meta: bool, options: dict[str, Any]) -> tuple[list[float], dic
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     manager.attach(model, optimizer=optimizer)
     losses = []
-    for step in range(4):
+    for step in range(2):
         x, y = batch(dist.get_rank(), step)
         loss = nn.functional.mse_loss(model(x).float(), y)
         loss.backward()
@@ -319,7 +309,13 @@ def _materialised(meta: bool, options: dict[str, Any]) -> tuple[list[float], dic
     return losses, arena_bits(manager)
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, id="plain"), *POLICIES])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"mp_policy": BF16, "offload_policy": CPUOffloadPolicy(pin_memory=False)}, id="bf16, CPU offload"),
+    ],
+)
 def test_meta_initialisation_with_uneven_shards(three_ranks: RankPool, options: dict[str, Any]) -> None:
     late = three_ranks.run(_materialised, True, options)
     early = three_ranks.run(_materialised, False, options)

@@ -31,7 +31,7 @@ from tests.support.ranks import RankPool
 from tests.support.states import state_of, without
 from tests.support.training import histories, state_bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four_ranks")]
+pytestmark = [pytest.mark.slow]
 
 
 def _damaged_scale(layout: str, policy: str, role: str) -> Any:
@@ -54,8 +54,7 @@ def _damaged_scale(layout: str, policy: str, role: str) -> Any:
     return raised
 
 
-@pytest.mark.parametrize("role", ["weight", "input"])
-@pytest.mark.parametrize("layout", ["tp", "hsdp"])
+@pytest.mark.parametrize(("layout", "role"), [("tp", "input"), ("hsdp", "weight")])
 def test_a_damaged_scale_is_reported_and_all_ranks_go_on_alike(four_ranks: RankPool, layout: str, role: str) -> None:
     expected = [(2, [("scale", f"blocks.1.up:{role}", (3,))])]
     assert four_ranks.run(_damaged_scale, layout, "raise", role) == [expected] * 4
@@ -81,10 +80,9 @@ def _interrupted(layout: str, broken: bool) -> Any:
     return states
 
 
-@pytest.mark.parametrize("layout", ["tp", "hsdp"])
-def test_training_goes_on_after_a_failed_forward(four_ranks: RankPool, layout: str) -> None:
+def test_training_goes_on_after_a_failed_forward(four_ranks: RankPool) -> None:
     """The failed forward had the same batch as the next one: nothing it recorded is larger."""
-    assert four_ranks.run(_interrupted, layout, True) == four_ranks.run(_interrupted, layout, False)
+    assert four_ranks.run(_interrupted, "tp", True) == four_ranks.run(_interrupted, "tp", False)
 
 
 def _calibrated(fp8_all_gather: bool) -> Any:
@@ -125,7 +123,7 @@ def _submeshes() -> None:
         manager.attach(module)
         parts.append((module, manager, tuple(mesh[axis].mesh.tolist())))
     expected = _interrupted_free(whole_run.job)
-    for step in range(3):
+    for step in range(2):
         for factor, (module, manager, ranks) in enumerate(parts, 2):
             with watched_reductions() as reductions:
                 module(tokens(rank, step)[0] * factor).sum().backward()
@@ -145,7 +143,7 @@ def _submeshes() -> None:
 def _interrupted_free(job: Job) -> Any:
     """What the state becomes when nothing else runs in the process."""
     built = build(job)
-    for step in range(3):
+    for step in range(2):
         built.step(step)
     return state_bits(built.manager)
 
@@ -154,7 +152,7 @@ def test_managers_on_several_meshes_do_not_meet(four_ranks: RankPool) -> None:
     four_ranks.run(_submeshes)
 
 
-def _copied(layout: str) -> None:
+def _copied() -> None:
     """FSDP2 refuses to copy what it has sharded: the copy is made before."""
     mesh = mesh_of((2, 2), ("replicate", "shard"))
     model = make_blocks()
@@ -163,13 +161,12 @@ def _copied(layout: str) -> None:
     twins = fp8dist.get_manager(twin)
     results = []
     for one, of_one in ((model, manager), (twin, twins)):
-        if layout == "tp":
-            parallelize_blocks(one, mesh["shard"])
-        module = fully_shard(one, mesh=mesh["replicate"] if layout == "tp" else mesh)
+        parallelize_blocks(one, mesh["shard"])
+        module = fully_shard(one, mesh=mesh["replicate"])
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-        built = Built(module, of_one.attach(module, optimizer=optimizer), optimizer, Job(layout))
+        built = Built(module, of_one.attach(module, optimizer=optimizer), optimizer, Job("tp"))
         assert fp8dist.get_manager(module) is of_one
-        losses = [built.step(step) for step in range(3)]
+        losses = [built.step(step) for step in range(2)]
         results.append((losses, state_bits(of_one)))
         if one is model:
             assert twins.metrics()["fp8/collectives"] == 0
@@ -177,9 +174,8 @@ def _copied(layout: str) -> None:
     assert state_bits(manager) == results[0][1]
 
 
-@pytest.mark.parametrize("layout", ["tp", "hsdp"])
-def test_a_copy_made_before_sharding_has_its_own_state(four_ranks: RankPool, layout: str) -> None:
-    four_ranks.run(_copied, layout)
+def test_a_copy_made_before_sharding_has_its_own_state(four_ranks: RankPool) -> None:
+    four_ranks.run(_copied)
 
 
 def _permuted() -> None:
@@ -209,7 +205,7 @@ def test_a_mesh_in_another_order_gives_the_same_numbers(four_ranks: RankPool) ->
     four_ranks.run(_permuted)
 
 
-def _hybrid(strategy: str) -> Any:
+def _hybrid() -> Any:
     """FSDP1 over replicate × shard."""
     model = make_blocks()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=16), group=dist.group.WORLD)
@@ -217,7 +213,7 @@ def _hybrid(strategy: str) -> Any:
         model,
         device_id=torch.device("cpu"),
         device_mesh=mesh_of((2, 2), ("replicate", "shard")),
-        sharding_strategy=ShardingStrategy[strategy],
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=True,
     )
@@ -233,10 +229,9 @@ def _hybrid(strategy: str) -> Any:
     return losses, histories(manager)
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-def test_hybrid_shards_of_fsdp1_are_those_of_fsdp2(four_ranks: RankPool, strategy: str) -> None:
+def test_hybrid_shards_of_fsdp1_are_those_of_fsdp2(four_ranks: RankPool) -> None:
     fsdp2 = four_ranks.run(_hsdp_losses)
-    for (losses, windows), (others, their_windows) in zip(four_ranks.run(_hybrid, strategy), fsdp2):
+    for (losses, windows), (others, their_windows) in zip(four_ranks.run(_hybrid), fsdp2):
         assert losses[0] == others[0]
         assert losses == pytest.approx(others, rel=1e-3)
         for slot, window in their_windows.items():

@@ -89,8 +89,8 @@ def test_each_recipe_under_ddp(two_ranks: RankPool, name: str) -> None:
 # Checks ---------------------------------------------------------------------------------------------
 
 
-def _checked(recipe: Recipe, damaged: int | None) -> tuple[int, int, list[tuple[str, str]]]:
-    """Steps until a check raises, checks, and what it found."""
+def _checked(recipe: Recipe, damaged: int) -> tuple[int, int, list[tuple[str, str]]]:
+    """Steps until a check raises, checks (the first of them of ranks that agree), and what it found."""
     model, called, manager, optimizer = build(
         Job("ddp", optimizer="sgd", recipe=recipe, settings={"check_every": 2, "check_policy": "raise"})
     )
@@ -111,11 +111,8 @@ def _checked(recipe: Recipe, damaged: int | None) -> tuple[int, int, list[tuple[
     return 6, int(manager.metrics()["fp8/checks"]), []
 
 
-@pytest.mark.parametrize(
-    "recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=["current", "row", "block"]
-)
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
 def test_check_every_where_no_step_communicates(two_ranks: RankPool, recipe: Recipe) -> None:
-    assert two_ranks.run(_checked, recipe, None) == [(6, 2, [])] * 2
     assert two_ranks.run(_checked, recipe, 1) == [(4, 2, [("parameter", "first.weight")])] * 2
 
 
@@ -146,7 +143,7 @@ def _joined(name: str) -> tuple[int, dict[str, bytes], bool]:
     return manager.steps, {name: bits(value) for name, value in full(model).items()}, report.consistent
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "two delayed", "current, one delayed"])
+@pytest.mark.parametrize("name", ["block", "two delayed", "current, one delayed"])
 def test_uneven_data(two_ranks: RankPool, name: str) -> None:
     first, second = two_ranks.run(_joined, name)
     assert first == second
@@ -183,16 +180,14 @@ def _prepared_otherwise(other: str, odd: int) -> tuple[str, float, str]:
     return text, seconds, attach({})
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_rank_with_other_recipes_is_named(three_ranks: RankPool, other: str) -> None:
-    for odd in (2, 0):
-        outcomes = three_ranks.run(_prepared_otherwise, other, odd)
-        for text, seconds, afterwards in outcomes:
-            for word in OTHERS[other][1]:
-                assert word in text
-            assert seconds < 4  # Nobody waited in vain.
-            assert afterwards == ""
-            assert ("against rank(s) 2 " if odd else "against rank(s) 1, 2 ") in text
+@pytest.mark.parametrize(("other", "odd"), [(other, 2 * (i % 2)) for i, other in enumerate(OTHERS)])
+def test_a_rank_with_other_recipes_is_named(three_ranks: RankPool, other: str, odd: int) -> None:
+    for text, seconds, afterwards in three_ranks.run(_prepared_otherwise, other, odd):
+        for word in OTHERS[other][1]:
+            assert word in text
+        assert seconds < 4  # Nobody waited in vain.
+        assert afterwards == ""
+        assert ("against rank(s) 2 " if odd else "against rank(s) 1, 2 ") in text
 
 
 def _alone_to_high_precision(name: str) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
@@ -215,9 +210,7 @@ def _alone_to_high_precision(name: str) -> tuple[int, list[tuple[str, tuple[int,
     return 4, [(finding.kind, finding.ranks) for finding in report.findings]
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("delayed", 2), ("current, one delayed", 2), ("two delayed", 2), ("current", 4)]
-)
+@pytest.mark.parametrize(("name", "step"), [("current, one delayed", 2), ("current", 4)])
 def test_a_rank_that_alone_changes_precision_is_found(two_ranks: RankPool, name: str, step: int) -> None:
     """At the next sync; where no step has one, by the next check."""
     for at, findings in two_ranks.run(_alone_to_high_precision, name):

@@ -32,8 +32,6 @@ CURRENT = Job(recipe=CurrentScaling(), model="deep")
 BLOCK = Job(recipe=BlockScaling(), model="wide", overrides={"layers.3": CurrentScaling()})
 
 RECIPES: dict[str, Recipe] = {
-    "delayed": DelayedScaling(history_len=HISTORY),
-    "current": CurrentScaling(),
     "current, powers of two": CurrentScaling(power_of_two=True),
     "rowwise": RowwiseScaling(),
     "block": BlockScaling(),
@@ -54,22 +52,19 @@ def assert_as_ddp(ours: list[Outcome], theirs: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_gathered_in_high_precision_is_bitwise_ddp(two_ranks: RankPool, name: str) -> None:
-    job = Job(recipe=RECIPES[name], model="deep", fp8_all_gather=False, steps=8, accumulate=2, no_sync=True)
+    job = Job(recipe=RECIPES[name], model="deep", fp8_all_gather=False, steps=2, accumulate=2, no_sync=True)
     assert_as_ddp(two_ranks.run(train, job), two_ranks.run(train, replace(job, parallel="ddp")))
 
 
 # Gathered in FP8 ------------------------------------------------------------------------------------
 
 SAME = [
-    pytest.param(replace(CURRENT, steps=12), id="current"),
-    pytest.param(replace(CURRENT, accumulate=3, no_sync=True), id="current, accumulation"),
-    pytest.param(replace(CURRENT, reshard=False, accumulate=2, no_sync=True), id="current, kept after forward"),
-    pytest.param(replace(CURRENT, reshard="mixed", model="net"), id="current, kept by some"),
+    pytest.param(
+        replace(CURRENT, reshard=False, accumulate=2, no_sync=True, optimizer="adamw_fused"), id="current, kept, fused"
+    ),
+    pytest.param(replace(CURRENT, reshard="mixed", model="net", optimizer="adamw_foreach"), id="current, kept by some"),
     pytest.param(replace(CURRENT, per_module=False, optimizer="sgd"), id="current, root only, sgd"),
-    pytest.param(replace(CURRENT, optimizer="adamw_foreach"), id="current, foreach"),
-    pytest.param(replace(CURRENT, optimizer="adamw_fused"), id="current, fused"),
     pytest.param(replace(CURRENT, recipe=CurrentScaling(format="e4m3", power_of_two=True)), id="current, powers of 2"),
-    pytest.param(BLOCK, id="block"),
     pytest.param(
         replace(BLOCK, recipe=BlockScaling(power_of_two=True), reshard=False, accumulate=2, no_sync=True),
         id="block, kept",
@@ -82,6 +77,7 @@ SAME = [
 
 @pytest.mark.parametrize("job", SAME)
 def test_gathered_in_fp8_is_bitwise_ddp(two_ranks: RankPool, job: Job) -> None:
+    job = replace(job, steps=3)
     assert_as_ddp(two_ranks.run(train, job), two_ranks.run(train, replace(job, parallel="ddp")))
 
 
@@ -105,7 +101,7 @@ def _collectives(job: Job) -> list[list[tuple[str, int]]]:
     return seen
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_foreach", "adamw_fused", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "sgd"])
 def test_current_scaling_reduces_all_weights_at_once_after_each_step(two_ranks: RankPool, optimizer: str) -> None:
     slots = 3 * (2 + 2 * 2)
     for seen in two_ranks.run(_collectives, replace(CURRENT, optimizer=optimizer)):
@@ -188,15 +184,14 @@ def _written(job: Job, how: str) -> None:
     assert run.manager.check().consistent
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize(("how", "reshard"), [(how, bool(i % 2)) for i, how in enumerate(WRITES)])
 def test_scales_are_those_of_the_whole_weights_whoever_wrote_them(two_ranks: RankPool, how: str, reshard: bool) -> None:
     two_ranks.run(_written, Job(recipe=CurrentScaling(), reshard=reshard), how)
 
 
 def test_uneven_shards_share_a_scale(three_ranks: RankPool) -> None:
     """16 rows are 6, 6 and 4; the last of 32 ranks' parts would be empty."""
-    job = Job(recipe=CurrentScaling(), model="mlp", optimizer="sgd", steps=4)
+    job = Job(recipe=CurrentScaling(), model="mlp", optimizer="sgd", steps=2)
     three_ranks.run(_written, replace(CURRENT, model="net", optimizer="adamw_fused"), "mul_")
     ours = three_ranks.run(train, job)
     theirs = three_ranks.run(train, replace(job, fp8_all_gather=False))
@@ -288,7 +283,7 @@ def test_two_optimizers_are_bitwise_as_under_ddp(two_ranks: RankPool) -> None:
 
 def _scaled(parallel: str, optimizer: str) -> tuple[list[float], float, int]:
     """One step of five overflows, on all ranks, and is skipped."""
-    _, called, manager, optim = build(replace(CURRENT, parallel=parallel, optimizer=optimizer))
+    _, called, manager, optim = build(replace(CURRENT, model="net", parallel=parallel, optimizer=optimizer))
     assert manager is not None
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     manager.attach(called, optimizer=optim, scaler=scaler)
@@ -316,17 +311,17 @@ def test_a_step_that_the_loss_scaler_skips(two_ranks: RankPool, optimizer: str) 
 
 def _resumed(job: Job, folder: str) -> tuple[list[float], list[float]]:
     run = Running(job)
-    for _ in range(3):
+    for _ in range(2):
         run.step()
     parts = _checkpointed(run)
     dcp.save(parts, checkpoint_id=folder)
-    on = [run.step() for _ in range(3)]
+    on = [run.step() for _ in range(2)]
     other = Running(job)
     state = _checkpointed(other)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(other.called, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    other.index = 3
-    return on, [other.step() for _ in range(3)]
+    other.index = 2
+    return on, [other.step() for _ in range(2)]
 
 
 def _checkpointed(run: Running) -> dict[str, Any]:
@@ -337,7 +332,6 @@ def _checkpointed(run: Running) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(CURRENT, id="current"),
         pytest.param(BLOCK, id="block"),
         pytest.param(replace(CURRENT, overrides={"last": DelayedScaling()}, optimizer="adamw_fused"), id="mixed"),
     ],
@@ -383,7 +377,7 @@ def _attached(out_features: int, dim: int, recipe: Recipe, gather: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("rows", "dim"), [(128, 0), (384, 0), (240, 0), (16, 0), (256, 1), (512, 1)])
+@pytest.mark.parametrize(("rows", "dim"), [(384, 0), (240, 0), (256, 1)])
 def test_shards_that_cut_blocks_are_refused_by_all_ranks(two_ranks: RankPool, rows: int, dim: int) -> None:
     first, *others = two_ranks.run(_attached, rows, dim, BlockScaling(), True)
     assert others == [first]

@@ -19,7 +19,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.parallel import assert_affine, mesh_of, same_on_all_ranks, whole
 from tests.support.ranks import RankPool
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four_ranks")]
+pytestmark = [pytest.mark.slow]
 
 RECIPES: dict[str, Recipe] = {"current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
 
@@ -126,7 +126,7 @@ def _cut(up: int, recipe: Recipe) -> str:
     return ""
 
 
-@pytest.mark.parametrize("up", [128, 160, 384])
+@pytest.mark.parametrize("up", [160, 384])
 def test_cut_blocks_are_refused_by_all_ranks(two_ranks: RankPool, up: int) -> None:
     for text in two_ranks.run(_cut, up, BlockScaling()):
         assert text.startswith(f"up: local weight shape ({up // 2}, 256) of ({up}, 256)")
@@ -146,7 +146,7 @@ def test_what_is_not_cut_is_taken(two_ranks: RankPool, up: int, name: str) -> No
 def _on_mesh(job: meshes.Job) -> Any:
     built = meshes.build(job)
     losses = []
-    for step in range(3):
+    for step in range(2):
         losses += built.step(step)
     report = built.manager.check(parameters=True, policy="warn")
     assert report.consistent, str(report)
@@ -172,10 +172,9 @@ def test_current_scaling_gathered_in_fp8_on_four_ranks(four_ranks: RankPool, lay
 # FSDP1 ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "strategy"), [("current", "FULL_SHARD"), ("block", "SHARD_GRAD_OP")])
 def test_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, name: str, strategy: str) -> None:
-    job = fsdp1.Job(strategy, recipe=RECIPES[name], accumulate=2, no_sync=True)
+    job = fsdp1.Job(strategy, recipe=RECIPES[name], accumulate=2, no_sync=True, steps=2)
     sharded = two_ranks.run(fsdp1.train, job)
     replicated = two_ranks.run(fsdp1.train, replace(job, strategy=""))
     for mine, theirs in zip(sharded, replicated):

@@ -16,8 +16,6 @@ from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
-pytestmark = pytest.mark.xdist_group("four_ranks")
-
 
 def _warnings(mistake: str) -> list[str]:
     """What is logged, with backwards before and after ``attach``."""

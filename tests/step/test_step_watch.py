@@ -322,6 +322,7 @@ def test_a_manager_may_die_while_an_optimizer_steps() -> None:
     assert len(kept) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of Dynamo's own imports.
 def test_a_compiled_step_is_a_boundary_too() -> None:
     net = make_net()

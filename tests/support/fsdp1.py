@@ -32,7 +32,6 @@ SGD: dict[str, Any] = {"kind": torch.optim.SGD, "lr": 1e-3, "momentum": 0.9}
 FOREACH: dict[str, Any] = {"kind": torch.optim.AdamW, "lr": 1e-3, "foreach": True}
 FUSED: dict[str, Any] = {"kind": torch.optim.AdamW, "lr": 1e-3, "fused": True}
 BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
-LOW = MixedPrecision(torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)

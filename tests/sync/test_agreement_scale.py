@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from fp8dist.errors import ManifestMismatchError
 from fp8dist.sync.groups import SyncGroup, agree_on_manifests, publish_manifest
-from tests.support.large_world import SIZE, CountingStore, Member, group_of, world
+from tests.support.large_world import CountingStore, Member, group_of, world
 
 MANIFEST: dict[str, Any] = {"numerics_version": 1, "settings": {"margin": 0}, "arenas": []}
 SECOND = timedelta(seconds=1)
 LIMIT = timedelta(seconds=30)
+MANY = 4_096
 
 
 def other(value: int) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def test_a_rank_that_waits_in_another_group_is_not_missed() -> None:
 def _publish_all(store: CountingStore, manifest: Callable[[int], dict[str, Any] | None]) -> dict[int, Any]:
     """None: this rank does not come."""
     everyone = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    made = ((rank, manifest(rank)) for rank in range(SIZE))
+    made = ((rank, manifest(rank)) for rank in range(MANY))
     return {rank: publish_manifest(Member(everyone, rank), m) for rank, m in made if m is not None}
 
 
@@ -133,12 +134,12 @@ def _told(publication: Any, timeout: timedelta = SECOND) -> str:
 
 
 @pytest.mark.slow
-def test_sixteen_thousand_ranks_agree() -> None:
+def test_thousands_of_ranks_agree() -> None:
     store = CountingStore()
-    with world(0, SIZE, store):
+    with world(0, MANY, store):
         publications = _publish_all(store, lambda rank: MANIFEST)
-        assert store.total == 5 * SIZE + 1
-        for rank in (0, 1, 8_191, 16_383):
+        assert store.total == 5 * MANY + 1
+        for rank in (0, 1, 2_047, MANY - 1):
             before, moved = store.total, store.bytes
             assert _told(publications[rank]) == "agreed"
             assert store.total - before <= 5
@@ -146,43 +147,43 @@ def test_sixteen_thousand_ranks_agree() -> None:
 
 
 @pytest.mark.slow
-def test_one_of_sixteen_thousand_that_never_comes_is_named() -> None:
+def test_one_of_thousands_that_never_comes_is_named() -> None:
     store = CountingStore()
-    with world(0, SIZE, store):
-        publications = _publish_all(store, lambda rank: None if rank == 8_191 else MANIFEST)
+    with world(0, MANY, store):
+        publications = _publish_all(store, lambda rank: None if rank == 2_047 else MANIFEST)
         before = store.total
         told = _told(publications[0])
-        assert f"within 1 s by rank(s) 8191 of {SIZE}" in told
-        assert store.total - before <= 2 * 14 + 5  # It is looked for by halves,
+        assert f"within 1 s by rank(s) 2047 of {MANY}" in told
+        assert store.total - before <= 2 * 12 + 5  # It is looked for by halves,
         before = store.total
-        assert _told(publications[16_383]) == told
+        assert _told(publications[MANY - 1]) == told
         assert store.total - before <= 4  # and by the lowest rank only.
 
 
 @pytest.mark.slow
-def test_one_of_sixteen_thousand_that_differs_is_named() -> None:
+def test_one_of_thousands_that_differs_is_named() -> None:
     store = CountingStore()
-    with world(0, SIZE, store):
-        publications = _publish_all(store, lambda rank: other(int(rank == 8_191)))
+    with world(0, MANY, store):
+        publications = _publish_all(store, lambda rank: other(int(rank == 2_047)))
         with ThreadPoolExecutor(1) as thread:
-            theirs = thread.submit(_told, publications[8_191], LIMIT)
+            theirs = thread.submit(_told, publications[2_047], LIMIT)
             told = _told(publications[0])
             assert theirs.result() == told
-        assert "against rank(s) 8191 " in told
+        assert "against rank(s) 2047 " in told
         assert "settings.margin: 0 here, 1 there" in told
         assert store.operations["multi_get"] == 1
 
 
 @pytest.mark.slow
-def test_sixteen_thousand_ranks_that_all_differ_are_told_in_a_few_lines() -> None:
+def test_thousands_of_ranks_that_all_differ_are_told_in_a_few_lines() -> None:
     store = CountingStore()
-    with world(0, SIZE, store):
+    with world(0, MANY, store):
         publications = _publish_all(store, other)
         for rank in range(1, 9):  # They would show theirs if they were here.
             store.set(f"fp8dist/{publications[0].group.identity}/1/manifest/{rank}", b'{"numerics_version": 2}')
         before = store.total
         told = _told(publications[0])
         assert "against rank(s) 8 " in told
-        assert f"rank(s) 9, 10, 11, 12, 13, 14, 15, 16 and {SIZE - 17} more have {SIZE - 9} other manifests" in told
+        assert f"rank(s) 9, 10, 11, 12, 13, 14, 15, 16 and {MANY - 17} more have {MANY - 9} other manifests" in told
         assert len(told) < 2_000
         assert store.total - before <= 2 * 8 + 6

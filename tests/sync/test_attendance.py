@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ import torch.distributed as dist
 
 import fp8dist
 from fp8dist.sync.roll_call import GRACE, LINGER, PATIENCE, REACH, SHOWN, TURN, TURNS, Attendance, Roll, _in_time
+from tests.support.forked import context
 from tests.support.large_world import world
-from tests.support.ranks import ROOT, RankPool
+from tests.support.ranks import RankPool
 
 GRACE_S = 0.5
 
@@ -90,12 +90,14 @@ def call_all(store: Any, callers: Sequence[int], ranks: Sequence[int], grace: fl
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "absent"),
-    [(2, [1]), (4, [0]), (4, [1, 2]), (5, [4]), (8, [1, 3, 5, 7]), (8, list(range(1, 8)))],
+    [(2, [1]), (5, [0, 4]), (8, [1, 3, 5, 7])],
 )
 def test_all_callers_name_those_who_do_not_call(size: int, absent: list[int]) -> None:
     callers = [rank for rank in range(size) if rank not in absent]
-    for store in (CountingStore(), dist.HashStore()):
-        found = call_all(store, callers, range(size))
+    stores = CountingStore(), dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        calls = list(pool.map(lambda store: call_all(store, callers, range(size)), stores))
+    for found in calls:
         assert [one.missing for one in found] == [tuple(absent)] * len(callers)
         assert not any(one.more for one in found)
 
@@ -169,8 +171,10 @@ def test_words_without_answers_are_no_presence() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("answers", "limit"), [(0, REACH), (2, GRACE_S + PATIENCE)])
-def test_a_store_that_hangs_is_given_up(answers: int, limit: float) -> None:
+@pytest.mark.parametrize(("answers", "limit"), [(0, 1.0), (2, GRACE_S + 1.5)])
+def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, answers: int, limit: float) -> None:
+    monkeypatch.setattr("fp8dist.sync.roll_call.REACH", 1.0)
+    monkeypatch.setattr("fp8dist.sync.roll_call.PATIENCE", 1.5)
     start = time.monotonic()
     assert _in_time(Roll(HangingStore(answers), 0, range(2), "group"), GRACE_S) is None
     assert limit - 0.1 <= time.monotonic() - start < limit + 2
@@ -190,9 +194,7 @@ def test_a_store_that_is_gone_costs_no_time() -> None:
 
 
 ABSENTEES = {
-    "one rank": [9_999],
     "a host": list(range(8_184, 8_192)),
-    "every hundredth": list(range(50, 16_384, 100)),
     "all but one": list(range(1, 16_384)),
 }
 
@@ -297,43 +299,42 @@ def test_ranks_of_a_job_are_called_through_its_store() -> None:
     assert second == [None, Attendance(2, (2,), False, ((2, socket.gethostname()),)), None]
 
 
-SERVING = """
-import contextlib, datetime, os, time, torch.distributed as dist, fp8dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-rank = dist.get_rank()
-with contextlib.suppress(RuntimeError):
-    dist.barrier()
-if rank == 1:
-    time.sleep(0.3)
-if rank != 2:
-    print(fp8dist.roll_call(), flush=True)
-os._exit(0)
-"""
+def _serving(rank: int, absent: int, port: int, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+    if rank != absent:
+        pipe.send(str(fp8dist.roll_call()))
+    os._exit(0)
+
+
+def _said(pipe: Connection) -> str:
+    assert pipe.poll(60)
+    with contextlib.suppress(EOFError):
+        return pipe.recv()
+    return ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_serves_the_store_stays_until_the_others_have_read(tmp_path: Path, absent: int) -> None:
+def test_a_rank_that_serves_the_store_stays_until_the_others_have_read(absent: int) -> None:
     """Without torchrun's agent rank 0 serves it. Where it is the one that is gone, the others say what they know."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
-    common.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    script = SERVING.replace("rank != 2", f"rank != {absent}")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**common, "RANK": str(rank)},
-        )
-        for rank in range(3)
-    ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    missed = "Missing of 3 ranks: rank 2: gone, hung, or out of reach\n"
-    gone = f"The job's store on 127.0.0.1:{port} cannot be reached: this host is cut off, or that one is gone\n"
+    pipes = []
+    for rank in range(3):
+        ours, theirs = context().Pipe()
+        context().Process(target=_serving, args=(rank, absent, port, theirs), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    said = [_said(pipe) for pipe in pipes]
+    missed = "Missing of 3 ranks: rank 2: gone, hung, or out of reach"
+    gone = f"The job's store on 127.0.0.1:{port} cannot be reached: this host is cut off, or that one is gone"
     assert said == ([missed, missed, ""] if absent == 2 else ["", gone, gone])
 
 

@@ -65,7 +65,7 @@ class Layout:
 
     wrap: Callable[[nn.Module, DelayedScaling, tuple[int, int]], Built]
     update: Literal["same_step", "next_step"] = "same_step"
-    steps: int = 100
+    steps: int = 10
 
 
 def _ddp(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, int]) -> Built:
@@ -124,11 +124,9 @@ def _hybrid(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, int]) -> 
 LAYOUTS = {
     "DDP": Layout(_ddp),
     "mesh": Layout(_flattened),
-    "mesh, next_step": Layout(_flattened, update="next_step"),
-    "experts": Layout(_experts),
     "experts, next_step": Layout(_experts, update="next_step"),
-    "FSDP2": Layout(_sharded, update="next_step", steps=5),  # Its own copies of 16,384 parts take a second.
-    "HSDP": Layout(_hybrid, steps=20),
+    "FSDP2": Layout(_sharded, update="next_step", steps=1),  # Its own copies of 16,384 parts take a second.
+    "HSDP": Layout(_hybrid),
 }
 
 
@@ -188,13 +186,12 @@ def _steps(layout: Layout, rank: int, store: dist.Store | None = None) -> list[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_hundred_steps_of_four_of_many_ranks(name: str) -> None:
-    words = {rank: _steps(LAYOUTS[name], rank) for rank in RANKS}
-    assert all(of_rank == words[0] for of_rank in words.values())
+def test_steps_of_two_of_many_ranks(name: str) -> None:
+    assert _steps(LAYOUTS[name], 1) == _steps(LAYOUTS[name], SIZE - 1)
 
 
-def test_a_hundred_steps_of_the_last_rank() -> None:
-    _steps(LAYOUTS["experts"], SIZE - 1)
+def test_steps_of_the_last_rank() -> None:
+    _steps(Layout(_experts), SIZE - 1)
 
 
 def _with_a_crowd(port: int) -> list[int]:
@@ -237,10 +234,10 @@ def _median_ms(job: Running, steps: int = 40) -> float:
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("name", ["mesh", "mesh, next_step", "experts"])
+@pytest.mark.parametrize("name", ["mesh", "experts, next_step"])
 def test_a_step_takes_the_host_as_long_as_on_two_ranks(name: str, record_property: Callable[[str, Any], None]) -> None:
     layout, ratios = LAYOUTS[name], []
-    for turn in range(6):  # In turns, and either first: other work on this machine slows both.
+    for turn in range(5):  # In turns, and either first: other work on this machine slows both.
         times = {}
         for size, rank, axes in ((2, 1, (2, 1)), (SIZE, SIZE - 1, AXES))[:: 1 if turn % 2 else -1]:
             with world(rank, size):
@@ -260,8 +257,8 @@ def _held(size: int, rank: int, axes: tuple[int, int]) -> int:
         gc.collect()
         tracemalloc.start()
         try:
-            job = Running(LAYOUTS["experts"], axes)
-            for _ in range(20):
+            job = Running(Layout(_experts), axes)
+            for _ in range(3):
                 job.step()
             assert job.manager.check().consistent
             gc.collect()
@@ -296,21 +293,20 @@ def _sums_that_vanish() -> Iterator[None]:
 def _checked(size: int, rank: int, axes: tuple[int, int], name: str) -> tuple[list[str], list[int]]:
     with world(rank, size):
         job = Running(LAYOUTS[name], axes)
-        for _ in range(3):
-            job.step()
+        job.step()
         with _sums_that_vanish(), counted_collectives() as calls:
             assert job.manager.check().consistent
         return calls.names, calls.sizes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DDP", "mesh", "experts", "HSDP"])
+@pytest.mark.parametrize("name", ["mesh", "experts, next_step"])
 def test_a_check_sends_what_it_sends_on_two_ranks(name: str) -> None:
     names, sizes = _checked(SIZE, SIZE - 1, AXES, name)
     assert set(names) == {"all_reduce"}
     assert len(names) <= 5
     assert max(sizes) <= 8 * 2 * 7
-    if name in ("DDP", "mesh"):  # A mesh of two ranks has no further sets.
+    if name == "mesh":  # A mesh of two ranks has no further sets.
         assert (names, sizes) == _checked(2, 1, (2, 1), name)
         assert len(names) == 1
 

@@ -162,8 +162,7 @@ def _late(update: str, groups: bool) -> tuple[list[float], int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["same_step", "next_step"])
-@pytest.mark.parametrize("groups", [False, True], ids=["one arena", "two arenas"])
+@pytest.mark.parametrize(("update", "groups"), [("same_step", True), ("next_step", False)])
 def test_the_others_wait_for_a_late_rank(two_ranks: RankPool, update: str, groups: bool) -> None:
     (waiting, collectives, host), (late, *_) = two_ranks.run(_late, update, groups)
     assert len(waiting) == len(late) == STEPS
