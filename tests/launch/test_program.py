@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,39 +16,18 @@ from fp8dist.cli.main import main
 from fp8dist.launcher import agent
 from tests.support.hosted_job import START, HostedJob
 from tests.support.hosts import lab_or_skip
-from tests.support.main_job import LESSON, ROOT, TORCHRUN, assert_launcher_refused
+from tests.support.main_job import LAUNCH, LESSON, assert_launcher_refused, start
 
 SAID = [f"rank {rank} of 2: loss " for rank in range(2)]
-
-
-def started(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in this folder, which has the lesson as a file and as a module of a package."""
-    (folder / "lessons").mkdir(exist_ok=True)
-    for place in ("lesson.py", "lessons/ddp.py"):
-        shutil.copy(LESSON, folder / place)
-    common = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **common, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def assert_trained(done: subprocess.CompletedProcess[str]) -> None:
-    """Both ranks have come to their end, and said their loss there."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line for line in SAID if line not in done.stdout] == []
 
 
 @pytest.mark.slow
 def test_a_program_by_its_path(tmp_path: Path) -> None:
     """That of the caller's folder, not the repository's; each rank has a log."""
-    done = started(tmp_path, *TORCHRUN, "./lesson.py", "--steps", "3", LOGS="logs of it")
-    assert_trained(done)
+    shutil.copy(LESSON, tmp_path / "lesson.py")
+    done = start(LAUNCH, "./lesson.py", "--steps", "3", FOLDER=str(tmp_path), LOGS="logs of it")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in SAID if line not in done.stdout] == []
     for rank in range(2):
         (log,) = (tmp_path / "logs of it").glob(f"*/attempt_0/{rank}/stdout.log")
         assert log.read_text().startswith(SAID[rank])
@@ -60,18 +37,11 @@ def test_a_program_by_its_path(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_module_whose_rank_fails_gives_the_status(tmp_path: Path) -> None:
     """The other one misses it in a collective, and may end with a traceback, and 1, in the same moment."""
-    done = started(tmp_path, *TORCHRUN, "-m", "lessons.ddp", "--fail-rank", "1")
+    (tmp_path / "lessons").mkdir()
+    shutil.copy(LESSON, tmp_path / "lessons/ddp.py")
+    done = start(LAUNCH, "-m", "lessons.ddp", "--fail-rank", "1", FOLDER=str(tmp_path))
     assert done.returncode == 7, done.stdout + done.stderr
     assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: 7 ", done.stderr)
-
-
-@pytest.mark.slow
-def test_help_is_for_whom_it_is_asked(tmp_path: Path) -> None:
-    """After a program it is the program's, without one the example job's; ``fp8dist launch`` has its own."""
-    done = started(tmp_path, *TORCHRUN, "lesson.py", "--help", NPROC="1")
-    assert (done.returncode, done.stdout.startswith("usage: ddp_lesson ")) == (0, True), done.stderr
-    done = started(tmp_path, *TORCHRUN, "--help")
-    assert (done.returncode, done.stdout.startswith("usage: train_gpt ")) == (0, True), done.stderr
 
 
 def test_the_launcher_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,24 +74,9 @@ def test_a_command_that_starts_nothing(capsys: pytest.CaptureFixture[str], words
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_launcher(tmp_path: Path) -> None:
-    """Packages as a wheel holds them, and no folder launch/ anywhere; started elsewhere."""
-    site = tmp_path / "site"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "fp8dist", site / "fp8dist", ignore=ignored)
-    shutil.copytree(ROOT / "kernels/fp8dist_kernels", site / "fp8dist_kernels", ignore=ignored)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    show = "import runpy, sys, fp8dist; print(fp8dist.__file__); runpy.run_module('fp8dist', run_name='__main__')"
-    done = started(elsewhere, sys.executable, "-c", show, "launch", "-m", "lessons.ddp", PYTHONPATH=str(site))
-    assert_trained(done)
-    assert done.stdout.startswith(f"{site}/fp8dist/__init__.py\n")
-
-
-@pytest.mark.slow
 def test_a_signal_is_told_as_shells_do(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    done = started(tmp_path, *TORCHRUN, "killed.py", NPROC="1")
+    done = start(LAUNCH, "killed.py", NPROC="1", FOLDER=str(tmp_path))
     assert done.returncode == 128 + 9, done.stderr
     assert "killed.py FAILED" in done.stderr
 
