@@ -130,9 +130,8 @@ def test_flags_of_recipes() -> None:
     assert fallback_of(falls) == fp8dist.Fallback(7, underflow=0.0)
 
 
-@pytest.mark.parametrize(
-    ("flags", "gathered"),
-    [
+def test_weights_are_gathered_as_fp8_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, gathered in [
         (["--recipe", "current"], True),
         (["--recipe", "rowwise"], False),
         (["--override", "*.qkv=rowwise"], False),
@@ -141,15 +140,10 @@ def test_flags_of_recipes() -> None:
         (["--recipe", "block", "--width", "384", "--parallel", "hsdp"], True),  # Of two ranks each has all.
         (["--override", "*.qkv=block", "--width", "192"], False),
         (["--parallel", "ddp"], False),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_weights_are_gathered_as_fp8_where_they_can_be(
-    monkeypatch: pytest.MonkeyPatch, flags: list[str], gathered: bool
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    options = parse(["--parallel", "fsdp2", *flags])
-    assert (options.why_not_gathered is None) == gathered
+    ]:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        options = parse(["--parallel", "fsdp2", *flags])
+        assert (options.why_not_gathered is None) == gathered
 
 
 # Recipes -----------------------------------------------------------------------------------------

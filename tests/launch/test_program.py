@@ -56,21 +56,17 @@ def test_the_launcher_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) ->
     assert re.search(r"\n +launch +start a training program", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_command_that_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in [
         ([], "name a program: fp8dist launch [-h] (PROGRAM | -m MODULE) [ARGUMENT …]"),
         (["-m"], "name a module after -m: fp8dist launch"),
         (["--steps", "7"], "no such flag: --steps; the program's own come after it: fp8dist launch"),
         (["no/such.py", "--help"], f"no such file: no/such.py, seen from {Path.cwd()}"),
         ([""], "no such file: '', seen from"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_command_that_starts_nothing(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    status = main(["launch", *words])
-    captured = capsys.readouterr()
-    assert_launcher_refused(subprocess.CompletedProcess(words, status, captured.out, captured.err), message)
+    ]:
+        status = main(["launch", *words])
+        captured = capsys.readouterr()
+        assert_launcher_refused(subprocess.CompletedProcess(words, status, captured.out, captured.err), message)
 
 
 @pytest.mark.slow
@@ -94,9 +90,8 @@ def test_another_node_that_has_ended_the_job_is_told_in_one_line(
     assert said == f"fp8dist launch: {missing}: RendezvousClosedError: closed\n"
 
 
-@pytest.mark.parametrize(
-    ("codes", "status"),
-    [
+def test_of_ranks_that_fail_together_the_cause_gives_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    for codes, status in [
         ([7], 7),
         ([1, 7], 7),  # Rank 0 has missed rank 1 in a collective, and had no handler for that.
         ([5, 1], 1),  # The example job has one.
@@ -104,18 +99,14 @@ def test_another_node_that_has_ended_the_job_is_told_in_one_line(
         ([1, -9], 128 + 9),
         ([5, 5], 5),
         ([-15], 128 + 15),
-    ],
-    ids=str,
-)
-def test_of_ranks_that_fail_together_the_cause_gives_the_status(
-    monkeypatch: pytest.MonkeyPatch, codes: list[int], status: int
-) -> None:
-    def failed(arguments: list[str]) -> None:
-        failures = {rank: ProcessFailure(rank, 100 + rank, code, "<none>") for rank, code in enumerate(codes)}
-        raise ChildFailedError("program", failures)
+    ]:
 
-    monkeypatch.setattr(agent, "main", failed)
-    assert agent.run([]) == status
+        def failed(arguments: list[str], codes: list[int] = codes) -> None:
+            failures = {rank: ProcessFailure(rank, 100 + rank, code, "<none>") for rank, code in enumerate(codes)}
+            raise ChildFailedError("program", failures)
+
+        monkeypatch.setattr(agent, "main", failed)
+        assert agent.run([]) == status
 
 
 @pytest.mark.long

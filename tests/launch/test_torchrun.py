@@ -57,16 +57,14 @@ def planned(program: Sequence[str] = PROGRAM, **variables: str) -> Planned:
     return Planned(get_args_parser().parse_args(plan.arguments), environment | plan.variables)
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["-m", "x"], ["--", "--nproc-per-node", "9"], ["a", "--", "-m"], [""]], ids=" ".join
-)
-def test_the_program_has_all_that_follows_it(words: list[str]) -> None:
-    arguments = planned(["folder/train.py", *words]).arguments
-    assert (arguments.module, arguments.training_script) == (False, "folder/train.py")
-    assert (arguments.training_script_args, arguments.nproc_per_node) == (words, "2")
-    arguments = planned(["-m", "package.module", *words]).arguments
-    assert (arguments.module, arguments.training_script) == (True, "package.module")
-    assert arguments.training_script_args == words
+def test_the_program_has_all_that_follows_it() -> None:
+    for words in [["--help"], ["-m", "x"], ["--", "--nproc-per-node", "9"], ["a", "--", "-m"], [""]]:
+        arguments = planned(["folder/train.py", *words]).arguments
+        assert (arguments.module, arguments.training_script) == (False, "folder/train.py")
+        assert (arguments.training_script_args, arguments.nproc_per_node) == (words, "2")
+        arguments = planned(["-m", "package.module", *words]).arguments
+        assert (arguments.module, arguments.training_script) == (True, "package.module")
+        assert arguments.training_script_args == words
 
 
 def test_one_node_stays_for_itself() -> None:
@@ -92,15 +90,19 @@ def test_several_nodes_meet_at_the_first() -> None:
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in plan.environment
 
 
-@pytest.mark.parametrize(("node", "is_host"), [("0", "true"), ("1", "false")])
-def test_nodes_that_may_meet_again(node: str, is_host: str) -> None:
-    more = {"NODE_RANK": node, "MAX_RESTARTS": "3", "MASTER_PORT": "2345", "JOIN_TIMEOUT": "90"}
-    plan = planned(**{**TWO_NODES, **more})
-    arguments = plan.arguments
-    assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.max_restarts) == ("c10d", "localhost:2345", 3)
-    assert arguments.rdzv_conf == f"is_host={is_host},join_timeout=90,read_timeout=90"
-    assert arguments.local_addr == "127.0.0.1"
-    assert plan.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+def test_nodes_that_may_meet_again() -> None:
+    for node, is_host in [("0", "true"), ("1", "false")]:
+        more = {"NODE_RANK": node, "MAX_RESTARTS": "3", "MASTER_PORT": "2345", "JOIN_TIMEOUT": "90"}
+        plan = planned(**{**TWO_NODES, **more})
+        arguments = plan.arguments
+        assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.max_restarts) == (
+            "c10d",
+            "localhost:2345",
+            3,
+        )
+        assert arguments.rdzv_conf == f"is_host={is_host},join_timeout=90,read_timeout=90"
+        assert arguments.local_addr == "127.0.0.1"
+        assert plan.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_what_the_user_has_set_stays() -> None:
@@ -135,9 +137,8 @@ def test_interfaces_are_asked_for_only_when_needed() -> None:
     assert planned(**TWO_NODES, IFNAME="none0", LOCAL_ADDR="10.1.2.3").environment["GLOO_SOCKET_IFNAME"] == "none0"
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
+def test_a_variable_that_cannot_be_used() -> None:
+    for variables, message in [
         ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT must be a whole number of at least 1, got soon"),
         ({"NPROC": "0"}, "NPROC must be a whole number of at least 1, got 0"),
         ({"NPROC": "gpu"}, "NPROC must be a whole number of at least 1, got gpu"),
@@ -147,13 +148,10 @@ def test_interfaces_are_asked_for_only_when_needed() -> None:
         ({"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK to the number of this node, from 0"),
         ({"MASTER_ADDR": ""}, "NNODES is 2: set MASTER_ADDR to the host of node 0"),
         ({"MASTER_ADDR": "fd00::9"}, f"MASTER_ADDR fd00::9 is an IPv6 address: {SET_BOTH}"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
-)
-def test_a_variable_that_cannot_be_used(variables: dict[str, str], message: str) -> None:
-    with pytest.raises(BadVariable) as refused:
-        planned(**{**TWO_NODES, **variables})
-    assert str(refused.value) == message
+    ]:
+        with pytest.raises(BadVariable) as refused:
+            planned(**{**TWO_NODES, **variables})
+        assert str(refused.value) == message
 
 
 def test_the_launcher_needs_no_torch_until_it_starts_the_agent(tmp_path: Path) -> None:
