@@ -646,6 +646,8 @@ def test_an_alarm_would_be_seen() -> None:
         trial.accurate()
 
 
-@pytest.mark.parametrize("name", TABLE.programs)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("compiled")) for name in TABLE.programs]
+)
 def test_silent_and_right(name: str) -> None:
     TABLE.run(name)

@@ -557,6 +557,8 @@ def test_resumed_in_any_order(first: str, tmp_path: Path) -> None:
         _resume(orders[:1], tmp_path)
 
 
-@pytest.mark.parametrize("name", TABLE.programs)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("compiled")) for name in TABLE.programs]
+)
 def test_silent_and_right(name: str) -> None:
     TABLE.run(name)
