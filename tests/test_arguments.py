@@ -43,9 +43,9 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
-def message(call: Callable[[], object]) -> str:
+def message(call: Callable[..., object], *args: Any, **options: Any) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        call()
+        call(*args, **options)
     return str(caught.value)
 
 
@@ -82,14 +82,13 @@ KEYWORDS: list[tuple[Callable[..., object], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "name", "said"), KEYWORDS)
-def test_an_unknown_keyword_of_a_recipe(call: Callable[..., object], name: str, said: str) -> None:
-    assert said in message(lambda: call(**{name: 1}))
+def test_an_unknown_keyword_of_a_recipe() -> None:
+    for call, name, said in KEYWORDS:
+        assert said in message(call, **{name: 1})
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_an_unknown_keyword_of_prepare() -> None:
+    for name, said in [
         ("fp8_recipe", "prepare(): fp8_recipe is called recipe here"),
         ("fp8_group", "fp8_group is called group here"),
         ("amax_reduction_group", "amax_reduction_group is called group here"),
@@ -106,17 +105,14 @@ def test_an_unknown_keyword_of_a_recipe(call: Callable[..., object], name: str, 
         ("optimizer", "optimizer is an argument of another call: manager.attach(optimizer=…)"),
         ("exclude", "exclude is called skip here"),
         ("overides", "there is no argument 'overides' (did you mean 'overrides'?). It takes model, recipe, group"),
-    ],
-)
-def test_an_unknown_keyword_of_prepare(name: str, said: str) -> None:
-    net = model()
-    assert said in message(lambda: fp8dist.prepare(net, **{name: None}))  # type: ignore[arg-type]
-    assert not any(isinstance(module, FP8Linear) for module in net.modules())
+    ]:
+        net = model()
+        assert said in message(fp8dist.prepare, net, **{name: None})
+        assert not any(isinstance(module, FP8Linear) for module in net.modules())
 
 
-@pytest.mark.parametrize(
-    ("method", "name", "said"),
-    [
+def test_an_unknown_keyword_of_a_method() -> None:
+    for method, name, said in [
         ("attach", "optim", "manager.attach(): optim is called optimizer here"),
         ("attach", "grad_scaler", "grad_scaler is called scaler here"),
         ("attach", "group", "group is an argument of another call: prepare(group=…)"),
@@ -124,11 +120,9 @@ def test_an_unknown_keyword_of_prepare(name: str, said: str) -> None:
         ("set_precision", "step", "manager.set_precision(): there is no argument 'step' (did you mean 'steps'?)"),
         ("watch", "interval", "interval: it is gone"),
         ("set_precision", "gemm", "(did you mean 'gemms'?)"),
-    ],
-)
-def test_an_unknown_keyword_of_a_method(method: str, name: str, said: str) -> None:
-    _net, manager = prepared()
-    assert said in message(lambda: getattr(manager, method)(**{name: 1}))
+    ]:
+        _net, manager = prepared()
+        assert said in message(getattr(manager, method), **{name: 1})
 
 
 def test_several_unknown_keywords_are_all_told() -> None:
@@ -162,9 +156,8 @@ def foreign(name: str, library: str) -> object:
     return type(name, (), {"__module__": f"{library}.recipe"})()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "said"),
-    [
+def test_what_is_no_recipe() -> None:
+    for recipe, said in [
         ("delayed", "got 'delayed': write fp8dist.DelayedScaling()"),
         ("Delayed", "write fp8dist.DelayedScaling()"),
         ("tensorwise", "write fp8dist.CurrentScaling()"),
@@ -180,20 +173,17 @@ def foreign(name: str, library: str) -> object:
         (foreign("Float8LinearConfig", "torchao"), "use fp8dist.CurrentScaling() or RowwiseScaling()"),
         (type(foreign("DelayedScaling", "transformer_engine")), "use fp8dist.DelayedScaling()"),
         (16, "got 16"),
-    ],
-)
-def test_what_is_no_recipe(recipe: Any, said: str) -> None:
-    text = message(lambda: fp8dist.prepare(model(), recipe))
-    assert text.startswith("recipe must be a recipe such as DelayedScaling(), got ")
-    assert said in text
-    text = message(lambda: fp8dist.prepare(model(), overrides={"first": recipe}))
-    assert text.startswith("overrides['first'] must be a recipe, or \"high\" for high precision, got ")
-    assert said in text
+    ]:
+        text = message(fp8dist.prepare, model(), recipe)
+        assert text.startswith("recipe must be a recipe such as DelayedScaling(), got ")
+        assert said in text
+        text = message(fp8dist.prepare, model(), overrides={"first": recipe})
+        assert text.startswith("overrides['first'] must be a recipe, or \"high\" for high precision, got ")
+        assert said in text
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
+def test_a_wrong_value_in_a_recipe() -> None:
+    for fields, said in [
         ({"amax_algo": "maximum"}, "amax_algo must be one of max, most_recent (did you mean 'max'?), got 'maximum'"),
         ({"amax_algo": "recent"}, "(did you mean 'most_recent'?)"),
         ({"amax_algo": ["max"]}, "amax_algo must be one of max, most_recent (did you mean 'max'?), got ['max']"),
@@ -204,10 +194,8 @@ def test_what_is_no_recipe(recipe: Any, said: str) -> None:
         ({"high_precision": ("w_grad",)}, "(write high_precision=('wgrad',))"),
         ({"high_precision": (False, False, True)}, "high_precision must be a tuple of fprop, dgrad, wgrad, got (Fal"),
         ({"power_of_two": "yes"}, "power_of_two must be True or False, got 'yes'"),
-    ],
-)
-def test_a_wrong_value_in_a_recipe(fields: dict[str, Any], said: str) -> None:
-    assert said in message(lambda: DelayedScaling(**fields))
+    ]:
+        assert said in message(DelayedScaling, **fields)
 
 
 # prepare ------------------------------------------------------------------------------------------
@@ -257,11 +245,11 @@ PREPARE: Mapping[str, tuple[Callable[[], object], str]] = MappingProxyType(
 )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # Of the first import of Dynamo.
-@pytest.mark.parametrize("mistake", PREPARE)
-def test_prepare(mistake: str) -> None:
-    call, said = PREPARE[mistake]
-    assert said in message(call)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_prepare() -> None:
+    for mistake in PREPARE:
+        call, said = PREPARE[mistake]
+        assert said in message(call)
 
 
 def test_a_type_error_inside_filter_fn_stays_the_callers() -> None:
@@ -316,28 +304,39 @@ ATTACH: Mapping[str, tuple[Callable[[nn.Module, StateManager], object], str]] = 
 )
 
 
-@pytest.mark.parametrize("mistake", ATTACH)
-def test_attach(mistake: str) -> None:
-    net, manager = prepared()
-    call, said = ATTACH[mistake]
-    assert said in message(lambda: call(net, manager))
-    manager.attach(net, optimizer=sgd(net), scaler=torch.amp.GradScaler("cpu"), timeout=timedelta(seconds=5))
+def test_attach() -> None:
+    for mistake in ATTACH:
+        net, manager = prepared()
+        call, said = ATTACH[mistake]
+        assert said in message(call, net, manager)
+        manager.attach(net, optimizer=sgd(net), scaler=torch.amp.GradScaler("cpu"), timeout=timedelta(seconds=5))
 
 
 # The manager is not the model ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["parameters", "named_parameters", "forward", "train", "eval", "to", "cuda", "modules", "training", "half"]
-)
-def test_the_manager_is_not_the_model(name: str) -> None:
-    _net, manager = prepared()
-    with pytest.raises(AttributeError, match=r"prepare.. changes the model in place and returns its manager") as caught:
-        getattr(manager, name)
-    assert isinstance(caught.value, NotAModelError)
-    assert isinstance(caught.value, ConfigurationError)
-    assert f"no {name!r}" in str(caught.value)
-    assert not hasattr(manager, name)
+def test_the_manager_is_not_the_model() -> None:
+    for name in [
+        "parameters",
+        "named_parameters",
+        "forward",
+        "train",
+        "eval",
+        "to",
+        "cuda",
+        "modules",
+        "training",
+        "half",
+    ]:
+        _net, manager = prepared()
+        with pytest.raises(
+            AttributeError, match=r"prepare.. changes the model in place and returns its manager"
+        ) as caught:
+            getattr(manager, name)
+        assert isinstance(caught.value, NotAModelError)
+        assert isinstance(caught.value, ConfigurationError)
+        assert f"no {name!r}" in str(caught.value)
+        assert not hasattr(manager, name)
 
 
 def test_a_call_of_the_manager_is_told() -> None:
@@ -361,9 +360,8 @@ def test_other_names_are_plain_attribute_errors_and_copies_work() -> None:
 # Names of modules, roles, formats -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
+def test_names_that_there_are_not() -> None:
+    for call, said in [
         (lambda m: m.scale("frist", "input"), "there is no slot frist:input (did you mean 'first'?)"),
         (lambda m: m.amax("module.first", "input"), "(did you mean 'first'?)"),
         (lambda m: m.inv_scale("first.weight", "weight"), "(did you mean 'first'?)"),
@@ -391,13 +389,11 @@ def test_other_names_are_plain_attribute_errors_and_copies_work() -> None:
         (lambda m: m.on_event("print"), "callback must be a function of an Event, got 'print'"),
         (lambda m: m.check(policy=None), "policy must be one of raise, warn, repair, got None"),
         (lambda m: m.watch(10, jump="8"), "jump must be a factor above 1, or None for no alarms, got '8'"),
-    ],
-)
-def test_names_that_there_are_not(call: Callable[[StateManager], object], said: str) -> None:
-    net = make_net()
-    net.head = nn.Linear(16, 16)
-    manager = fp8dist.prepare(net, skip="head")
-    assert said in message(lambda: call(manager))
+    ]:
+        net = make_net()
+        net.head = nn.Linear(16, 16)
+        manager = fp8dist.prepare(net, skip="head")
+        assert said in message(call, manager)
 
 
 # Wrapped and sharded models -----------------------------------------------------------------------
@@ -429,9 +425,8 @@ def _of_wrapped(how: str) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
+def test_prepare_comes_first(two_ranks: RankPool) -> None:
+    for how, said in [
         ("DDP", "got DistributedDataParallel: call prepare(model) with the plain model first, then model = Distrib"),
         ("FSDP1", "got FullyShardedDataParallel: call prepare(model) with the plain model first"),
         ("FSDP1 inside", "inner.first is managed by FSDP already: call prepare(model) first"),
@@ -441,8 +436,6 @@ def _of_wrapped(how: str) -> str:
         ("FSDP2 of a Linear", "inner.first is managed by FSDP already"),
         ("None", "2 ranks and no group: pass prepare(group=…)"),
         ("skipped", "head"),
-    ],
-)
-def test_prepare_comes_first(two_ranks: RankPool, how: str, said: str) -> None:
-    for text in two_ranks.run(_of_wrapped, how):
-        assert said.removeprefix("inner.") in text
+    ]:
+        for text in two_ranks.run(_of_wrapped, how):
+            assert said.removeprefix("inner.") in text

@@ -71,41 +71,47 @@ def imports(tree: ast.Module) -> set[str]:
     return {name for name in found if room_of(name) is not None}
 
 
-def _id(value: object) -> str | None:
-    return value.stem if isinstance(value, Path) else None
+@pytest.fixture(scope="module")
+def trees() -> list[tuple[str, Path, ast.Module]]:
+    """(room, file, what is in it) of all that is shipped."""
+    return [(room, path, ast.parse(path.read_text())) for room, path in sources()]
 
 
-@pytest.mark.parametrize(("room", "path"), sources(), ids=_id)
-def test_imports_go_one_way(room: str, path: Path) -> None:
-    assert room in LINE, f"{path} is in no room: add it to ROOMS and to ARCHITECTURE.md"
-    for module in imports(ast.parse(path.read_text())):
-        imported = room_of(module)
-        assert imported == room or LINE[str(imported)] < LINE[room], f"{path} imports {module}"
-
-
-@pytest.mark.parametrize(("room", "path"), sources(), ids=_id)
-def test_no_globals_and_no_ranks_below_state(room: str, path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path.name} has a global"
-    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-    for node in tree.body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
-            names = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
-            assert names == "__all__", f"{path.name}: module-level mutable {names}"
-    if room in PURE:
-        assert "torch.distributed" not in path.read_text()
-
-
-def test_every_room_has_a_file() -> None:
+def test_every_file_is_in_a_room_and_every_room_has_a_file() -> None:
+    """A new room is added to ROOMS and to ARCHITECTURE.md."""
     assert {room for room, _ in sources()} == set(LINE)
 
 
-def test_files_of_a_room_import_each_other_without_circles() -> None:
+def test_imports_go_one_way(trees: list[tuple[str, Path, ast.Module]]) -> None:
+    wrong = [
+        f"{path} imports {module}"
+        for room, path, tree in trees
+        for module in imports(tree)
+        if room_of(module) != room and LINE[str(room_of(module))] >= LINE[room]
+    ]
+    assert not wrong
+
+
+def test_no_globals_and_no_ranks_below_state(trees: list[tuple[str, Path, ast.Module]]) -> None:
+    wrong = []
+    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    for room, path, tree in trees:
+        wrong += [f"{path}: a global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        for node in tree.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
+                names = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+                wrong += [f"{path}: module-level mutable {names}"] * (names != "__all__")
+        if room in PURE and "torch.distributed" in path.read_text():
+            wrong.append(f"{path}: torch.distributed")
+    assert not wrong
+
+
+def test_files_of_a_room_import_each_other_without_circles(trees: list[tuple[str, Path, ast.Module]]) -> None:
     graph = {}
-    for room, path in sources():
+    for room, path, tree in trees:
         root = ROOT / "kernels" if room == "kernels" else ROOT
         name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        graph[name] = imports(ast.parse(path.read_text()))
+        graph[name] = imports(tree)
     done: set[str] = set()
 
     def visit(name: str, on_the_way: tuple[str, ...]) -> None:

@@ -18,7 +18,11 @@ for _rows in (mistaken_steps, mistaken_writes, mistaken_calls, mistaken_ranks, m
         assert _name not in ROWS, _name
         ROWS[_name] = _row
 
-ALONE = [name for name, row in ROWS.items() if row.ranks == 1]
+ALONE = [
+    pytest.param(name, marks=[pytest.mark.slow] if "compiled" in name or "torch.compile" in name else [])
+    for name, row in ROWS.items()
+    if row.ranks == 1
+]
 TOGETHER = [name for name, row in ROWS.items() if row.ranks == 2]
 
 

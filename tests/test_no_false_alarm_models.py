@@ -35,7 +35,7 @@ from tests.support.quiet import (
 from tests.support.training import bits
 
 TABLE = Table()
-program, variants = TABLE.program, TABLE.variants
+program, variants, cases = TABLE.program, TABLE.variants, TABLE.cases
 
 
 # Several optimizers ------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def optimizers_of_disjoint_parameters(order: str) -> None:
     assert split.bits() == whole.bits()
 
 
-@variants(order=["as attached", "the other way round"])
+@variants(order=["the other way round"])
 def an_optimizer_for_each_layer(order: str) -> None:
     trial = Trial()
     optimizers: list[Optimizer] = [
@@ -189,7 +189,11 @@ def one_optimizer_for_two_managers() -> None:
     assert first.bits() == done(plain_run(STEPS)).bits()
 
 
-@variants(parts=["two models", "one model"], frozen=[False, True], clipped=[False, True])
+@cases(
+    {"parts": "two models", "frozen": False, "clipped": False},
+    {"parts": "one model", "frozen": True, "clipped": False},
+    {"parts": "one model", "frozen": False, "clipped": True},
+)
 def gan(parts: str, frozen: bool, clipped: bool) -> None:
     """D takes two steps for one of G; optionally stands still meanwhile, or has its weights clipped after each step."""
     both = Generated() if parts == "one model" else None
@@ -336,7 +340,11 @@ def copy_that_is_only_evaluated() -> None:
 # Averages ----------------------------------------------------------------------------------------
 
 
-@variants(made=["before attach", "after attach"], kind=["ema", "swa"], steps=[STEPS, 5 * STEPS])
+@cases(
+    {"made": "before attach", "kind": "ema", "steps": HISTORY + 2},
+    {"made": "before attach", "kind": "swa", "steps": STEPS},
+    {"made": "after attach", "kind": "ema", "steps": STEPS},
+)
 def averaged_model(made: str, kind: str, steps: int) -> None:
     """A deep copy whose weights are written to after each step, and which is evaluated: a plain average's weights."""
     how: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if kind == "ema" else {}
@@ -390,7 +398,11 @@ def exchange(net: nn.Module, others: list[Tensor], how: str) -> None:
             other.copy_(mine)
 
 
-@variants(how=["copy_", ".data.copy_", ".data ="], update=["same_step", "next_step"])
+@cases(
+    {"how": "copy_", "update": "same_step"},
+    {"how": ".data.copy_", "update": "next_step"},
+    {"how": ".data =", "update": "same_step"},
+)
 def ema_swapped_in_and_out(how: str, update: str) -> None:
     """Training goes on as if nothing had been swapped."""
     swapped, still = (Trial(recipe=DelayedScaling(history_len=HISTORY, update=update)) for _ in range(2))  # type: ignore[arg-type]
@@ -470,7 +482,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.lora_b(self.lora_a(x))
 
 
-@variants(fp8=[False, True], zero=[False, True])
+@cases({"fp8": False, "zero": False}, {"fp8": True, "zero": True})
 def lora(fp8: bool, zero: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(Adapted(32, 64, zero), nn.ReLU(), Adapted(64, 16, zero))
@@ -528,7 +540,11 @@ def one_group_has_lr_zero() -> None:
     trial.right(STEPS)
 
 
-@variants(part=["BatchNorm", "a Linear", "all"], steps=[STEPS, 5 * STEPS])
+@cases(
+    {"part": "BatchNorm", "steps": HISTORY + 2},
+    {"part": "a Linear", "steps": STEPS},
+    {"part": "all", "steps": STEPS},
+)
 def trained_with_a_part_in_eval_mode(part: str, steps: int) -> None:
     trial = Trial(mlp(norm=True))
     optimizer = trial.adamw()

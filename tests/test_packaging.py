@@ -19,6 +19,7 @@ import pytest
 
 import fp8dist
 from fp8dist.parallel.torch_internals import TESTED
+from tests.support.main_job import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
@@ -33,8 +34,8 @@ MODULES = sorted(
 )
 
 
-def _run(*command: str, cwd: Path) -> str:
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONWARNINGS")}
+def _run(*command: str, cwd: Path, **variables: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONWARNINGS")} | variables
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -47,11 +48,6 @@ def _bare_python(home: Path) -> str:
     # A .pth in that folder, such as our own editable one, is not followed.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
     return str(home / "bin" / "python")
-
-
-@pytest.fixture
-def bare_python(tmp_path: Path) -> str:
-    return _bare_python(tmp_path / "bare")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +71,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 @pytest.mark.slow
 def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    """And launches a program, where there is no folder launch/."""
     wheel, _ = distributions
+    (tmp_path / "program.py").write_text("import os, sys\nprint(os.environ['RANK'], *sys.argv[1:])\n")
     python = _bare_python(tmp_path / "venv")
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:  # What pip does with a pure wheel, without its start-up time.
@@ -86,10 +84,11 @@ def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, P
         "    module = importlib.import_module(name)\n"
         f"    assert module.__file__.startswith({str(site)!r}), (name, module.__file__)\n"
         "assert 'kernels' not in sys.modules\n"
-        "print(len(sys.modules['fp8dist'].__all__))\n"
+        "print(len(sys.modules['fp8dist'].__all__), flush=True)\n"
+        "sys.exit(sys.modules['fp8dist.cli.main'].main(['launch', 'program.py', '--steps']))\n"
     )
-    out = _run(python, "-I", "-c", script, cwd=tmp_path)
-    assert int(out.split()[-1]) == len(fp8dist.__all__)
+    out = _run(python, "-I", "-c", script, cwd=tmp_path, NPROC="1")
+    assert out.splitlines()[-2:] == [str(len(fp8dist.__all__)), "0 --steps"]
 
 
 @pytest.mark.slow
@@ -106,37 +105,20 @@ def test_sdist_and_wheel_carry_licence_type_marker_and_tables(distributions: tup
 
 
 @pytest.mark.slow
-def test_a_clone_that_is_not_installed_runs(bare_python: str, tmp_path: Path) -> None:
+def test_a_clone_that_is_not_installed_runs(tmp_path: Path) -> None:
     """With PYTHONPATH alone: no symlink, no copy, no editable install."""
-    flags = [
-        "--layers",
-        "1",
-        "--width",
-        "32",
-        "--heads",
-        "2",
-        "--context",
-        "32",
-        "--batch-size",
-        "4",
-        "--steps",
-        "2",
-        "--precision",
-        "fp8",
-    ]
+    flags = [*TINY, "--steps", "2", "--precision", "fp8", "--out", "run"]
+    script = (
+        "import fp8dist, fp8dist_kernels, runpy\n"
+        "print(fp8dist.__file__, fp8dist_kernels.__file__)\n"
+        "runpy.run_module('launch.train_gpt', run_name='__main__')\n"
+    )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    for arguments in (
-        ["-c", "import fp8dist, fp8dist_kernels; print(fp8dist.__file__, fp8dist_kernels.__file__)"],
-        ["-m", "fp8dist", "doctor", "--help"],
-        ["-m", "launch.train_gpt", *flags, "--out", "run"],
-    ):
-        done = subprocess.run(
-            [bare_python, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        if arguments[0] == "-c":
-            places = [ROOT / "fp8dist" / "__init__.py", ROOT / "kernels" / "fp8dist_kernels" / "__init__.py"]
-            assert done.stdout.split() == [str(place) for place in places]
+    command = [_bare_python(tmp_path / "bare"), "-c", script, *flags]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    places = [ROOT / "fp8dist" / "__init__.py", ROOT / "kernels" / "fp8dist_kernels" / "__init__.py"]
+    assert done.stdout.splitlines()[0].split() == [str(place) for place in places]
     assert (tmp_path / "run" / "summary.json").exists()
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
 from fp8dist.manager import StateManager
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -20,33 +19,29 @@ README = (ROOT / "README.md").read_text()
 FIRST, LOOP, FSDP, GRAPH, RECIPES, MOVE = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def _output_of_ranks(code: str, tmp_path: Path) -> list[str]:
-    """What two ranks print that run this code."""
-    assert len(code.splitlines()) <= 24
-    script = tmp_path / "loop.py"
-    # torch 2.13 with gloo sometimes aborts in interpreter shutdown after DDP (pytorch pull request 179291).
-    script.write_text(code + "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n")
-    logs = tmp_path / "logs"  # A file per rank: on one pipe their lines would mix.
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*launcher, "--redirects=1", f"--log-dir={logs}", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stderr
-    return [line for log in logs.rglob("stdout.log") for line in log.read_text().splitlines()]
+def _run_script(words: list[str]) -> int:
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _output(code: str, tmp_path: Path, ranks: int | None = None) -> list[str]:
+    """The lines that a process prints that runs this code, or so many ranks."""
+    assert ranks is None or len(code.splitlines()) <= 24
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = forked.run([str(script)], ranks, {}, main=_run_script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.slow
-def test_the_first_lines_run_under_torchrun(tmp_path: Path) -> None:
-    assert _output_of_ranks(FIRST, tmp_path) == ["the ranks agree"]
+def test_the_first_lines_run_on_two_ranks(tmp_path: Path) -> None:
+    assert _output(FIRST, tmp_path, 2) == ["the ranks agree"]
 
 
 @pytest.mark.slow
-def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
-    lines = [line for line in _output_of_ranks(LOOP, tmp_path) if "fp8/step" in line]
+def test_loop_runs_on_two_ranks(tmp_path: Path) -> None:
+    lines = [line for line in _output(LOOP, tmp_path, 2) if "fp8/step" in line]
     assert len(lines) == 2
     assert all("'fp8/step': 10.0" in line and "'fp8/cold_slots': 0.0" in line for line in lines)
     scales = {line.split()[0] for line in lines}
@@ -54,8 +49,8 @@ def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp_runs_under_torchrun(tmp_path: Path) -> None:
-    lines = _output_of_ranks(FSDP, tmp_path)
+def test_fsdp_runs_on_two_ranks(tmp_path: Path) -> None:
+    lines = _output(FSDP, tmp_path, 2)
     assert len(lines) == 2
     assert len(set(lines)) == 1, f"ranks ended with different scales: {lines}"
 
@@ -63,21 +58,12 @@ def test_fsdp_runs_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_captured_step_runs(tmp_path: Path) -> None:
     """Without a GPU it takes its steps one by one."""
-    assert _output(GRAPH, tmp_path) == "steps: 13\n"
-
-
-def _output(code: str, tmp_path: Path) -> str:
-    """What one process prints that runs this code."""
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    assert _output(GRAPH, tmp_path) == ["steps: 13"]
 
 
 @pytest.mark.slow
 def test_recipes_by_pattern(tmp_path: Path) -> None:
-    assert [line.split("(")[0] for line in _output(RECIPES, tmp_path).splitlines()] == [
+    assert [line.split("(")[0] for line in _output(RECIPES, tmp_path)] == [
         "blocks.1 BlockScaling",
         "blocks.2 DelayedScaling",
         "lm_head CurrentScaling",
@@ -86,7 +72,7 @@ def test_recipes_by_pattern(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_from_high_precision_to_fp8(tmp_path: Path) -> None:
-    assert _output(MOVE, tmp_path) == "0.0 ()\n"
+    assert _output(MOVE, tmp_path) == ["0.0 ()"]
 
 
 def test_table_of_methods_is_complete() -> None:

@@ -17,39 +17,24 @@ from typing import Any
 
 import pytest
 
-from tests.support.reference_runs import CASES, DATA, Outcome, machine, run_all
-
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("same_as_before")]
+from tests.support.reference_runs import CASES, DATA, machine, run_all
 
 
-@pytest.fixture(scope="module")
-def before() -> dict[str, Any]:
-    """What was stored."""
-    stored: dict[str, Any] = json.loads(DATA.read_text())
-    return stored
-
-
-@pytest.fixture(scope="module")
-def now() -> Outcome:
-    """The same runs with the code as it is. They run once for all tests here."""
-    return run_all()
-
-
-def test_the_file_has_all_cases(before: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_same_as_before() -> None:
+    before: dict[str, Any] = json.loads(DATA.read_text())
     assert before["commit"] == "c45a5bf"
     assert list(before["cases"]) == list(CASES)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_same_as_before(before: dict[str, Any], now: Outcome, case: str) -> None:
+    now = run_all()
     if now.canary != before["canary"]:
         here = {"canary": now.canary, **machine()}
         places = [f"canary {p['canary'][:16]} (torch {p['torch']}, {p['cpu']})" for p in (here, before)]
         pytest.skip(f"plain torch computes other bits here: {places[0]}, stored {places[1]}")
     differ = [
-        f"rank {rank}: {name}"
+        f"{case}, rank {rank}: {name}"
+        for case in CASES
         for rank, (stored, found) in enumerate(zip(before["cases"][case], now.cases[case], strict=True))
         for name in ("losses", "state", "parameters")
         if found[name] != stored[name]
     ]
-    assert not differ, f"{case}: not as in commit {before['commit']}: {', '.join(differ)}"
+    assert not differ, f"not as in commit {before['commit']}:\n" + "\n".join(differ)

@@ -32,17 +32,15 @@ def test_defaults() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [(t, True) for t in ("1", "true", "YES", " on ", "True")]
-    + [(t, False) for t in ("0", "false", "No", "OFF ", "FALSE")],
-)
-def test_booleans_from_the_environment(text: str, value: bool) -> None:
-    assert _resolve({"FP8DIST_ENABLED": text}).enabled is value
-    assert _resolve({"FP8DIST_AMAX_SYNC": text}).amax_sync is value
-    # One variable decides one setting.
-    assert _resolve({"FP8DIST_ENABLED": text}).amax_sync is True
-    assert _resolve({"FP8DIST_AMAX_SYNC": text}).enabled is True
+def test_booleans_from_the_environment() -> None:
+    for text, value in [(t, True) for t in ("1", "true", "YES", " on ", "True")] + [
+        (t, False) for t in ("0", "false", "No", "OFF ", "FALSE")
+    ]:
+        assert _resolve({"FP8DIST_ENABLED": text}).enabled is value
+        assert _resolve({"FP8DIST_AMAX_SYNC": text}).amax_sync is value
+        # One variable decides one setting.
+        assert _resolve({"FP8DIST_ENABLED": text}).amax_sync is True
+        assert _resolve({"FP8DIST_AMAX_SYNC": text}).enabled is True
 
 
 def test_choices_from_the_environment() -> None:
@@ -55,10 +53,10 @@ def test_choices_from_the_environment() -> None:
     assert _resolve({"FP8DIST_BACKEND": "torch"}).backend == "torch"
 
 
-@pytest.mark.parametrize("name", ["ENABLED", "AMAX_SYNC", "CHECK_EVERY", "CHECK_POLICY", "BACKEND", "REPORT_DIR"])
-@pytest.mark.parametrize("text", ["", "  "])
-def test_an_empty_variable_is_unset(name: str, text: str) -> None:
-    assert _resolve({f"FP8DIST_{name}": text}) == _resolve()
+def test_an_empty_variable_is_unset() -> None:
+    for name in ["ENABLED", "AMAX_SYNC", "CHECK_EVERY", "CHECK_POLICY", "BACKEND", "REPORT_DIR"]:
+        for text in ["", "  "]:
+            assert _resolve({f"FP8DIST_{name}": text}) == _resolve()
 
 
 def test_arguments_beat_the_environment() -> None:
@@ -68,40 +66,36 @@ def test_arguments_beat_the_environment() -> None:
     assert _resolve({"FP8DIST_AMAX_SYNC": "1"}, amax_sync=False).amax_sync is False
 
 
-@pytest.mark.parametrize("argument", [None, True, False])
-@pytest.mark.parametrize("text", [None, "0", "1"])
-def test_enabled_by_the_argument_and_the_environment(argument: bool | None, text: str | None) -> None:
+def test_enabled_by_the_argument_and_the_environment() -> None:
     """FP8DIST_ENABLED=0 beats everything; =1 does not switch on what the program switched off."""
-    environ = {} if text is None else {"FP8DIST_ENABLED": text}
-    assert _resolve(environ, enabled=argument).enabled is (text != "0" and argument is not False)
+    for argument in [None, True, False]:
+        for text in [None, "0", "1"]:
+            environ = {} if text is None else {"FP8DIST_ENABLED": text}
+            assert _resolve(environ, enabled=argument).enabled is (text != "0" and argument is not False)
 
 
-@pytest.mark.parametrize("name", ["FP8DIST_ENABLED", "FP8DIST_AMAX_SYNC"])
-@pytest.mark.parametrize("text", ["2", "ja", "-1", "None", "01"])
-def test_a_bad_boolean_variable_is_named(name: str, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name} must be .*'{text}'"):
-        _resolve({name: text})
+def test_a_bad_boolean_variable_is_named() -> None:
+    for name in ["FP8DIST_ENABLED", "FP8DIST_AMAX_SYNC"]:
+        for text in ["2", "ja", "-1", "None", "01"]:
+            with pytest.raises(ConfigurationError, match=f"{name} must be .*'{text}'"):
+                _resolve({name: text})
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "choices"),
-    [
+def test_a_bad_choice_variable_is_named() -> None:
+    for name, text, choices in [
         ("FP8DIST_CHECK_POLICY", "shout", "raise, warn"),
         ("FP8DIST_CHECK_POLICY", "Repair", "raise, warn, repair"),
         ("FP8DIST_BACKEND", "cuda", "auto, triton, torch, reference"),
         ("FP8DIST_BACKEND", "Torch", "auto, triton, torch, reference"),
-    ],
-)
-def test_a_bad_choice_variable_is_named(name: str, text: str, choices: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{text}'") as caught:
-        _resolve({name: text})
-    assert choices in str(caught.value)
-    assert name in str(caught.value), "the user set a variable, and is told of an argument"
+    ]:
+        with pytest.raises(ConfigurationError, match=f"'{text}'") as caught:
+            _resolve({name: text})
+        assert choices in str(caught.value)
+        assert name in str(caught.value), "the user set a variable, and is told of an argument"
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
+def test_a_bad_argument_is_named() -> None:
+    for argument, value in [
         ("check_policy", "shout"),
         ("check_policy", True),
         ("check_every", -1),
@@ -116,11 +110,9 @@ def test_a_bad_choice_variable_is_named(name: str, text: str, choices: str) -> N
         ("enabled", 1),
         ("amax_sync", "0"),
         ("amax_sync", 0),
-    ],
-)
-def test_a_bad_argument_is_named(argument: str, value: object) -> None:
-    with pytest.raises(ConfigurationError, match=f"{argument} must be .*{value!r}"):
-        _resolve(**{argument: value})
+    ]:
+        with pytest.raises(ConfigurationError, match=f"{argument} must be .*{value!r}"):
+            _resolve(**{argument: value})
 
 
 def test_a_bad_variable_matters_even_where_the_argument_wins_for_enabled() -> None:
@@ -166,24 +158,21 @@ def test_prepare_reads_the_environment_when_called(monkeypatch: pytest.MonkeyPat
     assert type(model[0]) is nn.Linear  # Nothing was changed.
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def test_what_cannot_go_with_an_fp8_all_gather_is_refused() -> None:
+    for arguments, text in [
         ({"amax_sync": False}, "fp8_all_gather=True needs amax_sync"),
         ({"eval_precision": "high"}, "fp8_all_gather=True gathers weights in FP8 in eval"),
         ({"fp8_all_gather": "yes"}, "fp8_all_gather must be True or False"),
-    ],
-)
-def test_what_cannot_go_with_an_fp8_all_gather_is_refused(arguments: dict[str, Any], text: str) -> None:
-    model = nn.Sequential(nn.Linear(16, 16))
-    with pytest.raises(ConfigurationError, match=text):
-        fp8dist.prepare(model, **{"fp8_all_gather": True, **arguments})
-    assert type(model[0]) is nn.Linear
+    ]:
+        model = nn.Sequential(nn.Linear(16, 16))
+        with pytest.raises(ConfigurationError, match=text):
+            fp8dist.prepare(model, **{"fp8_all_gather": True, **arguments})
+        assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("text", ["often", "-1", "1.5", "10 steps"])
-def test_a_bad_check_every_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_bad_check_every_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for checks and gets none must be told, as with the argument."""
-    monkeypatch.setenv("FP8DIST_CHECK_EVERY", text)
-    with pytest.raises(ConfigurationError, match="FP8DIST_CHECK_EVERY"):
-        fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
+    for text in ["often", "-1", "1.5", "10 steps"]:
+        monkeypatch.setenv("FP8DIST_CHECK_EVERY", text)
+        with pytest.raises(ConfigurationError, match="FP8DIST_CHECK_EVERY"):
+            fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))

@@ -419,7 +419,15 @@ class LinearSlots:
     ) -> Cast:
         unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
         return self.quantize(
-            weight.detach(), state, record, rows, columns, pending, square=True, outgrown=outgrown.weight, unfit=unfit
+            weight.detach(),
+            state,
+            record,
+            rows,
+            columns,
+            pending=pending,
+            square=True,
+            outgrown=outgrown.weight,
+            unfit=unfit,
         )
 
     def count_backward(self, recorded: bool) -> None:

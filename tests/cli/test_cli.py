@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -313,12 +314,12 @@ def test_damaged_fp8_state_in_a_checkpoint_is_named(how: str, kind: str, tmp_pat
 # Usage ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [[], ["check"], ["mend"], ["check", "--wrong", "a", "b"], ["inspect"]])
-def test_bad_usage_exits_with_2(arguments: list[str], capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert "usage: fp8dist" in capsys.readouterr().err
+def test_bad_usage_exits_with_2(capsys: Capture) -> None:
+    for arguments in [[], ["check"], ["mend"], ["check", "--wrong", "a", "b"], ["inspect"]]:
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+        assert "usage: fp8dist" in capsys.readouterr().err
 
 
 def test_one_path_or_two_kinds_of_paths_are_usage_errors(tmp_path: Path, capsys: Capture) -> None:
@@ -395,11 +396,11 @@ def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
-    """Three files of 160 MB in tensors of 8 MB: far less than one file is held."""
-    tensors = {f"t{i}": torch.randn(2_000_000) for i in range(20)}
+    """Three files of 80 MB in tensors of 4 MB: far less than one file is held."""
+    tensors = {f"t{i}": torch.randn(1_000_000) for i in range(20)}
     for rank in range(3):
         if rank == 2:
-            flip(tensors["t7"], 1_999_999, 1)
+            flip(tensors["t7"], 999_999, 1)
         save_file(tensors, tmp_path / f"{rank}")
     code = (
         "import sys, threading, time; from fp8dist.cli.main import main\n"
@@ -417,14 +418,15 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     )
     assert run.returncode == 1, run.stderr
     assert [(f["name"], f["ranks"]) for f in json.loads(run.stdout)["findings"]] == [("t7", [2])]
-    assert int(run.stderr.split()[-1]) < 80, "MB"
+    assert int(run.stderr.split()[-1]) < 40, "MB"
 
 
-@pytest.mark.slow
-def test_the_installed_command(tmp_path: Path) -> None:
-    command = Path(sys.executable).with_name("fp8dist")
-    run = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == f"fp8dist {fp8dist.__version__}"
+def test_the_installed_command(capsys: Capture) -> None:
+    assert Path(sys.executable).with_name("fp8dist").exists()
+    (command,) = entry_points(group="console_scripts", name="fp8dist")
+    with pytest.raises(SystemExit) as left:
+        command.load()(["--version"])
+    assert (left.value.code, capsys.readouterr().out) == (0, f"fp8dist {fp8dist.__version__}\n")
 
 
 # What reviewers broke -------------------------------------------------------------------------------------

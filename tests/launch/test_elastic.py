@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.main_job import RANKS, ROOT, SINGLE, STEPS, TINY, TORCHRUN, Run, finish, metrics, start
 
-pytestmark = [pytest.mark.long, pytest.mark.alone]
+pytestmark = pytest.mark.long
 
 Undisturbed = Callable[[str], Run]
 
@@ -41,17 +41,12 @@ def processes_of(out: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("parallel", "fault", "resumed"),
     [
-        ("ddp", "kill-forward:1:7", 4),
         ("ddp", "kill-backward:0:7", 4),
-        ("ddp", "kill-sync:1:7", 4),
         ("ddp", "kill-save:0:8", 4),
-        ("ddp", "kill-save:1:8", 4),
-        ("ddp", "kill-backward:1:2", 0),
-        ("fsdp1", "kill-backward:1:7", 4),
-        ("fsdp2", "kill-forward:0:7", 4),
-        ("fsdp2", "kill-backward:1:7", 4),
-        ("fsdp2", "kill-sync:0:7", 4),
+        ("ddp", "kill-sync:1:2", 0),
+        ("fsdp1", "kill-forward:1:7", 4),
         ("fsdp2", "kill-save:1:8", 4),
+        ("fsdp2", "kill-sync:0:7", 4),
     ],
 )
 def test_a_killed_rank_costs_steps_but_no_bit(
@@ -78,26 +73,18 @@ def test_a_killed_rank_costs_steps_but_no_bit(
     assert "GPT" in said
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_hanging_rank_is_given_up(tmp_path: Path, parallel: str) -> None:
-    flags = ["--parallel", parallel, "--timeout", "10", "--inject", "hang:1:6", "--out", str(tmp_path / "run")]
+def test_a_hanging_rank_is_given_up(tmp_path: Path) -> None:
+    flags = ["--parallel", "fsdp2", "--timeout", "5", "--inject", "hang:1:6", "--out", str(tmp_path / "run")]
     done = start(TORCHRUN, *TINY, *flags, TMPDIR=str(tmp_path))
     assert done.returncode == 5, done.stdout + done.stderr
     assert "[rank 1] --inject hang:1:6: sleeping" in done.stderr
     (said,) = re.findall(r"^rank 0: .+$", done.stderr, re.MULTILINE)
     where = r"rank 0: step 6: (forward|backward): FP8 manager of GPT \(12 slots over ranks 0 to 1\): "
-    assert re.match(where + r"a collective failed or timed out after 1\d\.\d s: .*Timed out waiting", said), said
+    waited = re.match(where + r"a collective failed or timed out after (\d+\.\d) s: .*Timed out waiting", said)
+    assert waited is not None, said
+    assert 5 <= float(waited[2]) < 15
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run/summary.json").exists()
-    assert processes_of(tmp_path) == []
-
-
-def test_without_restarts_the_status_is_that_of_the_signal(tmp_path: Path) -> None:
-    flags = ["--precision", "fp32", "--inject", "kill-backward:1:6", "--out", str(tmp_path / "run")]
-    done = start(TORCHRUN, *TINY, *flags, TMPDIR=str(tmp_path))
-    assert done.returncode == 128 + 9, done.stdout + done.stderr
-    assert re.search(r"^rank 0: step 6: .+: no FP8 manager \(GPT\): a collective failed", done.stderr, re.MULTILINE)
-    assert "Traceback" not in done.stderr
     assert processes_of(tmp_path) == []
 
 
@@ -119,12 +106,11 @@ def start_ranks(*commands: tuple[tuple[str, ...], str]) -> list[tuple[int, str]]
             process.kill()
 
 
-@pytest.mark.parametrize("restarts", [("0", "1"), ("1", "0")])
-def test_agents_that_count_differently_resume_alike(tmp_path: Path, restarts: tuple[str, str]) -> None:
+def test_agents_that_count_differently_resume_alike(tmp_path: Path) -> None:
     """As on two nodes: the agent of one has restarted because of its own ranks, the other because of its fellow."""
     flags = [*TINY, "--save-every", "6", "--inject", "kill-forward:0:9", "--out", str(tmp_path)]
     finish(tmp_path, RANKS, *TINY, "--save-every", "6", "--stop-after", "6")
-    ends = start_ranks(*(((*SINGLE, *flags), own) for own in restarts))
+    ends = start_ranks(*(((*SINGLE, *flags), own) for own in ("0", "1")))
     assert [status for status, _ in ends] == [0, 0], ends
     assert "resumed from" in ends[0][1]
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, STEPS + 1))
@@ -138,9 +124,8 @@ os._exit(1)
 """
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_rank_that_dies_at_the_start_is_missed(tmp_path: Path, parallel: str) -> None:
-    job = (*SINGLE, *TINY, "--parallel", parallel, "--timeout", "10", "--out", str(tmp_path))
+def test_a_rank_that_dies_at_the_start_is_missed(tmp_path: Path) -> None:
+    job = (*SINGLE, *TINY, "--parallel", "ddp", "--timeout", "10", "--out", str(tmp_path))
     (status, said), _ = start_ranks((job, "0"), ((sys.executable, "-c", PARTNER), "0"))
     assert status == 5, said
     assert re.search(r"^rank 0: step 0: starting: .*a collective failed or timed out", said, re.MULTILINE), said

@@ -16,7 +16,7 @@ from fp8dist.errors import ManifestMismatchError
 from fp8dist.sync.groups import _absent
 from launch.train_gpt.faults.failures import CollectiveFailed, Whereabouts
 from launch.train_gpt.ranks import _most_restarts
-from tests.support.main_job import ALONE, RANKS, SINGLE, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
+from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, TINY, TORCHRUN, Run, assert_refused, finish, start
 from tests.support.ranks import RankPool
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
@@ -74,15 +74,22 @@ def test_two_ranks_hold_the_same_state_for_one_collective_a_step(two_rank_run: R
 
 @pytest.mark.slow
 def test_forked_ranks_are_those_of_torchrun(tmp_path: Path, two_rank_run: Runner) -> None:
-    """So that what other tests see on them is true of real jobs."""
-    assert_equal_runs(finish(tmp_path / "two", TORCHRUN, *TINY), two_rank_run())
-    alone = [finish(tmp_path / "".join(command)[-9:], command, *TINY) for command in (SINGLE, ALONE)]
-    assert_equal_runs(*alone)
-    assert alone[0].losses != two_rank_run().losses
+    """So that what other tests see on them is true of real jobs. And with LOGS each rank has a log of its own."""
+    logs = tmp_path / "logs"
+    run = finish(tmp_path / "two", TORCHRUN, *TINY, LOGS=str(logs))
+    assert_equal_runs(run, two_rank_run())
+    assert run.losses != finish(tmp_path / "one", ALONE, *TINY).losses
+    (first,) = logs.glob("*/attempt_0/0/stdout.log")
+    (second,) = logs.glob("*/attempt_0/1/stdout.log")
+    assert second.read_text() == ""  # Rank 0 speaks for all.
+    table = first.read_text().splitlines()
+    assert any("FP8 state identical on all ranks" in line for line in table)
+    assert all(f"[0]: {line}\n" in run.output for line in table)
 
 
 @pytest.mark.slow
 def test_metrics_have_a_line_per_step(two_rank_run: Runner) -> None:
+    """And validation leaves training alone."""
     lines = two_rank_run("--eval-every", "6").lines
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
@@ -92,16 +99,7 @@ def test_metrics_have_a_line_per_step(two_rank_run: Runner) -> None:
         assert line["learning_rate"] > 0
         assert line["cold_slots"] == line["nonfinite_amaxes"] == 0
     assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12]
-
-
-@pytest.mark.slow
-def test_validation_leaves_training_alone(two_rank_run: Runner) -> None:
     assert two_rank_run("--eval-every", "6").losses == two_rank_run().losses
-
-
-@pytest.mark.slow
-def test_two_runs_with_one_seed_are_bitwise_equal(two_rank_run: Runner) -> None:
-    assert_equal_runs(two_rank_run(), two_rank_run(again=1))
 
 
 @pytest.mark.slow
@@ -213,6 +211,9 @@ def test_replicas_of_shards_on_four_ranks(tmp_path: Path) -> None:
 
 MISTAKES = {
     "unknown flag": (["--recpie", "delayed"], "unrecognized arguments: --recpie"),
+    "not a fault": (["--inject", "slow:1"], "argument --inject: expected slow:RANK:MILLISECONDS, got 'slow:1'"),
+    "no delay": (["--inject", "slow:1:0"], "--inject slow:1:0: the number of milliseconds must be at least 1"),
+    "no slow rank": (["--inject", "slow:2:50"], "--inject slow:2:50: there is no rank 2, ranks are 0 to 1"),
     "value out of range": (["--steps", "0"], "--steps: must be at least 1"),
     "not a number": (["--margin", "much"], "--margin"),
     "not a choice": (["--parallel", "fsdp3"], "--parallel: invalid choice: 'fsdp3'"),
@@ -238,9 +239,17 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("flags", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_line_and_exit_2(flags: list[str], message: str) -> None:
-    assert_refused(start(TORCHRUN, *flags), message)
+def test_a_mistake_is_one_line_and_exit_2() -> None:
+    for flags, message in MISTAKES.values():
+        assert_refused(start(CHECK, *flags), message)
+
+
+def test_torchrun_sh_tells_a_mistake_before_it_starts_a_rank() -> None:
+    """One node with two ranks, and two nodes with one: both are two ranks."""
+    message = "--parallel none is for one rank, and there are 2"
+    assert_refused(start(TORCHRUN, "--parallel", "none"), message)
+    nodes = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "NPROC": "1"}
+    assert_refused(start(TORCHRUN, "--parallel", "none", **nodes), message)
 
 
 @pytest.mark.slow
@@ -248,6 +257,8 @@ def test_a_mistake_is_one_line_and_exit_2(flags: list[str], message: str) -> Non
     ("flags", "variables", "message"),
     [
         (["--data", "/no/such/file"], {}, "/no/such/file"),
+        (["--inject", "scale:0:3"], {"FP8DIST_AMAX_SYNC": "0"}, "--inject scale:0:3: FP8 or its amax sync is switched"),
+        (["--precision", "fp32"], {"FP8DIST_CHECK_EVERY": "often"}, "FP8DIST_CHECK_EVERY must be a number of steps"),
         ([], {"FP8DIST_CHECK_POLICY": "loud"}, "FP8DIST_CHECK_POLICY must be one of"),
         ([], {"FP8DIST_BACKEND": "abacus"}, "FP8DIST_BACKEND must be one of"),
         (["--margin", "1000"], {}, "margin must be"),
@@ -261,7 +272,7 @@ def test_a_mistake_without_torchrun(
 
 @pytest.mark.slow
 def test_only_the_first_rank_tells_of_a_mistake() -> None:
-    done = start(SINGLE, "--steps", "0", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    done = start(ALONE, "--steps", "0", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,39 +16,18 @@ from fp8dist.cli.main import main
 from fp8dist.launcher import agent
 from tests.support.hosted_job import START, HostedJob
 from tests.support.hosts import lab_or_skip
-from tests.support.main_job import LESSON, ROOT, TORCHRUN, assert_launcher_refused
+from tests.support.main_job import LAUNCH, LESSON, assert_launcher_refused, start
 
 SAID = [f"rank {rank} of 2: loss " for rank in range(2)]
-
-
-def started(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in this folder, which has the lesson as a file and as a module of a package."""
-    (folder / "lessons").mkdir(exist_ok=True)
-    for place in ("lesson.py", "lessons/ddp.py"):
-        shutil.copy(LESSON, folder / place)
-    common = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **common, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def assert_trained(done: subprocess.CompletedProcess[str]) -> None:
-    """Both ranks have come to their end, and said their loss there."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line for line in SAID if line not in done.stdout] == []
 
 
 @pytest.mark.slow
 def test_a_program_by_its_path(tmp_path: Path) -> None:
     """That of the caller's folder, not the repository's; each rank has a log."""
-    done = started(tmp_path, *TORCHRUN, "./lesson.py", "--steps", "3", LOGS="logs of it")
-    assert_trained(done)
+    shutil.copy(LESSON, tmp_path / "lesson.py")
+    done = start(LAUNCH, "./lesson.py", "--steps", "3", FOLDER=str(tmp_path), LOGS="logs of it")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in SAID if line not in done.stdout] == []
     for rank in range(2):
         (log,) = (tmp_path / "logs of it").glob(f"*/attempt_0/{rank}/stdout.log")
         assert log.read_text().startswith(SAID[rank])
@@ -60,18 +37,11 @@ def test_a_program_by_its_path(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_module_whose_rank_fails_gives_the_status(tmp_path: Path) -> None:
     """The other one misses it in a collective, and may end with a traceback, and 1, in the same moment."""
-    done = started(tmp_path, *TORCHRUN, "-m", "lessons.ddp", "--fail-rank", "1")
+    (tmp_path / "lessons").mkdir()
+    shutil.copy(LESSON, tmp_path / "lessons/ddp.py")
+    done = start(LAUNCH, "-m", "lessons.ddp", "--fail-rank", "1", FOLDER=str(tmp_path))
     assert done.returncode == 7, done.stdout + done.stderr
     assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: 7 ", done.stderr)
-
-
-@pytest.mark.slow
-def test_help_is_for_whom_it_is_asked(tmp_path: Path) -> None:
-    """After a program it is the program's, without one the example job's; ``fp8dist launch`` has its own."""
-    done = started(tmp_path, *TORCHRUN, "lesson.py", "--help", NPROC="1")
-    assert (done.returncode, done.stdout.startswith("usage: ddp_lesson ")) == (0, True), done.stderr
-    done = started(tmp_path, *TORCHRUN, "--help")
-    assert (done.returncode, done.stdout.startswith("usage: train_gpt ")) == (0, True), done.stderr
 
 
 def test_the_launcher_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,42 +56,23 @@ def test_the_launcher_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) ->
     assert re.search(r"\n +launch +start a training program", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_command_that_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in [
         ([], "name a program: fp8dist launch [-h] (PROGRAM | -m MODULE) [ARGUMENT …]"),
         (["-m"], "name a module after -m: fp8dist launch"),
         (["--steps", "7"], "no such flag: --steps; the program's own come after it: fp8dist launch"),
         (["no/such.py", "--help"], f"no such file: no/such.py, seen from {Path.cwd()}"),
         ([""], "no such file: '', seen from"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_command_that_starts_nothing(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    status = main(["launch", *words])
-    captured = capsys.readouterr()
-    assert_launcher_refused(subprocess.CompletedProcess(words, status, captured.out, captured.err), message)
-
-
-@pytest.mark.slow
-def test_the_wheel_has_the_launcher(tmp_path: Path) -> None:
-    """Packages as a wheel holds them, and no folder launch/ anywhere; started elsewhere."""
-    site = tmp_path / "site"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "fp8dist", site / "fp8dist", ignore=ignored)
-    shutil.copytree(ROOT / "kernels/fp8dist_kernels", site / "fp8dist_kernels", ignore=ignored)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    show = "import runpy, sys, fp8dist; print(fp8dist.__file__); runpy.run_module('fp8dist', run_name='__main__')"
-    done = started(elsewhere, sys.executable, "-c", show, "launch", "-m", "lessons.ddp", PYTHONPATH=str(site))
-    assert_trained(done)
-    assert done.stdout.startswith(f"{site}/fp8dist/__init__.py\n")
+    ]:
+        status = main(["launch", *words])
+        captured = capsys.readouterr()
+        assert_launcher_refused(subprocess.CompletedProcess(words, status, captured.out, captured.err), message)
 
 
 @pytest.mark.slow
 def test_a_signal_is_told_as_shells_do(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    done = started(tmp_path, *TORCHRUN, "killed.py", NPROC="1")
+    done = start(LAUNCH, "killed.py", NPROC="1", FOLDER=str(tmp_path))
     assert done.returncode == 128 + 9, done.stderr
     assert "killed.py FAILED" in done.stderr
 
@@ -139,9 +90,8 @@ def test_another_node_that_has_ended_the_job_is_told_in_one_line(
     assert said == f"fp8dist launch: {missing}: RendezvousClosedError: closed\n"
 
 
-@pytest.mark.parametrize(
-    ("codes", "status"),
-    [
+def test_of_ranks_that_fail_together_the_cause_gives_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    for codes, status in [
         ([7], 7),
         ([1, 7], 7),  # Rank 0 has missed rank 1 in a collective, and had no handler for that.
         ([5, 1], 1),  # The example job has one.
@@ -151,20 +101,16 @@ def test_another_node_that_has_ended_the_job_is_told_in_one_line(
         ([7, 3, 9], 3),  # Of equals it is the first.
         ([5, 5], 5),
         ([-15], 128 + 15),
-    ],
-    ids=str,
-)
-def test_of_ranks_that_fail_together_the_cause_gives_the_status(
-    monkeypatch: pytest.MonkeyPatch, codes: list[int], status: int
-) -> None:
-    def failed(arguments: list[str]) -> None:
-        failures = {rank: ProcessFailure(rank, 100 + rank, code, "<none>") for rank, code in enumerate(codes)}
-        for failure, second in zip(failures.values(), (2, 1, 3)):  # Rank 1 has failed before rank 0.
-            failure.timestamp = second
-        raise ChildFailedError("program", failures)
+    ]:
 
-    monkeypatch.setattr(agent, "main", failed)
-    assert agent.run([]) == status
+        def failed(arguments: list[str], codes: list[int] = codes) -> None:
+            failures = {rank: ProcessFailure(rank, 100 + rank, code, "<none>") for rank, code in enumerate(codes)}
+            for failure, second in zip(failures.values(), (2, 1, 3)):  # Rank 1 has failed before rank 0.
+                failure.timestamp = second
+            raise ChildFailedError("program", failures)
+
+        monkeypatch.setattr(agent, "main", failed)
+        assert agent.run([]) == status
 
 
 @pytest.mark.long

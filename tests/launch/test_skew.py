@@ -113,19 +113,19 @@ def noisy(ranks: int, steps: int, slow: dict[int, float], noise: float = 4.0) ->
     return with_own(own, 120)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_a_rank_that_is_slow_in_each_step_is_named(ranks: int) -> None:
-    seen = skew.Skew(ranks)
-    hosts = [f"host{rank}" for rank in range(ranks)]
-    lines = seen.add(measured(noisy(ranks, 24, {ranks - 1: 15})))
-    straggler = seen.summary(hosts)["straggler"]
-    assert (straggler["rank"], straggler["host"]) == (ranks - 1, hosts[-1])
-    assert straggler["behind_ms"] == pytest.approx(15, abs=4)
-    assert {line["straggler"] for line in lines} == {ranks - 1}
-    text = skew.lines_of(seen.summary(hosts))
-    assert text[0].startswith("straggler: ")
-    assert f"rank {ranks - 1} on host{ranks - 1}, " in text[0]
-    assert "; and" not in text[0]
+def test_a_rank_that_is_slow_in_each_step_is_named() -> None:
+    for ranks in [2, 3, 4, 16]:
+        seen = skew.Skew(ranks)
+        hosts = [f"host{rank}" for rank in range(ranks)]
+        lines = seen.add(measured(noisy(ranks, 24, {ranks - 1: 15})))
+        straggler = seen.summary(hosts)["straggler"]
+        assert (straggler["rank"], straggler["host"]) == (ranks - 1, hosts[-1])
+        assert straggler["behind_ms"] == pytest.approx(15, abs=4)
+        assert {line["straggler"] for line in lines} == {ranks - 1}
+        text = skew.lines_of(seen.summary(hosts))
+        assert text[0].startswith("straggler: ")
+        assert f"rank {ranks - 1} on host{ranks - 1}, " in text[0]
+        assert "; and" not in text[0]
 
 
 def test_a_slow_host_is_named_by_all_of_its_ranks() -> None:
@@ -137,31 +137,27 @@ def test_a_slow_host_is_named_by_all_of_its_ranks() -> None:
     assert "rank 5 on b, " in skew.lines_of(summary)[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_noise_names_nobody(ranks: int) -> None:
-    seen = skew.Skew(ranks)
-    lines = seen.add(measured(noisy(ranks, 24, {}, noise=60)))
-    summary = seen.summary(["a"] * ranks)
-    assert summary["straggler"] is None
-    assert summary["also_behind"] == []
-    assert {line["straggler"] for line in lines} == {None}
-    assert skew.lines_of(summary)[0].split() == ["straggler:", "none"]
+def test_noise_names_nobody() -> None:
+    for ranks in [2, 3, 4, 16]:
+        seen = skew.Skew(ranks)
+        lines = seen.add(measured(noisy(ranks, 24, {}, noise=60)))
+        summary = seen.summary(["a"] * ranks)
+        assert summary["straggler"] is None
+        assert summary["also_behind"] == []
+        assert {line["straggler"] for line in lines} == {None}
+        assert skew.lines_of(summary)[0].split() == ["straggler:", "none"]
 
 
-@pytest.mark.parametrize(
-    ("own", "step"),
-    [
+def test_what_is_no_straggler() -> None:
+    for own, step in [
         ([[50.0] * 20, [53.0] * 20], 120),  # 2.5% of the step.
         ([[2.0] * 20, [2.9] * 20], 4),  # A large part of it, but less than a millisecond.
         ([[50.0] * 20, [50.0] * 12 + [500.0] * 8], 600),  # Late in less than half of the steps, however late.
         ([[50.0] * 7, [500.0] * 7], 600),  # Too few to tell.
-    ],
-    ids=["share", "floor", "sometimes", "few"],
-)
-def test_what_is_no_straggler(own: list[list[float]], step: float) -> None:
-    seen = skew.Skew(2)
-    seen.add(measured(with_own(own, step)))
-    assert seen.summary(["a", "b"])["straggler"] is None
+    ]:
+        seen = skew.Skew(2)
+        seen.add(measured(with_own(own, step)))
+        assert seen.summary(["a", "b"])["straggler"] is None
 
 
 def test_lines_tell_of_the_newest_steps_and_memory_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

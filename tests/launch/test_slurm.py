@@ -78,17 +78,6 @@ def test_a_job_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
     assert processes_after(cluster, 20) == []
 
 
-def test_the_status_is_that_of_the_rank_that_failed(cluster: Slurm, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    flags = ["--inject", "kill-backward:1:3", "--timeout", "30"]
-    state = ended(cluster, submit(cluster, out, *flags, options=("--gpus-per-node", "0"), NPROC="1"))
-    log = (out / "job.log").read_text()
-    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "137:0"), log
-    assert "[1]: [rank 1] --inject kill-backward:1:3: SIGKILL" in log
-    assert not (out / "run/summary.json").exists()
-    assert processes_after(cluster, 20) == []
-
-
 def test_a_program_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
     """One rank fails on purpose: the job's status is that of this rank, the highest of all nodes'."""
     out, program = tmp_path / "out", (str(LESSON.relative_to(ROOT)), "--fail-rank", "1")

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from launch.train_gpt.model import GPT
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.benchmarks.results_tables import filled
 from scripts.convergence import results
+from scripts.convergence.__main__ import main
 from scripts.convergence.comparison import (
     Comparison,
     Spread,
@@ -96,18 +96,15 @@ def test_a_variant_is_compared_with_fp32_of_the_same_seed() -> None:
     assert (alone.training_gap, alone.reached) == (None, "-")
 
 
-@pytest.mark.parametrize(
-    ("gaps_of_seeds", "reached"),
-    [
+def test_whether_a_goal_was_reached() -> None:
+    for gaps_of_seeds, reached in [
         ([0.5, -0.5], "yes, with every seed"),
         ([0.6, -0.2], "yes, on average"),
         ([-0.6, -0.5], "no"),
         ([math.nan, 0.1], "no"),
-    ],
-)
-def test_whether_a_goal_was_reached(gaps_of_seeds: Sequence[float], reached: str) -> None:
-    gap = spread_of(gaps_of_seeds)
-    assert Comparison((0, 1), gap, gap, gap, gap, 0.5).reached == reached
+    ]:
+        gap = spread_of(gaps_of_seeds)
+        assert Comparison((0, 1), gap, gap, gap, gap, 0.5).reached == reached
 
 
 def test_a_run_that_blew_up_reaches_nothing() -> None:
@@ -257,21 +254,19 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "fp32/seed-0/metrics.jsonl").stat().st_mtime_ns == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_mistakes_are_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in (
         (["--seed", "3"], "--seed is not for this program"),
         (["--recipe=block"], "--recipe=block is not for this program"),
         (["--width", "many"], "invalid integer value: 'many'"),
         (["--seeds", "0"], "must be at least 1"),
-    ],
-)
-def test_mistakes_are_told_before_anything_runs(tmp_path: Path, flags: list[str], message: str) -> None:
-    done = _convergence("--out", str(tmp_path), "--variants", "fp32", *flags)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    ):
+        try:
+            status: object = main(["--out", str(tmp_path), "--variants", "fp32", *flags])
+        except SystemExit as left:
+            status = left.code
+        assert (status, list(tmp_path.iterdir())) == (2, [])
+        assert message in capsys.readouterr().err
 
 
 # Gradients

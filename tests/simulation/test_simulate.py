@@ -93,24 +93,22 @@ def pass_around_as_gloo_does(words: int, links: list[float], largest: int = 1 <<
     return max(clock)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "per_node"), [(2, 1), (3, 1), (4, 1), (9, 1), (4, 4), (8, 8), (8, 4), (8, 2), (12, 3)]
-)
-def test_gloo_as_its_messages_are_passed(ranks: int, per_node: int) -> None:
-    topology = Topology(ranks, per_node)
-    constants = only_times("gloo", latency_intra=0.1, latency_inter=1.0)
-    links = link_times(topology, 0.1, 1.0)
-    for words in (8 + 672, 8 + 10_000, 3 * ranks * (1 << 18), 4 * ranks * (1 << 18)):
-        found = time_of(parts_of("gloo", topology, words), topology, constants)
-        passed = pass_around_as_gloo_does(words, links)
-        assert passed * (1 - 1e-9) <= found <= passed * 1.02, words
-    if len(set(links)) == 1:
-        for words in (1, 2):
-            one = time_of(parts_of("gloo", topology, words), topology, constants)
-            assert one == pytest.approx(pass_around_as_gloo_does(words, links))
-    for words in (3, 8, ranks, 2 * ranks - 1):
-        bound = time_of(parts_of("gloo", topology, words), topology, constants)
-        assert bound >= pass_around_as_gloo_does(words, links) * (1 - 1e-9)
+def test_gloo_as_its_messages_are_passed() -> None:
+    for ranks, per_node in [(2, 1), (3, 1), (4, 1), (9, 1), (4, 4), (8, 8), (8, 4), (8, 2), (12, 3)]:
+        topology = Topology(ranks, per_node)
+        constants = only_times("gloo", latency_intra=0.1, latency_inter=1.0)
+        links = link_times(topology, 0.1, 1.0)
+        for words in (8 + 672, 8 + 10_000, 3 * ranks * (1 << 18), 4 * ranks * (1 << 18)):
+            found = time_of(parts_of("gloo", topology, words), topology, constants)
+            passed = pass_around_as_gloo_does(words, links)
+            assert passed * (1 - 1e-9) <= found <= passed * 1.02, words
+        if len(set(links)) == 1:
+            for words in (1, 2):
+                one = time_of(parts_of("gloo", topology, words), topology, constants)
+                assert one == pytest.approx(pass_around_as_gloo_does(words, links))
+        for words in (3, 8, ranks, 2 * ranks - 1):
+            bound = time_of(parts_of("gloo", topology, words), topology, constants)
+            assert bound >= pass_around_as_gloo_does(words, links) * (1 - 1e-9)
 
 
 def test_gloo_on_hosts_that_one_machine_plays() -> None:
@@ -128,29 +126,31 @@ def pass_around(links: list[float]) -> float:
     return max(sum(links[(start + hop) % n] for hop in range(2 * (n - 1))) for start in range(n))
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (8, 8), (5, 1), (16, 8), (64, 8), (12, 2)])
-def test_ring_as_its_messages_are_passed(ranks: int, per_node: int) -> None:
-    topology = Topology(ranks, per_node)
-    constants = only_times("ring", latency_intra=0.6, latency_inter=2.7)
-    found = time_of(parts_of("ring", topology, 680), topology, constants)
-    passed = pass_around(link_times(topology, 0.6, 2.7))
-    # A part does not pass two neighbouring links; NCCL takes both for links between nodes.
-    fewer = 0 if topology.nodes == 1 or per_node == 1 else min(2, per_node - 1)
-    assert found == pytest.approx(passed - fewer * (2.7 - 0.6))
+def test_ring_as_its_messages_are_passed() -> None:
+    for ranks, per_node in [(2, 2), (8, 8), (5, 1), (16, 8), (64, 8), (12, 2)]:
+        topology = Topology(ranks, per_node)
+        constants = only_times("ring", latency_intra=0.6, latency_inter=2.7)
+        found = time_of(parts_of("ring", topology, 680), topology, constants)
+        passed = pass_around(link_times(topology, 0.6, 2.7))
+        # A part does not pass two neighbouring links; NCCL takes both for links between nodes.
+        fewer = 0 if topology.nodes == 1 or per_node == 1 else min(2, per_node - 1)
+        assert found == pytest.approx(passed - fewer * (2.7 - 0.6))
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (8, 8), (16, 8), (24, 8), (56, 8), (64, 8), (7, 1), (8, 1)])
-def test_tree_as_its_messages_are_passed(ranks: int, per_node: int) -> None:
-    topology = Topology(ranks, per_node)
+def test_tree_as_its_messages_are_passed() -> None:
+    for ranks, per_node in [(2, 2), (8, 8), (16, 8), (24, 8), (56, 8), (64, 8), (7, 1), (8, 1)]:
+        topology = Topology(ranks, per_node)
 
-    def gathered(node: int) -> float:
-        """When the first rank of this node has everything from it and the nodes below it."""
-        own = sum(0.6 for _ in range(topology.on_a_node - 1))
-        below = (2 * node + 1, 2 * node + 2)
-        return max([own, *(gathered(child) + 5.0 for child in below if child < topology.nodes)])
+        def gathered(node: int, topology: Topology = topology) -> float:
+            """When the first rank of this node has everything from it and the nodes below it."""
+            own = sum(0.6 for _ in range(topology.on_a_node - 1))
+            below = (2 * node + 1, 2 * node + 2)
+            return max([own, *(gathered(child) + 5.0 for child in below if child < topology.nodes)])
 
-    found = time_of(parts_of("tree", topology, 680), topology, only_times("tree", latency_intra=0.6, latency_inter=5.0))
-    assert found == pytest.approx(2 * gathered(0))
+        found = time_of(
+            parts_of("tree", topology, 680), topology, only_times("tree", latency_intra=0.6, latency_inter=5.0)
+        )
+        assert found == pytest.approx(2 * gathered(0))
 
 
 def test_published_figures() -> None:
@@ -164,14 +164,14 @@ def test_published_figures() -> None:
     assert time_of(parts_of("tree", Topology(8), 680), Topology(8), tuned) == pytest.approx(15.2)
 
 
-@pytest.mark.parametrize("algorithm", ["tree", "ring", "gloo"])
-def test_bandwidth(algorithm: Algorithm) -> None:
+def test_bandwidth() -> None:
     """A large message is as fast as its link: what each rank sends on it."""
-    topology = Topology(8)
-    constants = only_times(algorithm).having({"bandwidth_intra": 2.0}, "given", "test")
-    size = 4 * 10_000_000
-    sent = {"tree": 2 * size, "ring": 14 / 8 * size, "gloo": 14 / 8 * size}[algorithm]
-    assert time_of(parts_of(algorithm, topology, size // 4), topology, constants) == pytest.approx(sent / 2e9 * 1e6)
+    for algorithm in ["tree", "ring", "gloo"]:
+        topology = Topology(8)
+        constants = only_times(algorithm).having({"bandwidth_intra": 2.0}, "given", "test")
+        size = 4 * 10_000_000
+        sent = {"tree": 2 * size, "ring": 14 / 8 * size, "gloo": 14 / 8 * size}[algorithm]
+        assert time_of(parts_of(algorithm, topology, size // 4), topology, constants) == pytest.approx(sent / 2e9 * 1e6)
 
 
 # draws against exact results --------------------------------------------------------------------------
@@ -186,50 +186,47 @@ def normal_cdf(x: float) -> float:
     return (1 + math.erf(x / math.sqrt(2))) / 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "expected"),
-    [
+def test_mean_wait() -> None:
+    for kind, ranks, expected in [
         ("exponential", 2, 0.5),
         ("exponential", 64, sum(1 / k for k in range(2, 65))),
         ("slow", 8, 7 / 8),
         ("slow", 200, 198 / 200),
         ("normal", 2, 1 / math.sqrt(math.pi)),
         ("lognormal", 2, 2 * normal_cdf(1 / math.sqrt(2)) - 1),
-    ],
-)
-def test_mean_wait(kind: Kind, ranks: int, expected: float) -> None:
-    stragglers = Stragglers(kind, 100.0)
-    waits = stragglers.waits(ranks, 20_000, seed=1)
-    assert waits.mean() == pytest.approx(100 * expected, rel=0.03)  # Six standard errors, or more.
-    assert waits.min(axis=1).max() == 0
-    exact = stragglers.mean_wait(ranks)
-    if exact is not None:
-        assert exact == pytest.approx(100 * expected)
-    assert (exact is None) == (kind in ("normal", "lognormal"))
+    ]:
+        stragglers = Stragglers(kind, 100.0)
+        waits = stragglers.waits(ranks, 20_000, seed=1)
+        assert waits.mean() == pytest.approx(100 * expected, rel=0.03)  # Six standard errors, or more.
+        assert waits.min(axis=1).max() == 0
+        exact = stragglers.mean_wait(ranks)
+        if exact is not None:
+            assert exact == pytest.approx(100 * expected)
+        assert (exact is None) == (kind in ("normal", "lognormal"))
 
 
-@pytest.mark.parametrize("window", [0.0, 20.0, 200.0])
-@pytest.mark.parametrize("kind", ["none", "normal", "lognormal", "exponential", "slow"])
-def test_waits_as_ranks_go_through_their_steps(kind: Kind, window: float) -> None:
-    predicted = job(kind, 100.0, window, share=0.1)
-    topology = Topology(16)
-    costs = predicted.costs(topology)
-    for index, cost in enumerate(costs):
-        waits, longer = [], []
-        for earlier in predicted.stragglers.waits(16, 200, seed=0):
-            comes = [1000 - float(gap) for gap in earlier]
-            done = max(comes) + cost.sync
-            needs = [time + (window if index == 0 else 0) for time in comes]
-            waits += [max(0.0, done - need) for need in needs]
-            longer.append(max(max(done, need) for need in needs) - max(needs))
-        waits.sort()
-        assert cost.wait_mean == pytest.approx(sum(waits) / len(waits), rel=1e-3, abs=1e-3)
-        assert cost.wait_p50 == pytest.approx(waits[len(waits) // 2], rel=1e-3, abs=1e-3)
-        assert cost.wait_p99 == pytest.approx(waits[int(len(waits) * 0.99)], rel=1e-3, abs=1e-3)
-        assert cost.added == pytest.approx(longer[0], abs=1e-3)
-        assert cost.share == pytest.approx(cost.wait_mean / (1e6 + cost.wait_mean))
-        if cost.exact_wait is not None and kind != "exponential":
-            assert cost.wait_mean == pytest.approx(cost.exact_wait, rel=1e-3)
+def test_waits_as_ranks_go_through_their_steps() -> None:
+    for window in [0.0, 20.0, 200.0]:
+        for kind in ["none", "normal", "lognormal", "exponential", "slow"]:
+            predicted = job(kind, 100.0, window, share=0.1)
+            topology = Topology(16)
+            costs = predicted.costs(topology)
+            for index, cost in enumerate(costs):
+                waits, longer = [], []
+                for earlier in predicted.stragglers.waits(16, 200, seed=0):
+                    comes = [1000 - float(gap) for gap in earlier]
+                    done = max(comes) + cost.sync
+                    needs = [time + (window if index == 0 else 0) for time in comes]
+                    waits += [max(0.0, done - need) for need in needs]
+                    longer.append(max(max(done, need) for need in needs) - max(needs))
+                waits.sort()
+                assert cost.wait_mean == pytest.approx(sum(waits) / len(waits), rel=1e-3, abs=1e-3)
+                assert cost.wait_p50 == pytest.approx(waits[len(waits) // 2], rel=1e-3, abs=1e-3)
+                assert cost.wait_p99 == pytest.approx(waits[int(len(waits) * 0.99)], rel=1e-3, abs=1e-3)
+                assert cost.added == pytest.approx(longer[0], abs=1e-3)
+                assert cost.share == pytest.approx(cost.wait_mean / (1e6 + cost.wait_mean))
+                if cost.exact_wait is not None and kind != "exponential":
+                    assert cost.wait_mean == pytest.approx(cost.exact_wait, rel=1e-3)
 
 
 def test_one_rank_waits_for_nobody() -> None:
@@ -301,9 +298,9 @@ def test_text_has_the_costs_and_what_they_rest_on(capsys: Capture) -> None:
     assert set(way(report)) == set(Cost.__annotations__)
 
 
-@pytest.mark.parametrize(("us", "text"), [(999.4, "999 µs"), (999.7, "1 ms"), (999_700.0, "1 s"), (1_230.0, "1.23 ms")])
-def test_times_have_the_unit_of_what_is_shown(us: float, text: str) -> None:
-    assert _time(us) == text
+def test_times_have_the_unit_of_what_is_shown() -> None:
+    for us, text in [(999.4, "999 µs"), (999.7, "1 ms"), (999_700.0, "1 s"), (1_230.0, "1.23 ms")]:
+        assert _time(us) == text
 
 
 def test_draws_follow_the_seed(capsys: Capture) -> None:
@@ -322,9 +319,8 @@ def test_sixteen_thousand_ranks_are_fast(capsys: Capture) -> None:
     assert way(report)["wait_p50"] < way(report)["wait_p99"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_what_cannot_be_is_refused(capsys: Capture) -> None:
+    for arguments, says in [
         (["--ranks", "0"], "1 or more"),
         (["--ranks", "12"], "do not fill nodes"),
         (["--ranks", "8", "--slots", "0"], "one slot"),
@@ -338,10 +334,8 @@ def test_sixteen_thousand_ranks_are_fast(capsys: Capture) -> None:
         (["--ranks", "8", "--shared-cores", "0"], "1 or more"),
         (["--ranks", "8", "--straggler", "normal", "--straggler-us", "1e39"], "delay is 0 to 1e+12"),
         (["--ranks", "1000000000", "--straggler", "normal", "--straggler-us", "1"], "take fewer"),
-    ],
-)
-def test_what_cannot_be_is_refused(arguments: list[str], says: str, capsys: Capture) -> None:
-    assert says in refused(capsys, *arguments)
+    ]:
+        assert says in refused(capsys, *arguments)
 
 
 def test_nothing_of_it_needs_torch() -> None:
@@ -465,9 +459,8 @@ def test_the_text_tells_of_the_calibration(tmp_path: Path, capsys: Capture) -> N
     assert "latency_inter: no run was on several nodes" in text
 
 
-@pytest.mark.parametrize(
-    ("lines", "summary", "says"),
-    [
+def test_junk_is_refused_in_one_sentence(tmp_path: Path, capsys: Capture) -> None:
+    cases: list[tuple[str | None, dict[str, Any] | None, str]] = [
         (None, {}, "No such file"),
         ("", {}, "no line has sync_wait_p50_ms or sync_ms"),
         ("\x00\x01", {}, "line 1 is no JSON object"),
@@ -482,18 +475,16 @@ def test_the_text_tells_of_the_calibration(tmp_path: Path, capsys: Capture) -> N
         ('{"step": 1, "sync_ms": 1.0}\n', {"ranks": 1}, "several ranks"),
         ('{"step": 1, "sync_ms": 1.0}\n', {"ranks": "many"}, "no ranks above 0"),
         ('{"step": 1, "sync_ms": 1.0}\n', {"fp8_collectives_per_step": 0.0}, "no fp8_collectives_per_step above 0"),
-    ],
-)
-def test_junk_is_refused_in_one_sentence(
-    lines: str | None, summary: dict[str, Any] | None, says: str, tmp_path: Path, capsys: Capture
-) -> None:
-    whole = {"ranks": 4, "fp8_collectives_per_step": 1.0, "fp8_bytes_per_sync": 2720.0}
-    if lines is not None:
-        (tmp_path / "metrics.jsonl").write_text(lines)
-    if summary is not None:
-        (tmp_path / "summary.json").write_text(json.dumps({**whole, **summary}))
-    given = str(tmp_path / "metrics.jsonl")
-    assert says in refused(capsys, "--ranks", "8", "--algorithm", "gloo", "--calibrate", given)
+    ]
+    for number, (lines, summary, says) in enumerate(cases):
+        (folder := tmp_path / str(number)).mkdir()
+        whole = {"ranks": 4, "fp8_collectives_per_step": 1.0, "fp8_bytes_per_sync": 2720.0}
+        if lines is not None:
+            (folder / "metrics.jsonl").write_text(lines)
+        if summary is not None:
+            (folder / "summary.json").write_text(json.dumps({**whole, **summary}))
+        given = str(folder / "metrics.jsonl")
+        assert says in refused(capsys, "--ranks", "8", "--algorithm", "gloo", "--calibrate", given)
 
 
 def test_bytes_and_uneven_nodes_are_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from fp8dist.cli.main import main
 from tests.support import forked
 from tests.support.forked import ROOT
 
@@ -19,9 +24,15 @@ LESSON = ROOT / "tests/launch/programs/ddp_lesson.py"
 TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
 SINGLE = (sys.executable, "-m", "launch.train_gpt")
 
+LAUNCH = ("fp8dist launch, forked",)
+"""``fp8dist launch``, in a process that has imported torch already."""
+
 # The same without the seconds that torchrun and imports take, for tests of what happens once the job runs.
 RANKS = ("forked ranks",)
 ALONE = ("a forked process",)
+
+CHECK = ("what torchrun.sh asks first",)
+"""``python -m launch.train_gpt.options``, in this process: nothing but a mistake in the flags comes of it."""
 
 STEPS = 12
 TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
@@ -42,14 +53,40 @@ class Run:
 
 
 def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the job with some environment variables on top, two ranks if it is torchrun.sh or RANKS."""
+    """Run a command of the job with some environment variables on top, two ranks where it starts several."""
     variables = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables}
+    if command == CHECK:
+        return _checked(flags, {**variables, "WORLD_SIZE": variables["NPROC"]})
+    if command == LAUNCH:
+        return forked.run(flags, None, variables, main=_launch)
     if command in (RANKS, ALONE):
         return forked.run(flags, int(variables["NPROC"]) if command == RANKS else None, variables)
     environment = {**os.environ, **variables}
     return subprocess.run(
         [*command, *flags], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False
     )
+
+
+def _launch(words: list[str]) -> int:
+    os.chdir(os.environ.get("FOLDER", ROOT))
+    return main(["launch", *words])
+
+
+def _checked(flags: tuple[str, ...], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = ["options", *flags]
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.chdir, Path.cwd())
+        os.chdir(ROOT)
+        stack.enter_context(mock.patch.dict(os.environ, variables))
+        stack.enter_context(mock.patch.object(sys, "argv", words))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        try:
+            runpy.run_module("launch.train_gpt.options", run_name="__main__")
+        except SystemExit as left:
+            status = int(left.code or 0)
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 def finish(out: Path, command: tuple[str, ...], *flags: str, **variables: str) -> Run:
@@ -71,7 +108,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
     """It ended with exit status 2, and said this in one line."""
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == 2, f"{message}: {done.args}\n{done.stdout}{done.stderr}"
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

@@ -1,4 +1,7 @@
-"""Mistakes with arguments, patterns and the return value of prepare(), and models that FP8 covers in part."""
+"""Mistakes with patterns, groups and what is prepared, and models that FP8 covers in part.
+
+Wrong arguments are in ``tests/test_arguments.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import CurrentScaling, DelayedScaling
+from fp8dist import CurrentScaling
 from tests.support.mistakes import NOT_SILENT, RAISED, RIGHT, SAID, STEPS, WARNED, Case, Net, Rows, adamw, make_net
 
 ROWS = Rows()
@@ -163,65 +166,7 @@ def skip_is_a_string(case: Case) -> None:
     _kept(case, Named(), {"q_proj": True, "k_proj": False, "lm_head": True}, skip="*q_proj")
 
 
-@row("a recipe's name in overrides", RAISED, "overrides|recipe")
-def override_is_a_string(case: Case) -> None:
-    case.prepare(Named(), overrides={"q_proj": "current"})
-
-
 # Arguments ----------------------------------------------------------------------------------------------------
-
-
-def _train(case: Case, net: nn.Module, optimizer: Any) -> None:
-    case.train(net, optimizer)
-    case.judge(net, STEPS)
-
-
-@row("attach(optimizer), positionally", frozenset({RAISED, RIGHT}), r"attach\(.*optimizer=|optimizer")
-def positional_optimizer(case: Case) -> None:
-    net, manager = case.build()
-    optimizer = adamw(net)
-    manager.attach(optimizer)  # type: ignore[arg-type]
-    _train(case, net, optimizer)
-
-
-@row("attach(optimizer, model)", frozenset({RAISED, RIGHT}), "attach|optimizer")
-def swapped_arguments(case: Case) -> None:
-    net, manager = case.build()
-    optimizer = adamw(net)
-    manager.attach(optimizer, net)  # type: ignore[arg-type]
-    _train(case, net, optimizer)
-
-
-@row("attach(model.parameters())", RAISED, r"attach\(")
-def attach_parameters(case: Case) -> None:
-    net, manager = case.build()
-    manager.attach(net.parameters())  # type: ignore[arg-type]
-
-
-@row("attach(optimizer=model.parameters())", RAISED, r"optimizer")
-def optimizer_is_parameters(case: Case) -> None:
-    net, manager = case.build()
-    manager.attach(net, optimizer=net.parameters())
-
-
-USES: dict[str, Callable[[Any], Any]] = {
-    "named_parameters()": lambda model: list(model.named_parameters()),
-    "parameters()": lambda model: list(model.parameters()),
-    "called": lambda model: model(torch.randn(4, 32)),
-    "train()": lambda model: model.train(),
-    "to()": lambda model: model.to("cpu"),
-}
-
-
-def _as_model(use: Callable[[Any], Any]) -> Callable[[Case], None]:
-    def program(case: Case) -> None:
-        use(case.prepare(make_net()))
-
-    return program
-
-
-for _name, _use in USES.items():
-    ROWS.add(f"model = prepare(model), {_name}", _as_model(_use), RAISED, "prepare", "manager|in place|model")
 
 
 @row("DDP(prepare(model))", RAISED, "prepare", ranks=2)
@@ -229,90 +174,14 @@ def ddp_of_manager(case: Case) -> None:
     DistributedDataParallel(case.prepare(make_net()), process_group=case.group)  # type: ignore[arg-type]
 
 
-MODELS_WRONG: dict[str, Callable[[nn.Module], Any]] = {
-    "parameters": lambda net: net.parameters(),
-    "an optimizer": adamw,
-    "a class": lambda net: type(net),
-    "None": lambda net: None,
-    "a list of modules": lambda net: list(net.children()),
-}
-
-
-def _prepared(make: Callable[[nn.Module], Any]) -> Callable[[Case], None]:
-    def program(case: Case) -> None:
-        case.prepare(make(make_net()))
-
-    return program
-
-
-for _name, _wrong in MODELS_WRONG.items():
-    ROWS.add(f"prepare of {_name}", _prepared(_wrong), RAISED, "module|model")
-
-RECIPES: dict[str, tuple[Callable[[], Any], str]] = {
-    "amax_history_len=": (lambda: DelayedScaling(amax_history_len=16), "history_len"),  # type: ignore[call-arg]
-    "fp8_format=": (lambda: DelayedScaling(fp8_format="hybrid"), "format"),  # type: ignore[call-arg]
-    "amax_compute_algo=": (lambda: DelayedScaling(amax_compute_algo="max"), "amax_algo"),  # type: ignore[call-arg]
-    "override_linear_precision=": (
-        lambda: DelayedScaling(override_linear_precision=(False, False, True)),  # type: ignore[call-arg]
-        "high_precision",
-    ),
-    '"delayed"': (lambda: "delayed", r"DelayedScaling\(\)"),
-    '"DelayedScaling"': (lambda: "DelayedScaling", r"DelayedScaling\(\)"),
-    "torch.float8_e4m3fn": (lambda: torch.float8_e4m3fn, r"Scaling\("),
-    "a dict": (lambda: {"history_len": 16}, r"DelayedScaling\("),
-    "True": (lambda: True, r"Scaling\("),
-}
-
-
-def _recipe(make: Callable[[], Any]) -> Callable[[Case], None]:
-    def program(case: Case) -> None:
-        case.prepare(make_net(), make())
-
-    return program
-
-
-for _name, (_made, _word) in RECIPES.items():
-    ROWS.add(f"recipe {_name}", _recipe(_made), RAISED, _word)
-
-
-@row("a recipe's class", frozenset({RAISED, RIGHT}), r"CurrentScaling\(\)")
-def recipe_class(case: Case) -> None:
-    net, manager = case.build(recipe=CurrentScaling)
-    optimizer = adamw(net)
-    manager.attach(optimizer=optimizer)
-    _train(case, net, optimizer)
-
-
 @row("the group in the recipe's place", RAISED, "group=|recipe", ranks=2, everywhere=True)
 def group_as_recipe(case: Case) -> None:
     fp8dist.prepare(make_net(), dist.group.WORLD)  # type: ignore[arg-type]
 
 
-@row('group="world"', RAISED, "group", ranks=2, everywhere=True)
-def group_is_a_string(case: Case) -> None:
-    fp8dist.prepare(make_net(), group="world").attach()  # type: ignore[arg-type]
-
-
-@row("a list of ranks as group", RAISED, "group", ranks=2, everywhere=True)
-def group_is_ranks(case: Case) -> None:
-    fp8dist.prepare(make_net(), group=[0, 1]).attach()  # type: ignore[arg-type]
-
-
 @row("several ranks and no group", RAISED, "group=", ranks=2, everywhere=True)
 def no_group(case: Case) -> None:
     fp8dist.prepare(make_net()).attach()
-
-
-@row('boundary="Optimizer"', RAISED, "boundary")
-def boundary_misspelt(case: Case) -> None:
-    net, manager = case.build()
-    manager.attach(optimizer=adamw(net), boundary="Optimizer")  # type: ignore[arg-type]
-
-
-@row("timeout in seconds", frozenset({RAISED, RIGHT}), "timeout", ranks=2)
-def timeout_in_seconds(case: Case) -> None:
-    net, manager = case.build()
-    manager.attach(optimizer=adamw(net), timeout=30)  # type: ignore[arg-type]
 
 
 # What is prepared ---------------------------------------------------------------------------------------------

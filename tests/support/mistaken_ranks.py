@@ -211,7 +211,7 @@ def _seeds(layout: str, early: bool = False) -> Callable[[Case], None]:
     return program
 
 
-for _layout in ("ddp", "fsdp1", "fsdp2", "gather", "tp"):
+for _layout in ("ddp", "fsdp1", "gather", "tp"):
     ROWS.add(f"ranks have other seeds, {_layout}", _seeds(_layout), RIGHT, ranks=2)
 ROWS.add("ranks have other seeds, attached before DDP", _seeds("ddp", True), NOT_SILENT, ranks=2)
 

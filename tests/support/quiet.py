@@ -218,6 +218,16 @@ class Table:
 
         return add
 
+    def cases(self, *several: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Put it in once with each of these arguments."""
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            for arguments in several:
+                self.variants(**{name: [value] for name, value in arguments.items()})(function)
+            return function
+
+        return add
+
     def run(self, name: str) -> Any:
         """One program, in silence."""
         with silence("is switched off:" if name.startswith("switched off") else None):

@@ -110,7 +110,6 @@ CASES: dict[str, Case] = {
     "ddp, e4m3, unit warmup": Case(delayed(5, format="e4m3", warmup="unit"), optimizer="adamw"),
     "ddp, manager.step": Case(delayed(6, update="next_step"), manual=True),
     "fsdp2": Case(delayed(), "fsdp2", optimizer="adamw"),
-    "fsdp2, next step": Case(delayed(4, update="next_step"), "fsdp2"),
     "fsdp2, fp8 gather": Case(delayed(), "fsdp2", optimizer="adamw", fp8_all_gather=True),
     "fsdp2, fp8 gather, next step": Case(delayed(4, update="next_step"), "fsdp2", fp8_all_gather=True),
     "tp x fsdp2": Case(delayed(update="next_step"), "tp", "tower", "adamw"),
@@ -118,15 +117,11 @@ CASES: dict[str, Case] = {
     "join": Case(delayed(), batches=(12, 20)),
     "join, next step": Case(delayed(5, update="next_step"), batches=(20, 7)),
     "accumulation, no_sync": Case(delayed(), optimizer="adamw", accumulate=2, silent=True),
-    "accumulation": Case(delayed(5, update="next_step"), accumulate=3),
     "accumulation, fsdp2, fp8 gather": Case(delayed(), "fsdp2", fp8_all_gather=True, accumulate=2, silent=True),
-    "resume": Case(delayed(), optimizer="adamw", resume=True),
     "resume, next step": Case(delayed(5, update="next_step"), resume=True),
     "resume, fsdp2, fp8 gather": Case(delayed(), "fsdp2", optimizer="adamw", fp8_all_gather=True, resume=True),
-    "current scaling": Case(CurrentScaling()),
     "current scaling, fp8 gather": Case(CurrentScaling(), "fsdp2", optimizer="adamw", fp8_all_gather=True),
     "rowwise scaling": Case(RowwiseScaling(), optimizer="adamw"),
-    "block scaling": Case(BlockScaling(), net="wide"),
     "block scaling, fp8 gather": Case(BlockScaling(), "fsdp2", "wide", fp8_all_gather=True),
 }
 
