@@ -33,7 +33,10 @@ def compare(x: Tensor, dtype: torch.dtype, block: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     ("block", "layout"),
-    [*((block, "contiguous") for block in BLOCKS), (None, "transposed"), ((128, 128), "transposed")],
+    [
+        *((block, "contiguous") for block in BLOCKS),
+        *(pytest.param(block, "transposed", marks=pytest.mark.slow) for block in (None, (128, 128))),
+    ],
 )
 def test_a_cast_is_the_twins(block: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
@@ -51,6 +54,7 @@ def test_all_shapes_and_strides(block: Any, monkeypatch: pytest.MonkeyPatch) -> 
         compare(LAYOUTS[layout](x.to(next(sources))), dtype, block, power_of_two=index % 3 == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "layout"), [*((block, "contiguous") for block in BLOCKS), ((1, 128), "transposed")])
 def test_either_copy_alone(block: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)

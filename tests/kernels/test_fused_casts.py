@@ -196,7 +196,7 @@ def check_outgrown(version: Any, x: Tensor, dtype: torch.dtype, **options: Any) 
     return fresh
 
 
-@VERSIONS
+@THOROUGH
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_a_tensor_has_outgrown_its_scale_above_the_limit(version: Any, dtype: torch.dtype) -> None:
     # 1.1 is no float32, nor is its product with 448. In float32, each of these amaxes would be decided otherwise by a

@@ -69,6 +69,7 @@ def test_all_shapes_and_strides() -> None:
         compare(x, inv_scale, FORMATS[index // 3 % 2], block)
 
 
+@pytest.mark.slow
 def test_limits_at_the_ends_of_float32() -> None:
     cases = [
         *zip((0.0, 2.0**-149, 2.0**-140, 2.0**-126, 3e-39, 2.0**120, torch.inf, torch.nan), itertools.cycle(FORMATS)),

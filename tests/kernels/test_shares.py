@@ -57,13 +57,13 @@ def test_one_scale(dtype: torch.dtype) -> None:
             assert measured(x, torch.tensor([[inv_scale]], device=DEVICE), dtype, (0, 0)) == wanted, inv_scale
 
 
-@pytest.mark.parametrize("block", [None, (1, 128), (128, 128)], ids=str)
-def test_scales_as_casts_make_them(block: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("blocks", [None, (1, 128), (128, 128)], ids=str)
+def test_scales_as_casts_make_them(blocks: tuple[int, int] | None) -> None:
     for tokens, features, dtype in ((1, 16, E4M3), (130, 140, E5M2), (129, 48, E4M3)):
         x = hard_values(tokens, features, finite=True)
         options = {"power_of_two": False, "rows": True, "columns": False}
-        if block is None:
-            block = (1, features)
+        block = blocks or (1, features)
+        if blocks is None:
             inv_scale = quantize_rowwise(x, dtype, **options)[1]
         else:
             inv_scale = quantize_blocks(x, dtype, block=block, **options)[1]

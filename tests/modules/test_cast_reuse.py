@@ -465,6 +465,7 @@ def _recreated_optimizer(reuse: bool, keep_old: bool) -> Any:
     return losses, parameter_bits(net), state_bits(manager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_old", [False, True])
 def test_a_recreated_optimizer_that_was_not_attached(keep_old: bool) -> None:
     assert _recreated_optimizer(True, keep_old) == _recreated_optimizer(False, keep_old)

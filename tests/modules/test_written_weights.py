@@ -403,6 +403,7 @@ def test_parts_of_a_weight_under_tensor_parallelism(two_ranks: RankPool) -> None
     assert max(two_ranks.run(_tensor_parallel)) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_forwards_look_at_no_version() -> None:
     """Beyond 2 a weight is cast with its own amax, whether anybody knows of the write; no recompilation by versions."""
