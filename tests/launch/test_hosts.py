@@ -99,7 +99,7 @@ def test_hosts_have_names_addresses_and_processes_of_their_own(lab: Lab) -> None
     assert third.wait_until_idle(10) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_faults_of_the_network_and_their_end(lab: Lab) -> None:
     first, second, third = lab.hosts
     for host in lab.hosts:

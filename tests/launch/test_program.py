@@ -34,7 +34,7 @@ def test_a_program_by_its_path(tmp_path: Path) -> None:
         assert f"[{rank}]: {log.read_text()}" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_module_whose_rank_fails_gives_the_status(tmp_path: Path) -> None:
     """The other one misses it in a collective, and may end with a traceback, and 1, in the same moment."""
     (tmp_path / "lessons").mkdir()

@@ -173,7 +173,7 @@ def test_compiled_after_eager_steps() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.slow
+@pytest.mark.long
 def test_inductor_traces_the_ops() -> None:
     """It fuses what is around them, so losses are equal up to rounding only; amaxes and scales follow."""
     mine, theirs = _train_long("inductor", backend="torch"), _train_long(None, backend="torch")

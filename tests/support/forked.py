@@ -102,6 +102,7 @@ def _rank(
     os.environ.update(environment)
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # Whole lines: all ranks write into one file.
     tqdm.set_lock(threading.RLock())  # Its own would be a semaphore that nobody removes.
     faulthandler.dump_traceback_later(seconds)
     from launch.train_gpt.job import start

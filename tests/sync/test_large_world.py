@@ -268,7 +268,7 @@ def _held(size: int, rank: int, axes: tuple[int, int]) -> int:
     return sum(statistic.size for statistic in snapshot.statistics("filename"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_manager_holds_does_not_grow_with_the_world() -> None:
     with _sums_that_vanish():
         _held(2, 1, (2, 1))  # What is cached on first use.
