@@ -662,7 +662,8 @@ class StateManager(Joinable):
 
         Their histories are emptied: they told of other weights. Needed where FSDP2 gathers weights in FP8 and they were
         written to through ``.data``. Elsewhere casts notice by themselves (see README, "Mistakes"); this gives the
-        slots their new scales at once.
+        slots their new scales at once. Until the step ends, later inputs and gradients that no longer fit their scales,
+        because weights have grown, are cast with their own amaxes.
         """
         self._cycle.require("refresh_weights()", switched_off=True)
         self._cycle.settle()
@@ -672,7 +673,11 @@ class StateManager(Joinable):
         sharded = self._cycle.sharded
         if sharded is not None:
             sharded.reshard()
-        self._cycle.derive_weight_scales(local_weights(self._require_model()), "all")
+        model = self._require_model()
+        before = [(linear.fp8_slots, linear.fp8_slots.weight_scale()) for linear in fp8_linears(model)]
+        self._cycle.derive_weight_scales(local_weights(model), "all")
+        for slots, scale in before:  # Later inputs, whose scales are of the old weights, may be as much larger.
+            slots.tell_of_new_scale(scale)
         if sharded is not None:
             sharded.accept()
         if self._cycle.steps is not None:

@@ -316,6 +316,17 @@ class LinearSlots:
         inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
         self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
 
+    def weight_scale(self) -> Tensor:
+        """0-d float32 copy: what the weight is cast with; NaN while it is cold."""
+        arena = self.weight_sync.arena
+        place = arena.index[self.slots[Role.WEIGHT]]
+        return torch.where(arena.cold[place], torch.nan, arena.scale[place])
+
+    def tell_of_new_scale(self, before: Tensor) -> None:
+        """The weight's scale was derived anew: others are to know whether the weight had outgrown the one ``before``."""
+        if self.recipe.delayed:
+            self._add_growth(before > OUTGROWN_WRITTEN * self.weight_scale())
+
     def _add_growth(self, grown: Tensor) -> None:
         job = self.job
         if job.growth is None or job.growth.boundaries != job.boundaries:

@@ -416,3 +416,22 @@ def test_compiled_forwards_look_at_no_version() -> None:
             net[0].weight.detach().mul_(8)
             assert error_of(compiled, lambda x: nn.functional.linear(x, net[0].weight, net[0].bias), x) < BOUND
     assert manager.steps == 0
+
+
+@pytest.mark.parametrize("write", ["mul_", ".data"])
+def test_after_refresh_weights_the_inputs_of_later_modules_fit_too(write: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    reference = copy.deepcopy(net)
+    manager = fp8dist.prepare(net)
+    manager.attach(net, boundary="manual")
+    x = torch.randn(16, 64)
+    for _ in range(2):
+        net(x).sum().backward()
+        manager.step()
+    with torch.no_grad():
+        for linear, twin in zip(net, reference):
+            for weight in (linear.weight, twin.weight):
+                (weight.data if write == ".data" else weight).mul_(8)
+    manager.refresh_weights()
+    assert error_of(net, reference, x) < BOUND
