@@ -51,6 +51,7 @@ def test_choices_from_the_environment() -> None:
     assert settings.check_every == 50
     assert settings.backend == "reference"
     assert _resolve({"FP8DIST_BACKEND": "torch"}).backend == "torch"
+    assert _resolve({"FP8DIST_CHECK_EVERY": "5"}, check_every=0).check_every == 0
 
 
 def test_an_empty_variable_is_unset() -> None:

@@ -323,7 +323,7 @@ class LinearSlots:
         return torch.where(arena.cold[place], torch.nan, arena.scale[place])
 
     def tell_of_new_scale(self, before: Tensor) -> None:
-        """The weight's scale was derived anew: others are to know whether the weight had outgrown the one ``before``."""
+        """The weight's scale was derived anew: others are to know whether it had outgrown the one ``before``."""
         if self.recipe.delayed:
             self._add_growth(before > OUTGROWN_WRITTEN * self.weight_scale())
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8dist.consistency.contents import Digester, Named, TensorContent
 from tests.support.checked import whole_world
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
@@ -139,3 +140,9 @@ def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(four_ranks:
     for consistent, findings in four_ranks.run(_same_name_twice, damage):
         assert not consistent
         assert findings == {("parameter", (1,), 0)}
+
+
+def test_a_tensor_that_cannot_be_read_is_named() -> None:
+    content = TensorContent("parameter", [Named("there", torch.zeros(3, device="meta"))])
+    with pytest.raises(ValueError, match=r"parameter there: it is on the meta device"):
+        content.digests(Digester())

@@ -368,3 +368,16 @@ def _writes_in_forward() -> str:
 def test_writing_to_a_gathered_weight_is_an_error(two_ranks: RankPool) -> None:
     for message in two_ranks.run(_writes_in_forward):
         assert "write to the sharded parameter" in message
+
+
+def _back_in_fp8() -> set[str]:
+    _, called, manager, optimizer = _started()
+    manager.set_precision("first", "high")
+    _step(called, optimizer, 2)
+    manager.set_precision("first", "fp8")
+    return {slot.role for sync in manager._syncs for slot, cold in zip(sync.arena.index, sync.arena.cold) if cold}
+
+
+def test_a_gathered_weight_that_comes_back_into_fp8_keeps_its_scale(two_ranks: RankPool) -> None:
+    """It is looked at whenever it is gathered."""
+    assert two_ranks.run(_back_in_fp8) == [{"input", "grad_output"}] * 2
