@@ -232,3 +232,16 @@ def test_poll_without_a_graph() -> None:
         manager.step()
     for _ in range(2):
         manager.poll()
+
+
+def _of_one_rank() -> int:
+    manager = fp8dist.prepare(
+        net := make_net(), group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    )
+    net(batch(0, 0)[0]).sum().backward()
+    manager.step()
+    return manager.steps
+
+
+def test_a_group_of_one_rank_shares_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_of_one_rank) == [1, 1]
