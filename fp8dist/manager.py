@@ -25,7 +25,7 @@ from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage
 from fp8dist.errors import ConfigurationError, NotAModelError
 from fp8dist.modules.fp8_linear import fp8_linears
-from fp8dist.modules.job_state import JobState
+from fp8dist.modules.job_state import JobState, Tie
 from fp8dist.monitoring.monitor import Monitor
 from fp8dist.monitoring.watch import Watch
 from fp8dist.names import check_keywords, did_you_mean, require_choice, require_int
@@ -202,8 +202,8 @@ class StateManager(Joinable):
             DivergenceError: with policy "raise", when the last sync proved that ranks differ. Nothing was detached.
         """
         model = self._require_model()
-        self._cycle.require("detach()")
-        if self._job.attached:
+        if self._job.tie in (Tie.ATTACHED, Tie.RESTORED):
+            self._cycle.require("detach()")
             self._attachment.untie()
             self._cycle.checker.watch(model)
 
@@ -248,7 +248,6 @@ class StateManager(Joinable):
         less, and tells that there was one.
 
         Raises:
-            ConfigurationError: no step was captured into a graph, and none has ended since the last poll.
             DivergenceError: with policy "raise", when a sync proved that ranks differ.
         """
         self._cycle.poll()
@@ -282,7 +281,7 @@ class StateManager(Joinable):
         Raises:
             ConfigurationError: it is attached already, or a value cannot be.
         """
-        require_int("every", every, 1)
+        require_int("every", every, 1, what="a number of steps")
         self._cycle.require("watch()")
         lines, folder = (None if given is None else with_rank(given) for given in (path, tensorboard))
         writes = self._cycle.control.speaks or not self.settings.amax_sync
@@ -350,6 +349,7 @@ class StateManager(Joinable):
         Raises:
             ConfigurationError: a converted weight is frozen.
         """
+        self._cycle.require("comm_hook(manager)")
         for linear in fp8_linears(self._require_model()):
             if not linear.weight.requires_grad and not frozen_weights:
                 raise ConfigurationError(
@@ -374,7 +374,9 @@ class StateManager(Joinable):
             raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")
         if self._job.launches_early:
             raise ConfigurationError("Join with comm_hook: ranks without data do not launch: leave the hook out")
-        return ManagerJoinHook(self._cycle, ddp)
+        hook = ManagerJoinHook(self._cycle, ddp)
+        self._job.join_hook = weakref.ref(hook)
+        return hook
 
     @property
     def join_device(self) -> torch.device:
@@ -474,7 +476,7 @@ class StateManager(Joinable):
         require_choice("precision", precision, ("high", "fp8"), '"high" or "fp8"')
         self._require_match(pattern)
         if steps is not None:
-            require_int("steps", steps, 1)
+            require_int("steps", steps, 1, what="None or a number of optimizer steps")
         chosen = gemms_in_order("gemms", gemms)
         return tuple(self._cycle.set_precision(pattern, chosen, precision == "high", steps))
 

@@ -154,8 +154,8 @@ def require_choice(name: str, value: object, choices: Sequence[str], expected: s
     raise ConfigurationError(f"{name} must be {known}{did_you_mean(said, choices, 1, cutoff)}, got {value!r}")
 
 
-def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """``value``, which must be an int in these bounds, and no bool.
+def require_int(name: str, value: object, low: int, high: int | None = None, what: str = "an integer") -> int:
+    """``value``, which must be an int in these bounds, and no bool. ``what``: it is, with its unit, for the error.
 
     Raises:
         ConfigurationError: it is something else.
@@ -163,7 +163,7 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
     if isinstance(value, int) and not isinstance(value, bool) and low <= value <= (value if high is None else high):
         return value
     bounds = f"from {low}" if high is None else f"from {low} to {high}"
-    raise ConfigurationError(f"{name} must be an integer {bounds}, got {value!r}")
+    raise ConfigurationError(f"{name} must be {what} {bounds}, got {value!r}")
 
 
 def require_bool(name: str, value: object) -> bool:

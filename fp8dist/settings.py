@@ -86,7 +86,9 @@ class Settings:
         return cls(
             enabled=allowed and setting("enabled", enabled, True, require_bool),
             amax_sync=synced,
-            check_every=setting("check_every", check_every, 0, lambda name, value: require_int(name, value, 0)),
+            check_every=setting(
+                "check_every", check_every, 0, lambda name, value: require_int(name, value, 0, what="a number of steps")
+            ),
             check_policy=setting("check_policy", check_policy, "raise", one_of("raise", "warn", "repair")),
             backend=setting("backend", backend, "auto", one_of(*BACKENDS)),
             eval_precision=eval_precision,

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.algorithms.join import _JoinConfig
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from fp8dist.modules.outgrown import Growth
 
@@ -60,8 +61,12 @@ class JobState:
     """A communication hook launches syncs."""
     calibrating: bool = False
     join_config: _JoinConfig = field(default_factory=_JoinConfig.construct_disabled_join_config)
+    join_hook: weakref.ref[JoinHook] | None = None
+    """What the Join context holds: one that ends by an exception calls nobody."""
     compiled: bool = False
     """torch.compile has begun to trace something."""
+    captured: bool = False
+    """A step was captured into a CUDA graph."""
     graphed: bool = False
     """A forward was captured into a CUDA graph."""
     measuring: bool = False
@@ -93,6 +98,7 @@ class JobState:
     def __getstate__(self) -> dict[str, Any]:
         kept = ("enabled", "backend", "eval_precision", "gathers", "shared", "in_fp8", "recording", "boundaries")
         fresh = JobState(*(getattr(self, name) for name in kept[:5]))
+        fresh.said_unsynced = self.attached or self.said_unsynced  # Else a copied part of a model would warn.
         return {**fresh.__dict__, **{name: getattr(self, name) for name in kept}, "generation": self.generation}
 
     @property
@@ -108,7 +114,7 @@ class JobState:
     @property
     def joined(self) -> bool:
         """Whether a Join context is open."""
-        return bool(self.join_config.enable)
+        return bool(self.join_config.enable) and self.join_hook is not None and self.join_hook() is not None
 
     @property
     def awaits_attach(self) -> bool:

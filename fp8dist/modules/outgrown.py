@@ -63,9 +63,9 @@ class Growth:
         self._of_rest: Tensor | None = None
 
     def add(self, slots: int, grown: Tensor) -> None:
-        """A written weight was cast. ``grown``: 0-d bool."""
+        """A written weight was cast, or its scale derived anew. ``grown``: 0-d bool; what was said before stays."""
         if self._first is None or self._first == slots:
-            self._first, self._of_first = slots, grown
+            self._first, self._of_first = slots, grown if self._of_first is None else self._of_first | grown
         else:
             self._of_rest = grown if self._of_rest is None else self._of_rest | grown
 

@@ -32,7 +32,7 @@ class Launcher(Protocol):
 
     @property
     def job(self) -> JobState:
-        """Whether a Join context is open."""
+        """What the manager is doing."""
 
 
 def find_ddp(module: nn.Module) -> DistributedDataParallel | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -36,6 +37,8 @@ from fp8dist.sync.waits import Waits
 from fp8dist_kernels.graphs import capturing, compiled_any
 
 __all__ = ["StepCycle"]
+
+logger = logging.getLogger("fp8dist")
 
 
 class StepCycle:
@@ -79,7 +82,8 @@ class StepCycle:
         self._since = self.job.boundaries  # Boundaries until attach().
         self._checked = 0  # Boundaries since, at the last check that was due.
         self._replays = 0
-        self._polled: int | None = None  # Boundaries at the last poll.
+        self._polled: int | None = None  # Boundaries at the last poll; -1: warned.
+        self.job.said_unsynced = False
         self._step = 0  # As the watch counts: the arenas' step, and the boundaries since.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,7 +187,7 @@ class StepCycle:
         if not in_graph:
             self._act(calibrated)
         if self.settings.enabled:
-            self._launch(hold)
+            self._launch(hold, calibrated)
             self._look(calibrated, in_graph)
             self._commit(hold, in_graph)
             self._end_boundary(calibrated, in_graph)
@@ -197,6 +201,7 @@ class StepCycle:
         in_graph = self.captures
         if in_graph and (self.sharded is not None or self.job.joined):
             raise ConfigurationError("a step with fp8_all_gather, or inside Join, cannot be captured into a CUDA graph")
+        self.job.captured |= in_graph
         self.job.invalidate_casts()
         if self.settings.enabled:
             self.settle()
@@ -212,12 +217,12 @@ class StepCycle:
             self.checker.act_on_verdicts(self.job.joined)
         self._check_if_due(passed, in_step=True)
 
-    def _launch(self, hold: Tensor | None) -> None:
-        """Start the sync of each arena, if it is not in flight. Ranks in a Join context launch in their backwards."""
+    def _launch(self, hold: Tensor | None, calibrated: bool) -> None:
+        """Start the sync of each arena, unless the step has started it. In a Join context the backwards do."""
         for sync in self.syncs:
             if not sync.every_step:
                 sync.step_alone(hold)
-            elif not self.job.joined and sync.phase is Phase.IDLE:
+            elif not self.job.joined and (calibrated or sync.phase is Phase.IDLE):
                 sync.launch(hold, self.job.scaled)
 
     def _look(self, calibrated: bool, in_graph: bool) -> None:
@@ -290,12 +295,7 @@ class StepCycle:
     def poll(self) -> None:
         """The host's part of steps that were replayed, and what is due. COLLECTIVE where ``boundary`` is."""
         self.require("poll()")
-        graphed = self.job.graphed or any(sync.graphed for sync in self.syncs)
-        if self._polled == self.job.boundaries and not graphed:
-            raise ConfigurationError(
-                "poll() without a graph: no step was captured into a CUDA graph, and none was taken since the last "
-                "poll(). It is for replays: leave it out"
-            )
+        self._warn_of_idle_poll()
         self.settle()
         self.job.invalidate_casts()
         if self.settings.enabled:
@@ -308,8 +308,20 @@ class StepCycle:
             replays = max((sync.replays for sync in self.syncs), default=0)
             new, self._replays = replays - self._replays, replays
             self.job.boundaries += new
-            self._polled = self.job.boundaries
         self._check_if_due(self.job.boundaries, in_step=False)
+
+    def _warn_of_idle_poll(self) -> None:
+        """Once. No error: a loop may leave a step out, and ranks must come to a poll alike."""
+        if self.job.captured or self.job.graphed or not self.settings.enabled or self._polled == -1:
+            return
+        idle, self._polled = self._polled == self.job.boundaries, self.job.boundaries
+        if idle and self.control.speaks:
+            self._polled = -1
+            logger.warning(
+                "fp8dist: poll() without a graph: no step was captured into a CUDA graph, and none has ended since the "
+                "last poll(). It is for replays; a step that is taken eagerly ends with the attached optimizer's step, "
+                "or with manager.step()"
+            )
 
     def _check_if_due(self, boundaries: int, in_step: bool) -> None:
         """Every ``check_every`` steps, before the next one ends: by then each rank has committed the last. COLLECTIVE
@@ -417,7 +429,6 @@ class StepCycle:
     def step_skipped(self) -> None:
         """The loss scaler skipped the optimizer: drop non-finite amaxes, keep the others. Local."""
         self.settle()
-        self._polled = None  # A loop that polls after each step goes on.
         for sync in self.syncs:
             sync.drop_nonfinite()
 
@@ -441,8 +452,9 @@ class StepCycle:
         """
         if not self.job.untied:
             self.job.launches_early = True
-            self.require("comm_hook")
-            self.launch_early()
+            if self.job.joined or (self.settings.enabled and not self.job.recording):
+                self.require("comm_hook")
+                self.launch_early()
 
     def launch_idle(self) -> None:
         """Shadow the others' launch, for a rank without data. COLLECTIVE."""

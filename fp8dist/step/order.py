@@ -13,7 +13,7 @@ from fp8dist.modules.job_state import Activity, Tie
 
 __all__ = ["require_order"]
 
-_AFTER_STEP = "a sync is under way, which that step ends: call it after that step"
+_AFTER_STEP = "a sync is under way, which that step ends: call it after one that is not skipped"
 _AGAIN = "call prepare() again"
 _ATTACH_FIRST = "attach() first: ranks share this state, and attach() is what ties them"
 _LEAVE = "leave it first"
@@ -59,6 +59,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
                 "optimizer's step"
             ),
         },
+        "comm_hook(manager)": {Tie.RESTORED: _AGAIN},
         "poll()": {
             Tie.PREPARED: _ATTACH_FIRST,
             Tie.DETACHED: _ATTACH_FIRST,
@@ -76,7 +77,6 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Tie.PREPARED: _ATTACH_FIRST,
             Tie.DETACHED: _ATTACH_FIRST,
             Tie.RESTORED: _AGAIN,
-            Activity.IN_STEP: _AFTER_STEP,
             Activity.CALIBRATING: "one calibration takes any number of batches",
             Activity.JOINED: _LEAVE_JOIN,
             Activity.CAPTURING: _OUTSIDE_GRAPH,

@@ -86,6 +86,14 @@ def test_triton_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.detail.startswith("it needs a GPU")
 
 
+def test_nccl_is_asked_for_its_version_where_there_is_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    for gpu, said in ((False, "or no GPU"), (True, "2.27.3")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert said in {seen.name: seen.detail for seen in doctor._backends()}["nccl"]
+
+
 @pytest.mark.parametrize("name", ["_versions", "_devices", "_casts", "_products", "_fused", "_backends", "_settings"])
 def test_it_never_raises(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _quiet(monkeypatch)

@@ -182,6 +182,7 @@ def test_a_summary_of_many_findings_stays_short() -> None:
     assert "p002" in summary
     assert "p003" not in summary
     assert "497 more findings" in summary
+    assert "more findings" not in _many(3).summary()
     assert len(summary) < 1000
 
 

@@ -204,8 +204,8 @@ def test_mistakes_are_told_and_change_nothing() -> None:
         (("nothing.*", "high"), "no FP8Linear matches 'nothing.*'"),
         (("*", "bf16"), 'precision must be "high" or "fp8"'),
         (("*", "high", ("forward",)), "gemms must be a tuple of fprop, dgrad, wgrad"),
-        (("*", "high", ALL, 0), "steps must be an integer from 1"),
-        (("*", "high", ALL, 2.5), "steps must be an integer from 1"),
+        (("*", "high", ALL, 0), "steps must be None or a number of optimizer steps from 1"),
+        (("*", "high", ALL, 2.5), "steps must be None or a number of optimizer steps from 1"),
     ]
     for arguments, says in cases:
         run = Run(DelayedScaling())

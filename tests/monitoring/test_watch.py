@@ -190,7 +190,7 @@ def test_mistakes(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net)
     for every in (0, True, 2.5):
-        with pytest.raises(ConfigurationError, match="every must be an integer from 1"):
+        with pytest.raises(ConfigurationError, match="every must be a number of steps from 1"):
             manager.watch(every)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="jump must be a factor"):
         manager.watch(3, tmp_path / "s", jump=0.5)

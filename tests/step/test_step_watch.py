@@ -334,3 +334,26 @@ def test_a_compiled_step_is_a_boundary_too() -> None:
         _backward(net, index)
         step()
     assert manager.steps == 3
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["of a copy", "masters"])
+def test_an_optimizer_of_a_copy_of_the_model_is_told_of_at_its_fourth_step(copies: bool) -> None:
+    """Its parameters may be master copies of the model's, and then the weights change with them."""
+    net = make_net()
+    others = [parameter.detach().clone().requires_grad_() for parameter in net.parameters()]
+    manager = fp8dist.prepare(net)
+    optimizer = SGD(others, lr=0.1)
+    manager.attach(net, optimizer=optimizer)
+    told = []
+    for step in range(6):
+        _backward(net, step)
+        for other, parameter in zip(others, net.parameters()):
+            other.grad, parameter.grad = parameter.grad, None
+        with captured_log() as log:
+            optimizer.step()
+        told += [step for _, text in log if "has stepped 3 times, and the FP8 weights of" in text]
+        if not copies:
+            with torch.no_grad():
+                for other, parameter in zip(others, net.parameters()):
+                    parameter.copy_(other)
+    assert told == ([3] if copies else [])
