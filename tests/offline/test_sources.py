@@ -662,12 +662,20 @@ def _save_shards(folder: str) -> dict[str, Any]:
         "rows": torch.arange(20.0).reshape(5, 4),
         "columns": torch.arange(15).reshape(3, 5),
         "fp8": torch.linspace(-9, 9, 12).reshape(3, 4),
+        "bf16": torch.arange(8.0),
         "one": torch.ones(1),
         "whole": torch.arange(3.0),
     }
-    placed = {"rows": Shard(0), "columns": Shard(1), "fp8": Shard(0), "one": Shard(0), "whole": Replicate()}
+    placed = {
+        "rows": Shard(0),
+        "columns": Shard(1),
+        "fp8": Shard(0),
+        "bf16": Shard(0),
+        "one": Shard(0),
+        "whole": Replicate(),
+    }
     state: dict[str, Any] = {n: distribute_tensor(t, mesh, [placed[n]]) for n, t in full.items()}
-    state["fp8"] = state["fp8"].to(torch.float8_e4m3fn)
+    state |= {"fp8": state["fp8"].to(torch.float8_e4m3fn), "bf16": state["bf16"].bfloat16()}
     with _quiet():
         dcp.save({"model": state, "rank": {f"of{dist.get_rank()}": dist.get_rank()}}, checkpoint_id=folder)
     return {n: t.tolist() for n, t in full.items()}
@@ -677,6 +685,7 @@ def test_sharded_dcp_folders(two_ranks: RankPool, tmp_path: Path) -> None:
     full = two_ranks.run(_save_shards, str(tmp_path))[0]
     expected = {f"model.{name}": torch.tensor(values) for name, values in full.items()}
     expected["model.fp8"] = expected["model.fp8"].to(torch.float8_e4m3fn)
+    expected["model.bf16"] = expected["model.bf16"].bfloat16()
     expected |= {"rank.of0": torch.tensor(0), "rank.of1": torch.tensor(1)}
     _same(_all(tmp_path), expected)
 
