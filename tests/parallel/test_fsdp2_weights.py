@@ -89,7 +89,7 @@ def _written(job: Job, write: str) -> tuple[Any, ...]:
     return shares, scales, fitting, windows, inputs, loss, counted, arena_bits(run.manager)
 
 
-JOBS = (Job(), Job(optimizer="adamw_fused", update="next_step"))
+JOBS = (Job(), Job(optimizer="adamw_fused", update="next_step", per_module=False))
 
 
 @pytest.mark.parametrize(("job", "write"), [(JOBS[i % 2], write) for i, write in enumerate(WRITES)], ids=WRITES)
