@@ -34,6 +34,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
     print(f"rank {rank} of {dist.get_world_size()}: loss {loss.item():.4f}", flush=True)
+    del loss, model, optimizer  # DDP's reducer and its threads end before the group that they use.
+    dist.barrier()
     dist.destroy_process_group()
 
 
