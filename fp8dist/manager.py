@@ -41,7 +41,7 @@ from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn, parse_role
 from fp8dist.step.agreement import require_groups
 from fp8dist.step.attachment import Attachment, local_weights
-from fp8dist.step.calibration import calibration, no_fp8, recording
+from fp8dist.step.calibration import calibration
 from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import StepWatch
 from fp8dist.sync.arena_sync import ArenaSync
@@ -89,7 +89,7 @@ class StateManager(Joinable):
         super().__init__()
 
     def _init_transient(self) -> None:
-        """What a copy does not inherit: ties to the job."""
+        """Job-specific state. Not copied or pickled."""
         self._job = self._cycle.job
         self._syncs = self._cycle.syncs
         model = self._model()
@@ -279,7 +279,7 @@ class StateManager(Joinable):
                 of later ones is dropped. None: it is replaced.
 
         Raises:
-            ConfigurationError: it is attached already, or a value cannot be.
+            ConfigurationError: it is attached already, or ``every`` is not a positive int.
         """
         require_int("every", every, 1, what="a number of steps")
         self._cycle.require("watch()")
@@ -397,12 +397,12 @@ class StateManager(Joinable):
         Unrelated to ``torch.autocast``. Where FSDP2 gathers weights in FP8, inputs and gradients are in high precision,
         and weights are what was gathered, dequantised.
         """
-        return no_fp8(self._job)
+        return self._job.switched(in_fp8=False)
 
     def recording(self) -> AbstractContextManager[None]:
         """Record amaxes in all forwards inside, whatever the mode: in ``eval()``, with grad off, in high precision.
         Local: on all ranks alike. They count at the next boundary; ``calibrate`` makes one."""
-        return recording(self._job)
+        return self._job.switched(recording=True)
 
     def calibrate(self) -> AbstractContextManager[None]:
         """High precision inside, amaxes recorded, committed on exit. COLLECTIVE on a clean exit.
@@ -470,7 +470,8 @@ class StateManager(Joinable):
             The fqns that matched.
 
         Raises:
-            ConfigurationError: no FP8Linear matches, or a value cannot be.
+            ConfigurationError: no FP8Linear matches, ``precision`` or ``gemms`` is none of those above, or ``steps`` is
+                not a positive int.
         """
         self._cycle.require("set_precision()")
         require_choice("precision", precision, ("high", "fp8"), '"high" or "fp8"')

@@ -102,7 +102,7 @@ def prepare(
 
     Raises:
         ConfigurationError: more than one rank and no group, a model that is prepared, wrapped or sharded already, or
-            an argument that cannot be.
+            an argument of a wrong type or value.
     """
     require_model(model)
     recipe = DelayedScaling() if recipe is None else require_recipe("recipe", recipe)

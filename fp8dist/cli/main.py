@@ -45,7 +45,7 @@ torchrun itself exits with 1 whatever its ranks exit with."""
 
 
 class _Usage(Exception):
-    """The command line asks for something that cannot be."""
+    """The command line asks for something impossible."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

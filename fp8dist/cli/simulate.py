@@ -75,7 +75,7 @@ def simulate(options: argparse.Namespace) -> SimulationReport:
     """What was asked for; draws the picture, too.
 
     Raises:
-        ConfigurationError: something asked for cannot be.
+        ConfigurationError: a flag has an impossible value.
     """
     described: list[Constant] = []
     values: dict[str, Any] = {}

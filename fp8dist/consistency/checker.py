@@ -60,7 +60,7 @@ _NOTHING_TO_COMPARE = (
 )
 
 MUCH = 2.0
-"""So many times beyond its scale, a weight was probably written to by somebody."""
+"""Overflow ratio above which we assume an external write."""
 
 
 class Checker:

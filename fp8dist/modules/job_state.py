@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,7 @@ __all__ = ["Activity", "JobState", "Tie"]
 
 
 class Tie(enum.Enum):
-    """How a manager is tied to its job. The values end a sentence: "step() before attach()"."""
+    """How a manager is tied to its job. The values end a sentence: "a step before attach()"."""
 
     PREPARED = "before attach()"
     ATTACHED = "after attach()"
@@ -148,6 +150,18 @@ class JobState:
         """PREPARED, ATTACHED or DETACHED → RESTORED, for good."""
         self.detach()
         self.tie = Tie.RESTORED
+
+    @contextlib.contextmanager
+    def switched(self, in_fp8: bool | None = None, recording: bool | None = None) -> Iterator[None]:
+        """Change these inside. None: leave it."""
+        before = self.in_fp8, self.recording
+        self.in_fp8 = before[0] if in_fp8 is None else in_fp8
+        self.recording = before[1] if recording is None else recording
+        try:
+            yield
+        finally:
+            self.in_fp8 = self.in_fp8 if in_fp8 is None else before[0]
+            self.recording = self.recording if recording is None else before[1]
 
     def leave_join(self) -> None:
         """The Join context ends."""

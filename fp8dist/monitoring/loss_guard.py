@@ -71,7 +71,7 @@ class LossGuard:
             cannot be copied or pickled.
 
     Raises:
-        ConfigurationError: an argument that cannot be.
+        ConfigurationError: an argument has a wrong type or value.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class Precision:
 
     @property
     def passing(self) -> bool:
-        """Whether it is as it is for a number of steps only."""
+        """True while a time-limited override is active."""
         return self._passing is not None
 
     def falls(self, steps: int, gemms: tuple[Gemm, ...] = GEMMS) -> bool:

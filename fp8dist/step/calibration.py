@@ -9,32 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.job_state import JobState
 from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import awaits_reduction, reshard
 from fp8dist.step.cycle import StepCycle
 
-__all__ = ["calibration", "no_fp8", "recording"]
-
-
-@contextlib.contextmanager
-def no_fp8(job: JobState) -> Iterator[None]:
-    """See ``StateManager.no_fp8``."""
-    before, job.in_fp8 = job.in_fp8, False
-    try:
-        yield
-    finally:
-        job.in_fp8 = before
-
-
-@contextlib.contextmanager
-def recording(job: JobState) -> Iterator[None]:
-    """See ``StateManager.recording``."""
-    before, job.recording = job.recording, True
-    try:
-        yield
-    finally:
-        job.recording = before
+__all__ = ["calibration"]
 
 
 @contextlib.contextmanager
@@ -58,7 +37,7 @@ def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
     untouched = Untouched(module)
     cycle.job.calibrating = True
     try:
-        with no_fp8(cycle.job), recording(cycle.job):
+        with cycle.job.switched(in_fp8=False, recording=True):
             yield
     except BaseException:
         for sync, before in zip(cycle.syncs, pending):

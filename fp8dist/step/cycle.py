@@ -79,10 +79,11 @@ class StepCycle:
         self.checker = Checker(self.syncs, self.groups, self.settings, self.job, self.control)
         self._failure: SyncError | None = None  # Of a commit that a compilation made, for the next boundary to raise.
         self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.
-        self._since = self.job.boundaries  # Boundaries until attach().
-        self._checked = 0  # Boundaries since, at the last check that was due.
+        self._since = self.job.boundaries  # Passed before attach().
+        self._checked = 0  # Passed since attach(), at the last check that was due.
         self._replays = 0
-        self._polled: int | None = None  # Boundaries at the last poll; -1: warned.
+        self._polled: int | None = None  # Boundaries at the last poll without a graph.
+        self._said_polled = False
         self.job.said_unsynced = False
         self._step = 0  # As the watch counts: the arenas' step, and the boundaries since.
 
@@ -312,11 +313,11 @@ class StepCycle:
 
     def _warn_of_idle_poll(self) -> None:
         """Once. No error: a loop may leave a step out, and ranks must come to a poll alike."""
-        if self.job.captured or self.job.graphed or not self.settings.enabled or self._polled == -1:
+        if self.job.captured or self.job.graphed or not self.settings.enabled or self._said_polled:
             return
         idle, self._polled = self._polled == self.job.boundaries, self.job.boundaries
         if idle and self.control.speaks:
-            self._polled = -1
+            self._said_polled = True
             logger.warning(
                 "fp8dist: poll() without a graph: no step was captured into a CUDA graph, and none has ended since the "
                 "last poll(). It is for replays; a step that is taken eagerly ends with the attached optimizer's step, "

@@ -15,7 +15,7 @@ __all__ = ["require_order"]
 
 _AFTER_STEP = "a sync is under way, which that step ends: call it after one that is not skipped"
 _AGAIN = "call prepare() again"
-_ATTACH_FIRST = "attach() first: ranks share this state, and attach() is what ties them"
+_ATTACH_FIRST = "call attach() first, which ties the ranks that share this state"
 _LEAVE = "leave it first"
 _LEAVE_JOIN = "ranks without data would not come: call it outside of the context"
 _OUTSIDE_GRAPH = "call it before the capture, or after it"

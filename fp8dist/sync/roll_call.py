@@ -34,7 +34,7 @@ PATIENCE = 4.0
 """Seconds beyond the grace after which a roll call is given up. With REACH and GRACE the most it may take."""
 
 TURN, TURNS = 0.25, 8
-"""Seconds by which the n-th to report is more patient than the one before, and for how many that is so."""
+"""Extra delay in seconds per reporting rank, so that one rank runs the search, and for how many ranks it grows."""
 
 SHOWN = 16
 """So many missing ranks are named."""

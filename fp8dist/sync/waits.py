@@ -69,7 +69,7 @@ class Waits:
 
     @contextlib.contextmanager
     def waiting(self, clock: Clock) -> Iterator[None]:
-        """What is done inside is a wait."""
+        """Time the enclosed block as time spent waiting in a collective."""
         start = clock()
         try:
             yield
