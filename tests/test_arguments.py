@@ -245,6 +245,7 @@ PREPARE: Mapping[str, tuple[Callable[[], object], str]] = MappingProxyType(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_prepare() -> None:
     for mistake in PREPARE:

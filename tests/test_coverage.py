@@ -458,6 +458,7 @@ def test_a_linear_that_is_the_model_and_copies_and_pickles() -> None:
         assert fp8dist.get_manager(other).coverage() == manager.coverage()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_on_the_meta_device_and_inside_wrappers() -> None:
     here = fp8dist.prepare(Mixtral()).coverage()

@@ -289,6 +289,7 @@ def _damaged_in_several_places(what: str, odd: int) -> Any:
     return [(f.name, f.ranks, f.reference_rank, f.index, f.ulp, f.detail) for f in report.findings]
 
 
+@pytest.mark.slow
 def test_damage_that_a_plain_sum_would_miss_is_found(four_ranks: RankPool) -> None:
     runs = [(what, findings) for what in SEVERAL for findings in four_ranks.run(_damaged_in_several_places, what, 2)]
     for what, findings in runs:

@@ -143,6 +143,7 @@ def _raised_after_the_message() -> tuple[float, float]:
     return logged, time.monotonic()
 
 
+@pytest.mark.slow
 def test_no_rank_raises_before_the_message_is_out(four_ranks: RankPool) -> None:
     """torchelastic kills all ranks as soon as one has failed."""
     results = four_ranks.run(_raised_after_the_message)

@@ -102,6 +102,7 @@ def test_blocks_and_edges_at_any_address(offset: int, more_strips: None) -> None
         assert torch.equal(found, twin().leaves(tensor.cpu()))
 
 
+@pytest.mark.slow
 def test_every_type_in_one_launch() -> None:
     agree([any_tensor(dtype, shape, 2) for dtype in DTYPES for shape in ((), (0, 3), (5, 3))])
 

@@ -128,6 +128,7 @@ def test_reused_casts_equal_fresh_ones(name: str) -> None:
     assert fresh.casts == LINEARS * STEPS * MICROBATCHES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_CLOSURE)
 def test_closures_see_fresh_casts(name: str) -> None:
     """The optimizer may move the weights between two calls of the closure."""

@@ -415,6 +415,7 @@ def test_a_bad_input_stays_visible_where_it_belongs(backend: str, bad: float, ho
 
 
 @BAD
+@pytest.mark.slow
 def test_a_bad_gradient_stays_visible_where_it_belongs(backend: str, bad: float, hot: bool) -> None:
     module, manager = linear(backend)
     if hot:

@@ -296,6 +296,7 @@ def excess(result: Tensor, a: Exact, b: Exact, operands: tuple[Operand, Operand]
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ONE_OF_TWO)
 def test_products_are_within_what_rounding_allows(recipe: Recipe) -> None:
     """y, dx and dW against float64 products of the tensors before they were cast; delayed scaling also in a second

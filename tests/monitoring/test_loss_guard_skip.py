@@ -498,6 +498,7 @@ def test_a_closure_is_refused() -> None:
 # Lives ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hooks_go_with_the_guard_and_the_guard_keeps_nothing() -> None:
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -637,9 +638,9 @@ def local_bits(net: nn.Module) -> list[bytes]:
     [
         ("ddp", "adamw", True),
         ("ddp view", "sgd momentum", True),
-        ("fsdp2", "adamw", True),
+        pytest.param("fsdp2", "adamw", True, marks=pytest.mark.slow),
         ("fsdp1", "adamw", False),
-        ("fsdp1 flat", "sgd momentum", True),
+        pytest.param("fsdp1 flat", "sgd momentum", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_skipped_batch_is_as_if_it_had_not_been(two_ranks: RankPool, kind: str, name: str, clip: bool) -> None:

@@ -157,6 +157,7 @@ def _reload(job: Job) -> tuple[Any, ...]:
     return losses, arena_bits(run.manager), arena_bits(other.manager)
 
 
+@pytest.mark.slow
 def test_a_reload_of_the_same_weights_touches_nothing(two_ranks: RankPool) -> None:
     for losses, ours, other in two_ranks.run(_reload, Job(optimizer="sgd")):
         assert all(mine == theirs for mine, theirs in losses)

@@ -190,6 +190,7 @@ def _runs(task: Task) -> int:
     return len((task.folder / "count").read_text())
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
     task, said = _task(tmp_path / "a"), []
     assert run_all([task], 1, said.append) == 1

@@ -97,6 +97,7 @@ def found(tool: ModuleType) -> dict[str, list[Any]]:
     return dict(tool.candidates())
 
 
+@pytest.mark.slow
 def test_the_draw_is_even_over_rooms_and_kinds(tool: ModuleType, found: dict[str, list[Any]]) -> None:
     drawn = list(itertools.islice(tool.draw(found, 17), 120))
     assert len({mutant.name for mutant in drawn}) == 120
@@ -107,6 +108,7 @@ def test_the_draw_is_even_over_rooms_and_kinds(tool: ModuleType, found: dict[str
     assert Counter(mutant.kind for mutant in some) == dict.fromkeys(tool.KINDS, 3)
 
 
+@pytest.mark.slow
 def test_the_draw_is_the_same_for_the_same_seed(tool: ModuleType, found: dict[str, list[Any]]) -> None:
     def some(found: dict[str, list[Any]], seed: int) -> list[Any]:
         return list(itertools.islice(tool.draw(found, seed), 40))
@@ -115,12 +117,14 @@ def test_the_draw_is_the_same_for_the_same_seed(tool: ModuleType, found: dict[st
     assert some(found, 17) != some(found, 18)
 
 
+@pytest.mark.slow
 def test_a_change_elsewhere_in_a_file_leaves_names_as_they_are(tool: ModuleType) -> None:
     before = tool.mutants("room", "thing.py", SOURCE.encode())
     after = tool.mutants("room", "thing.py", SOURCE.replace("@dataclass", "later = 1\n\n@dataclass").encode())
     assert {mutant.name for mutant in before} < {mutant.name for mutant in after}
 
 
+@pytest.mark.slow
 def test_every_claim_names_a_room_and_tests_that_are_there(tool: ModuleType, found: dict[str, list[Any]]) -> None:
     assert set(tool.CLAIMS) <= set(found)
     for room in found:

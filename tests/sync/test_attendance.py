@@ -110,6 +110,7 @@ def test_nobody_waits_once_all_have_called() -> None:
     assert str(found[0]) == "All 6 ranks have reported: one was late, or a connection between two of them broke"
 
 
+@pytest.mark.slow
 def test_who_comes_late_hears_the_verdict_and_is_not_its_own_missing_rank() -> None:
     store = CountingStore()
     (early,) = call_all(store, [0], range(3))
@@ -117,6 +118,7 @@ def test_who_comes_late_hears_the_verdict_and_is_not_its_own_missing_rank() -> N
     assert (early.missing, late.missing) == ((1, 2), (1,))
 
 
+@pytest.mark.slow
 def test_nobody_leaves_before_all_that_came_know() -> None:
     """With a rank or its agent the store may go, and the others would say that they are cut off."""
     store, left, heard = CountingStore(), threading.Event(), threading.Event()
@@ -159,6 +161,7 @@ def test_each_call_of_a_group_is_a_new_one() -> None:
     assert other.missing == (2,)
 
 
+@pytest.mark.slow
 def test_words_without_answers_are_no_presence() -> None:
     """The store hears a rank that does not hear the store: it must not pass for present, nor speak for all."""
     store = HangingStore(0)
@@ -256,6 +259,7 @@ def test_the_sentence_names_hosts_and_is_short() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "early"),
     [
