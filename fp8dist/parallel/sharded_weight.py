@@ -253,7 +253,7 @@ class ShardedWeight:
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where parts may be uneven.
             rows = -(-size[0] // mesh.size())
         raw = _with_rows(cast.rows.view(torch.uint8), rows)
-        if self._has_scale:
+        if self._has_scale or mesh.size() == 1:  # On one rank FSDP2 copies the first tensor, and drops the others.
             return (raw,), (cast.rows_inv_scale, size, cast.rows.dtype)
         return (raw, _with_rows(cast.rows_inv_scale, blocks_along(rows, BLOCK))), (None, size, cast.rows.dtype)
 

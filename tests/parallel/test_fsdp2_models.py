@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from fp8dist.modules.fp8_weight import FP8Weight
 from tests.support.ranks import RankPool
 from tests.support.sharded import HISTORY, OPTIMIZERS, Deep, Job, arena_bits, assert_same, full, shard, train
@@ -229,7 +229,11 @@ def test_reentrant_checkpointing_is_as_without_reentrance(two_ranks: RankPool) -
 # One rank, and what is kept ----------------------------------------------------------------------
 
 
-def test_one_rank_is_as_without_fsdp2() -> None:
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(history_len=4), CurrentScaling(), BlockScaling()], ids=lambda recipe: type(recipe).__name__
+)
+def test_one_rank_is_as_without_fsdp2(recipe: Recipe) -> None:
+    """Blocks too, and some that end beyond the weight: nobody else has the rest of them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     runs = []
@@ -238,8 +242,8 @@ def test_one_rank_is_as_without_fsdp2() -> None:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         try:
             torch.manual_seed(0)
-            model = Deep()
-            manager = fp8dist.prepare(model, DelayedScaling(history_len=4), fp8_all_gather=parallel == "fsdp2")
+            model = Deep(width=144, inner=272)
+            manager = fp8dist.prepare(model, recipe, fp8_all_gather=parallel == "fsdp2")
             if parallel == "fsdp2":
                 shard(model)
             optimizer = OPTIMIZERS["adamw"](model.parameters())

@@ -394,14 +394,20 @@ def test_shards_that_cut_no_block_are_taken(two_ranks: RankPool, rows: int, reci
     assert two_ranks.run(_attached, rows, 0, recipe, gather) == [""] * 2
 
 
-def test_uneven_shards_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "rows", "dim", "refused"),
+    [(17, 2160, 0, "128 rows each, but 112 for the last"), (1, 2160, 0, ""), (1, 256, 1, "")],
+    ids=["uneven", "one rank", "one rank along dim 1"],
+)
+def test_uneven_shards_are_refused_and_one_rank_cuts_nothing(ranks: int, rows: int, dim: int, refused: str) -> None:
     """FSDP2 pads what short parts send, but nothing that comes with it: 2160 rows over 17 ranks are 128 each, and 112
     for the last. One process acts as the first of them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=17)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        assert "128 rows each, but 112 for the last" in _attached(2160, 0, BlockScaling(), True)
+        text = _attached(rows, dim, BlockScaling(), True)
+        assert refused in text and bool(refused) == bool(text)
     finally:
         dist.destroy_process_group()
 
