@@ -193,6 +193,8 @@ def test_a_wrong_value_in_a_recipe() -> None:
         ({"high_precision": "wgrad"}, "(write high_precision=('wgrad',)), got 'wgrad'"),
         ({"high_precision": ("w_grad",)}, "(write high_precision=('wgrad',))"),
         ({"high_precision": (False, False, True)}, "high_precision must be a tuple of fprop, dgrad, wgrad, got (Fal"),
+        ({"history_len": 0}, "history_len must be an integer from 1 to 1000000, got 0"),
+        ({"margin": True}, "margin must be an integer from -64 to 64, got True"),
         ({"power_of_two": "yes"}, "power_of_two must be True or False, got 'yes'"),
     ]:
         assert said in message(DelayedScaling, **fields)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
@@ -185,3 +187,24 @@ def test_a_model_may_change_its_dtype_after_its_state_was_placed() -> None:
     assert module(inputs(4, 48).bfloat16()).dtype == torch.bfloat16
     assert manager.scale("", "input").dtype == torch.float32
     assert float(manager.scale("", "input")) == scale
+
+
+def test_rowwise_scaling_has_no_fp8_all_gather() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.raises(ConfigurationError, match="1: fp8_all_gather=True does not go with RowwiseScaling"):
+        fp8dist.prepare(model, overrides={"1": fp8dist.RowwiseScaling()}, fp8_all_gather=True)
+    assert type(model[1]) is nn.Linear
+    fp8dist.prepare(model, overrides={"1": fp8dist.BlockScaling()}, fp8_all_gather=True)
+
+
+def test_a_group_of_one_rank_shares_its_state_with_nobody() -> None:
+    """So the manager may step without attach."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        net = nn.Linear(48, 32)
+        manager = fp8dist.prepare(net, group=dist.group.WORLD)
+        net(inputs(16, 48)).sum().backward()
+        manager.step()
+        assert manager.steps == 1
+    finally:
+        dist.destroy_process_group()

@@ -125,7 +125,7 @@ def _finding(
         values = [(rank, one) for rank, seen in told.items() for one in seen if one.field == place]
         name = fields[place].name
         shown = "; ".join(f"{noun} {rank}: {_shown(one, 0)}" for rank, one in values)
-        if name or len(values) > 1 or reference is None:
+        if name or reference is None:
             texts.append(f"{name or 'first element'}: {shown}; {noun} {source}: {_shown(values[0][1], 1)}")
         else:
             bits = " against ".join(values[0][1].difference.bits)

@@ -13,6 +13,7 @@ from fp8dist import DivergenceReport, Finding
 from fp8dist.consistency.report import sides_of, split
 from fp8dist.divergence import Participant
 from fp8dist.errors import DivergenceError
+from fp8dist.text import first_few
 
 
 def _finding(rank: int = 3, reference: int | None = 0, **more: Any) -> Finding:
@@ -91,6 +92,11 @@ def test_columns_line_up_whatever_is_in_them() -> None:
         assert row[columns["reference"] :].startswith("0")
         for start in list(columns.values())[1:]:
             assert row[start - 1] == " " if len(row) > start else True
+
+
+def test_names_beyond_the_first_few_are_counted() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    assert [first_few(names[:n]) for n in (0, 1, 4, 5)] == ["none", "a", "a, b, c, d", "a, b, c, d and 1 more"]
 
 
 def test_a_column_that_says_nothing_is_left_out() -> None:

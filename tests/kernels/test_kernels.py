@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8dist_kernels.arrays import StateArrays
+from fp8dist_kernels.backends import runs_fused
 from fp8dist_kernels.header import HEADER, WORDS, header_agreement
 from fp8dist_kernels.reference.casts import CPU_BLOCK, dequantize, saturating_cast
 from fp8dist_kernels.reference.digest import digest_words, position_keys
@@ -26,6 +27,15 @@ from tests.support.states import bits
 def _tensor(words: list[int]) -> Tensor:
     packed = struct.pack(f"<{len(words)}I", *(w & 0xFFFFFFFF for w in words))
     return torch.frombuffer(bytearray(packed), dtype=torch.float32)
+
+
+# backends --------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_runs_triton_only_when_it_is_asked_to() -> None:
+    assert [runs_fused(name, torch.device("cpu")) for name in ("triton", "auto", "torch", "reference")] == [
+        *(True, False, False, False)
+    ]
 
 
 # magnitude -------------------------------------------------------------------------------------------

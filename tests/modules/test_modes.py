@@ -230,6 +230,7 @@ def test_a_copied_model_trains_on_its_own() -> None:
     other = fp8dist.get_manager(twin)
     assert other is not manager
     assert state_bits(other) == before
+    assert not twin.fp8_slots.note.written(twin)  # No forward of its own yet.
     twin(inputs(8, 48) * 9).sum().backward()
     other.step()
     assert state_bits(manager) == before

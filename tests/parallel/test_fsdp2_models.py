@@ -230,7 +230,9 @@ def test_reentrant_checkpointing_is_as_without_reentrance(two_ranks: RankPool) -
 
 
 @pytest.mark.parametrize(
-    "recipe", [DelayedScaling(history_len=4), CurrentScaling(), BlockScaling()], ids=lambda recipe: type(recipe).__name__
+    "recipe",
+    [DelayedScaling(history_len=4), CurrentScaling(), BlockScaling()],
+    ids=lambda recipe: type(recipe).__name__,
 )
 def test_one_rank_is_as_without_fsdp2(recipe: Recipe) -> None:
     """Blocks too, and some that end beyond the weight: nobody else has the rest of them."""

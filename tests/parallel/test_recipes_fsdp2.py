@@ -407,13 +407,7 @@ def test_uneven_shards_are_refused_and_one_rank_cuts_nothing(ranks: int, rows: i
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         text = _attached(rows, dim, BlockScaling(), True)
-        assert refused in text and bool(refused) == bool(text)
+        assert refused in text
+        assert bool(refused) == bool(text)
     finally:
         dist.destroy_process_group()
-
-
-def test_rowwise_scaling_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    with pytest.raises(ConfigurationError, match="1: fp8_all_gather=True does not go with RowwiseScaling"):
-        fp8dist.prepare(model, overrides={"1": RowwiseScaling()}, fp8_all_gather=True)
-    assert type(model[1]) is nn.Linear

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import CurrentScaling, DelayedScaling, StateManager
+from fp8dist import CurrentScaling, DelayedScaling
 from fp8dist.errors import ConfigurationError
 from launch.train_gpt.data import read_text
 from launch.train_gpt.model import GPT
@@ -289,33 +289,31 @@ def trained() -> Trained:
     return Trained()
 
 
-def first_losses(trained: Trained, calibrated: bool) -> tuple[float, float, StateManager]:
-    """(loss of the first FP8 step with unit scales or calibrated ones, that of FP32)."""
+def first_gradient(trained: Trained, manage: str) -> Tensor:
+    """The gradient of the first step, as one vector: in FP32 ("none"), in FP8 with scales of 1 ("unit"), or calibrated.
+
+    The loss is divided by 4096: gradients are as small as those of a mean over many more tokens.
+    """
     model = copy.deepcopy(trained.model)
-    manager = fp8dist.prepare(model, DelayedScaling(warmup="unit"))
-    # As a job that goes on from a checkpoint without FP8 state: no weight amaxes of attach either.
-    if calibrated:
-        before = everything(model)
-        with manager.calibrate():
-            for tokens, targets in trained.batches[1:]:
-                model(tokens, targets).backward()
-        assert everything(model) == before
-    in_fp8 = model(*trained.batches[0]).item()
-    with torch.no_grad():
-        in_fp32 = trained.model(*trained.batches[0]).item()
-    return in_fp8, in_fp32, manager
+    if manage != "none":
+        manager = fp8dist.prepare(model, DelayedScaling(warmup="unit"))
+        # As a job that goes on from a checkpoint without FP8 state: no weight amaxes of attach either.
+        if manage == "calibrated":
+            before = everything(model)
+            with manager.calibrate():
+                for tokens, targets in trained.batches[1:]:
+                    (model(tokens, targets) / 4096).backward()
+            assert everything(model) == before
+    (model(*trained.batches[0]) / 4096).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 @pytest.mark.slow
-def test_calibration_takes_away_the_error_of_the_first_step(
-    trained: Trained, record_property: pytest.RecordProperty
-) -> None:
-    """With unit scales, small weights and gradients are lost to FP8's smallest numbers."""
+def test_calibration_takes_away_the_error_of_the_first_step(trained: Trained) -> None:
+    """With scales of 1 small gradients are lost to FP8's smallest numbers."""
     with captured_log():
-        uncalibrated, exact, _ = first_losses(trained, False)
-        calibrated, _, _ = first_losses(trained, True)
-    errors = abs(uncalibrated - exact), abs(calibrated - exact)
-    record_property("first_step_loss", f"FP32 {exact:.5f}, unit scales {uncalibrated:.5f}, calibrated {calibrated:.5f}")
-    print(f"\nfirst step: FP32 {exact:.5f}; error with unit scales {errors[0]:.5f}, calibrated {errors[1]:.5f}")
-    assert errors[1] <= errors[0] / 10
-    assert errors[1] <= 0.01 * exact
+        exact, unit, calibrated = (first_gradient(trained, manage) for manage in ("none", "unit", "calibrated"))
+    errors = [float((gradient - exact).norm() / exact.norm()) for gradient in (unit, calibrated)]
+    print(f"\nfirst gradient: error with scales of 1 {errors[0]:.3f}, calibrated {errors[1]:.3f}")
+    assert errors[0] > 0.3
+    assert errors[1] < 0.06  # Of an E5M2 gradient, an E4M3 weight and input: each rounds by some 3 %.

@@ -345,3 +345,4 @@ def test_a_rank_that_serves_the_store_stays_until_the_others_have_read(absent: i
 def test_the_limits_are_what_the_documents_say() -> None:
     assert GRACE.total_seconds() + PATIENCE + REACH <= 10
     assert TURN * TURNS + LINGER < PATIENCE
+    assert SHOWN == 16  # Missing ranks that a verdict names.
