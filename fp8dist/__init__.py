@@ -4,7 +4,7 @@
     model = DistributedDataParallel(model)
     manager.attach(model, optimizer=optimizer)
 
-README has the rest; ARCHITECTURE.md says how it works.
+The manual is in docs/ and starts at docs/quickstart.md. ARCHITECTURE.md describes the implementation.
 """
 
 from __future__ import annotations

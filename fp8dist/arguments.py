@@ -1,4 +1,4 @@
-"""What users pass for a model, groups, optimizers and scalers: checked where it comes in."""
+"""Validation of arguments that users pass as model, groups, optimizer or scaler."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _WRAPPERS: Mapping[str, str] = MappingProxyType(
         "DeepSpeedEngine": "the engine",
     }
 )
-"""Class of a wrapper: how it is made after prepare()."""
+"""Class name of a wrapper, and how to create it after prepare()."""
 
 
 def is_module_name(name: str) -> bool:
-    """True for a public attribute of every nn.Module."""
+    """True if ``name`` is a public attribute of every nn.Module."""
     return not name.startswith("_") and (name in vars(nn.Module) or name in nn.Module.__annotations__)
 
 
 def require_model(model: object) -> None:
-    """Raise ConfigurationError unless ``model`` is an nn.Module that nothing wraps yet."""
+    """Raise ConfigurationError unless ``model`` is an nn.Module that is not wrapped yet."""
     if isinstance(model, type):
         raise ConfigurationError(f"prepare() takes a model, got the class {model.__name__}: pass an instance of it")
     if not isinstance(model, nn.Module):
@@ -65,7 +65,7 @@ def require_groups(groups: object) -> None:
 
 
 def require_attachable(module: object, optimizer: object, scaler: object, timeout: object) -> None:
-    """Raise ConfigurationError for what ``attach`` cannot use, and say where it belongs."""
+    """Raise ConfigurationError if ``attach`` cannot use an argument. The message says where it belongs."""
     _require_module(module)
     if optimizer is not None:
         for one in optimizer if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else [optimizer]:
@@ -97,7 +97,7 @@ def _require_optimizer(optimizer: object) -> None:
         instead = f"make one: {optimizer.__name__}(model.parameters(), …)"
     elif isinstance(optimizer, nn.Module):
         instead = "the model is the first argument: attach(model, optimizer=…)"
-    elif _is_scheduler(optimizer):  # It has an attribute `optimizer`, and no step hooks.
+    elif _is_scheduler(optimizer):  # A scheduler has an attribute `optimizer`, but no step hooks.
         instead = "pass the optimizer that the scheduler is for"
     elif isinstance(optimizer, Tensor) or _holds_parameters(optimizer):
         instead = "pass the optimizer that trains these parameters"
@@ -130,7 +130,7 @@ def _is_scaler(value: object) -> bool:
 
 
 def _holds_parameters(value: object) -> bool:
-    """True for what model.parameters(), a list of it, or model.state_dict() gives. Consumes nothing."""
+    """True for the result of model.parameters(), a list of it, or model.state_dict(). Does not consume a generator."""
     if isinstance(value, Iterable) and type(value).__name__ == "generator":
         return True
     items: list[Any] = list(value.values()) if isinstance(value, Mapping) else []
@@ -140,7 +140,7 @@ def _holds_parameters(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A value for a message: the class where the value itself is long."""
+    """Return a value for a message, or only its class if the value is long."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, (str, bool, int, float)):

@@ -1,4 +1,4 @@
-"""Which of a model's matmul weights are in FP8, and why the others are not."""
+"""Coverage: which of a model's matmul weights are in FP8, and why the others are not."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["Coverage", "CoverageRow", "Survey", "survey"]
 Filter = Callable[[nn.Module, str], bool]
 
 _LISTED = 20
-"""Modules that the error of strict=True lists before it counts the rest."""
+"""Number of modules that the error of strict=True names."""
 
 _GROUPS = 6
-"""Kinds of modules that the summary lists before it counts the rest."""
+"""Number of kinds of modules that the summary names."""
 
 _IN_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _BITSANDBYTES = ("Linear8bitLt", "Linear4bit")
@@ -43,13 +43,13 @@ class CoverageRow:
     """The matmul weights of one module.
 
     Attributes:
-        fqn: the module's name without wrapper prefixes; "" is the model itself.
-        kind: the name of its class.
-        parameters: elements of the weights that it multiplies with.
+        fqn: the module's name without wrapper prefixes. "" is the model itself.
+        kind: the name of the module's class.
+        parameters: number of elements in its matmul weights.
         flops: its share, 0 to 1, of the model's matmul FLOPs per token.
-        fp8: True if it computes in FP8, at least in one GEMM.
-        reason: why it does not, or which GEMMs do not; "" if all of them do.
-        tied_to: the embedding, or the earlier Linear, that has the same weight; "" if there is none.
+        fp8: True if at least one GEMM of the module is in FP8.
+        reason: why the module is not in FP8, or which of its GEMMs are not. "" if all are.
+        tied_to: the embedding or earlier Linear with the same weight. "" if there is none.
     """
 
     fqn: str
@@ -67,15 +67,15 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The matmul weights of a model, a row for each module that has some. Iterates its rows, prints as a table.
+    """The matmul weights of a model: a row for each module that has some. Iterates over its rows, prints as a table.
 
     Counted are the weights of ``nn.Linear`` and its subclasses, ``nn.Bilinear``, the input projections of
     ``nn.MultiheadAttention``, transformers' ``Conv1D``, other classes with "Linear" in their name, and parameters of
-    three or more dims (fused experts) of modules that are no convolution, norm or embedding. Convolutions, embeddings
-    and RNNs are not counted.
+    three or more dims (fused experts), except in convolutions, norms and embeddings. Convolutions, embeddings and RNNs
+    are not counted.
 
-    FLOPs are 2 x parameters per token for each weight, so shares of FLOPs are shares of parameters. A weight that
-    several modules multiply with counts once for each. How many experts a token visits is not known: all are counted.
+    Each weight counts 2 x parameters FLOPs per token, so shares of FLOPs are shares of parameters. A weight that
+    several modules use counts once for each. All experts count, because the number that a token visits is not known.
     """
 
     rows: tuple[CoverageRow, ...]
@@ -88,17 +88,17 @@ class Coverage:
 
     @property
     def parameters(self) -> int:
-        """Matmul parameters in all."""
+        """Number of matmul parameters."""
         return sum(row.parameters for row in self.rows)
 
     @property
     def fp8_parameters(self) -> int:
-        """Those of modules that compute in FP8."""
+        """Number of matmul parameters in modules that compute in FP8."""
         return sum(row.parameters for row in self.rows if row.fp8)
 
     @property
     def share(self) -> float:
-        """The share, 0 to 1, of matmul parameters in FP8; 0 in a model that has none."""
+        """Share, 0 to 1, of matmul parameters in FP8. 0 if the model has none."""
         return self.fp8_parameters / max(self.parameters, 1)
 
     def __str__(self) -> str:
@@ -111,11 +111,11 @@ class Coverage:
 
     @property
     def summary(self) -> str:
-        """One phrase, such as "98.2 % of matmul weights"."""
+        """A phrase such as "98.2 % of matmul weights"."""
         return f"{100 * self.share:.1f} % of matmul weights" if self.rows else "no matmul weights"
 
     def with_precisions(self, high: Mapping[str, Sequence[Gemm]]) -> Coverage:
-        """The same with what is in high precision now, by fqn of FP8Linears."""
+        """Return a copy that takes into account which GEMMs are in high precision now, by fqn of FP8Linears."""
         rows = []
         for row in self.rows:
             gemms = high.get(row.fqn, ()) if row.fp8 else ()
@@ -130,7 +130,8 @@ class Coverage:
 class LeftOut(NamedTuple):
     """Why a module stays in high precision.
 
-    ``label``: in a word, for the summary. ``reason``: in a sentence. ``named``: who named it by a pattern or filter_fn.
+    ``label``: one or two words for the summary. ``reason``: a phrase for the table. ``named``: "caller" if a pattern or
+    filter_fn of the caller names the module, "default" if a default pattern does, else None.
     """
 
     label: str
@@ -149,7 +150,7 @@ class _Found(NamedTuple):
 
 
 class Survey:
-    """What ``prepare`` makes of a model's matmul weights. Changes nothing."""
+    """All matmul weights of a model, and which of them ``prepare`` converts. Changes nothing."""
 
     def __init__(self, found: Sequence[_Found]) -> None:
         self._found = found
@@ -162,16 +163,16 @@ class Survey:
 
     @property
     def fqns(self) -> list[str]:
-        """All modules with matmul weights: what patterns are matched with."""
+        """All modules with matmul weights. Patterns are matched with these names."""
         return [one.fqn for one in self._found]
 
     @property
     def left_out(self) -> list[tuple[str, LeftOut]]:
-        """(fqn, why) of the others."""
+        """(fqn, why) of the modules that are not converted."""
         return [(one.fqn, one.left_out) for one in self._found if one.left_out is not None]
 
     def coverage(self, enabled: bool) -> Coverage:
-        """The table. ``enabled=False``: FP8 is switched off as a whole."""
+        """Return the table. ``enabled=False``: FP8 is switched off for the whole model."""
         total = max(sum(one.parameters for one in self._found), 1)
         off = "" if enabled else "FP8 is switched off (enabled=False, or FP8DIST_ENABLED=0)"
         return Coverage(
@@ -190,7 +191,7 @@ class Survey:
         )
 
     def summary(self) -> str:
-        """What is left out, largest first, such as "4 MixtralExperts (3-D parameters), lm_head (skip)"."""
+        """Return what is left out, largest first, such as "4 MixtralExperts (3-D parameters), lm_head (skip)"."""
         groups: dict[tuple[str, str], list[_Found]] = {}
         for one in self._found:
             if one.left_out is not None:
@@ -204,7 +205,7 @@ class Survey:
         return ", ".join(said) + (f" and {rest} more" if rest else "")
 
     def require_named(self) -> None:
-        """Raise ConfigurationError if something is left out that no pattern and no filter_fn named."""
+        """Raise ConfigurationError if a module is left out that no pattern and no filter_fn names."""
         unnamed = [f"{fqn or 'the model'} ({why.reason})" for fqn, why in self.left_out if why.named is None]
         if unnamed:
             raise ConfigurationError(
@@ -214,16 +215,16 @@ class Survey:
 
 
 def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter | None) -> Survey:
-    """Find all matmul weights of a model, and decide which are to be in FP8. Reads shapes only, so it works on the
-    meta device.
+    """Find all matmul weights of a model, and decide which go to FP8. Reads only shapes, so it works on the meta
+    device.
 
     Raises:
-        ConfigurationError: a Linear to convert is prepared, or sharded by FSDP, already; or filter_fn does not take
+        ConfigurationError: a Linear to convert is already prepared, or sharded by FSDP; or filter_fn does not take
             (module, fqn).
     """
     _require_filter(filter_fn)
-    owners: dict[int, str] = {}  # By id of a weight.
-    inner = set()  # Linears whose weight nn.MultiheadAttention multiplies with.
+    owners: dict[int, str] = {}  # First module with a weight, by the weight's id.
+    inner = set()  # Linears that nn.MultiheadAttention uses without calling them.
     for raw, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             owners.setdefault(id(module.weight), clean_fqn(raw))
@@ -253,7 +254,7 @@ def _require_filter(filter_fn: object) -> None:
         raise ConfigurationError(f"filter_fn must be a function of (module, fqn), got {filter_fn!r}")
     try:
         signature = inspect.signature(filter_fn)
-    except (TypeError, ValueError):  # Some built-in functions have none.
+    except (TypeError, ValueError):  # Some built-in functions have no signature.
         return
     try:
         signature.bind(None, "")
@@ -264,7 +265,7 @@ def _require_filter(filter_fn: object) -> None:
 
 
 def _named(fqn: str, overrides: Overrides, skip: Skip) -> LeftOut | None:
-    """Whether a pattern keeps this module in high precision."""
+    """Return why a pattern keeps this module in high precision, or None."""
     pattern = overrides.pattern_of(fqn)
     if pattern is not None:
         recipe = overrides.given[pattern]
@@ -277,13 +278,13 @@ def _named(fqn: str, overrides: Overrides, skip: Skip) -> LeftOut | None:
     return LeftOut("skip", f"it matches skip {pattern!r}, a default", "default")
 
 
-# What multiplies -----------------------------------------------------------------------------------
+# Matmul weights ------------------------------------------------------------------------------------
 
 
 def _matmul_parameters(module: nn.Module) -> int | None:
-    """How many parameters the module itself multiplies with; None: it is no matmul."""
+    """Return the number of matmul parameters of the module itself, or None if it is not a matmul."""
     if isinstance(module, nn.Linear):
-        return module.in_features * module.out_features  # The shape of a quantised weight is another.
+        return module.in_features * module.out_features  # A quantised weight has another shape.
     own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
     if isinstance(module, nn.MultiheadAttention):
         own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
@@ -295,8 +296,8 @@ def _matmul_parameters(module: nn.Module) -> int | None:
 
 
 def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters [experts, …, a, b], by name. A leading dim of 1 is a batch's (position embeddings), a last one of 1
-    that of a scale."""
+    """Return parameters of shape [experts, …, a, b], by name. A first dim of 1 is taken for a batch dim (position
+    embeddings), a last dim of 1 for a scale."""
     name = type(module).__name__.lower()
     if isinstance(module, ParametrizationList) or any(word in name for word in ("conv", "norm", "embed")):
         return {}
@@ -306,7 +307,7 @@ def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {key: p for key, p in own.items() if min(p.shape[0], p.shape[-2], p.shape[-1]) > 1}
 
 
-# Why not -------------------------------------------------------------------------------------------
+# Reasons -------------------------------------------------------------------------------------------
 
 
 def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None) -> LeftOut | None:
@@ -321,7 +322,7 @@ def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None)
     if is_sharded(module):
         raise ConfigurationError(
             f"{fqn or 'the model'} is managed by FSDP already: call prepare(model) first, then wrap or shard it. "
-            "What is to stay in high precision goes into skip="
+            "Name modules that stay in high precision in skip="
         )
     return None
 
@@ -340,7 +341,7 @@ def _not_linear(module: nn.Module) -> LeftOut:
 
 
 def _odd_linear(module: nn.Linear, inner: bool) -> LeftOut | None:
-    """What is wrong with an nn.Linear, apart from its dims."""
+    """Return why an nn.Linear cannot be converted, apart from its dims, or None."""
     name = type(module).__name__
     if inner:
         return LeftOut(
@@ -357,7 +358,7 @@ def _odd_linear(module: nn.Linear, inner: bool) -> LeftOut | None:
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
         if is_sharded(module):
-            return None  # FSDP1 took the weight away, which is an error of its own.
+            return None  # FSDP1 removed the weight, for which _why_not raises an error.
         return LeftOut(
             "no plain weight", "its weight is not a plain Parameter (an old-style weight_norm or spectral_norm)"
         )
@@ -370,9 +371,9 @@ def _odd_linear(module: nn.Linear, inner: bool) -> LeftOut | None:
 
 
 def _tensor_subclass(weight: Tensor) -> str | None:
-    """The class of a weight whose operations are not a plain tensor's; DTensors and fake tensors are fine."""
+    """Return the class of a weight that overrides tensor operations, or None, as for DTensors and fake tensors."""
     kind = type(local_part(weight))
-    # A subclass of Parameter may only carry attributes (Megatron's, DeepSpeed's); one of Tensor is a data type.
+    # Subclasses of Parameter may only add attributes (Megatron, DeepSpeed). Other subclasses of Tensor are data types.
     plain = kind is torch.Tensor or issubclass(kind, nn.Parameter)
     plain = plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return None if plain or has_base(local_part(weight), "FakeTensor") else kind.__name__

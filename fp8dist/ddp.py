@@ -1,4 +1,4 @@
-"""The hook for DistributedDataParallel: the early launch from its last gradient bucket."""
+"""Communication hook for DistributedDataParallel that launches the FP8 sync from the last gradient bucket."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 def comm_hook(manager: StateManager, inner: CommHook | None = None) -> CommHook:
-    """A DDP comm hook that runs ``inner`` and launches the FP8 sync from the last gradient bucket.
+    """Return a DDP communication hook that runs ``inner`` and launches the FP8 sync from the last gradient bucket.
+    Local; the hook is COLLECTIVE.
 
-    The sync then overlaps with the rest of backward. There is one collective per synced backward;
-    several before an optimizer step merge, and wait for the boundary. Register it yourself, with the
-    state that ``inner`` wants (DDP takes only one hook, so ``attach`` never does)::
+    The sync then overlaps with the rest of backward. Each synced backward has one collective. Several backwards before
+    an optimizer step merge their results at the boundary. Register the hook yourself, with the state that ``inner``
+    takes (DDP takes only one hook, so ``attach`` never registers one)::
 
         ddp.register_comm_hook(powersgd_state, fp8dist.ddp.comm_hook(manager, powersgd_hook))
 
     Args:
-        manager: of the model inside the DDP module.
-        inner: ``(state, bucket) -> Future``; None: DDP's plain all-reduce, with ``state`` None or a
-            process group. One that starts further collectives from callbacks of its futures, as
-            PowerSGD does, may start them in another order than this hook starts its own: give the
-            manager a group of its own then (``group=dist.new_group()``).
+        manager: the manager of the model inside the DDP module.
+        inner: ``(state, bucket) -> Future``. None: DDP's plain all-reduce, with ``state`` None or a process group. If
+            ``inner`` starts further collectives from callbacks of its futures, as PowerSGD does, their order relative
+            to the FP8 sync is not fixed. Give the manager its own group then (``group=dist.new_group()``).
 
     Raises:
-        ConfigurationError: a converted module's weight is frozen: its gradient comes after the last
-            bucket, and its grad_output amax would be a step late.
+        ConfigurationError: the weight of an FP8Linear is frozen. Its grad_output comes after the last bucket, so its
+            amax would be one step late.
     """
     launcher = manager._early_launcher()
     reduce = allreduce_hook if inner is None else inner

@@ -1,4 +1,4 @@
-"""What a divergence looks like to a person, and to a program. Plain data: what raises is in ``consistency.report``."""
+"""Divergences as plain data and as text for people. ``DivergenceReport`` (``consistency.report``) also raises."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _WHAT: Mapping[str, str] = MappingProxyType(
 )
 
 SHOWN_ROWS = 32
-"""Findings that a printed report spells out; all of them are in ``report.findings``."""
+"""Findings that a printed report shows. All of them are in ``report.findings``."""
 
 SHOWN_REPAIRS = 8
-"""Repairs that are named one by one before the rest is counted."""
+"""Repairs that are listed before the rest is only counted."""
 
 
 @dataclass(frozen=True)
 class Participant:
-    """One of those that are compared: a rank and where it runs, or a file."""
+    """A participant of a comparison: a rank and where it runs, or a file."""
 
     rank: int
     host: str = ""
@@ -47,17 +47,23 @@ class Participant:
 class Finding:
     """One thing that differs between ranks. All ranks are global.
 
-    When a majority agrees, ``ranks`` are odd ones that agree among themselves, and ``reference_rank`` is the lowest of
-    the majority. Without one ``reference_rank`` is None, ``ranks`` lists everyone who takes part, and nobody is the
-    culprit. ``sides`` are the sets of ranks that agree, the largest first.
+    If a majority agrees, ``ranks`` are deviating ranks that agree with each other, and ``reference_rank`` is the lowest
+    rank of the majority. Without a majority, ``reference_rank`` is None, and ``ranks`` lists all participants: none can
+    be blamed. ``sides`` are the sets of ranks that agree, the largest first.
 
-    ``kind``: "manifest", "step", "scale" (scale, inv_scale, whether cold), "history" (amaxes and their counters),
-    "parameter", "gradient", "optimizer", "layout" (what ranks hold, not what is in it), or "error" (a rank could not
-    build its part). ``index`` is that of the first differing element; ``value`` is what the lowest of ``ranks`` has
-    there (without a majority: the lowest rank of the second side), ``expected`` what the reference has (the first
-    side's lowest rank); ``ulp`` their distance in units in the last place, None where there is none (NaN, bool,
-    complex). ``step`` is the first step that was seen to be bad, ``last_good_step`` the last that was seen to be good,
-    if known. ``hosts``, ``mesh_coords``, ``local_ranks`` and ``devices`` belong to ``ranks``, in the same order.
+    ``kind``: "manifest", "step", "scale" (scale, inv_scale, cold flags), "history" (amaxes and their counters),
+    "parameter", "gradient", "optimizer", "layout" (which tensors ranks hold, not their content), or "error" (a rank
+    could not build its part).
+
+    ``index`` is the index of the first differing element. ``value`` is the element on the lowest of ``ranks`` (without
+    a majority: on the lowest rank of the second side), ``expected`` the element on the reference rank (on the lowest
+    rank of the first side). ``ulp`` is their distance in units in the last place, None if undefined (NaN, bool,
+    complex).
+
+    ``step`` is the first step seen to be bad, ``last_good_step`` the last one at which a check compared things of this
+    kind and found them good, if known. A sync, or a check by ``check_every``, of step n sees the state before the
+    update of step n: a checkpoint saved before step ``last_good_step`` is good, one saved after it may not be.
+    ``hosts``, ``mesh_coords``, ``local_ranks`` and ``devices`` belong to ``ranks``, in the same order.
     """
 
     step: int
@@ -79,7 +85,7 @@ class Finding:
     ulp: int | None = None
 
     def located(self, participants: Iterable[Participant]) -> Finding:
-        """With hosts, coordinates and devices of its ranks filled in."""
+        """Return a copy with the hosts, coordinates and devices of its ranks."""
         by_rank = {p.rank: p for p in participants}
         odd = [by_rank[rank] for rank in self.ranks]
         return replace(
@@ -93,7 +99,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The data of a ``DivergenceReport``, which says what each attribute means."""
+    """The data of a ``DivergenceReport``, which documents the attributes."""
 
     findings: tuple[Finding, ...] = ()
     compared: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -104,12 +110,12 @@ class Divergence:
 
     @property
     def consistent(self) -> bool:
-        """Whether nothing differs, or nothing does any more."""
+        """True if nothing differs, or if all differences were repaired."""
         return not self.findings or bool(self.repaired)
 
     @property
     def reporting_rank(self) -> int:
-        """Who prints it: the lowest rank that is in the majority, the lowest of all where there is none."""
+        """The rank that prints the report: the lowest rank of the majority, or the lowest of all without one."""
         odd = {rank for f in self.findings if f.reference_rank is not None for rank in f.ranks}
         majority = {f.reference_rank for f in self.findings if f.reference_rank is not None}
         agreeing = {rank for f in self.findings for side in f.sides for rank in side}
@@ -117,11 +123,11 @@ class Divergence:
         return min(everyone - odd or everyone or {0})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {"consistent": self.consistent, **_plain({**asdict(self), "compared": tuple(self.compared.items())})}
 
     def summary(self) -> str:
-        """A sentence or a few: the first findings, for an error's message."""
+        """Return the first findings as text for an error message."""
         if not self.findings:
             return str(self)
         lines = [_sentence(finding, self.noun) for finding in self.findings[:3]]
@@ -159,7 +165,7 @@ def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
 
 
 def _cells(f: Finding, noun: str) -> dict[str, str]:
-    """A row of the table, by column. Columns that are empty in all rows are not shown."""
+    """Return a row of the table, by column. Columns that are empty in all rows are not shown."""
     of_ranks, located = noun == "rank", f.index is not None
     return {
         "step": str(f.step) if of_ranks else "",
@@ -186,7 +192,7 @@ def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:
 
 
 def _what(f: Finding) -> str:
-    """The field, where the other columns say the rest. Without a majority ranks and values belong together."""
+    """Return the field if other columns show the rest, else the detail, which pairs ranks with values."""
     known = f.reference_rank is not None and f.detail.startswith(f"{f.field}: ") and ", " not in f.detail
     return f.field if known else f.detail
 
@@ -221,7 +227,7 @@ def _sentence(f: Finding, noun: str) -> str:
 
 
 def _printable(name: str) -> str:
-    """Names may come from files, with anything in them."""
+    """Return the name with unprintable characters escaped. Names from files may contain anything."""
     return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 

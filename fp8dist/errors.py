@@ -2,7 +2,7 @@
 
 Exception
 └── Fp8DistError
-    ├── ConfigurationError      (also a ValueError) the call cannot work as it was made
+    ├── ConfigurationError      (also a ValueError) the arguments or the set-up are invalid
     │   ├── UnknownArgumentError    (also a TypeError) the call has no such argument
     │   └── NotAModelError          (also an AttributeError) the manager was used as the model
     ├── ManifestMismatchError   ranks that must share FP8 state were prepared differently
@@ -42,11 +42,11 @@ class Fp8DistError(Exception):
 
 
 class ConfigurationError(Fp8DistError, ValueError):
-    """A call that cannot work as it was made. The message says what to do instead."""
+    """Invalid arguments or an invalid set-up. The message says what to do instead."""
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """A keyword that the call does not have; names the right one. A TypeError, as Python's own is."""
+    """An unknown keyword argument. The message names the right one. A TypeError, as in plain Python."""
 
 
 class NotAModelError(ConfigurationError, AttributeError):
@@ -62,10 +62,10 @@ class ManifestMismatchError(Fp8DistError):
 
 
 class DivergenceError(Fp8DistError):
-    """FP8 state, or what else was compared, differs between ranks that must hold the same.
+    """FP8 state, or other compared data, differs between ranks that must hold the same.
 
-    Raised on every rank of the group at the same boundary. The message names the first things that differ; ``report``
-    has all of them, and one rank has logged it as a table.
+    Raised on every rank of the group at the same boundary. The message names the first differences; ``report`` has all
+    of them, and one rank has logged it as a table.
     """
 
     def __init__(self, report: Divergence) -> None:
@@ -78,10 +78,10 @@ class DivergenceError(Fp8DistError):
 
 @dataclass(frozen=True)
 class LossAlarm:
-    """A loss that a guard objects to.
+    """A loss that triggered a guard.
 
-    ``median``: the running median that it was compared with; None while there were too few losses. ``streak``: alarms
-    of this kind in a row, this one included.
+    ``median``: the running median for comparison; None while there were too few losses. ``streak``: consecutive alarms
+    of this kind, including this one.
     """
 
     step: int
@@ -113,8 +113,8 @@ class LossDiverged(Fp8DistError):
 class SyncError(Fp8DistError, RuntimeError):
     """The collective of a step failed or timed out.
 
-    Names the manager, the step, the ranks and those of them that are missing, as far as the job's store knows; the
-    communication library's own error is its cause. The process group cannot be used any more.
+    The message names the manager, the step, the ranks and the missing ranks, as far as the job's store knows them. The
+    communication library's own error is its cause. The process group can no longer be used.
     """
 
 

@@ -1,4 +1,7 @@
-"""The hook for FullyShardedDataParallel (FSDP1): the early launch. FSDP2 needs none: ``attach`` sees it."""
+"""Communication hook for FullyShardedDataParallel (FSDP1) that launches the FP8 sync as the backward ends.
+
+FSDP2 needs no hook: ``DelayedScaling(update="next_step")`` hides the sync.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,23 @@ __all__ = ["comm_hook"]
 
 
 def comm_hook(manager: StateManager, inner: Callable[..., None] | None = None) -> Callable[..., None]:
-    """An FSDP1 communication hook that runs ``inner`` and launches the FP8 sync as the backward ends.
+    """Return an FSDP1 communication hook that runs ``inner`` and launches the FP8 sync as the backward ends. Local; the
+    hook is COLLECTIVE.
 
-    The sync then runs under gradient clipping and whatever else comes before the optimizer's step. Register it
-    yourself, on the root, before the first forward, with the state that ``inner`` wants (FSDP1 takes one hook, and
-    none with HYBRID_SHARD; ``attach`` never registers it)::
+    The sync then overlaps with gradient clipping and everything else before the optimizer's step. Register the hook
+    yourself, on the root, before the first forward, with the state that ``inner`` takes (FSDP1 takes one hook, and none
+    with HYBRID_SHARD; ``attach`` never registers one)::
 
         state = DefaultState(process_group)  # of torch.distributed.algorithms._comm_hooks.default_hooks
         fsdp.register_comm_hook(state, fp8dist.fsdp.comm_hook(manager))
 
-    One collective per backward that reduces gradients (per checkpointed unit under reentrant checkpointing, whose
-    backwards are nested); several before an optimizer step merge, and wait for the boundary.
+    Each backward that reduces gradients has one collective. With reentrant checkpointing, whose backwards are nested,
+    each checkpointed unit has one. Several before an optimizer step merge their results at the boundary.
 
     Args:
-        manager: of the model inside the FSDP module.
-        inner: ``(state, gradient)``, or ``(state, gradient, output)`` where gradients are sharded; None: FSDP's
-            averaging all-reduce and reduce-scatter.
+        manager: the manager of the model inside the FSDP module.
+        inner: ``(state, gradient)``, or ``(state, gradient, output)`` if gradients are sharded. None: FSDP's averaging
+            all-reduce and reduce-scatter.
     """
     from torch.distributed.algorithms._comm_hooks.default_hooks import allreduce_hook, reduce_scatter_hook
 

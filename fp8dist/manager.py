@@ -1,4 +1,4 @@
-"""StateManager: the one owner of a model's FP8 state, and what a user holds."""
+"""StateManager: the object that owns a model's FP8 state. ``prepare`` returns it to the user."""
 
 from __future__ import annotations
 
@@ -52,16 +52,15 @@ from fp8dist_kernels.formats import FORMATS, Role
 __all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
 
 ATTRIBUTE = "_fp8dist_manager"
-"""Where a prepared model keeps its manager. The model owns the manager; the manager knows the model
-only weakly."""
+"""Attribute of a prepared model that holds its manager. The manager has only a weak reference to the model."""
 
 
 class StateManager(Joinable):
-    """FP8 state of one model: made by ``fp8dist.prepare``, tied to its job by ``attach``.
+    """The FP8 state of one model. ``fp8dist.prepare`` creates it, and ``attach`` ties it to a training job.
 
-    Methods marked COLLECTIVE must be called by all ranks of the groups. All others are local; those that
-    read state first commit what is due, which may wait for a collective that was started earlier
-    but never starts one, so they are safe on rank 0 alone.
+    Methods marked COLLECTIVE must be called by all ranks of the groups. All other methods are local. Local methods
+    that read state first commit a pending sync. They may wait for a collective in flight, but never start one, so
+    rank 0 may call them alone.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class StateManager(Joinable):
         state = f"{len(self.slots)} slots in {len(self._syncs)} arena(s)"
         return f"StateManager({state}, {self.recipe}, {where}, FP8: {self.coverage().summary})"
 
-    if not TYPE_CHECKING:  # For type checkers, unknown attributes stay errors.
+    if not TYPE_CHECKING:  # Type checkers must still report unknown attributes.
 
         def __getattr__(self, name: str) -> NoReturn:
             if is_module_name(name):
@@ -123,13 +122,13 @@ class StateManager(Joinable):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ConfigurationError: the model is what is called."""
+        """Raise NotAModelError: call the model, not its manager."""
         raise NotAModelError(
             "a StateManager cannot be called: prepare() changes the model in place and returns its manager: keep using "
             "the model"
         )
 
-    # Tying to a job ------------------------------------------------------------------------------
+    # Attach and detach ---------------------------------------------------------------------------
 
     @check_keywords("manager.attach")
     def attach(
@@ -140,23 +139,23 @@ class StateManager(Joinable):
         boundary: Literal["optimizer", "manual"] = "optimizer",
         timeout: timedelta = timedelta(minutes=5),
     ) -> StateManager:
-        """Place the state, agree with the other ranks, take weight amaxes, install hooks. COLLECTIVE.
+        """Place the state, agree with the other ranks, derive weight scales and install hooks. COLLECTIVE.
 
-        Call it after wrapping, sharding, materialising and loading the model. May be called again,
-        for a new optimizer say.
+        Call it after the model is wrapped, sharded, materialised and loaded. You may call it again, for example with a
+        new optimizer.
 
         Args:
-            module: the model as the loop calls it (DDP or FSDP around it, say). None: the prepared model.
-            optimizer: one, or several: the boundary is the last one's step. None: the loop calls
-                ``manager.step()``.
-            scaler: the GradScaler, if there is one: the non-finite amaxes of steps that it skips are dropped.
-            boundary: ``"manual"``: the optimizers only tell that weights have changed; the loop calls
-                ``manager.step()``.
+            module: the model as the training loop calls it, such as the DDP or FSDP module. None: the prepared model.
+            optimizer: an optimizer, or a list of optimizers. The step of the last one is the boundary. None: the loop
+                calls ``manager.step()``.
+            scaler: the GradScaler, if you use one. Non-finite amaxes of steps that it skips are dropped.
+            boundary: ``"optimizer"``, or ``"manual"``: the loop calls ``manager.step()``, and the optimizers only
+                signal that weights have changed.
             timeout: how long to wait for the other ranks.
 
         Raises:
-            ManifestMismatchError: on all ranks, when they were prepared differently.
-            ConfigurationError: the call cannot work; says what to do.
+            ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.
+            ConfigurationError: the call cannot work. The message says what to do.
         """
         require_choice("boundary", boundary, ("optimizer", "manual"), '"optimizer" or "manual"')
         require_attachable(module, optimizer, scaler, timeout)
@@ -178,28 +177,28 @@ class StateManager(Joinable):
         except ConfigurationError:
             if self.settings.enabled:
                 raise
-            return []  # Nothing needs a boundary.
+            return []  # Without FP8 no boundary is needed.
 
     def detach(self) -> None:
-        """Undo ``attach``. COLLECTIVE only where the last sync found ranks to differ: call it on all ranks, between two
-        optimizer steps. Does nothing where nothing is attached.
+        """Undo ``attach``. COLLECTIVE only if the last sync found that ranks differ: call it on all ranks, between two
+        optimizer steps. Does nothing if the manager is not attached.
 
-        All hooks on optimizers, loss scaler and DDP are taken off, and this rank shares its FP8 state with no other.
-        The model keeps its FP8Linears, and this manager its state, bit for bit. The model then trains as between
-        ``prepare`` and ``attach``: nothing is synchronised, no optimizer's step is a boundary, and so scales stand
-        still and the second optimizer step without a boundary is refused (not inside ``no_fp8()``). ``attach`` may be
-        called again, also with another wrapper or optimizer. ``fp8dist.restore(model)`` undoes ``prepare``.
+        All hooks on optimizers, loss scaler and DDP are removed, and this rank no longer shares its FP8 state. The
+        model keeps its FP8Linears, and the manager its state, bit for bit. The model is then as between ``prepare`` and
+        ``attach``: nothing is synchronised, and no optimizer step is a boundary. So scales do not change, and the
+        second optimizer step without a boundary raises ConfigurationError (not inside ``no_fp8()``). You may call
+        ``attach`` again, also with another wrapper or optimizer. ``fp8dist.restore(model)`` undoes ``prepare``.
 
-        A fallback that the last sync asked for begins now; with ``next_step`` that is a step earlier than without
+        A fallback that the last sync triggered starts now. With ``next_step`` this is one step earlier than without
         ``detach``.
 
-        A DDP hook of ``fp8dist.ddp.comm_hook`` does nothing meanwhile, because DDP cannot take one off. A CUDA graph
-        that holds a step must not be replayed: its sync is in the graph.
+        A DDP hook of ``fp8dist.ddp.comm_hook`` stays registered, because DDP cannot remove it, but does nothing. Do not
+        replay a CUDA graph that holds a step: its sync is in the graph.
 
         Raises:
-            ConfigurationError: FSDP2 gathers weights in FP8, into buffers that it keeps; or this is inside a Join
-                context, or between the start of a sync and the optimizer's step that ends it. Nothing was changed.
-            DivergenceError: with policy "raise", when the last sync proved that ranks differ. Nothing was detached.
+            ConfigurationError: FSDP2 gathers weights in FP8, into buffers that it keeps; or the call is inside a Join
+                context, or between the start of a sync and the optimizer step that ends it. Nothing was changed.
+            DivergenceError: with policy "raise", if the last sync proved that ranks differ. Nothing was detached.
         """
         model = self._require_model()
         if self._job.tie in (Tie.ATTACHED, Tie.RESTORED):
@@ -222,12 +221,12 @@ class StateManager(Joinable):
     # The step ------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """The boundary, for loops without ``attach(optimizer=…)``: once per optimizer step. COLLECTIVE.
+        """End a step. COLLECTIVE. Call it once per optimizer step if no attached optimizer is the boundary.
 
         Raises:
-            ConfigurationError: an attached optimizer is the boundary, or ranks share state and
-                ``attach()`` was not called.
-            DivergenceError: with policy "raise", when the sync proved that ranks differ.
+            ConfigurationError: an attached optimizer is the boundary, or ranks share state and ``attach()`` was not
+                called.
+            DivergenceError: with policy "raise", if the sync proved that ranks differ.
         """
         if self._job.by_optimizer:
             raise ConfigurationError(
@@ -239,16 +238,16 @@ class StateManager(Joinable):
             self._cycle.steps.take_notes(after_step=True)
 
     def poll(self) -> None:
-        """After replays of a CUDA graph that holds steps, and once before it is captured: what the host does at a
-        boundary. COLLECTIVE like one: on all ranks, after the same steps.
+        """Do the host's part of steps that were replayed in a CUDA graph. Call it after replays, and once before the
+        capture. COLLECTIVE: on all ranks, after the same steps.
 
-        The graph has the step counter, the sync and the commit. This waits for the last replay, reads what the replays
-        since the last poll proved, acts on it, does the check that is due (``check_every``), and ends the reuse of
-        weight casts. After each replay it names the rank and slot behind a difference; after every few replays it costs
-        less, and tells that there was one.
+        The graph contains the step counter, the sync and the commit. ``poll`` waits for the last replay, reads what the
+        replays since the last poll proved, and acts on it. It also runs the check that is due (``check_every``), and
+        ends the reuse of weight casts. If you poll after each replay, the report names the rank and slot behind a
+        difference. Polling less often costs less, but may only report that there was a difference.
 
         Raises:
-            DivergenceError: with policy "raise", when a sync proved that ranks differ.
+            DivergenceError: with policy "raise", if a sync proved that ranks differ.
         """
         self._cycle.poll()
 
@@ -262,24 +261,24 @@ class StateManager(Joinable):
         ranks: bool = False,
         resume_after: int | None = None,
     ) -> None:
-        """Have each slot's amax, scale, saturation and underflow share written every so many steps. Local: on all ranks
-        alike, before ``attach``. Each such step then has one all-reduce more, for the whole model, and one more pass
-        over each tensor that is cast.
+        """Write amax, scale, saturation and underflow share of each slot every ``every`` steps. Local: on all ranks
+        alike, before ``attach``. Each such step has one more all-reduce per group, and one more pass over each tensor
+        that is cast.
 
-        One rank writes: a JSON object per slot and step (see ``Monitor``); with ``amax_sync=False`` each one does, of
-        its own. Steps inside ``Join``, and in CUDA graphs, are left out.
+        One rank writes a JSON object per slot and step (see ``Monitor``). With ``amax_sync=False`` each rank writes its
+        own. Steps inside ``Join`` and in CUDA graphs are left out.
 
         Args:
-            path: of the JSON lines; ``{rank}`` is substituted. None: none.
-            tensorboard: TensorBoard's log folder, if it is installed. None: none.
-            jump: a scale that has changed by this factor or more since it was last looked at is logged, and an Event
-                "jump". None: no alarm.
-            ranks: tell which rank held each maximum: twice the bytes.
-            resume_after: the step that the run goes on from: the next one is counted from there, and what ``path`` has
-                of later ones is dropped. None: it is replaced.
+            path: file for the JSON lines. ``{rank}`` is replaced by the rank. None: no file.
+            tensorboard: TensorBoard's log folder, if TensorBoard is installed. None: no TensorBoard.
+            jump: a factor above 1. A scale that has changed by this factor or more since it was last written is logged,
+                and an Event "jump" is sent. None: no alarm.
+            ranks: also write which rank held each maximum. Doubles the bytes of the all-reduce.
+            resume_after: the step that the run continues from. Steps are counted from there, and lines of later steps
+                are removed from ``path``. None: ``path`` is replaced.
 
         Raises:
-            ConfigurationError: it is attached already, or ``every`` is not a positive int.
+            ConfigurationError: the manager is already attached, or ``every`` or ``jump`` is invalid.
         """
         require_int("every", every, 1, what="a number of steps")
         self._cycle.require("watch()")
@@ -291,7 +290,7 @@ class StateManager(Joinable):
         self._cycle.watch = Watch(every, ranks, monitor, resume_after)
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
-        """Have ``callback`` called with each Event. Local."""
+        """Register a function that is called with each Event. Local."""
         if not callable(callback):
             raise ConfigurationError(f"callback must be a function of an Event, got {callback!r}")
         self._cycle.checker.callbacks.append(callback)
@@ -303,51 +302,54 @@ class StateManager(Joinable):
         optimizer: Any = None,
         policy: Policy = "raise",
     ) -> DivergenceReport:
-        """Compare the whole FP8 state, and what else is known to be replicated, across the ranks. COLLECTIVE.
+        """Compare the whole FP8 state, and everything else that is known to be replicated, across ranks. COLLECTIVE.
 
-        One all-reduce of 104 bytes; with further sets of ranks (on meshes, say) one for each and two more. If something
-        differs, more, to say what, where and on which ranks. Compared are FP8 state across the ranks that share it,
-        parameters that DDP keeps equal (when ``attach`` was given the DDP module), and DTensors across their Replicate
-        axes; ``fp8dist.check(module, group=…)`` compares whatever the caller vouches for. ``report.compared`` counts
-        what was compared, by kind, and ``report.skipped`` says what was not, and why.
+        This is one all-reduce of 104 bytes. With further sets of ranks, as on meshes, it is one for each set and two
+        more. If ranks differ, further collectives find out what differs, where, and on which ranks.
 
-        On one rank there is nothing to compare with, and the report is consistent.
+        Compared are the FP8 state across the ranks that share it, parameters that DDP keeps equal (if ``attach`` was
+        given the DDP module), and DTensors across their Replicate axes. To compare other parameters, use
+        ``fp8dist.check(module, group=…)``. ``report.compared`` counts what was compared, by kind. ``report.skipped``
+        says what was not compared, and why.
+
+        On one rank there is nothing to compare, and the report is consistent.
 
         Args:
             parameters: compare parameters.
-            gradients: compare gradients: after they are reduced, before they are zeroed.
-            optimizer: compare the state of this one, or of several.
-            policy: what to do when ranks differ: "raise", "warn" (one rank logs what differs, and the report has it),
-                or "repair" (copy from the majority, check again, raise where there is none or it differs still).
+            gradients: compare gradients. Call ``check`` after they are reduced and before they are zeroed.
+            optimizer: compare the state of this optimizer, or of a list of optimizers.
+            policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
+                "repair": copy from the majority and check again, raise if there is no majority or ranks still differ.
 
         Returns:
-            The same findings on all ranks.
+            A report with the same findings on all ranks.
 
         Raises:
             DivergenceError: on all ranks, if the policy says so.
-            ConfigurationError: there are several ranks, and nothing of all this is known to be the same on any two of
-                them: says what to pass (not where FP8 is switched off: then one rank warns, once). Or inside a Join
-                context: ranks without data would not come.
+            ConfigurationError: there are several ranks, and nothing is known to be the same on any two of them. The
+                message says what to pass. (If FP8 is switched off, one rank warns once instead.) Also raised inside a
+                Join context, because ranks without data would not take part.
         """
         require_choice("policy", policy, ("raise", "warn", "repair"))
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
         return self._cycle.check(Scope(parameters, gradients, optimizers), policy)
 
     def _checkable(self) -> StepCycle:
-        """For ``fp8dist.check``: the arenas, committed as far as due. Local."""
+        """Return the cycle for ``fp8dist.check``, with any pending sync committed. Local."""
         self._cycle.settle()
         return self._cycle
 
     # DDP: the early launch and Join (see fp8dist.ddp) ----------------------------------------------
 
     def _early_launcher(self, frozen_weights: bool = False) -> StepCycle:
-        """For ``fp8dist.ddp.comm_hook`` and ``fp8dist.fsdp.comm_hook``: what launches before the boundary. Local.
+        """Return the cycle for ``fp8dist.ddp.comm_hook`` and ``fp8dist.fsdp.comm_hook`` to launch syncs before the
+        boundary. Local.
 
         Args:
-            frozen_weights: the launch comes late enough for the amaxes of frozen layers' gradients.
+            frozen_weights: True if the hook launches after the gradient amaxes of frozen layers are recorded.
 
         Raises:
-            ConfigurationError: a converted weight is frozen.
+            ConfigurationError: a converted weight is frozen, and ``frozen_weights`` is False.
         """
         self._cycle.require("comm_hook(manager)")
         for linear in fp8_linears(self._require_model()):
@@ -368,12 +370,14 @@ class StateManager(Joinable):
         self._job.join_config = config
 
     def join_hook(self, **kwargs: Any) -> ManagerJoinHook:
-        """For ``Join([ddp, manager])``, DDP first. Local."""
+        """Return the hook for ``Join([ddp, manager])``, DDP first. Local."""
         ddp = self._attachment.ddp
         if ddp is None:
             raise ConfigurationError("Join([ddp, manager]) needs attach(ddp, …) first, with the DDP module")
         if self._job.launches_early:
-            raise ConfigurationError("Join with comm_hook: ranks without data do not launch: leave the hook out")
+            raise ConfigurationError(
+                "Join does not work with comm_hook, which ranks without data never reach: leave the hook out"
+            )
         hook = ManagerJoinHook(self._cycle, ddp)
         self._job.join_hook = weakref.ref(hook)
         return hook
@@ -391,26 +395,29 @@ class StateManager(Joinable):
     # Modes ---------------------------------------------------------------------------------------
 
     def no_fp8(self) -> AbstractContextManager[None]:
-        """High precision in all forwards inside. Local: on all ranks alike, or for an evaluation on one.
+        """Context manager that runs all forwards in high precision. Local: on all ranks alike, or on one rank for an
+        evaluation.
 
-        After ``prepare`` FP8 is on without any context. Amaxes are not recorded inside, unless ``recording`` says so.
-        Unrelated to ``torch.autocast``. Where FSDP2 gathers weights in FP8, inputs and gradients are in high precision,
-        and weights are what was gathered, dequantised.
+        After ``prepare`` FP8 is on without any context manager. Amaxes are not recorded inside, unless ``recording`` is
+        active. Unrelated to ``torch.autocast``. If FSDP2 gathers weights in FP8, inputs and gradients are in high
+        precision, and weights are the gathered FP8 bytes, dequantised.
         """
         return self._job.switched(in_fp8=False)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Record amaxes in all forwards inside, whatever the mode: in ``eval()``, with grad off, in high precision.
-        Local: on all ranks alike. They count at the next boundary; ``calibrate`` makes one."""
+        """Context manager that records amaxes in all forwards, in any mode: in ``eval()``, without grad, in high
+        precision. Local: on all ranks alike. The amaxes count at the next boundary. ``calibrate`` ends with a boundary
+        of its own."""
         return self._job.switched(recording=True)
 
     def calibrate(self) -> AbstractContextManager[None]:
-        """High precision inside, amaxes recorded, committed on exit. COLLECTIVE on a clean exit.
+        """Context manager that runs in high precision, records amaxes and commits them on exit. COLLECTIVE on a clean
+        exit.
 
-        Run any number of batches inside, forward and backward: from then on every slot that ran has a scale, and the
-        next forward may be in FP8. Nothing else changes: gradients, buffers and the states of torch's random number
-        generators (the CPU's, and that of the model's GPU) are those of before. An exception commits nothing and
-        forgets what was recorded inside. For scales of gradients, run backwards too.
+        Run any number of batches inside, forward and backward. Afterwards every slot that ran has a scale, and the next
+        forward may be in FP8. Run backwards too, otherwise gradients get no scales. Nothing else changes: gradients,
+        buffers and torch's random number generators (of the CPU and of the model's GPU) are restored. After an
+        exception nothing is committed, and the amaxes recorded inside are dropped.
 
         Raises:
             ConfigurationError: an attached optimizer steps inside, or FSDP2 holds gradients that it has not reduced.
@@ -419,12 +426,12 @@ class StateManager(Joinable):
 
     @contextlib.contextmanager
     def swapped_weights(self) -> Iterator[None]:
-        """For weights that are put in and taken out inside, an EMA's say: afterwards training goes on as if nobody had.
-        Local, on all ranks alike.
+        """Context manager for weights that you swap in and out again, such as an EMA's. Training then continues as if
+        they had never been swapped. Local: on all ranks alike.
 
-        Without it nothing goes wrong either, but weights that were written to back and forth are cast with their own
-        amaxes as soon as they are a quarter beyond their scales, and those that FSDP2 gathers in FP8 get new scales. So
-        a run would not be bitwise the one without the evaluation.
+        Without it results are right as well. But weights that were written to are cast with their own amaxes if they
+        exceed their scales by a quarter, and weights that FSDP2 gathers in FP8 get new scales. So later losses may
+        differ in their bits from a run without the evaluation.
 
             with manager.swapped_weights():
                 ema.store_and_copy_to(model)
@@ -434,7 +441,7 @@ class StateManager(Joinable):
         self._cycle.require("swapped_weights()")
         module = self._attachment.module or self._require_model()
         self._cycle.settle()
-        reshard(fsdp2_modules(module))  # What is held gathered is of the weights before.
+        reshard(fsdp2_modules(module))  # Gathered weights would keep the old values.
         with self._cycle.weights_swapped():
             try:
                 yield
@@ -449,29 +456,28 @@ class StateManager(Joinable):
         gemms: Sequence[Gemm] = GEMMS,
         steps: int | None = None,
     ) -> tuple[str, ...]:
-        """Put modules, or single GEMMs of theirs, into high precision or back into FP8. Local: on all ranks alike (each
-        sync proves that it was).
+        """Put modules, or single GEMMs of them, into high precision or back into FP8. Local: on all ranks alike. Each
+        sync proves that all ranks did.
 
-        Modules that come back into FP8 after ``steps`` have their amaxes recorded in the last 16 steps before, and so
-        have scales; those that come back otherwise are cold. Under torch.compile they are compiled anew: what is
-        compiled as a whole once for each set of modules in high precision, and no more than
-        ``torch._dynamo.config.recompile_limit`` times (then eager; with ``fullgraph=True`` an error). Graphs that were
-        captured stay as they are, and steps in them are not counted. What is gathered in FP8 (``fp8_all_gather``) is
-        dequantised.
+        Modules that return to FP8 after ``steps`` record amaxes in the last 16 of these steps, so they return with
+        scales. Modules that return otherwise are cold. Under torch.compile, a compiled region is compiled again for
+        each new set of modules in high precision, up to ``torch._dynamo.config.recompile_limit`` times. After that it
+        runs eagerly, or raises with ``fullgraph=True``. Captured CUDA graphs keep their precision, and their steps are
+        not counted. Weights gathered in FP8 (``fp8_all_gather``) are dequantised.
 
         Args:
-            pattern: of fqns (fnmatch): "*" is all.
+            pattern: fnmatch pattern of fqns. "*" matches all.
             precision: "high" or "fp8".
-            gemms: of "fprop", "dgrad", "wgrad" those that are concerned.
-            steps: for so many optimizer steps, beginning with the next; then everything is as before. None: until
+            gemms: the GEMMs to change, of "fprop", "dgrad" and "wgrad".
+            steps: number of optimizer steps, beginning with the next, after which the change is undone. None: until
                 further notice.
 
         Returns:
             The fqns that matched.
 
         Raises:
-            ConfigurationError: no FP8Linear matches, ``precision`` or ``gemms`` is none of those above, or ``steps`` is
-                not a positive int.
+            ConfigurationError: no FP8Linear matches, ``precision`` or ``gemms`` is invalid, or ``steps`` is not a
+                positive int.
         """
         self._cycle.require("set_precision()")
         require_choice("precision", precision, ("high", "fp8"), '"high" or "fp8"')
@@ -493,39 +499,42 @@ class StateManager(Joinable):
             raise ConfigurationError(
                 f"no FP8Linear matches {pattern!r}: {others[0].fqn} stays in high precision, {others[0].reason}"
             )
-        raise ConfigurationError(f"no FP8Linear matches {unmatched([pattern], fqns)[0]}; there are {len(fqns)}")
+        raise ConfigurationError(
+            f"no FP8Linear matches {unmatched([pattern], fqns)[0]}; there are {len(fqns)} FP8Linears"
+        )
 
     def coverage(self) -> Coverage:
-        """Which of the model's matmul weights are in FP8 now, and why the others are not. Local.
+        """Return which of the model's matmul weights are in FP8 now, and why the others are not. Local.
 
-        Prints as a table, and iterates ``CoverageRow``s. Weights are those that ``prepare`` found; what is in high
-        precision now, by ``set_precision`` or a fallback, is left out of the sum.
+        The result prints as a table and iterates over ``CoverageRow``s. It has the weights that ``prepare`` found. A
+        module counts as high precision if ``set_precision``, a fallback or its recipe keeps all its GEMMs there now.
         """
         return self._coverage.with_precisions(
             {fqn: precision.high for fqn, precision in self._cycle.precisions.by_fqn.items()}
         )
 
     def high_precision(self, fqn: str) -> tuple[Gemm, ...]:
-        """The GEMMs of an FP8Linear that are in high precision now. Local."""
+        """Return the GEMMs of an FP8Linear that are in high precision now. Local."""
         precision = self._cycle.precisions.by_fqn.get(fqn) if isinstance(fqn, str) else None
         if precision is None:
             raise ConfigurationError(f"there is no FP8Linear {fqn!r}{self._meant(fqn)}")
         return precision.high
 
     def recipe_of(self, fqn: str) -> Recipe:
-        """The recipe of an FP8Linear, or of the module that a slot was registered for. Local."""
+        """Return the recipe of an FP8Linear, or of a module with a registered slot. Local."""
         for sync in self._syncs:
             if any(slot.fqn == fqn for slot in sync.arena.index):
                 return sync.arena.recipe
         raise ConfigurationError(f"there is no slot of {fqn!r}{self._meant(fqn)}; manager.slots lists them")
 
-    # Foreign modules -----------------------------------------------------------------------------
+    # Slots of other modules ----------------------------------------------------------------------
 
     def register(self, fqn: str, role: str, format: str) -> Slot:
-        """Add a slot for a module that is not an FP8Linear. Before ``attach`` and the first forward. Local.
+        """Add a slot for a module that is not an FP8Linear. Local: on all ranks alike, before ``attach`` and the first
+        forward.
 
         Args:
-            fqn: a name that no slot of this role has.
+            fqn: a name that has no slot of this role yet.
             role: "input", "weight" or "grad_output".
             format: "e4m3" or "e5m2".
         """
@@ -544,10 +553,9 @@ class StateManager(Joinable):
         return slot
 
     def record(self, fqn: str, role: str, x: Tensor) -> None:
-        """Record the amax of ``x`` (any shape) for a slot. Local; counts at the next boundary.
+        """Record the amax of ``x`` (any shape) for a slot. Local. It counts at the next boundary.
 
-        Records whenever it is called: whether this is training is the caller's to know. Cast with
-        ``manager.scale(fqn, role)``.
+        Records at every call, in training and in evaluation. Cast ``x`` with ``manager.scale(fqn, role)``.
         """
         sync, index = self._find(fqn, role)
         if not isinstance(x, Tensor):
@@ -560,12 +568,12 @@ class StateManager(Joinable):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All slots, sorted. A weight shared by several modules has one."""
+        """All slots, sorted. Modules that share a weight share its slot."""
         return tuple(sorted(slot for sync in self._syncs for slot in sync.arena.index))
 
     @property
     def steps(self) -> int:
-        """Boundaries committed so far. Local; reads the device."""
+        """Number of steps committed so far. Local. Reads from the device."""
         self._cycle.settle()
         return max(int(sync.arena.step) for sync in self._syncs)
 
@@ -580,7 +588,7 @@ class StateManager(Joinable):
         raise ConfigurationError(f"there is no slot {slot}{self._meant(fqn)}; manager.slots lists them")
 
     def _meant(self, fqn: object) -> str:
-        """For a message: the nearest names of modules, and what there is of this one."""
+        """Return a hint for a message: the roles of this module, why it is not in FP8, or similar names."""
         known = sorted({slot.fqn for slot in self.slots})
         clean = clean_fqn(str(fqn))
         if fqn in known:
@@ -591,24 +599,26 @@ class StateManager(Joinable):
         return f" (did you mean {clean!r}?)" if clean in known else did_you_mean(clean, known)
 
     def amax(self, fqn: str, role: str) -> Tensor:
-        """The newest amax in the slot's history: 0-d float32 view into the state. Local."""
+        """Return the newest amax in the slot's history: 0-d float32 view into the state. Local."""
         sync, index = self._find(fqn, role)
         return sync.arena.amax[index]
 
     def scale(self, fqn: str, role: str) -> Tensor:
-        """What the slot is multiplied by to cast to FP8: 0-d float32 view. Local. 1 until committed; a cold slot is
-        cast with its own amax instead, unless ``warmup="unit"``. Of delayed scaling: other recipes leave it alone, but
-        for weights that are gathered in FP8 under ``CurrentScaling``."""
+        """Return the factor by which the slot's tensor is multiplied before the cast: 0-d float32 view. Local.
+
+        1 until a scale is committed. A cold slot is cast with its own amax instead, unless ``warmup="unit"``. Only
+        delayed scaling uses these scales, and ``CurrentScaling`` for weights that are gathered in FP8.
+        """
         sync, index = self._find(fqn, role)
         return sync.arena.scale[index]
 
     def inv_scale(self, fqn: str, role: str) -> Tensor:
-        """1 / scale: 0-d float32 view. Local."""
+        """Return 1 / scale: 0-d float32 view. Local."""
         sync, index = self._find(fqn, role)
         return sync.arena.inv_scale[index]
 
     def set_scale(self, fqn: str, role: str, scale: float) -> None:
-        """Set a scale by hand; the slot is no longer cold. Local: do it on all ranks alike."""
+        """Set a scale by hand. The slot is no longer cold. Local: on all ranks alike."""
         self._cycle.require("set_scale()")
         try:
             rounded = torch.tensor(float(scale), dtype=torch.float64).float()
@@ -618,18 +628,21 @@ class StateManager(Joinable):
             raise ConfigurationError(f"a scale and its inverse must be positive and finite in float32, got {scale!r}")
         sync, index = self._find(fqn, role)
         if not sync.arena.recipe.delayed:
-            raise ConfigurationError(f"{fqn}: a scale is made from each tensor by {type(sync.arena.recipe).__name__}")
+            raise ConfigurationError(
+                f"{fqn}: set_scale() is for delayed scaling; {type(sync.arena.recipe).__name__} computes a scale from "
+                "each tensor"
+            )
         sync.arena.set_scale(index, scale)
         self._job.invalidate_casts()
 
     def amax_history(self, fqn: str, role: str) -> Tensor:
-        """float32[history_len] copy: oldest first, newest last, zeros where not yet filled. Local."""
+        """Return a copy of the slot's history: float32[history_len], oldest first, zeros where not filled. Local."""
         sync, index = self._find(fqn, role)
         return sync.arena.window(index)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for any logger: slots, cold ones, non-finite and saturated amaxes, modules in high precision, how
-        often one fell back, and what the syncs and checks of this rank cost. Local; reads the device."""
+        """Return numbers for any logger: slots, cold slots, non-finite and saturated amaxes, modules in high precision,
+        fallbacks, and the cost of this rank's syncs and checks. Local. Reads from the device."""
         self._cycle.settle()
         arenas = [sync.arena for sync in self._syncs]
         counters = [sync.counters for sync in self._syncs]
@@ -649,24 +662,24 @@ class StateManager(Joinable):
         }
 
     def take_waits(self) -> list[float]:
-        """How long this rank waited in its syncs, in milliseconds: a number for each step that has ended since the last
-        call, over all arenas. Local; on CUDA it waits for the device.
+        """Return how long this rank waited in syncs, in milliseconds: one number per step that ended since the last
+        call, over all arenas. Local. On CUDA it waits for the device.
 
-        A step counts what was waited for between the end of the last one and its own: under ``update="next_step"``, and
-        with DDP's hook, that is the wait for the previous sync. On CUDA it is time in which the stream stood still, by
-        events; the host's is ``metrics()["fp8/sync_wait_ms"]``. A rank that waits little is the one for which the
-        others wait; where gradients are reduced first, they wait there. Steps in CUDA graphs are left out, and NaN
-        stands for all but the newest 4,096.
+        A step's number covers the time between the previous boundary and its own. With ``update="next_step"`` it is the
+        wait for the previous sync. On CUDA, events measure how long the stream stood still; the host's time is
+        ``metrics()["fp8/sync_wait_ms"]``. The rank that waits least is the one that the others wait for, unless an
+        earlier collective, such as the reduction of gradients, absorbs the wait. Steps in CUDA graphs are left out.
+        Only the newest 4,096 steps are kept; older ones are NaN.
         """
         return self._cycle.waits.take()
 
     def refresh_weights(self) -> None:
-        """Derive weight scales anew, after weights were written to by anything but an optimizer. COLLECTIVE.
+        """Derive all weight scales again, after something other than an optimizer wrote to weights. COLLECTIVE.
 
-        Their histories are emptied: they told of other weights. Needed where FSDP2 gathers weights in FP8 and they were
-        written to through ``.data``. Elsewhere casts notice by themselves (see README, "Mistakes"); this gives the
-        slots their new scales at once. Until the step ends, later inputs and gradients that no longer fit their scales,
-        because weights have grown, are cast with their own amaxes.
+        The histories of the weights are cleared, because they describe other weights. Call it if FSDP2 gathers weights
+        in FP8 and they were written to through ``.data``. Otherwise casts notice most writes by themselves (see
+        docs/mistakes.md), and this call gives the slots new scales at once. Until the step ends, inputs and gradients
+        that outgrow their scales because weights have grown are cast with their own amaxes.
         """
         self._cycle.require("refresh_weights()", switched_off=True)
         self._cycle.settle()
@@ -679,7 +692,7 @@ class StateManager(Joinable):
         model = self._require_model()
         before = [(linear.fp8_slots, linear.fp8_slots.weight_scale()) for linear in fp8_linears(model)]
         self._cycle.derive_weight_scales(local_weights(model), "all")
-        for slots, scale in before:  # Later inputs, whose scales are of the old weights, may be as much larger.
+        for slots, scale in before:  # Inputs of later modules may grow as much, but have old scales.
             slots.tell_of_new_scale(scale)
         if sharded is not None:
             sharded.accept()
@@ -689,68 +702,70 @@ class StateManager(Joinable):
     # Saving and loading --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, bytes]:
-        """This rank's whole FP8 state as opaque bytes, by key. Local.
+        """Return this rank's whole FP8 state as opaque bytes, by key. Local.
 
-        Keys say which ranks share the state: "shared" (all of them, or there is one), "ranks<first>-<identity>" (those
-        of a smaller group), "rank<r>" (``amax_sync=False``). So checkpoints that merge equal keys of several ranks keep
-        apart what differs, and "shared" state can be loaded on any number of ranks.
+        A key says which ranks share the state: "shared" (all ranks), "ranks<first>-<identity>" (a smaller group), or
+        "rank<r>" (``amax_sync=False``). So a checkpoint that merges equal keys of several ranks keeps different states
+        apart, and "shared" state can be loaded on any number of ranks.
 
-        With torch.distributed.checkpoint put the manager itself into what is saved and loaded:
-        ``dcp.save({"model": model, "optim": …, "fp8": manager})``. A checkpoint that lacks one of these keys is then an
-        error of its own, before anything of ours is asked.
+        With torch.distributed.checkpoint, save and load the manager itself:
+        ``dcp.save({"model": model, "optim": …, "fp8": manager})``. If a checkpoint lacks one of these keys,
+        ``dcp.load`` raises an error of its own.
         """
         return Checkpoint(self._cycle).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert: bool = False) -> None:
-        """Take over a saved state, matched by slot name. Local: load the same on all ranks.
+        """Load a saved state. Slots are matched by name. Local: load the same state on all ranks.
 
-        Amaxes that wait for a boundary are thrown away. ``history_len``, ``update`` and ``warmup`` may be others than
-        when it was saved: a longer history keeps its newest entries, a shorter one gets zeros in front.
+        Amaxes that wait for a boundary are dropped. ``history_len``, ``update`` and ``warmup`` may differ from the
+        saved ones: a longer history keeps its newest entries, a shorter one gets zeros in front.
 
         Args:
-            strict: False: a key or slots that are missing here or there are logged, and what is there is taken.
-                ``dcp.load`` is always strict when it is given the manager; give it the dict instead:
+            strict: False: missing or unexpected keys and slots are logged, and the others are loaded. ``dcp.load`` is
+                always strict if it is given the manager. Give it the dict instead:
                 ``state = {"fp8": manager.state_dict()}; dcp.load(state, …); manager.load_state_dict(state["fp8"], …)``.
-            convert: the state may be that of a recipe with another format, margin, power_of_two or amax_algo. Scales of
-                the slots concerned are derived anew from their windows; where a window gives none (weights whose scale
-                came from ``attach``: all zeros), from the amax that the old scale stands for,
+            convert: True: accept a state that was saved with another format, margin, power_of_two or amax_algo. The
+                scales of these slots are derived from their histories. Where a history is all zeros (weights whose
+                scale comes from ``attach``), they are derived from the amax that the old scale stands for,
                 ``(old_fp8_max / 2**old_margin) / old_scale``. Cold slots stay cold.
 
         Raises:
-            CheckpointError: it does not fit; nothing was changed.
+            CheckpointError: the state does not fit. Nothing was changed.
         """
         Checkpoint(self._cycle).load_state_dict(state_dict, strict, convert)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to a safetensors file, atomically. Local. ``{rank}`` in the path is substituted."""
+        """Write the state to a safetensors file, atomically. Local. ``{rank}`` in the path is replaced by the rank."""
         Checkpoint(self._cycle).save(path)
 
     def load(self, path: str | os.PathLike[str], strict: bool = True, convert: bool = False) -> None:
-        """Read what ``save`` wrote; see ``load_state_dict``. Local.
+        """Load a file that ``save`` wrote. See ``load_state_dict``. Local: on all ranks alike.
 
         Raises:
-            CheckpointError: missing, damaged or foreign file, or it does not fit; nothing was changed.
+            CheckpointError: the file is missing, damaged or of another kind, or does not fit. Nothing was changed.
         """
         Checkpoint(self._cycle).load(path, strict, convert)
 
     def load_transformer_engine(
         self, state_dict: Mapping[str, object], name_map: NameMap | None = None
     ) -> ImportReport:
-        """Take over the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
+        """Load the FP8 state of TransformerEngine's modules: the ``_extra_state`` entries of their state_dict.
 
-        Local: do it on all ranks alike. Nothing of a pickle is imported or called. Amaxes that wait for a boundary are
-        thrown away. ``fp8dist.checkpoint.transformer_engine.import_state`` says what becomes of scales and histories.
+        Local: on all ranks alike. Nothing inside a pickle is imported or called. Amaxes that wait for a boundary are
+        dropped. ``fp8dist.checkpoint.transformer_engine.import_state`` describes how scales and histories are
+        converted.
 
         Args:
-            name_map: what modules are called there: a mapping from the fqn here, or a function of it. A name, or (name,
-                GEMM) for a module with two, as LayerNormMLP: ``{"mlp.fc2": ("layernorm_mlp", 1)}``. None: as here.
+            name_map: names of the modules in TransformerEngine's model: a mapping from the fqn here, or a function of
+                it. A value is a name, or (name, GEMM) for a module with two GEMMs, such as LayerNormMLP: ``{"mlp.fc2":
+                ("layernorm_mlp", 1)}``. None: the same names as here.
 
         Returns:
-            What matched, and what did not.
+            A report of the slots that matched, and of those that did not.
 
         Raises:
-            ConfigurationError: ``name_map`` names what there is not; nothing was changed.
-            CheckpointError: an entry is damaged, or more than data; nothing was changed.
+            ConfigurationError: ``name_map`` has a name that does not exist. Nothing was changed.
+            CheckpointError: an entry is damaged, or contains more than data. Nothing was changed.
         """
         self._cycle.require("loading state")
         self._cycle.settle()
@@ -761,7 +776,7 @@ class StateManager(Joinable):
         return report
 
     def reset(self) -> None:
-        """Forget all FP8 state. Local: do it on all ranks alike. Never needed between models."""
+        """Forget all FP8 state. Local: on all ranks alike. Not needed for a new model, which has its own state."""
         self._cycle.require("loading state")
         for sync in self._syncs:
             sync.abandon()
@@ -770,14 +785,14 @@ class StateManager(Joinable):
 
 
 def get_manager(model: nn.Module) -> StateManager:
-    """The manager of a prepared model, also through wrappers such as DDP. Local.
+    """Return the manager of a prepared model, also through wrappers such as DDP. Local.
 
     Raises:
-        ConfigurationError: none, or several, of its modules are prepared models.
+        ConfigurationError: the model holds no prepared model, or several.
     """
     found = [m.__dict__[ATTRIBUTE] for m in model.modules() if ATTRIBUTE in m.__dict__]
     if len(found) != 1:
-        what = "was not prepared" if not found else f"holds {len(found)} prepared models: ask for one of them"
+        what = "was not prepared" if not found else f"holds {len(found)} prepared models: pass one of them"
         raise ConfigurationError(f"the model {what}")
     manager: StateManager = found[0]
     return manager

@@ -1,4 +1,4 @@
-"""``fp8dist.check``: the consistency check of any model, prepared or not."""
+"""``fp8dist.check``: check any model, prepared or not, for differences between ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
 __all__ = ["check"]
 
 _INSTEAD = (
-    "pass group= the ranks that hold the same plain parameters, or groups= for parts of the module; shards have no "
-    "replicas, so where all is sharded leave the check out"
+    "pass group= (the ranks that hold the same plain parameters), or groups= for parts of the module. If all "
+    "parameters are sharded without replicas, leave the check out"
 )
 
-LAST_GOOD_STEP = "_fp8dist_last_good_step"
-"""Where a checked module keeps the step of its last good check."""
+LAST_GOOD_STEPS = "_fp8dist_last_good_steps"
+"""Attribute of a checked module that holds the step of its last good check, by kind of what was compared."""
 
 
 def check(
@@ -43,37 +43,38 @@ def check(
     step: int | None = None,
     policy: Policy = "raise",
 ) -> DivergenceReport:
-    """Prove that all ranks hold the same parameters, or name what differs, where, and on which ranks. COLLECTIVE.
+    """Check that all ranks hold the same parameters. If not, report what differs, where, and on which ranks.
+    COLLECTIVE.
 
-    Works on any model: plain, in DDP, FSDP or tensor parallel, prepared by this library or another. Compared are
-    DTensors across their Replicate axes, parameters that DDP keeps equal across its group, the FP8 state of models
-    that ``prepare`` made, and, with ``group``, all other plain parameters across it. FSDP1's shards are never
-    compared: they differ by design. When all is well this is one all-reduce of 104 bytes (with further sets of ranks,
-    as on meshes, one for each and two more) and a pass over the parameters. ``report.compared`` counts what was
-    compared, by kind, and ``report.skipped`` says what was not, and why.
+    Works on any model: plain, in DDP, FSDP or tensor parallel, prepared by this library or another. It compares
+    DTensors across their Replicate axes, parameters that DDP keeps equal across its group, the FP8 state of prepared
+    models, and, with ``group``, all other plain parameters across that group. Shards of FSDP1 are not compared, because
+    they differ by design. If nothing differs, the check costs a pass over the parameters and one all-reduce of 104
+    bytes. With further sets of ranks, as on meshes, it is one for each set and two more. ``report.compared`` counts
+    what was compared, by kind. ``report.skipped`` says what was not compared, and why.
 
-    On one rank there is nothing to compare with, and the report is consistent.
+    On one rank there is nothing to compare, and the report is consistent.
 
     Args:
-        group: the ranks that call this, and that hold the same plain parameters: a ProcessGroup, or a DeviceMesh (all
-            axes flattened). None: no ranks are named. Then all ranks of the job call it, and plain parameters outside
-            of DDP are not compared.
+        group: the ranks that call this and hold the same plain parameters: a ProcessGroup, or a DeviceMesh (all axes
+            flattened). None: all ranks of the job call it, and plain parameters outside of DDP are not compared.
         groups: fqn patterns of plain parameters that are replicated over other ranks, or over none (None), such as
             ``{"*.experts.*": None}``. The first match counts.
-        gradients: compare gradients too: after they are reduced, before they are zeroed.
-        optimizer: compare the state of this one, or of several, too.
-        step: for the report. The module remembers the last one that was good.
-        policy: what to do when ranks differ: "raise", "warn" (one rank logs what differs, and the report has it), or
-            "repair" (copy from the majority; raise where there is none).
+        gradients: also compare gradients. Call ``check`` after they are reduced and before they are zeroed.
+        optimizer: also compare the state of this optimizer, or of a list of optimizers.
+        step: step number for the report. The module remembers the last step at which each kind of tensor was good.
+        policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
+            "repair": copy from the majority, raise if there is none.
 
     Returns:
-        The same findings on all ranks.
+        A report with the same findings on all ranks.
 
     Raises:
         DivergenceError: on all ranks, if the policy says so.
-        ConfigurationError: on all ranks, when there are several, and nothing of all this is known to be the same on any
-            two of them (all is sharded, or plain and no ``group`` was named): says what to pass. Where
-            FP8 is switched off one rank warns, once.
+        ConfigurationError: on all ranks, if there are several and nothing is known to be the same on any two of them
+            (all is sharded, or plain and without ``group``). The message says what to pass. If FP8 is switched off, one
+            rank warns once instead. Also raised inside a Join context.
+        SyncError: a rank did not take part, and the collective timed out. The message names the missing ranks.
     """
     require_choice("policy", policy, ("raise", "warn", "repair"))
     if group is None and world_size() == 1:
@@ -95,18 +96,19 @@ def check(
         _device_of(module),
         report_dir(),
         step=step or 0,
-        last_good=module.__dict__.get(LAST_GOOD_STEP),
+        last_good=module.__dict__.get(LAST_GOOD_STEPS, {}),
         vouched=group is not None,
         groups=groups,
     )
     if checkers and not any(checker.settings.enabled for checker in checkers):
         checkers[0].say_what_is_skipped(report, anchor, scope)
     if report.consistent and step is not None:
-        module.__dict__[LAST_GOOD_STEP] = step
+        good = module.__dict__.get(LAST_GOOD_STEPS, {})
+        module.__dict__[LAST_GOOD_STEPS] = {**good, **dict.fromkeys(report.compared, step)}
     return report
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    with contextlib.suppress(Exception):  # A module that cannot be looked at is reported by all ranks, in the check.
+    with contextlib.suppress(Exception):  # The check itself reports unreadable modules, on all ranks.
         return next(parameter.device for parameter in module.parameters())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Arguments that a caller got wrong: the nearest right name, what other libraries call them, and simple values."""
+"""Checks of arguments: suggestions for wrong names, the names that other libraries use, and simple values."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 ]
 
 _SEARCHED = 2000
-"""Full names that are compared. Longer lists are compared by their last components only, which are few."""
+"""Number of full names to compare. For further names, only the last components are compared, which are few."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 class _Here(NamedTuple):
-    """Where an argument of another library, or of another function of this one, lives here.
+    """The counterpart here of an argument of another library, or of another function of this one.
 
     ``of``: the function or class; "" means not offered. ``name``: the argument. ``note``: a sentence.
     """
@@ -58,7 +58,7 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "fp8_format": _Here("DelayedScaling", "format", 'it is "hybrid" or "e4m3"'),
         "override_linear_precision": _Here("DelayedScaling", "high_precision", 'it names GEMMs, such as ("wgrad",)'),
         "reduce_amax": _Here("prepare", "amax_sync"),
-        "interval": _Here("", "", "it is gone: scales follow each step, leave it out"),
+        "interval": _Here("", "", "it is not needed: every step updates the scales, leave it out"),
         "scaling_factor_compute_algo": _Here(
             "", "", "it is not offered: set margin= or power_of_two=, or pass a callable as amax_algo="
         ),
@@ -76,7 +76,7 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "fp8_recipe": _Here("prepare", "recipe"),
         **dict.fromkeys(("fp8_group", "amax_reduction_group"), _Here("prepare", "group")),
         "calibrating": _Here(
-            "", "", "it is a context here: `with manager.calibrate():` or `with manager.recording():`"
+            "", "", "it is a context manager here: `with manager.calibrate():` or `with manager.recording():`"
         ),
         "preserve_high_precision_init_val": _Here("", "", "it is not needed: parameters stay in high precision"),
         # torchao.
@@ -103,7 +103,7 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         **{name: _Here("DelayedScaling", name) for name in _OF_RECIPE.split()},
         **{name: _Here("prepare", name) for name in _OF_PREPARE.split()},
         **{name: _Here("manager.attach", name) for name in ("optimizer", "scaler", "boundary")},
-        # What people write.
+        # Common guesses.
         **dict.fromkeys(("optim", "optimizers"), _Here("manager.attach", "optimizer")),
         "grad_scaler": _Here("manager.attach", "scaler"),
         "process_group": _Here("prepare", "group"),
@@ -113,14 +113,15 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
 
 
 def nearest(name: object, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Those of ``known`` that look most like ``name``, which may be a pattern or a dotted name; the best first.
+    """Return up to ``most`` of ``known`` that are most similar to ``name``, the best first.
 
-    ``cutoff``: the least similarity, 0 to 1 (``difflib.SequenceMatcher.ratio``).
+    ``name`` may be a pattern or a dotted name. ``cutoff``: the least similarity, 0 to 1
+    (``difflib.SequenceMatcher.ratio``).
     """
     wanted = str(name).lower().strip("!*?.").removesuffix(".weight")
     if not wanted:
         return []
-    # "*q_porj" is to find "layers.0.attn.q_proj": suffixes of dotted names compete with the whole names.
+    # "*q_porj" should find "layers.0.attn.q_proj": compare last components as well as full names.
     owner: dict[str, str] = {}
     for index, full in enumerate(known):
         parts = full.lower().split(".")
@@ -132,33 +133,33 @@ def nearest(name: object, known: Iterable[str], most: int = 3, cutoff: float = 0
 
 
 def did_you_mean(name: object, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> str:
-    """``" (did you mean 'first' or 'fist'?)"``, or "" if nothing looks like ``name``."""
+    """Return ``" (did you mean 'first' or 'fist'?)"``, or "" if no name is similar to ``name``."""
     found = nearest(name, known, most, cutoff)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
 def require_choice(name: str, value: object, choices: Sequence[str], expected: str = "", cutoff: float = 0.6) -> str:
-    """``value``, which must be one of ``choices``.
+    """Return ``value`` if it is one of ``choices``.
 
     Args:
-        expected: how the choices are written in the message; "" lists them.
-        cutoff: of the nearest choice, see ``nearest``.
+        expected: the choices as the message writes them; "" lists them.
+        cutoff: the least similarity of a suggestion, see ``nearest``.
 
     Raises:
-        ConfigurationError: it is something else; names the nearest choice.
+        ConfigurationError: ``value`` is something else. The message suggests the nearest choice.
     """
     if isinstance(value, str) and value in choices:
         return value
-    said = getattr(value, "name", None) or value  # An Enum of another library.
+    said = getattr(value, "name", None) or value  # ``value`` may be an Enum of another library.
     known = expected or f"one of {', '.join(choices)}"
     raise ConfigurationError(f"{name} must be {known}{did_you_mean(said, choices, 1, cutoff)}, got {value!r}")
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None, what: str = "an integer") -> int:
-    """``value``, which must be an int in these bounds, and no bool. ``what``: it is, with its unit, for the error.
+    """Return ``value`` if it is an int in these bounds, and no bool. ``what``: the noun for the error, with its unit.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: ``value`` is something else.
     """
     if isinstance(value, int) and not isinstance(value, bool) and low <= value <= (value if high is None else high):
         return value
@@ -167,10 +168,10 @@ def require_int(name: str, value: object, low: int, high: int | None = None, wha
 
 
 def require_bool(name: str, value: object) -> bool:
-    """``value``, which must be True or False.
+    """Return ``value`` if it is True or False.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: ``value`` is something else.
     """
     if isinstance(value, bool):
         return value
@@ -183,9 +184,9 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_keywords(owner: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorator: raise ConfigurationError for keywords that the function does not have, with the right name.
+    """Decorator: raise UnknownArgumentError for keywords that the function does not have, and suggest the right name.
 
-    ``owner``: how messages call the function. For a dataclass, decorate the class with ``check_fields``.
+    ``owner``: the function's name in messages. For a dataclass, decorate the class with ``check_fields``.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -208,13 +209,13 @@ _C = TypeVar("_C", bound=type[Any])
 
 
 def check_fields(cls: _C) -> _C:
-    """Class decorator, above ``@dataclass``: unknown fields raise ConfigurationError, with the right name."""
+    """Class decorator, above ``@dataclass``: unknown fields raise UnknownArgumentError, with the right name."""
     cls.__init__ = check_keywords(cls.__name__)(cls.__init__)
     return cls
 
 
 def _advice(name: str, names: Sequence[str]) -> str:
-    """What to write instead of the keyword ``name``."""
+    """Return what to write instead of the keyword ``name``."""
     here = _KNOWN.get(name)
     if here is not None and not here.of:
         return f"{name}: {here.note}"

@@ -1,6 +1,6 @@
-"""Hooks on torch's optimizers: who has them, how they are added and taken off, and what a step is seen to be.
+"""Hooks on torch's optimizers: which optimizers have them, how they are added and removed, and the kinds of steps.
 
-Reads three private things of torch: the wrapper around ``Optimizer.step``, the dict behind a hook's handle, and
+Uses three private parts of torch: the wrapper around ``Optimizer.step``, the dict behind a hook's handle, and
 ``_disable_dynamo``.
 """
 
@@ -34,14 +34,14 @@ __all__ = [
 
 
 _WRAPPER: CodeType = Optimizer.profile_hook_step(lambda optimizer: None).__code__
-"""What torch puts around the ``step`` of each class of optimizers."""
+"""Code of the wrapper that torch puts around the ``step`` of each optimizer class."""
 
 
 def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
-    """One optimizer or several, out of wrappers that keep theirs in ``.optimizer`` (Accelerate).
+    """Return one optimizer or several as a list, without wrappers that keep theirs in ``.optimizer`` (Accelerate).
 
     Raises:
-        ConfigurationError: something without step hooks.
+        ConfigurationError: an object has no step hooks.
     """
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     unwrapped = []
@@ -61,14 +61,14 @@ def unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
-    """As ``unwrap_optimizers``, of optimizers whose ``step`` calls torch's step hooks.
+    """Return the same as ``unwrap_optimizers``, if each ``step`` calls torch's step hooks.
 
     Raises:
-        ConfigurationError: one does not.
+        ConfigurationError: a ``step`` does not call them.
     """
     unwrapped = unwrap_optimizers(optimizer)
     for inner in unwrapped:
-        # torch's Optimizer.__init__ makes both; a class that does not call it inherits the methods only.
+        # torch's Optimizer.__init__ sets both. A class that does not call it inherits only the methods.
         step = getattr(type(inner), "step", None)
         if not getattr(step, "hooked", False) or "_optimizer_step_pre_hooks" not in vars(inner):
             raise ConfigurationError(
@@ -86,9 +86,9 @@ def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def is_real_step(optimizer: Optimizer) -> bool:
-    """Whether a step may change parameters: some learning rate is not 0, as far as the host can tell.
+    """True if a step may change parameters: some learning rate is not 0. A rate on the GPU counts as not 0.
 
-    ``torch.distributed.checkpoint.state_dict`` makes an optimizer's state by a step with a learning rate of 0.
+    ``torch.distributed.checkpoint.state_dict`` takes a step with a learning rate of 0 to create optimizer state.
     """
     for group in optimizer.param_groups:
         rate = group.get("lr")
@@ -99,16 +99,17 @@ def is_real_step(optimizer: Optimizer) -> bool:
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:
-    """What GradScaler tells a fused optimizer, which is called also when the step is to be skipped."""
+    """Return the flag with which GradScaler asks a fused optimizer to skip its step, or None. GradScaler calls such an
+    optimizer in any case."""
     found = getattr(optimizer, "found_inf", None)
     return found if isinstance(found, torch.Tensor) else None
 
 
 def step_frames() -> list[FrameType]:
-    """The frames of torch's wrappers around the steps that are under way in this thread, innermost first. The optimizer
-    is their local "self".
+    """Return the frames of torch's wrappers around the steps in progress in this thread, innermost first. Their local
+    "self" is the optimizer.
 
-    Frames tell what a count could not: a step that raises calls no hook. A compiled step has no such frame.
+    Frames are used instead of a counter, because a step that raises calls no post-hook. A compiled step has no frame.
     """
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
@@ -120,13 +121,14 @@ def step_frames() -> list[FrameType]:
 
 
 def untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, left out of what torch.compile traces of an optimizer's step."""
-    disabled: Callable[..., None] = _disable_dynamo(hook)  # Imports Dynamo at its first call only.
+    """Return the hook, excluded from what torch.compile traces of an optimizer's step."""
+    disabled: Callable[..., None] = _disable_dynamo(hook)  # Imports Dynamo only when first called.
     return disabled
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not keep the method's object: torch keeps what it must not trace in a cycle."""
+    """Return a hook with only a weak reference to the method's object, because torch keeps untraced hooks in a
+    reference cycle."""
     alive = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> None:
@@ -138,10 +140,10 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def retire_with(owner: object, handle: RemovableHandle) -> None:
-    """Take a step hook off when its owner dies.
+    """Remove a step hook when its owner dies.
 
-    That may be inside a step, while torch iterates over the hooks, which must not become fewer then: the hook becomes
-    one that does nothing, and is removed when the next owner comes.
+    The owner may die inside a step, while torch iterates over the hooks and none may be removed. Then the hook is
+    replaced by one that does nothing, and the next call for these hooks removes it.
     """
     hooks = handle.hooks_dict_ref()
     if hooks is not None:
@@ -161,4 +163,4 @@ def _retire(hooks: weakref.ref[Any] | None, key: int) -> None:
 
 
 def _retired(*_: Any) -> None:
-    """In the place of a hook whose owner is gone."""
+    """Replaces a hook whose owner is gone."""

@@ -1,4 +1,4 @@
-"""Patterns of module names (fnmatch): what ``skip`` means, and which patterns match nothing."""
+"""Patterns of module names (fnmatch): the meaning of ``skip``, and which patterns match nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ DEFAULT_SKIP = ("*lm_head", "*lora_*")
 
 
 class Skip:
-    """``prepare(skip=…)``: the default patterns, then the caller's; the last one that matches counts.
+    """``prepare(skip=…)``: the default patterns, then the caller's. The last pattern that matches counts.
 
-    A pattern that begins with "!" takes the modules that it matches back in. None: no patterns at all, not even the
-    defaults.
+    A pattern that begins with "!" includes its matches again. None: no patterns, not even the defaults.
 
     Raises:
-        ConfigurationError: it is no string, no iterable of strings, and not None.
+        ConfigurationError: it is not a string, an iterable of strings, or None.
     """
 
     def __init__(self, given: str | Iterable[str] | None) -> None:
@@ -30,7 +29,7 @@ class Skip:
         self._patterns = () if given is None else (*DEFAULT_SKIP, *self.given)
 
     def pattern_of(self, fqn: str) -> str | None:
-        """The pattern that skips a module; None: it is not skipped."""
+        """Return the pattern that skips a module, or None if the module is not skipped."""
         for pattern in reversed(self._patterns):
             if fnmatch.fnmatchcase(fqn, pattern.removeprefix("!")):
                 return None if pattern.startswith("!") else pattern
@@ -38,10 +37,10 @@ class Skip:
 
 
 def require_patterns(name: str, given: object) -> tuple[str, ...]:
-    """Patterns as a tuple.
+    """Return patterns as a tuple.
 
     Raises:
-        ConfigurationError: it is no iterable of strings.
+        ConfigurationError: it is not an iterable of strings.
     """
     patterns = tuple(given) if isinstance(given, Iterable) else (given,)
     wrong = next((pattern for pattern in patterns if not isinstance(pattern, str)), None)
@@ -54,7 +53,7 @@ def require_patterns(name: str, given: object) -> tuple[str, ...]:
 
 
 def unmatched(patterns: Iterable[str], fqns: Sequence[str]) -> list[str]:
-    """For a message: the patterns that match none of these modules, each with the nearest names."""
+    """Return the patterns that match none of these modules, each with the nearest names, for a message."""
     return [
         f"{pattern!r}{_instead(pattern.removeprefix('!'), fqns)}"
         for pattern in patterns
@@ -63,14 +62,14 @@ def unmatched(patterns: Iterable[str], fqns: Sequence[str]) -> list[str]:
 
 
 def _instead(pattern: str, fqns: Sequence[str]) -> str:
-    if any(fnmatch.fnmatchcase(fqn, f"{pattern}.*") for fqn in fqns):  # A pattern of a block means what is in it.
+    if any(fnmatch.fnmatchcase(fqn, f"{pattern}.*") for fqn in fqns):  # The pattern names a block, not its Linears.
         return f" (its modules are {f'{pattern}.*'!r})"
     found = nearest(pattern, fqns)
     return f" (nearest: {', '.join(map(repr, found))})" if found else ""
 
 
 def shadowed(patterns: Iterable[str], fqns: Iterable[str]) -> list[str]:
-    """The patterns that match modules, but only such as an earlier pattern takes: where the first match counts."""
+    """Return the patterns that never apply because earlier patterns take all their modules (the first match counts)."""
     left = set(fqns)
     everything, hidden = frozenset(left), []
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""prepare(): from a model to FP8Linears and the manager of their state."""
+"""prepare(): convert a model's Linears to FP8Linears, and create their manager. restore() undoes it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["prepare", "restore"]
 
 logger = logging.getLogger("fp8dist")
 
-ENOUGH = 0.9
-"""The share of matmul parameters in FP8 below which a model is warned about."""
+_LOW_SHARE = 0.9
+"""Share of matmul parameters in FP8 below which ``prepare`` warns."""
 
 
 @check_keywords("prepare")
@@ -56,53 +56,53 @@ def prepare(
     fallback: Fallback | None = None,
     strict: bool = False,
 ) -> StateManager:
-    """Turn the eligible nn.Linears of ``model`` into FP8Linears, in place, and make their manager. Local.
+    """Convert the eligible nn.Linears of ``model`` to FP8Linears, in place, and return their manager. Local.
 
-    Parameters and state_dict keys stay as they are. Eligible: exactly nn.Linear, with a plain floating-point Parameter
-    as weight, both dims multiples of 16, not matching ``skip``, and ``filter_fn(module, fqn)``. What else multiplies
-    stays in high precision, and is logged with its reason. If less than nine tenths of the matmul parameters are in
-    FP8, the lowest rank of the group warns in one line, unless you named all that is left out: then it is an info.
-    ``manager.coverage()`` is the whole table. Afterwards wrap, shard and load the model, then call
-    ``manager.attach(…)``.
+    Parameters and state_dict keys stay the same. A Linear is eligible if it is exactly nn.Linear, its weight is a plain
+    floating-point Parameter, both dims are multiples of 16, no ``skip`` pattern matches its fqn, and
+    ``filter_fn(module, fqn)`` is true. Other modules with matmul weights stay in high precision, and the log says why.
+    If less than 90 % of the matmul parameters are in FP8, the lowest rank of the group logs a warning, or an info if
+    you named everything that is left out. ``manager.coverage()`` returns the whole table. After ``prepare``, wrap,
+    shard and load the model, then call ``manager.attach(…)``.
 
     Args:
-        recipe: ``DelayedScaling()`` (None means that), ``CurrentScaling()``, ``RowwiseScaling()`` or
-            ``BlockScaling()``.
-        group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None: no ranks are
-            named. Then there must be one rank, or ``amax_sync=False``.
-        groups: an arena of its own, and so a group of its own, for modules whose fqn matches a pattern,
-            such as ``{"*.experts.*": expert_group}``. The first match counts.
-        filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears; False: high precision.
+        recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()`` or ``BlockScaling()``.
+        group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None is allowed on
+            one rank only, or with ``amax_sync=False``.
+        groups: other groups for modules whose fqn matches a pattern, such as ``{"*.experts.*": expert_group}``. Each
+            group has its own arena. The first match counts.
+        filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears. False: high precision.
         skip: fqn patterns (fnmatch) that stay in high precision, one or several, in addition to the defaults
-            ``"*lm_head"`` and ``"*lora_*"``. A pattern that begins with "!" takes what it matches back in: "!*lm_head"
-            puts a head into FP8. The last pattern that matches counts, and the defaults come first. None: no defaults.
-        enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` beats True.
-        amax_sync: False: every rank keeps amaxes of its own, and there is no collective.
-        check_every: compare FP8 state and parameters after every so many steps (see ``StateManager.check``); 0: never.
-            Every sync compares manifest, step and scales anyway, at no cost.
-        check_policy: what to do when ranks differ: "raise", "warn", or "repair" (copy from the majority, raise without
-            one).
-        backend: "triton" (this package's kernels), "torch" (``torch._scaled_mm``, eager casts), "reference"
-            (dequantised float32 products), or "auto": on a GPU with FP8 Triton, but ``torch._scaled_mm`` for products
-            that the shipped table of the GPU does not show Triton to be faster at; on a CPU reference.
-        eval_precision: "fp8" or "high": what ``eval()`` computes in.
-        fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes: half of bf16's. Needs
-            ``amax_sync``. Inside ``no_fp8()`` and ``calibrate()`` activations are in high precision, and
-            weights are what was gathered, dequantised. Not with ``RowwiseScaling``.
-        overrides: recipes of single modules by fqn pattern: ``{"lm_head": "high", "blocks.0.*": CurrentScaling()}``;
-            "high" is high precision. The first match counts; one with a recipe beats ``skip``. Slots with other delayed
-            scaling have an arena, and so a collective, of their own. See also ``first_and_last``.
-        fallback: when modules go to high precision by themselves; None: never.
-        strict: True: what would be left out without a pattern (``skip`` and its defaults, ``overrides``) or
-            ``filter_fn`` that names it is an error. Nothing is changed then.
+            ``"*lm_head"`` and ``"*lora_*"``. A pattern that begins with "!" includes its matches again: "!*lm_head"
+            puts a head into FP8. The last match counts, and the defaults come first. None: no defaults.
+        enabled: False: high precision throughout, same keys. ``FP8DIST_ENABLED=0`` overrides True.
+        amax_sync: False: each rank keeps its own amaxes, without a collective.
+        check_every: compare FP8 state and parameters every so many steps (see ``StateManager.check``). 0: never. Every
+            sync compares manifest, step and scales as well, in 32 bytes of its own all-reduce.
+        check_policy: what to do if ranks differ: "raise", "warn", or "repair" (copy from the majority, raise if there
+            is none).
+        backend: "triton" (kernels of this package), "torch" (``torch._scaled_mm``, eager casts), "reference"
+            (dequantised float32 products), or "auto". On a GPU with FP8, "auto" uses Triton, except for products that
+            the shipped table for this GPU does not show to be faster in Triton; these use ``torch._scaled_mm``. On a
+            CPU, "auto" is "reference".
+        eval_precision: precision in ``eval()``: "fp8" or "high".
+        fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes, half the bytes of bf16.
+            Needs ``amax_sync``. Not with ``RowwiseScaling``. Inside ``no_fp8()`` and ``calibrate()`` activations are
+            in high precision, and weights are the gathered bytes, dequantised.
+        overrides: recipes of single modules by fqn pattern: ``{"lm_head": "high", "blocks.0.*": CurrentScaling()}``.
+            "high" means high precision. The first match counts. A recipe overrides ``skip``. A ``DelayedScaling``
+            that differs from ``recipe`` has its own arena and collective. See also ``first_and_last``.
+        fallback: when to put modules into high precision automatically. None: never.
+        strict: True: raise ConfigurationError if a module would be left out that neither a pattern (``skip`` and its
+            defaults, ``overrides``) nor ``filter_fn`` names. Nothing is changed then.
 
-    For ``enabled``, ``amax_sync``, ``check_every``, ``check_policy`` and ``backend`` None means the environment
-    variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND), else the
-    default (on, synced, 0, "raise", "auto"). FP8DIST_REPORT_DIR: where evidence of a divergence is written.
+    If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy`` or ``backend`` is None, the environment variable
+    (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND) decides, else the
+    default (on, synced, 0, "raise", "auto"). FP8DIST_REPORT_DIR is the folder for evidence of a divergence.
 
     Raises:
-        ConfigurationError: more than one rank and no group, a model that is prepared, wrapped or sharded already, or
-            an argument of a wrong type or value.
+        ConfigurationError: there are several ranks and no group, the model is prepared, wrapped or sharded already, or
+            an argument has a wrong type or value.
     """
     require_model(model)
     recipe = DelayedScaling() if recipe is None else require_recipe("recipe", recipe)
@@ -145,11 +145,10 @@ def prepare(
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo ``prepare``: take all hooks off, and give the model its plain nn.Linears back, in place. Local; may wait for
-    a sync that is in flight. On every rank: one that is restored takes part in no further sync.
+    """Undo ``prepare``: remove all hooks, and turn the FP8Linears back into plain nn.Linears, in place. Local. May wait
+    for a sync in flight. Call it on every rank: a restored rank takes part in no further sync.
 
-    The FP8 state is gone with its manager: save it before, if it is wanted. ``manager.detach()`` undoes ``attach``
-    alone.
+    The FP8 state is lost with its manager. Save it before if you need it. ``manager.detach()`` undoes only ``attach``.
 
     Args:
         model: the prepared model, or a wrapper around it, such as DDP's.
@@ -158,17 +157,16 @@ def restore(model: nn.Module) -> nn.Module:
         The same object.
 
     Raises:
-        ConfigurationError: the model was not prepared; or FSDP2 gathers weights in FP8, into buffers that it keeps; or
-            this is inside a Join context; or other classes were made of FP8Linears, as ``fully_shard`` does of the
-            modules that it is called with.
-            Nothing was changed.
+        ConfigurationError: the model was not prepared; FSDP2 gathers weights in FP8, into buffers that it keeps; the
+            call is inside a Join context; or an FP8Linear has another class now, as after ``fully_shard`` on the Linear
+            itself. Nothing was changed.
     """
     get_manager(model)._restore()
     return model
 
 
 def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> None:
-    """Log what is in FP8 now, and what is not. ``speaks=False``: another rank warns of a low share."""
+    """Log which modules are in FP8 and which are not. ``speaks=False``: another rank warns about a low share."""
     for fqn, why in surveyed.left_out:
         logger.info("fp8dist: %s stays in high precision: %s", fqn or "the model", why.reason)
     logger.info("fp8dist: %d Linears are FP8Linears now", len(surveyed.chosen))
@@ -189,7 +187,7 @@ def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> No
             coverage.summary,
             surveyed.summary(),
         )
-    elif coverage.share < ENOUGH:
+    elif coverage.share < _LOW_SHARE:
         named = all(why.named == "caller" for _, why in surveyed.left_out)
         level = logging.WARNING if speaks and not named else logging.INFO
         logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
@@ -204,7 +202,9 @@ def _warn_of_patterns(
     for name, mapping in (("groups", groups), ("overrides", overrides)):
         if hidden := shadowed(mapping, fqns):
             logger.warning(
-                "fp8dist: %s: %s never counts: an earlier pattern matches all of it", name, ", ".join(map(repr, hidden))
+                "fp8dist: %s: %s has no effect: an earlier pattern matches all its modules",
+                name,
+                ", ".join(map(repr, hidden)),
             )
 
 
@@ -212,13 +212,13 @@ def _require_gatherable(settings: Settings, recipes: Mapping[str, Recipe]) -> No
     rowwise = next((fqn for fqn, recipe in recipes.items() if recipe.by == "row"), None)
     if settings.fp8_all_gather and rowwise is not None:
         raise ConfigurationError(
-            f"{rowwise}: fp8_all_gather=True does not go with RowwiseScaling: dgrad wants scales by columns, which no "
-            "rank can make of FP8 rows. Use another recipe for it, or leave fp8_all_gather out"
+            f"{rowwise}: fp8_all_gather=True does not work with RowwiseScaling: dgrad needs scales by columns, which "
+            "cannot be computed from gathered FP8 rows. Use another recipe for it, or leave fp8_all_gather out"
         )
 
 
 class _Plan:
-    """Which slot lives in which arena."""
+    """Assigns each slot to an arena."""
 
     def __init__(
         self,
@@ -270,19 +270,19 @@ class _Plan:
 
     @property
     def speaks(self) -> bool:
-        """True on the rank that says what all ranks of the first group see."""
+        """True on the one rank of the first group that logs messages for all of its ranks."""
         group = next((group for group in self.sync_groups if group is not None), None)
         return group is None or group.rank == min(group.ranks)
 
     def _arena_of(self, fqn: str) -> tuple[int, Recipe]:
-        """Slots of other groups, or under other recipes, live in other arenas."""
+        """Return (index of the group, recipe): the key of the arena that holds the module's slots."""
         for pattern, place in zip(self._patterns, self._place):
             if fnmatch.fnmatchcase(fqn, pattern):
                 return place, self.recipes[fqn]
         return 0, self.recipes[fqn]
 
     def slots_of(self, fqn: str, linear: nn.Linear, job: JobState) -> LinearSlots:
-        """What the converted module will know of its slots."""
+        """Return the slots of a module, for its conversion."""
         owner = self._weight_owner[id(linear.weight)]
         slots = {role: Slot(owner if role is Role.WEIGHT else fqn, role.value) for role in Role}
         syncs = self._syncs[self._arena_of(fqn)], self._syncs[self._arena_of(owner)]

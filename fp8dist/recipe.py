@@ -1,6 +1,7 @@
-"""Recipes: how tensors are cast to FP8, and how scales follow from amaxes. Frozen; checked when one is made.
+"""Recipes: how tensors are cast to FP8, and how scales are computed from amaxes. Frozen; checked when created.
 
-A recipe compares, hashes and prints by its values, and comes back from ``describe`` by ``Recipe.from_description``.
+A recipe compares, hashes and prints by its values. ``describe`` and ``Recipe.from_description`` convert it to plain
+values and back.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.T
 
 
 class Recipe:
-    """What all recipes have. Not used itself: take one of its subclasses.
+    """Base class of all recipes. Not instantiated itself: use a subclass.
 
-    ``delayed``: scales come from earlier steps, and so are state that ranks synchronise at every step. Else each tensor
-    is cast with scales of its own amaxes, just in time: nothing is kept, and nothing is synchronised but what ranks
-    share as FP8 bytes. ``by``: what has a scale of its own.
+    ``delayed``: True if scales come from earlier steps. They are then state that ranks synchronise at every step.
+    Otherwise each tensor is cast just in time, with scales from its own amaxes: nothing is kept, and only weights that
+    ranks share as FP8 bytes are synchronised. ``by``: the part of a tensor that has a scale of its own.
     """
 
     delayed: ClassVar[bool] = False
     by: ClassVar[Literal["tensor", "row", "block"]] = "tensor"
-    # What an arena keeps of slots whose scales are not delayed: the newest amax, if anybody asks for it.
+    # Defaults for recipes that are not delayed: their arenas keep only the newest amax.
     history_len: int = 1
     amax_algo: AmaxAlgorithm = "most_recent"
     margin: int = 0
@@ -54,8 +55,8 @@ class Recipe:
     power_of_two: bool
     high_precision: tuple[Gemm, ...]
 
-    def __init__(self) -> None:  # Dataclasses have one of their own.
-        raise ConfigurationError("Recipe is what recipes have in common: take DelayedScaling(), say")
+    def __init__(self) -> None:  # The dataclasses below define their own.
+        raise ConfigurationError("Recipe is the base class of all recipes: use a subclass, such as DelayedScaling()")
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, ("hybrid", "e4m3"))
@@ -63,11 +64,11 @@ class Recipe:
         object.__setattr__(self, "high_precision", gemms_in_order("high_precision", self.high_precision))
 
     def format_of(self, role: Role) -> Format:
-        """The FP8 format that tensors of ``role`` are cast to."""
+        """Return the FP8 format that tensors of ``role`` are cast to."""
         return formats_by_role(self.format)[role]
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same on all ranks, as plain JSON values. A callable goes by its name."""
+        """Return all fields as plain JSON values, for the manifest. A callable is described by its name."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         if callable(self.amax_algo):
             function = self.amax_algo
@@ -76,21 +77,21 @@ class Recipe:
 
     @staticmethod
     def from_description(description: Mapping[str, Any]) -> Recipe:
-        """The recipe that describes itself so: one from a checkpoint, say.
+        """Return the recipe that ``describe`` described, for example in a checkpoint.
 
         Raises:
-            ConfigurationError: it is none of this library's, or has a callable ``amax_algo``, of which there is only
-                the name.
+            ConfigurationError: the description is not of a recipe of this library, or has a callable ``amax_algo``, of
+                which only the name is known.
         """
         values = dict(description)
         name = values.pop("recipe", None)
         known = {recipe.__name__: recipe for recipe in (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling)}
         if not isinstance(name, str) or name not in known:
-            raise ConfigurationError(f"there is no recipe {name!r}; there are {', '.join(known)}")
+            raise ConfigurationError(f"there is no recipe {name!r}; the recipes are {', '.join(known)}")
         recipe = known[name]
         strange = sorted(map(str, values.keys() - {f.name for f in dataclasses.fields(recipe)}))
         if strange:
-            raise ConfigurationError(f"{name} has no {strange[0]}")
+            raise ConfigurationError(f"{name} has no field {strange[0]}")
         made: Recipe = recipe(**values)
         return made
 
@@ -101,17 +102,16 @@ class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of earlier steps.
 
     Args:
-        history_len: window length in optimizer steps (TransformerEngine counts microbatches when
-            each has an autocast of its own).
-        amax_algo: ``"max"`` of the window, its ``"most_recent"`` entry, or a callable that takes the
-            windows of all slots, float32[n, history_len], oldest first, and returns float32[n]. A
-            callable must be deterministic: it runs on every rank and must give the same bits.
+        history_len: length of the history in optimizer steps (TransformerEngine counts microbatches if each has its own
+            autocast).
+        amax_algo: ``"max"`` of the history, its ``"most_recent"`` entry, or a callable that takes the histories of all
+            slots, float32[n, history_len], oldest first, and returns float32[n]. A callable must be deterministic: it
+            runs on every rank and must return the same bits.
         margin: scales are divided by ``2**margin``.
         format: ``"hybrid"`` (E4M3 forward, E5M2 gradients) or ``"e4m3"``.
-        update: ``"same_step"``: synced and committed at the boundary. ``"next_step"``: launched at the
-            boundary, committed before the next read of a scale. Same losses bit for bit.
-        warmup: what a cold slot is cast with: ``"current"``, its own just-in-time amax, or ``"unit"``,
-            scale 1.
+        update: ``"same_step"``: sync and commit at the boundary. ``"next_step"``: launch at the boundary, commit before
+            a scale is read next. Both give the same losses bit for bit.
+        warmup: how a cold slot is cast: ``"current"``: with its own amax, just in time. ``"unit"``: with scale 1.
         power_of_two: round scales down to powers of two.
         high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
     """
@@ -142,10 +142,10 @@ class DelayedScaling(Recipe):
 class CurrentScaling(Recipe):
     """One scale per tensor, from its own amax: ``fp8_max / amax``.
 
-    Each rank casts its own activations and gradients with scales of its own; they are dequantised before anything is
-    summed, so nothing need be shared. Weights are equal on all ranks, and so are their scales. Where FSDP2 gathers
-    weights as FP8 (``fp8_all_gather``), all ranks' parts must have one scale: the amaxes of all weights are reduced in
-    one collective after each optimizer step.
+    Each rank casts its activations and gradients with its own scales. They are dequantised before anything is summed,
+    so ranks need not share scales. Weights, and so their scales, are equal on all ranks. If FSDP2 gathers weights as
+    FP8 (``fp8_all_gather``), the parts on all ranks must have one scale: one collective reduces the amaxes of all
+    weights after each optimizer step.
 
     Args:
         format: ``"hybrid"`` (E4M3 forward, E5M2 gradients) or ``"e4m3"``.
@@ -161,14 +161,14 @@ class CurrentScaling(Recipe):
 @check_fields
 @dataclass(frozen=True)
 class RowwiseScaling(Recipe):
-    """A scale for each row of an operand: each token of an input or gradient, each output channel of a weight.
+    """One scale per row of an operand, from the row's own amax: per token of an input or gradient, per output channel
+    of a weight.
 
-    A GEMM contracts over the rows' elements, so dgrad casts the weight once more with a scale for each input channel,
-    and wgrad casts input and gradient with a scale for each feature. Scales are of a row's own amax. Under tensor
-    parallelism a row is what this rank has of it.
+    A GEMM sums over the elements of a row. So dgrad casts the weight again with a scale per input channel, and wgrad
+    casts input and gradient with a scale per feature. Under tensor parallelism a row is the part of it on this rank.
 
     Args:
-        format: ``"e4m3"`` (rows have little range) or ``"hybrid"`` (E5M2 gradients).
+        format: ``"e4m3"`` (rows have a small range) or ``"hybrid"`` (E5M2 gradients).
         power_of_two: round scales down to powers of two.
         high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
     """
@@ -183,14 +183,14 @@ class RowwiseScaling(Recipe):
 @check_fields
 @dataclass(frozen=True)
 class BlockScaling(Recipe):
-    """A scale for each block: 1 x 128 elements of inputs and gradients, 128 x 128 of weights.
+    """One scale per block: 1 x 128 elements of inputs and gradients, 128 x 128 of weights.
 
-    Blocks of inputs and gradients lie along the dim that the GEMM contracts: features for fprop and dgrad, tokens for
-    wgrad. (The layout is that of DeepSeek-V3, arXiv 2412.19437, section 3.3.2.) Products of blocks are scaled, and
-    added in float32. A weight that is sharded must be cut between blocks.
+    Blocks of inputs and gradients lie along the dim that the GEMM sums over: features for fprop and dgrad, tokens for
+    wgrad. (This is the layout of DeepSeek-V3, arXiv 2412.19437, section 3.3.2.) Products of blocks are scaled and added
+    in float32. Sharding must not cut a block of a weight.
 
     Args:
-        format: ``"e4m3"`` (blocks have little range) or ``"hybrid"`` (E5M2 gradients).
+        format: ``"e4m3"`` (blocks have a small range) or ``"hybrid"`` (E5M2 gradients).
         power_of_two: round scales down to powers of two.
         high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
     """
@@ -203,10 +203,10 @@ class BlockScaling(Recipe):
 
 
 def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:
-    """Those of GEMMS that a list or tuple names.
+    """Return the GEMMs that ``value``, a collection of names, contains, in the order of ``GEMMS``.
 
     Raises:
-        ConfigurationError: it names something else, or is none; says that it is about ``name``.
+        ConfigurationError: ``value`` is not a collection, or has another name. The message begins with ``name``.
     """
     if not isinstance(value, (tuple, list, set, frozenset)) or not all(gemm in GEMMS for gemm in value):
         given = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
@@ -221,20 +221,22 @@ _CALLED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("delayed", "delayedscaling"), "DelayedScaling()"),
         **dict.fromkeys(("current", "currentscaling", "float8currentscaling"), "CurrentScaling()"),
         **dict.fromkeys(("dynamic", "tensorwise"), "CurrentScaling()"),
-        **dict.fromkeys(("rowwise", "rowwisescaling"), "RowwiseScaling()"),
-        "rowwise_with_gw_hp": 'RowwiseScaling(high_precision=("wgrad",))',
-        "float8linearconfig": "CurrentScaling() or RowwiseScaling()",
+        "rowwisescaling": "RowwiseScaling()",
+        # The row-wise recipes of torchao round scales to powers of two.
+        "rowwise": "RowwiseScaling(power_of_two=True)",
+        "rowwise_with_gw_hp": 'RowwiseScaling(power_of_two=True, high_precision=("wgrad",))',
+        "float8linearconfig": "CurrentScaling() or RowwiseScaling(power_of_two=True)",
         **dict.fromkeys(("block", "blockwise", "blockscaling", "float8blockscaling"), "BlockScaling()"),
     }
 )
-"""What recipes are called in strings, in TransformerEngine and in torchao, in lower case."""
+"""Names of recipes in TransformerEngine, in torchao and here, in lower case: the recipe of fp8dist to write instead."""
 
 
 def require_recipe(name: str, value: object, expected: str = "a recipe such as DelayedScaling()") -> Recipe:
-    """``value``, which must be a recipe of this library.
+    """Return ``value`` if it is a recipe of this library.
 
     Raises:
-        ConfigurationError: it is something else; says which recipe it probably means.
+        ConfigurationError: it is not. The message suggests a recipe.
     """
     if isinstance(value, Recipe):
         return value
@@ -246,14 +248,14 @@ def require_recipe(name: str, value: object, expected: str = "a recipe such as D
         near = nearest(value, _CALLED, 1)
         instead = f": write fp8dist.{_CALLED[near[0]]}" if near else ""
     elif isinstance(value, Mapping):
-        instead = ": write DelayedScaling(**it), or the recipe that it is for"
+        instead = ": write DelayedScaling(**mapping), or the recipe that its values are for"
     elif value is not None:
         instead = _instead(type(value))
     raise ConfigurationError(f"{name} must be {expected}, got {got}{instead}")
 
 
 def _instead(theirs: type) -> str:
-    """For a class of another library."""
+    """Return a hint for a message about a class of another library."""
     library = theirs.__module__.split(".")[0]
     known = _CALLED.get(theirs.__name__.lower())
     return "" if known is None else f", {theirs.__name__} of {library}: use fp8dist.{known}"

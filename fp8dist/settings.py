@@ -1,4 +1,4 @@
-"""Run settings: what a caller passed, else the environment variable, else the default."""
+"""Run settings. An argument of the caller comes first, then the environment variable, then the default."""
 
 from __future__ import annotations
 
@@ -13,10 +13,25 @@ from fp8dist.names import require_bool, require_choice, require_int
 from fp8dist.state.fallback import Fallback
 from fp8dist_kernels.backends import BACKENDS
 
-__all__ = ["Policy", "Settings", "report_dir"]
+__all__ = ["VARIABLES", "Policy", "Settings", "report_dir"]
 
 Policy = Literal["raise", "warn", "repair"]
 """What to do when ranks differ."""
+
+VARIABLES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "FP8DIST_ENABLED": ("on", "`0` keeps the model in high precision. It overrides `enabled=True`."),
+        "FP8DIST_AMAX_SYNC": ("on", "`0` lets each rank keep its own amaxes, without a collective."),
+        "FP8DIST_CHECK_EVERY": ("0: never", "Compare FP8 state and parameters between ranks every so many steps."),
+        "FP8DIST_CHECK_POLICY": ("`raise`", "What these checks do when ranks differ: `raise`, `warn` or `repair`."),
+        "FP8DIST_BACKEND": (
+            "`auto`",
+            f"What computes FP8 casts and products: {', '.join(f'`{backend}`' for backend in BACKENDS)}.",
+        ),
+        "FP8DIST_REPORT_DIR": ("none", "A folder. When ranks differ, each rank involved writes its evidence there."),
+    }
+)
+"""The environment variables: (default, meaning) of each, in Markdown."""
 
 _FLAGS: Mapping[str, bool] = MappingProxyType(
     {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
@@ -25,8 +40,8 @@ _FLAGS: Mapping[str, bool] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Settings:
-    """Resolved settings of one manager. All of them but ``report_dir`` decide numbers or communication, and
-    are part of the manifest."""
+    """Resolved settings of one manager. All of them except ``report_dir`` affect numerics or communication, and are
+    part of the manifest."""
 
     enabled: bool
     amax_sync: bool
@@ -52,13 +67,13 @@ class Settings:
         fallback: Fallback | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Settings:
-        """Resolve each argument that is None from the environment.
+        """Return settings in which each None is replaced by the environment variable, or by the default.
 
-        ``FP8DIST_ENABLED=0`` beats an explicit ``enabled=True``: it is the switch of the person who
-        runs the job, not of the one who wrote it.
+        ``FP8DIST_ENABLED=0`` overrides ``enabled=True``: whoever runs the job can switch FP8 off without changing its
+        code.
 
         Raises:
-            ConfigurationError: a value that is none of the accepted ones; names the argument or variable.
+            ConfigurationError: a value is not accepted. The message names the argument or variable.
         """
 
         def setting(name: str, value: object, default: Any, checked: Callable[[str, Any], Any]) -> Any:
@@ -78,10 +93,10 @@ class Settings:
         allowed = setting("enabled", None, True, require_bool)
         synced = setting("amax_sync", amax_sync, True, require_bool)
         if fp8_all_gather and not synced:
-            raise ConfigurationError("fp8_all_gather=True needs amax_sync: all parts of a weight share a scale")
+            raise ConfigurationError("fp8_all_gather=True needs amax_sync, because all parts of a weight share a scale")
         if fp8_all_gather and eval_precision == "high":
             raise ConfigurationError(
-                'fp8_all_gather=True gathers weights in FP8 in eval() as well: eval_precision="high" cannot be'
+                'fp8_all_gather=True gathers weights in FP8 in eval() as well, so eval_precision="high" is not possible'
             )
         return cls(
             enabled=allowed and setting("enabled", enabled, True, require_bool),
@@ -98,19 +113,19 @@ class Settings:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Plain JSON values for the manifest."""
+        """Return plain JSON values for the manifest."""
         described = asdict(self)
-        del described["report_dir"]  # Every host may have its own.
+        del described["report_dir"]  # It may differ between hosts.
         return described
 
 
 def report_dir(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Where evidence of a divergence is written: ``FP8DIST_REPORT_DIR``."""
+    """Return the folder for evidence of a divergence (``FP8DIST_REPORT_DIR``), or None."""
     return environ.get("FP8DIST_REPORT_DIR", "").strip() or None
 
 
 def _from_text(variable: str, text: str, default: object) -> object:
-    """What a variable says of a setting with this default."""
+    """Return the value of a variable, converted to the type of ``default``."""
     if isinstance(default, bool):
         if text.lower() not in _FLAGS:
             raise ConfigurationError(f"{variable} must be 1 or 0, got {text!r}")

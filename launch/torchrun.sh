@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Start a training program on every rank of this node, and join the job's other nodes:
+# Start a training program on every rank of this node, and join the other nodes of the job:
 #
 #     NPROC=2 launch/torchrun.sh train.py --its-flags
 #     NPROC=2 launch/torchrun.sh -m package.module --its-flags
 #
-# Without a program, that is without arguments or when the first is another flag than -m, it starts the example job,
-# launch/train_gpt. All arguments are flags of that job, and --help lists them:
+# Without arguments, or if the first argument is a flag other than -m, it starts the example job, launch/train_gpt. All
+# arguments are then flags of that job; --help lists them:
 #
 #     NPROC=2 launch/torchrun.sh --precision fp8 --steps 200
 #     MAX_RESTARTS=3 launch/torchrun.sh --save-every 50 --timeout 120
 #
-# On several nodes --save-every needs an --out on a file system that they share. Exit statuses of the example job: 2 a
-# mistake in the flags, or an unusable file; 3 a checkpoint could not be written; 4 ranks differ; 5 a collective failed
-# or timed out, because another rank is gone or hangs; 6 --loss-guard stop saw a loss that jumped or is not finite.
+# On several nodes, --save-every needs an --out on a file system that all nodes share. Exit statuses of the example job:
+# 2 a mistake in the flags or an unusable file; 3 a checkpoint could not be written; 4 ranks differ; 5 a collective
+# failed or timed out because another rank is gone or hangs; 6 --loss-guard stop saw a loss that jumped or is not
+# finite.
 #
-# This is "fp8dist launch" for a clone that is not installed: "python -m fp8dist launch --help" describes the other
-# environment variables (NPROC, NNODES, NODE_RANK, MASTER_ADDR, MAX_RESTARTS, LOGS, …) and the exit status. One more:
+# This is "fp8dist launch" for a clone that is not installed. "python -m fp8dist launch --help" describes its exit
+# status and environment variables (NPROC, NNODES, NODE_RANK, MASTER_ADDR, MAX_RESTARTS, LOGS, …). This script adds one:
 #     PYTHON        interpreter            default: this clone's .venv/bin/python, else python3
 set -euo pipefail
 
@@ -31,8 +32,8 @@ if [[ $# == 0 || ($1 == -* && $1 != -m) ]]; then
     if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
         exec "$python" -m launch.train_gpt.options --help
     fi
-    export PYTHONSAFEPATH=1 # A launch.py or fp8dist of the current folder is not ours. (From Python 3.11 on.)
-    # A mistake in the flags is told here, once, and before torch is imported. Later, torchrun would add its own report.
+    export PYTHONSAFEPATH=1 # Do not import a launch.py or fp8dist of the current folder (Python 3.11 and newer).
+    # Check the flags once, before torch is imported. A later mistake would come with torchrun's own report.
     ranks=$("$python" "$root/fp8dist/launcher/environment.py")
     WORLD_SIZE=$ranks "$python" -m launch.train_gpt.options "$@"
     set -- -m launch.train_gpt "$@"

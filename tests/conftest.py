@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 POOLS = {"two_ranks": 2, "three_ranks": 3, "four_ranks": 4}
-"""Fixtures, and how many ranks they have."""
+"""Fixture names and their numbers of ranks."""
 
 _pools = pytest.StashKey[dict[str, RankPool]]()
 
@@ -32,19 +32,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def two_ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Two gloo ranks."""
+    """A pool of two gloo ranks."""
     return request.session.stash[_pools]["two_ranks"]
 
 
 @pytest.fixture(scope="session")
 def three_ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Three gloo ranks: enough for a majority."""
+    """A pool of three gloo ranks: enough for a majority."""
     return request.session.stash[_pools]["three_ranks"]
 
 
 @pytest.fixture(scope="session")
 def four_ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Four gloo ranks: two against two, and meshes of two axes."""
+    """A pool of four gloo ranks, for ties and for meshes with two axes."""
     return request.session.stash[_pools]["four_ranks"]
 
 
@@ -54,17 +54,17 @@ def _pools_of(item: pytest.Item) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Tests of one pool run one after the other, and on one worker of pytest-xdist: each pool starts once."""
+    """Run the tests of a pool consecutively and on one worker of pytest-xdist, so that each pool starts once."""
     for item in items:
         used = _pools_of(item)
         if used and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(used[-1]))
     items.sort(key=lambda item: _pools_of(item)[-1:])
-    return (yield)  # A wrapper, because pytest-xdist reads the marks in the same hook.
+    return (yield)  # A hook wrapper, because pytest-xdist reads the marks in the same hook.
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """A pool stays only if the next test uses it: threads of gloo poll while nobody calls their rank."""
+    """Close a pool unless the next test uses it: gloo's threads keep polling while the ranks are idle."""
     wanted = [] if nextitem is None else _pools_of(nextitem)
     for name, pool in item.session.stash[_pools].items():
         if name not in wanted:
@@ -72,8 +72,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Registers and shared memory of the kernels that tests compiled: what ``record_property("compiled", …)`` was
-    given."""
+    """Print registers and shared memory of the kernels that tests compiled and recorded with
+    ``record_property("compiled", …)``."""
     passed = terminalreporter.getreports("passed")
     tables = [text for report in passed for name, text in report.user_properties if name == "compiled"]
     if tables:
@@ -85,7 +85,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
-    """That an earlier test used torch.compile is nothing to this one."""
+    """Isolate each test from earlier uses of torch.compile."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
         dynamo.counters["stats"]["unique_graphs"] = 0
@@ -93,7 +93,7 @@ def _nothing_compiled() -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    logging.getLogger("fp8dist").setLevel(logging.NOTSET)  # The command line's has silenced it.
+    logging.getLogger("fp8dist").setLevel(logging.NOTSET)  # The command line tests silence it.
     for name in list(os.environ):
         if name.startswith("FP8DIST_"):
             monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""The public names: what is exported, what old names became, and the defaults that must be the same everywhere."""
+"""Public names: exports, replacements for old names, and consistent defaults."""
 
 from __future__ import annotations
 

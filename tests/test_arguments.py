@@ -1,4 +1,4 @@
-"""Wrong arguments are told where they come in, with the right one. No bare TypeError or AttributeError."""
+"""A wrong argument raises at once and names the right one, never a bare TypeError or AttributeError."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model() -> nn.Module:
 
 
 def prepared() -> tuple[nn.Module, StateManager]:
-    """The manager knows its model weakly."""
+    """Return a prepared model and its manager, which refers to the model only weakly."""
     net = make_net()
     return net, fp8dist.prepare(net)
 
@@ -58,7 +58,7 @@ KEYWORDS: list[tuple[Callable[..., object], str, str]] = [
     (DelayedScaling, "fp8_format", 'fp8_format is called format here: it is "hybrid" or "e4m3"'),
     (DelayedScaling, "override_linear_precision", "override_linear_precision is called high_precision here"),
     (DelayedScaling, "reduce_amax", "reduce_amax is an argument of another call: prepare(amax_sync=…)"),
-    (DelayedScaling, "interval", "interval: it is gone: scales follow each step"),
+    (DelayedScaling, "interval", "interval: it is not needed: every step updates the scales"),
     (DelayedScaling, "scaling_factor_compute_algo", "scaling_factor_compute_algo: it is not offered"),
     (DelayedScaling, "fp8_dpa", "fp8_dpa: it is not offered"),
     (DelayedScaling, "fp8_mha", "fp8_mha: it is not offered"),
@@ -95,7 +95,7 @@ def test_an_unknown_keyword_of_prepare() -> None:
         ("reduce_amax", "reduce_amax is called amax_sync here"),
         (
             "calibrating",
-            "calibrating: it is a context here: `with manager.calibrate():` or",
+            "calibrating: it is a context manager here: `with manager.calibrate():` or",
         ),
         ("config", "config is called recipe here"),
         ("module_filter_fn", "module_filter_fn is called filter_fn here"),
@@ -118,7 +118,7 @@ def test_an_unknown_keyword_of_a_method() -> None:
         ("attach", "group", "group is an argument of another call: prepare(group=…)"),
         ("attach", "modul", "there is no argument 'modul' (did you mean 'module'?). It takes module, optimizer"),
         ("set_precision", "step", "manager.set_precision(): there is no argument 'step' (did you mean 'steps'?)"),
-        ("watch", "interval", "interval: it is gone"),
+        ("watch", "interval", "interval: it is not needed"),
         ("set_precision", "gemm", "(did you mean 'gemms'?)"),
     ]:
         _net, manager = prepared()
@@ -161,16 +161,17 @@ def test_what_is_no_recipe() -> None:
         ("delayed", "got 'delayed': write fp8dist.DelayedScaling()"),
         ("Delayed", "write fp8dist.DelayedScaling()"),
         ("tensorwise", "write fp8dist.CurrentScaling()"),
-        ("rowwise", "write fp8dist.RowwiseScaling()"),
-        ("rowwise_with_gw_hp", 'write fp8dist.RowwiseScaling(high_precision=("wgrad",))'),
+        ("rowwise", "write fp8dist.RowwiseScaling(power_of_two=True)"),
+        ("RowwiseScaling", "write fp8dist.RowwiseScaling()"),
+        ("rowwise_with_gw_hp", 'write fp8dist.RowwiseScaling(power_of_two=True, high_precision=("wgrad",))'),
         ("blockwize", "write fp8dist.BlockScaling()"),
         ("nonsense", "got 'nonsense'"),
         (DelayedScaling, "got the class DelayedScaling: write DelayedScaling()"),
-        ({"margin": 1}, "write DelayedScaling(**it)"),
+        ({"margin": 1}, "write DelayedScaling(**mapping)"),
         (foreign("DelayedScaling", "transformer_engine"), "DelayedScaling of transformer_engine: use fp8dist.Delayed"),
         (foreign("Float8CurrentScaling", "transformer_engine"), "use fp8dist.CurrentScaling()"),
         (foreign("Float8BlockScaling", "transformer_engine"), "use fp8dist.BlockScaling()"),
-        (foreign("Float8LinearConfig", "torchao"), "use fp8dist.CurrentScaling() or RowwiseScaling()"),
+        (foreign("Float8LinearConfig", "torchao"), "use fp8dist.CurrentScaling() or RowwiseScaling(power_of_two=True)"),
         (type(foreign("DelayedScaling", "transformer_engine")), "use fp8dist.DelayedScaling()"),
         (16, "got 16"),
     ]:

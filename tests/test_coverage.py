@@ -1,4 +1,4 @@
-"""How much of a model is in FP8, and the true reason for the rest. The numbers are worked out by hand."""
+"""How much of a model is in FP8, and the reason for the rest. The expected numbers are computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.ranks import RankPool
 
 
 class MixtralExperts(nn.Module):
-    """4 experts in two parameters: 4 x 96 x 32 + 4 x 32 x 48 = 18,432. Biases and scales are no matmul weights."""
+    """4 experts in two parameters: 4 x 96 x 32 + 4 x 32 x 48 = 18,432. Biases and scales are not matmul weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Mixtral(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """transformers': a Linear whose weight is [in, out]."""
+    """Like transformers': a Linear whose weight is [in, out]."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Conv1D(nn.Module):
 
 
 class GPT2(nn.Module):
-    """c_attn 3,072 and c_proj 1,024 per block; the head, 2,048, has the embedding's weight."""
+    """c_attn 3,072 and c_proj 1,024 per block; the head, 2,048, shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ class GPT2(nn.Module):
 
 
 class Params4bit(nn.Parameter):
-    """bitsandbytes'."""
+    """Like bitsandbytes'."""
 
 
 class Linear4bit(nn.Linear):
-    """bitsandbytes': two values in a byte."""
+    """Like bitsandbytes': two values per byte."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
@@ -95,11 +95,11 @@ class Linear4bit(nn.Linear):
 
 
 class Linear8bitLt(nn.Linear):
-    """bitsandbytes'."""
+    """Like bitsandbytes'."""
 
 
 class Int8Tensor(Tensor):
-    """torchao's: a wrapper subclass, which an nn.Linear holds as its Parameter."""
+    """Like torchao's: a wrapper subclass, held by an nn.Linear as its Parameter."""
 
     @staticmethod
     def __new__(cls, size: tuple[int, int]) -> Int8Tensor:
@@ -131,7 +131,7 @@ def fp8_linear() -> nn.Linear:
 
 
 def hooked_linear() -> nn.Linear:
-    """As accelerate's ``add_hook_to_module`` leaves one: its forward calls the old class's."""
+    """Like accelerate's ``add_hook_to_module``: its forward calls the old class's."""
     linear = nn.Linear(32, 64)
     linear._old_forward = linear.forward
     linear.forward = lambda x: linear._old_forward(x)  # type: ignore[method-assign, operator]
@@ -139,7 +139,7 @@ def hooked_linear() -> nn.Linear:
 
 
 class TELinear(nn.Module):
-    """TransformerEngine's Linear is no nn.Linear."""
+    """TransformerEngine's Linear is not an nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ TELinear.__name__ = "Linear"
 
 
 class GroupedLinear(nn.Module):
-    """A weight for each of two experts, in one parameter."""
+    """The weights of two experts in one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def reasons(model: nn.Module, **arguments: Any) -> dict[str, str]:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
-    """(level, text) of what is said about coverage."""
+    """Return the (level, text) pairs logged about coverage."""
     return [(level, text) for _, level, text in caplog.record_tuples if "FP8: " in text]
 
 
@@ -224,11 +224,11 @@ def test_a_tied_head_in_fp8_says_what_it_is_tied_to() -> None:
     linears[1].weight = linears[0].weight
     first, second = fp8dist.prepare(linears).coverage()
     assert (first.tied_to, second.tied_to) == ("", "0")
-    assert (first.flops, second.flops) == (0.5, 0.5)  # A token meets it twice.
+    assert (first.flops, second.flops) == (0.5, 0.5)  # Each token uses it twice.
 
 
 def nine_in_ten(linear: Callable[[], nn.Module]) -> nn.Module:
-    """9 x 2,048 in FP8, and 2,048 of ``linear``: exactly nine tenths."""
+    """9 x 2,048 in FP8, and 2,048 in ``linear``: exactly nine tenths."""
     return nn.ModuleDict({"good": nn.ModuleList(nn.Linear(32, 64) for _ in range(9)), "other": linear()})
 
 
@@ -240,11 +240,11 @@ def nine_in_ten(linear: Callable[[], nn.Module]) -> nn.Module:
         (8, {"skip": "lm_head"}, logging.INFO),
         (8, {"overrides": {"lm_*": "high"}}, logging.INFO),
         (8, {"skip": None, "filter_fn": lambda module, fqn: fqn != "lm_head"}, logging.INFO),
-        (8, {"skip": "linears.0"}, logging.WARNING),  # Nobody named the head.
+        (8, {"skip": "linears.0"}, logging.WARNING),  # The head was not named.
         (8, {"skip": ("linears.0", "lm_head")}, logging.INFO),
         (8, {"skip": "!lm_head"}, None),
         (8, {"skip": "*"}, logging.WARNING),  # Nothing is in FP8.
-        (8, {"enabled": False}, None),  # That is a warning of its own.
+        (8, {"enabled": False}, None),  # This has its own warning.
     ],
 )
 def test_the_warning_is_for_what_the_caller_did_not_name(
@@ -345,7 +345,7 @@ def test_the_parts_of_multihead_attention() -> None:
 
 
 class Counted(nn.Module):
-    """Nothing here but ``linear`` and ``experts`` is a matmul weight."""
+    """Only ``linear`` and ``experts`` are matmul weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ def test_strict_lists_what_nobody_named_and_changes_nothing() -> None:
         ({"overrides": {"other": "high"}}, True),
         ({"overrides": {"other": BlockScaling()}}, False),
         ({"skip": ("other", "!other")}, False),
-        ({"filter_fn": lambda module, fqn: fqn != "other"}, False),  # It is not asked about what is not eligible.
+        ({"filter_fn": lambda module, fqn: fqn != "other"}, False),  # The filter is called for eligible modules only.
     ],
 )
 def test_what_strict_takes_as_named(arguments: dict[str, Any], fits: bool) -> None:
@@ -472,7 +472,7 @@ def test_on_the_meta_device_and_inside_wrappers() -> None:
 
 
 def _sharded(how: str) -> tuple[bool, list[str]]:
-    """Whether the table is the same after wrapping, and what is logged."""
+    """Return whether wrapping leaves the table unchanged, and the log."""
     with captured_log() as log:
         model = Mixtral()
         manager = fp8dist.prepare(model, group=dist.group.WORLD)
@@ -493,4 +493,4 @@ def test_sharding_does_not_change_the_table(two_ranks: RankPool, how: str) -> No
     assert same
     assert same_there
     assert [text.split(";")[0] for text in log] == ["fp8dist: FP8: 17.3 % of matmul weights"]
-    assert nothing == []  # The lowest rank of the group warns for all.
+    assert nothing == []  # Only the lowest rank of the group warns.

@@ -1,4 +1,4 @@
-"""One model's state is its own: two models in one job, copies, pickles, and giving the model back."""
+"""Models do not share state: two models in one job, copies, pickles, and restored models."""
 
 from __future__ import annotations
 
@@ -206,12 +206,12 @@ def _copied_in_flight(update: str) -> Any:
     model(data[0]).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    twin = copy.deepcopy(model)  # Under next_step a sync is in flight now.
+    twin = copy.deepcopy(model)  # Under next_step a sync is pending now.
     twins = fp8dist.get_manager(twin)
     at_copy = (state_of(twins), state_of(manager))
     with pytest.raises(ConfigurationError, match=r"attach\(\) first"):
         twins.step()
-    twin(data[1]).sum().backward()  # Unsynced until attached, and no hook of the original's.
+    twin(data[1]).sum().backward()  # Unsynced until attached, and without the original's hooks.
     with pytest.raises(ConfigurationError, match=r"attach\(\) first"):
         twins.step()
     steps_before = (manager.steps, twins.steps)
@@ -338,7 +338,7 @@ def test_restore_under_a_parametrization_is_refused(place: int) -> None:
     kind = type(model[place])
     with torch.no_grad():
         before = bits(model(x))
-    with pytest.raises(ConfigurationError, match=r"take that off before restore\(\)"):
+    with pytest.raises(ConfigurationError, match=r"undo that before restore\(\)"):
         fp8dist.restore(model)
     assert type(model[place]) is kind
     with torch.no_grad():
@@ -421,7 +421,7 @@ def test_register_and_record() -> None:
     with pytest.raises(ConfigurationError, match="input, weight, grad_output, got 'output'"):
         manager.register("other", "output", "e4m3")
     assert len(manager.slots) == 4
-    model(torch.full((2, 16), 3.0)).sum().backward()  # Modules find their places in the larger arena.
+    model(torch.full((2, 16), 3.0)).sum().backward()  # Modules find their slots in the larger arena.
     x = torch.tensor([1.0, -7.0], requires_grad=True)
     manager.record("mine", "grad_output", x)
     manager.record("mine", "grad_output", x / 2)
@@ -507,12 +507,12 @@ def _alive_after_deleting() -> list[str]:
 
 
 def test_a_dead_model_takes_its_state_along_without_the_garbage_collector(two_ranks: RankPool) -> None:
-    """GPU memory must not wait for a cycle to be found."""
+    """GPU memory must not wait for the garbage collector to find a cycle."""
     assert two_ranks.run(_alive_after_deleting) == [[], []]
 
 
 def test_a_manager_does_not_keep_a_destroyed_process_group_alive(tmp_path: Path) -> None:
-    """One that outlives destroy_process_group() aborts the exit of about every second gloo job."""
+    """A group that outlives destroy_process_group() aborts the exit of about every second gloo job."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     model = nn.Sequential(nn.Linear(32, 32))
     manager = fp8dist.prepare(model, group=dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Imports go one way between rooms, ARCHITECTURE.md shows the same list, and no module keeps mutable state."""
+"""Rooms import in one direction, ARCHITECTURE.md has the same list, and no module has mutable global state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A room imports from the lines above its own, and from itself. Each file of fp8dist's top folder is a room.
+# A room may import from the lines above its own, and from itself. Each file of fp8dist's top folder is a room.
 ROOMS = [
     ["kernels", "text"],
     ["divergence"],
@@ -36,11 +36,11 @@ ROOMS = [
 ]
 LINE = {room: line for line, rooms in enumerate(ROOMS) for room in rooms}
 PURE = ("kernels", "text", "divergence", "errors", "names", "patterns", "recipe")
-"""Rooms that know no ranks."""
+"""Rooms that do not depend on ranks."""
 
 
 def room_of(module: str) -> str | None:
-    """The room of a dotted module name; None: it is not ours."""
+    """Return the room of a dotted module name; None for foreign modules."""
     top, _, rest = module.partition(".")
     if top == "fp8dist_kernels":
         return "kernels"
@@ -48,7 +48,7 @@ def room_of(module: str) -> str | None:
 
 
 def sources() -> list[tuple[str, Path]]:
-    """(room, file) of all that is shipped."""
+    """Return (room, file) of all shipped files."""
     found = []
     for root in (ROOT, ROOT / "kernels"):
         for package in ("fp8dist", "fp8dist_kernels"):
@@ -59,7 +59,7 @@ def sources() -> list[tuple[str, Path]]:
 
 
 def imports(tree: ast.Module) -> set[str]:
-    """Our modules that are imported, wherever: in functions, and for type checkers only, as well."""
+    """Return our modules that a file imports, including imports in functions and for type checkers."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,12 +73,12 @@ def imports(tree: ast.Module) -> set[str]:
 
 @pytest.fixture(scope="module")
 def trees() -> list[tuple[str, Path, ast.Module]]:
-    """(room, file, what is in it) of all that is shipped."""
+    """Return (room, file, syntax tree) of all shipped files."""
     return [(room, path, ast.parse(path.read_text())) for room, path in sources()]
 
 
 def test_every_file_is_in_a_room_and_every_room_has_a_file() -> None:
-    """A new room is added to ROOMS and to ARCHITECTURE.md."""
+    """A new room must be added to ROOMS and to ARCHITECTURE.md."""
     assert {room for room, _ in sources()} == set(LINE)
 
 

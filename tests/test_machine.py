@@ -1,4 +1,4 @@
-"""What tests would be skipped without must be there where it can be: else nobody would notice that they are."""
+"""Programs that tests need are installed wherever possible. Otherwise those tests would be skipped unnoticed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SCRIPT = ROOT / "scripts/setup-hosts"
 
 
 def programs() -> list[str]:
-    """What scripts/setup-hosts installs."""
+    """Return the programs that scripts/setup-hosts installs."""
     return subprocess.run([SCRIPT, "--list"], capture_output=True, text=True, check=True).stdout.split()
 
 
 def missing() -> list[str]:
-    """Of those, what is not there."""
+    """Return the programs that are missing."""
     return [program for program in programs() if shutil.which(program, path=slurm.PATH) is None]
 
 
 def test_the_list_has_what_tests_start() -> None:
-    in_any_system = {"unshare", "nsenter"}  # Of util-linux.
+    in_any_system = {"unshare", "nsenter"}  # Part of util-linux.
     assert {*slurm.SERVERS, *slurm.CLIENTS, *hosts.PROGRAMS} - in_any_system <= set(programs())
 
 
@@ -36,7 +36,7 @@ def test_nothing_is_skipped_where_it_can_be_installed() -> None:
 
 
 def without_daemons(command: str, path: str) -> subprocess.CompletedProcess[str]:
-    """Run a command on the script, its standard input, where /usr/sbin is empty."""
+    """Run a command on the script, given as standard input, with an empty /usr/sbin."""
     hidden = f"mount -t tmpfs none /usr/sbin && exec {command}"
     return subprocess.run(
         ["unshare", "--mount", "sh", "-c", hidden],
@@ -48,7 +48,7 @@ def without_daemons(command: str, path: str) -> subprocess.CompletedProcess[str]
     )
 
 
-NEEDED = "iproute2 iptables munge slurmctld slurmd"  # Those with programs in /usr/sbin.
+NEEDED = "iproute2 iptables munge slurmctld slurmd"  # Packages with programs in /usr/sbin.
 
 
 needs_root = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Mistakes that users make: each gives the right result, or an error or a warning that names mistake and remedy."""
+"""User mistakes give the right result, or an error or a warning that names the mistake and the remedy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Correct programs are silent and right: schedulers, accumulation, closures, GradScaler, torch.compile, recipes.
+"""Correct programs are silent and accurate: schedulers, accumulation, closures, GradScaler, torch.compile, recipes.
 
-Silent: no exception, nothing logged from WARNING up, no Python warning. Right: each forward within 8 % of float32 with
-the same weights, as many steps as the optimizer took, and bitwise the equivalent program, where there is one. More of
-them are in ``test_no_false_alarm_*.py``.
+Silent: no exception, no log record from WARNING up, no Python warning. Accurate: each forward is within 8 % of float32
+with the same weights, steps match the optimizer's, and results are bitwise those of the equivalent program, if there is
+one. ``test_no_false_alarm_*.py`` has more programs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def scheduler(name: str) -> None:
 
 @variants(zeros=["the first", "two in the middle", "the last"])
 def scheduler_that_passes_zero(zeros: str) -> None:
-    """A step with lr 0 moves nothing: it is no boundary, and its amaxes count for the next step."""
+    """A step with lr 0 changes nothing: it is not a boundary, and its amaxes count for the next step."""
     where = {"the first": (0,), "two in the middle": (2, 3), "the last": (STEPS - 1,)}[zeros]
     trial = Trial()
     optimizer = trial.adamw()
@@ -96,7 +96,7 @@ def accumulation(microbatches: int) -> None:
 
 @program
 def evaluation_amid_accumulation() -> None:
-    """It changes nothing."""
+    """An evaluation changes nothing."""
     trial, other = Trial(), Trial()
     for each in (trial, other):
         optimizer = each.adamw()
@@ -131,7 +131,7 @@ def two_losses_for_one_step() -> None:
 
 @program
 def steps_that_the_loop_leaves_out() -> None:
-    """Where the loss is not to its liking; what was recorded there counts for the next step."""
+    """The loop skips steps with a bad loss. Their amaxes count for the next step."""
     trial = Trial()
     optimizer = trial.adamw()
     trial.manager.attach(optimizer=optimizer)
@@ -158,7 +158,7 @@ def gradients_are_clipped() -> None:
 
 @variants(write=["clamp_", "noise", ".data"])
 def weights_written_after_each_step(write: str) -> None:
-    """Clipping, pruning, noise: after the step and before the next forward."""
+    """Clipping, pruning or noise, after the step and before the next forward."""
     trial = Trial()
     optimizer = trial.adamw()
     trial.manager.attach(optimizer=optimizer)
@@ -181,20 +181,20 @@ def weights_written_after_each_step(write: str) -> None:
 
 @program
 def layer_begun_anew() -> None:
-    """Its new weights have outgrown the scale of the old ones: they are cast just in time."""
+    """A reinitialised layer's weights exceed the old scale, so they are cast just in time."""
     trial = Trial()
     optimizer = trial.adamw(0.001)
     trial.manager.attach(optimizer=optimizer)
     trial.train(optimizer, 3)
     with torch.no_grad():
-        trial.net[2].weight.mul_(16)  # The last: what it makes is cast by nobody.
+        trial.net[2].weight.mul_(16)  # The last layer: its output is not cast.
     trial.train(optimizer, 3, start=3)
     trial.right(6)
 
 
 @variants(line_search=["strong_wolfe"])
 def lbfgs(line_search: str | None) -> None:
-    """It moves the weights between the calls of the closure, and back."""
+    """LBFGS moves the weights between calls of the closure, and back."""
     trial = Trial()
     optimizer = torch.optim.LBFGS(trial.net.parameters(), lr=0.3, max_iter=4, line_search_fn=line_search)
     trial.manager.attach(optimizer=optimizer)
@@ -210,7 +210,7 @@ def lbfgs(line_search: str | None) -> None:
 
 @variants(kind=[AdamW], named=[False, True])
 def closures(kind: type[Optimizer], named: bool) -> None:
-    """Bitwise the loop without them."""
+    """Bitwise equal to the loop without closures."""
     trial = Trial()
     optimizer = kind(trial.net.parameters(), lr=0.01)  # type: ignore[call-arg]
     trial.manager.attach(optimizer=optimizer)
@@ -224,7 +224,7 @@ def closures(kind: type[Optimizer], named: bool) -> None:
 
 @variants(when=["before", "after"], given=["optimizer", "nothing"])
 def manager_step(when: str, given: str) -> None:
-    """Bitwise the optimizer's step as the boundary."""
+    """Bitwise equal to the optimizer's step as the boundary."""
     trial = Trial()
     optimizer = trial.adamw()
     trial.manager.attach(optimizer=optimizer if given == "optimizer" else None, boundary="manual")
@@ -267,7 +267,7 @@ SCALED: dict[str, Callable[[Any], Optimizer]] = {
     {"kind": "foreach", "update": "next_step", "unscale": True},
 )
 def gradscaler_skips(kind: str, update: str, unscale: bool) -> None:
-    """Steps 2 and 3 are skipped: they are none, and nothing infinite remains."""
+    """GradScaler skips steps 2 and 3: they do not count, and leave no infinite amaxes."""
     trial = Trial(recipe=DelayedScaling(history_len=HISTORY, update=update))  # type: ignore[arg-type]
     optimizer = SCALED[kind](trial.net.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=True)
@@ -305,7 +305,7 @@ def gradscaler_with_two_optimizers(kind: str) -> None:
 
 @variants(kind=["unfused", "fused"], infinite=["the first's", "the last's"])
 def gradscaler_skips_one_of_two_optimizers(kind: str, infinite: str) -> None:
-    """It looks at the gradients of each; the other takes its step."""
+    """GradScaler checks each optimizer's gradients separately; the other optimizer takes its step."""
     trial = Trial()
     layers = [trial.net[0], trial.net[2]]
     optimizers = [SCALED[kind](layer.parameters()) for layer in layers]
@@ -327,7 +327,7 @@ def gradscaler_skips_one_of_two_optimizers(kind: str, infinite: str) -> None:
 
 @cases({"kind": "unfused", "skipped": 2}, {"kind": "fused", "skipped": 2}, {"kind": "foreach", "skipped": 0})
 def gradscaler_not_passed(kind: str, skipped: int) -> None:
-    """It is found in the first step that it lets through; what was infinite before is then dropped with that step's."""
+    """The scaler is detected at its first unskipped step. Infinite amaxes from before are dropped with that step's."""
     trial = Trial()
     optimizer = SCALED[kind](trial.net.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=True)
@@ -380,7 +380,7 @@ def compiled(update: str, whole: bool) -> None:
 
 
 class Checkpointed(nn.Module):
-    """A block whose activations are computed again."""
+    """A block with activation checkpointing."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ def activation_checkpointing(how: str) -> None:
 
 @variants(accumulate=[2])
 def accelerate_prepared(accumulate: int) -> None:
-    """Bitwise the loop without Accelerate."""
+    """Bitwise equal to the loop without Accelerate."""
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -472,19 +472,19 @@ def high_precision_meanwhile(how: str) -> None:
 
 @program
 def high_precision_before_attach() -> None:
-    """A first phase without FP8; attach comes with the second, and takes the weights as they are then."""
+    """The first phase trains without FP8. ``attach`` comes with the second, and uses the weights of that time."""
     trial = Trial()
     optimizer = SGD(trial.net.parameters(), lr=0.1)
     with trial.manager.no_fp8():
         trial.train(optimizer, 3)
     fresh = trial.adamw()
     trial.manager.attach(optimizer=fresh)
-    trial.train(fresh, STEPS, start=4)  # The batch of the smallest amaxes would leave scales that the next outgrows.
+    trial.train(fresh, STEPS, start=4)  # The next batch would exceed scales of the one with the smallest amaxes.
     trial.right(STEPS)
 
 
 class Tied(nn.Module):
-    """One weight for two Linears."""
+    """Two Linears that share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -532,7 +532,7 @@ def inference_only(recipe: str, attached: bool) -> None:
 
 
 def _mistakes(trial: Trial, optimizer: Optimizer) -> None:
-    """What is refused, or warned of, where FP8 is on."""
+    """Calls that raise or warn when FP8 is on."""
     trial.backward(0)
     optimizer.step()
     optimizer.step()
@@ -549,7 +549,7 @@ def _mistakes(trial: Trial, optimizer: Optimizer) -> None:
 
 @variants(mistakes=[True], boundary=["optimizer", "manual"])
 def switched_off(mistakes: bool, boundary: str) -> None:
-    """FP8DIST_ENABLED=0: bitwise plain torch, and nothing is ever refused."""
+    """FP8DIST_ENABLED=0: bitwise equal to plain torch, and nothing raises."""
     with mock.patch.dict(os.environ, {"FP8DIST_ENABLED": "0"}):
         trial = Trial()
         optimizer = trial.adamw()
@@ -572,7 +572,7 @@ def switched_off(mistakes: bool, boundary: str) -> None:
 
 
 class Duck:
-    """Steps as an optimizer does, and is none."""
+    """Steps like an optimizer, but is not a torch Optimizer."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
@@ -598,7 +598,7 @@ def switched_off_with_an_optimizer_that_cannot_be_hooked() -> None:
 
 @program
 def loop_of_its_own() -> None:
-    """No optimizer at all."""
+    """A loop without an optimizer."""
     trial = Trial()
     trial.manager.attach()
     for index in range(STEPS):
@@ -609,7 +609,7 @@ def loop_of_its_own() -> None:
 
 @program
 def slots_of_foreign_modules() -> None:
-    """Their amaxes are recorded by hand and enter the history at each boundary."""
+    """Amaxes of foreign modules are recorded by hand and enter the history at each boundary."""
     trial = Trial()
     trial.manager.register("extra", "input", "e4m3")
     optimizer = trial.adamw()
@@ -625,7 +625,7 @@ def slots_of_foreign_modules() -> None:
 
 
 def _refusal() -> None:
-    """What the table would hide if nothing could raise: a step in calibrate() is refused."""
+    """Proves that the programs of this table can raise: a step in calibrate() does."""
     trial = Trial()
     optimizer = trial.adamw()
     trial.manager.attach(optimizer=optimizer)

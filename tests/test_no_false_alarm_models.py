@@ -1,4 +1,4 @@
-"""Correct programs are silent and right: several optimizers and models, averages, adapters.
+"""Correct programs are silent and accurate: several optimizers and models, weight averages, adapters.
 
 See ``test_no_false_alarm.py``.
 """
@@ -43,7 +43,7 @@ program, variants, cases = TABLE.program, TABLE.variants, TABLE.cases
 
 @variants(order=["as attached", "the other way round"])
 def optimizers_of_disjoint_parameters(order: str) -> None:
-    """Bitwise one optimizer with two groups."""
+    """Bitwise equal to one optimizer with two groups."""
     split = Trial()
     weights, biases = ([p for p in split.parameters() if p.ndim == n] for n in (2, 1))
     optimizers = [AdamW(weights, lr=0.01), AdamW(biases, lr=0.02)]
@@ -81,7 +81,7 @@ def an_optimizer_for_each_layer(order: str) -> None:
 
 @variants(warms=["the first", "the last"])
 def one_of_two_optimizers_warms_up_from_zero(warms: str) -> None:
-    """A step of one with lr 0 must not make the other's next step look like its second."""
+    """A step with lr 0 of one optimizer must not make the other's next step look like its second."""
     trial = Trial()
     optimizers = [AdamW(trial.net[0].parameters(), lr=0.01), AdamW(trial.net[2].parameters(), lr=0.01)]
     trial.manager.attach(optimizer=optimizers)
@@ -99,7 +99,7 @@ def one_of_two_optimizers_warms_up_from_zero(warms: str) -> None:
 
 @program
 def what_is_not_fp8_is_stepped_more_often() -> None:
-    """A learned temperature has an optimizer of its own, which steps after each microbatch."""
+    """A learned temperature has its own optimizer, which steps after each microbatch."""
     trial = Trial()
     temperature = nn.Parameter(torch.ones(()))
     often, main = SGD([temperature], lr=0.01), trial.adamw()
@@ -134,7 +134,7 @@ def an_unrelated_plain_model_trains_beside_it() -> None:
 
 @variants(given=["optimizers", "nothing"])
 def alternating_optimizers_on_the_same_weights(given: str) -> None:
-    """AdamW in one epoch, SGD in the next; the loop says where a step ends."""
+    """AdamW in one epoch, SGD in the next; the loop marks the boundaries."""
     trial = Trial()
     optimizers: list[Optimizer] = [trial.adamw(), trial.sgd()]
     trial.manager.attach(optimizer=optimizers if given == "optimizers" else None, boundary="manual")
@@ -174,7 +174,7 @@ class Generated(nn.Module):
 
 @program
 def one_optimizer_for_two_managers() -> None:
-    """Its step is the boundary of both."""
+    """The optimizer's step is the boundary of both managers."""
     first, second = Trial(), Trial(mlp(32, 48, 16))
     optimizer = AdamW([*first.parameters(), *second.parameters()], lr=0.01)
     for trial in (first, second):
@@ -195,7 +195,8 @@ def one_optimizer_for_two_managers() -> None:
     {"parts": "one model", "frozen": False, "clipped": True},
 )
 def gan(parts: str, frozen: bool, clipped: bool) -> None:
-    """D takes two steps for one of G; optionally stands still meanwhile, or has its weights clipped after each step."""
+    """D takes two steps per step of G. Optionally D is frozen in between, or its weights are clipped after each
+    step."""
     both = Generated() if parts == "one model" else None
     g = Trial(both.g if both else mlp(32, 64, 32))
     d = Trial(both.d if both else mlp(32, 64, 16))
@@ -224,7 +225,7 @@ def gan(parts: str, frozen: bool, clipped: bool) -> None:
 
 @program
 def gan_with_one_manager() -> None:
-    """D and G take turns, and G's step is the last."""
+    """D and G alternate, and G's step comes last."""
     both = Generated()
     trial = Trial(both, judged=False)
     of_d, of_g = AdamW(both.d.parameters(), lr=0.003), AdamW(both.g.parameters(), lr=0.003)
@@ -248,7 +249,7 @@ def gan_with_one_manager() -> None:
 
 @program
 def two_managers_in_two_threads() -> None:
-    """Each trains as if it were alone."""
+    """Each manager trains as if it were alone."""
     trials = [Trial(), Trial()]
     failures: list[BaseException] = []
 
@@ -289,7 +290,7 @@ def net_and_optimizer_copied_together() -> None:
 
 @program
 def two_managers_in_turn() -> None:
-    """Each trains as if it were alone."""
+    """Each manager trains as if it were alone."""
     first, second = Trial(), Trial(mlp(32, 48, 16))
     optimizers = [first.adamw(), second.sgd(momentum=0.9)]
     for trial, optimizer in zip((first, second), optimizers):
@@ -309,7 +310,7 @@ def two_managers_in_turn() -> None:
 
 @program
 def copy_attached_and_trained_on_its_own() -> None:
-    """Both go on from the same state; the original as if there were no copy."""
+    """Copy and original continue from the same state; the original is not affected by the copy."""
     trial = plain_run(3)
     twin = copy.deepcopy(trial.net)
     manager = fp8dist.get_manager(twin)
@@ -346,7 +347,7 @@ def copy_that_is_only_evaluated() -> None:
     {"made": "after attach", "kind": "ema", "steps": STEPS},
 )
 def averaged_model(made: str, kind: str, steps: int) -> None:
-    """A deep copy whose weights are written to after each step, and which is evaluated: a plain average's weights."""
+    """A deep copy holds an average of the weights, updated after each step, and is evaluated."""
     how: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if kind == "ema" else {}
     trial = Trial()
     optimizer = trial.adamw()
@@ -404,7 +405,7 @@ def exchange(net: nn.Module, others: list[Tensor], how: str) -> None:
     {"how": ".data =", "update": "same_step"},
 )
 def ema_swapped_in_and_out(how: str, update: str) -> None:
-    """Training goes on as if nothing had been swapped."""
+    """The swap does not affect training."""
     swapped, still = (Trial(recipe=DelayedScaling(history_len=HISTORY, update=update)) for _ in range(2))  # type: ignore[arg-type]
     for trial in (swapped, still):
         optimizer = trial.adamw()
@@ -435,7 +436,7 @@ def ema_in_swapped_weights(how: str) -> None:
         average = [p.detach().clone() for p in trial.parameters()]
         for index in range(STEPS):
             trial.train(optimizer, 1, start=index)
-            trial.evaluate()  # Casts that a write to .data would leave stale.
+            trial.evaluate()  # Casts weights that a write to .data would leave stale.
             for mean, p in zip(average, trial.parameters()):
                 mean.lerp_(p.detach(), 0.5)
             if trial is swapped:
@@ -468,7 +469,7 @@ def average_through_functional_call() -> None:
 
 
 class Adapted(nn.Module):
-    """A Linear and, added to it, two of low rank."""
+    """A Linear plus two low-rank Linears."""
 
     def __init__(self, inner: int, outer: int, zero: bool) -> None:
         super().__init__()
@@ -495,14 +496,14 @@ def lora(fp8: bool, zero: bool) -> None:
     before = [bits(layer.base.weight) for layer in (net[0], net[2])]
     trial.train(optimizer, STEPS)
     assert before == [bits(layer.base.weight) for layer in (net[0], net[2])]
-    # The first base's input needs no gradient, so its output's gradient is cast by nobody; a zero weight is one step
-    # late, and so are the gradients behind it.
+    # The first base's input needs no gradient, so its output's gradient is never cast. A zero weight gets its scale one
+    # step late, and so do the gradients behind it.
     trial.right(STEPS, lambda fqn, role: fqn.endswith("base") and role != "grad_output")
 
 
 @program
 def frozen_then_unfrozen() -> None:
-    """The optimizer has had all parameters from the start."""
+    """The optimizer has all parameters from the start."""
     trial = Trial()
     trial.net[0].requires_grad_(False)
     optimizer = trial.adamw()
@@ -530,7 +531,7 @@ def add_param_group() -> None:
 
 @program
 def one_group_has_lr_zero() -> None:
-    """A layer that is frozen by its learning rate."""
+    """A learning rate of 0 freezes a layer."""
     trial = Trial()
     optimizer = AdamW(
         [{"params": trial.net[0].parameters(), "lr": 0.0}, {"params": trial.net[2].parameters()}], lr=0.01

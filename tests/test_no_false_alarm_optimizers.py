@@ -1,4 +1,7 @@
-"""Correct programs are silent and right: optimizers of many kinds, and their states. See ``test_no_false_alarm.py``."""
+"""Correct programs are silent and accurate: optimizers of many kinds, and their states.
+
+See ``test_no_false_alarm.py``.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ program, variants, cases = TABLE.program, TABLE.variants, TABLE.cases
     {"given": "nothing", "boundary": "before backward"},
 )
 def optimizer_in_backward(given: str, boundary: str) -> None:
-    """Bitwise the plain loop: the gradient of a layer's input is made before its weight is stepped."""
+    """Bitwise equal to the plain loop: a layer's input gradient is computed before its weight is stepped."""
     trial = Trial()
     optimizers = {p: SGD([p], lr=0.1, momentum=0.9) for p in trial.parameters()}
     trial.manager.attach(optimizer=list(optimizers.values()) if given == "optimizers" else None, boundary="manual")
@@ -73,7 +76,7 @@ def optimizer_in_backward(given: str, boundary: str) -> None:
 
 
 class Lookahead(Optimizer):
-    """Slow weights that follow every three steps."""
+    """Slow weights that are updated every three steps."""
 
     def __init__(self, optimizer: Optimizer, every: int = 3, alpha: float = 0.5) -> None:
         self.optimizer = optimizer
@@ -112,7 +115,7 @@ def lookahead(attached: str) -> None:
 
 
 class Sam(Optimizer):
-    """Sharpness-aware minimisation, in its usual public form."""
+    """Sharpness-aware minimisation, as in its widespread public implementation."""
 
     def __init__(self, params: Iterable[Tensor], base: type[Optimizer], rho: float = 0.05, **options: Any) -> None:
         super().__init__(params, {"rho": rho, **options})
@@ -169,7 +172,7 @@ def sam(base: type[Optimizer], used: str) -> None:
 
 
 class Twice(AdamW):
-    """Overrides ``step`` and calls it."""
+    """Overrides ``step`` and calls the parent's."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -177,7 +180,8 @@ class Twice(AdamW):
 
 @cases({"hooked": True, "closure": False}, {"hooked": False, "closure": True}, {"hooked": True, "closure": True})
 def subclass_that_calls_super(hooked: bool, closure: bool) -> None:
-    """One boundary per step, whether torch has hooked the base's ``step`` (as its first instance makes it) or not."""
+    """Counts one boundary per step, whether torch has hooked the base's ``step`` (as its first instance does) or
+    not."""
     if hooked:
         AdamW([nn.Parameter(torch.ones(1))])
     original = AdamW.step if hooked else getattr(AdamW.step, "__wrapped__", AdamW.step)
@@ -198,7 +202,7 @@ def subclass_that_calls_super(hooked: bool, closure: bool) -> None:
 
 
 class Odd(Optimizer):
-    """Plain SGD; what it calls its learning rate is its own affair."""
+    """Plain SGD with another name for the learning rate."""
 
     def __init__(self, params: Iterable[Tensor], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -225,12 +229,12 @@ def adamw_with(options: dict[str, Any]) -> None:
 
 @program
 def adagrad() -> None:
-    """Its state is there before the first step."""
+    """Adagrad creates its state before the first step."""
     plain_run(STEPS, lambda p: Adagrad(p, lr=0.01)).right(STEPS)
 
 
 class ScheduleFree(Optimizer):
-    """Trains at one point and is evaluated at another: ``train()`` and ``eval()`` write to the weights."""
+    """Trains at one point and evaluates at another: ``train()`` and ``eval()`` write to the weights."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": True})
@@ -286,7 +290,7 @@ def torchao_low_bit(name: str) -> None:
     optimizer = getattr(module, name)(trial.net.parameters(), lr=0.01)
     trial.manager.attach(optimizer=optimizer)
     x, y = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
-    # It compiles its update, which takes half a minute on a CPU, and is the same uncompiled.
+    # Compiling the update takes half a minute on a CPU, and the update is the same uncompiled.
     with mock.patch.object(torch, "compile", lambda function, **options: function):
         for _ in range(STEPS):
             output = trial.net(x)
@@ -300,8 +304,8 @@ def torchao_low_bit(name: str) -> None:
 
 
 class Offload(Optimizer):
-    """As torchao's CPUOffloadOptimizer, which wants a GPU: it never calls ``Optimizer.__init__``, has an optimizer per
-    large parameter over a copy, and writes the copy back; small parameters have one of their own."""
+    """Like torchao's CPUOffloadOptimizer, which needs a GPU: never calls ``Optimizer.__init__``, steps a copy of each
+    large parameter with its own optimizer and writes it back. Small parameters share an optimizer."""
 
     def __init__(self, params: Iterable[nn.Parameter], kind: type[Optimizer], **options: Any) -> None:
         self.copies: dict[nn.Parameter, Tensor] = {}
@@ -352,7 +356,7 @@ def cpu_offload() -> None:
     {"given": "the masters' optimizer", "masters": "one flat"},
 )
 def master_copies_in_float32(given: str, masters: str) -> None:
-    """The net is bfloat16; its optimizer has float32 copies, maybe in one flat tensor, which are copied back."""
+    """A bfloat16 net whose optimizer has float32 copies, maybe in one flat tensor, which are copied back."""
     trial = Trial(mlp().bfloat16())
     net = trial.parameters()
     copies = [p.detach().float() for p in net]
@@ -383,9 +387,9 @@ def master_copies_in_float32(given: str, masters: str) -> None:
     trial.right(STEPS)
 
 
-@variants(microbatches=[1])  # With more, weights change between backwards as if somebody trained them: a warning.
+@variants(microbatches=[1])  # More would change weights between backwards, which warns.
 def sam_of_each_microbatch(microbatches: int) -> None:
-    """m-sharpness: each microbatch climbs, and comes back, on its own."""
+    """m-sharpness: each microbatch climbs and returns separately."""
     trial = Trial()
     optimizer = trial.adamw()
     trial.manager.attach(optimizer=optimizer)
@@ -414,7 +418,7 @@ def sam_of_each_microbatch(microbatches: int) -> None:
 
 @program
 def compiled_optimizer() -> None:
-    """As PyTorch's tutorial compiles it."""
+    """Compiled as in PyTorch's tutorial."""
     trial = Trial()
     optimizer = trial.adamw(foreach=True)
     trial.manager.attach(optimizer=optimizer)
@@ -435,7 +439,7 @@ def compiled_optimizer() -> None:
 
 @variants(attached=["after", "before"])
 def optimizer_state_is_loaded(attached: str) -> None:
-    """``set_optimizer_state_dict`` steps a fresh optimizer, with lr 0: no step of the model's."""
+    """``set_optimizer_state_dict`` steps a fresh optimizer with lr 0, which does not count as a step."""
     source = Trial()
     optimizer = source.adamw()
     source.manager.attach(optimizer=optimizer)
@@ -460,7 +464,7 @@ def optimizer_state_is_loaded(attached: str) -> None:
 
 @program
 def optimizer_state_is_read_before_the_first_step() -> None:
-    """Training goes on as if nobody had asked, but for the optimizer's own count of steps."""
+    """Reading the state does not affect training, except for the optimizer's own step count."""
     trial, other = Trial(), Trial()
     for each in (trial, other):
         optimizer = each.sgd(momentum=0.9)
@@ -476,7 +480,7 @@ def optimizer_state_is_read_before_the_first_step() -> None:
 
 @program
 def optimizer_made_anew_and_attached_again() -> None:
-    """AdamW's state goes with it; then, another kind."""
+    """A new AdamW takes over the state; then an optimizer of another kind follows."""
     trial = Trial()
     for epoch in range(3):
         optimizer = trial.adamw() if epoch % 2 else trial.sgd()
@@ -497,7 +501,7 @@ def attached_again_and_nothing_else() -> None:
 
 @program
 def restored_then_trained_plainly() -> None:
-    """Bitwise plain torch from then on."""
+    """Bitwise equal to plain torch after the restore."""
     trial = plain_run(3)
     trial.accurate()
     net = fp8dist.restore(trial.net)
@@ -527,7 +531,7 @@ def _resume(orders: Iterable[tuple[str, ...]], folder: Path | None) -> None:
         net = mlp()
         with torch.no_grad():
             for p in net.parameters():
-                p.mul_(0.25)  # A fresh net is not the one that was saved.
+                p.mul_(0.25)  # A fresh net differs from the saved one.
         trial = Trial(net)
         fresh = trial.adamw(0.02)
         for what in order:
@@ -536,7 +540,7 @@ def _resume(orders: Iterable[tuple[str, ...]], folder: Path | None) -> None:
             elif what == "weights":
                 trial.net.load_state_dict(saved["weights"])
             elif what == "optimizer":
-                fresh.load_state_dict(copy.deepcopy(saved["optimizer"]))  # It would share its tensors.
+                fresh.load_state_dict(copy.deepcopy(saved["optimizer"]))  # Without the copy they would share tensors.
             elif folder is not None:
                 trial.manager.load(folder / "fp8.safetensors")
             else:

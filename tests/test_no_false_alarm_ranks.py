@@ -1,4 +1,4 @@
-"""Correct programs are silent and right on two ranks; see ``test_no_false_alarm.py``."""
+"""Correct programs are silent and accurate on two ranks; see ``test_no_false_alarm.py``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +33,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from tests.support.pages import ROOT, blocks
 from tests.support.parallel import mesh_of
 from tests.support.quiet import (
     HISTORY,
@@ -52,7 +51,6 @@ from tests.support.ranks import RankPool
 TABLE = Table()
 program, variants, cases = TABLE.program, TABLE.variants, TABLE.cases
 STEPS = 5
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 
 def world(net: nn.Module | None = None, recipe: Any = None, **settings: Any) -> Trial:
@@ -60,7 +58,7 @@ def world(net: nn.Module | None = None, recipe: Any = None, **settings: Any) -> 
 
 
 def ddp_trial(kind: type[Optimizer] = AdamW, **settings: Any) -> tuple[Trial, Any, Optimizer]:
-    """A net in DDP, its optimizer, attached."""
+    """Return a net in DDP and its optimizer, attached."""
     trial = world(**settings)
     ddp = DistributedDataParallel(trial.net)
     optimizer = kind(ddp.parameters(), lr=0.01)  # type: ignore[call-arg]
@@ -101,7 +99,7 @@ def ddp_no_sync(microbatches: int) -> Any:
 
 @program
 def join_with_uneven_data() -> Any:
-    trial, net, optimizer = ddp_trial(SGD)  # One with a state would end with another on the rank without data.
+    trial, net, optimizer = ddp_trial(SGD)  # An optimizer with state would end differently on the rank without data.
     with Join([net, trial.manager]):
         trial.train(optimizer, 3 + 2 * me(), net=net, rank=me())
     trial.train(optimizer, 2, net=net, rank=me())
@@ -111,7 +109,7 @@ def join_with_uneven_data() -> Any:
 
 @variants(kind=["unfused", "fused"])
 def gradscaler_skips_on_all_ranks(kind: str) -> Any:
-    """The loss of one is infinite."""
+    """One rank's loss is infinite."""
     trial = world()
     net = DistributedDataParallel(trial.net)
     optimizer = (
@@ -132,7 +130,7 @@ def gradscaler_skips_on_all_ranks(kind: str) -> Any:
 
 @variants(attached=["outer", "manual"])
 def zero_redundancy(attached: str) -> Any:
-    """Bitwise the plain optimizer."""
+    """Bitwise equal to the plain optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It uses torch.jit.
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -158,14 +156,14 @@ def zero_redundancy(attached: str) -> Any:
 
 @cases({"where": "all ranks", "kind": "AdamW"}, {"where": "rank 0", "kind": "SGD"})
 def optimizer_state_is_read_before_the_first_step(where: str, kind: str) -> Any:
-    """It steps the optimizer with lr 0. That must not communicate: rank 0 may be alone."""
+    """Reading the state steps the optimizer with lr 0. This must not communicate: rank 0 may be alone."""
     trial, net, optimizer = ddp_trial({"AdamW": AdamW, "SGD": SGD}[kind])
     if where == "all ranks" or me() == 0:
         get_optimizer_state_dict(net, optimizer)
     dist.barrier()
     assert trial.manager.steps == 0
     trial.train(optimizer, STEPS, net=net, rank=me())
-    if where == "all ranks" or kind == "SGD":  # AdamW of rank 0 has counted a step more.
+    if where == "all ranks" or kind == "SGD":  # AdamW on rank 0 has counted one more step.
         trial.right(STEPS)
         return trial.bits()
     state_is_right(trial.manager, STEPS)
@@ -183,7 +181,7 @@ def optimizer_state_is_loaded_before_attach(options: str) -> Any:
     trial = world()
     again = DistributedDataParallel(trial.net)
     fresh = AdamW(again.parameters(), lr=0.01)
-    if not saved["state"]:  # A whole one is rank 0's alone.
+    if not saved["state"]:  # Only rank 0 has the whole state.
         saved = {}
     set_optimizer_state_dict(
         again, fresh, saved, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -200,7 +198,7 @@ def optimizer_state_is_loaded_before_attach(options: str) -> Any:
 
 @variants(kind=["two backwards"])
 def gan_in_ddp(kind: str) -> Any:
-    """Two managers; D takes two steps for one of G."""
+    """Two managers; D takes two steps per step of G."""
     g, d = world(mlp(32, 64, 32)), world(mlp(32, 64, 16))
     net_g, net_d = DistributedDataParallel(g.net), DistributedDataParallel(d.net)
     of_g, of_d = g.adamw(0.003), d.adamw(0.003)
@@ -209,7 +207,7 @@ def gan_in_ddp(kind: str) -> Any:
     for index in range(6):
         noise, real = batch(index, me())[0], batch(index + 1, me())[0]
         fake = net_g(noise).detach() if kind == "one backward" else g.net(noise).detach()
-        if kind == "one backward":  # DDP takes one forward per backward.
+        if kind == "one backward":  # DDP allows one forward per backward.
             scores = net_d(torch.cat([fake, real]))
             (scores[:16].mean() - scores[16:].mean()).backward()
         else:
@@ -269,7 +267,7 @@ def scheduler_in_ddp(order: str) -> Any:
 
 @variants(attached=["inner", "manual"])
 def local_sgd(attached: str) -> Any:
-    """Ranks train on their own, and average their weights every second step."""
+    """Ranks train separately, and average their weights every second step."""
     trial = world()
     optimizer = trial.sgd()
     if attached == "inner":
@@ -292,7 +290,7 @@ def local_sgd(attached: str) -> Any:
 
 
 def whole_weights(net: nn.Module) -> dict[str, Tensor]:
-    """By the plain net's names. COLLECTIVE."""
+    """Return the weights by the plain net's names. COLLECTIVE."""
     found = {}
     for name, p in net.named_parameters():
         value = p.detach()
@@ -307,7 +305,7 @@ def near(trial: Trial, output: Tensor, weights: dict[str, Tensor], x: Tensor) ->
 
 @contextlib.contextmanager
 def unsynced(net: Any, on: bool) -> Iterator[None]:
-    """FSDP2's no_sync."""
+    """Use FSDP2's no_sync."""
     net.set_requires_gradient_sync(not on)
     yield
     net.set_requires_gradient_sync(True)
@@ -370,7 +368,7 @@ def hsdp(gather: bool, shape: tuple[int, int]) -> Any:
 
 @cases({"gather": False, "how": "copy_"}, {"gather": True, "how": "swapped_weights"})
 def fsdp2_ema_swapped_in_and_out(gather: bool, how: str) -> Any:
-    """Of sharded parameters, around an evaluation; training goes on as if there had been none."""
+    """Swap sharded parameters for an evaluation; training is not affected."""
     swapped, still = fsdp2_trial(gather=gather), fsdp2_trial(gather=gather)
     for trial, optimizer in (swapped, still):
         average = [p.detach().clone() for p in trial.net.parameters()]
@@ -391,7 +389,7 @@ def fsdp2_ema_swapped_in_and_out(gather: bool, how: str) -> Any:
                     trial.net.train()
                     for old, p in zip(mine, trial.net.parameters()):
                         p.copy_(old)
-    emptied = gather and how == "copy_"  # README: a gathered weight that was written to may get a scale of its own.
+    emptied = gather and how == "copy_"  # docs/fsdp2.md: a gathered weight that was written to may get a new scale.
     for trial, _ in (swapped, still):
         trial.accurate()
         state_is_right(trial.manager, STEPS, lambda fqn, role: role != "weight" or not emptied)
@@ -415,7 +413,7 @@ def fsdp2_optimizer_state_is_read(gather: bool, where: str) -> Any:
             saved = get_optimizer_state_dict(trial.net, optimizer)
             set_optimizer_state_dict(trial.net, optimizer, saved)
     assert trial.manager.steps == 0
-    if where == "before attach":  # An optimizer with a state looks like a job that goes on without its FP8 state.
+    if where == "before attach":  # An optimizer with state looks like a resumed job without its FP8 state.
         with trial.manager.calibrate():
             for index in range(2):
                 nn.functional.mse_loss(trial.net(batch(index, me())[0]), batch(index, me())[1]).backward()
@@ -472,22 +470,21 @@ def tensor_parallel(foreach: bool) -> Any:
     return fp8_bits(trial.manager)
 
 
-# README ------------------------------------------------------------------------------------------
+# Pages -------------------------------------------------------------------------------------------
 
 
-@variants(number=range(len(re.findall(r"```python\n", README))))
-def readme(number: int) -> Any:
-    """Its blocks of code, in the ranks that are here."""
-    code = re.findall(r"```python\n(.*?)```", README, re.S)[number]
+@variants(which=["README.md", "docs/ddp.md", "docs/fsdp2.md"])
+def page(which: str) -> Any:
+    """Run the first program for two ranks that a page shows."""
+    code = next(block.text for block in blocks(which, (ROOT / which).read_text()) if block.how == "ranks=2")
     code = re.sub(r"dist\.(init|destroy)_process_group\(\)", "pass", code)
-    alone = {} if "group=" in code or "prepare" not in code else {"FP8DIST_AMAX_SYNC": "0"}
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), mock.patch.dict(os.environ, alone):
-        exec(compile(code, "README", "exec"), {"__name__": "readme"})
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        exec(compile(code, which, "exec"), {"__name__": "readme"})
     return None
 
 
 def run(name: str) -> Any:
-    """One program, on this rank."""
+    """Run one program on this rank."""
     return TABLE.run(name)
 
 

@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold every module, kernels included, and the editable install maps them."""
+"""The wheel and the sdist contain every module, including kernels, and the editable install maps them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def _run(*command: str, cwd: Path, **variables: str) -> str:
 
 
 def _bare_python(home: Path) -> str:
-    """The interpreter of a new venv with torch and the like, but without fp8dist."""
+    """Return the interpreter of a new venv with torch and other dependencies, but without fp8dist."""
     venv.create(home, with_pip=False)
     (site,) = (home / "lib").glob("python*/site-packages")
-    # A .pth in that folder, such as our own editable one, is not followed.
+    # Python does not follow a .pth in that folder, such as our own editable one.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
     return str(home / "bin" / "python")
 
@@ -71,12 +71,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 @pytest.mark.slow
 def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, Path], tmp_path: Path) -> None:
-    """And launches a program, where there is no folder launch/."""
+    """The installed wheel also launches a program, without a folder launch/."""
     wheel, _ = distributions
     (tmp_path / "program.py").write_text("import os, sys\nprint(os.environ['RANK'], *sys.argv[1:])\n")
     python = _bare_python(tmp_path / "venv")
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    with zipfile.ZipFile(wheel) as archive:  # What pip does with a pure wheel, without its start-up time.
+    with zipfile.ZipFile(wheel) as archive:  # As pip unpacks a pure wheel, but without pip's start-up time.
         archive.extractall(site)
     script = (
         "import importlib, sys\n"
@@ -106,7 +106,7 @@ def test_sdist_and_wheel_carry_licence_type_marker_and_tables(distributions: tup
 
 @pytest.mark.slow
 def test_a_clone_that_is_not_installed_runs(tmp_path: Path) -> None:
-    """With PYTHONPATH alone: no symlink, no copy, no editable install."""
+    """PYTHONPATH is enough: no symlink, no copy, no editable install."""
     flags = [*TINY, "--steps", "2", "--precision", "fp8", "--out", "run"]
     script = (
         "import fp8dist, fp8dist_kernels, runpy\n"
@@ -135,7 +135,7 @@ def _release(version: str) -> tuple[int, int]:
 
 @pytest.fixture
 def passed() -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(Python, torch) of each combination that scripts/test-versions has seen pass."""
+    """Return (Python, torch) of each combination that passed scripts/test-versions."""
     rows = json.loads((ROOT / "scripts" / "results" / "versions.json").read_text())
     return [(_release(row["python"]), _release(row["torch"])) for row in rows if row["passed"] and not row["failed"]]
 

@@ -1,4 +1,4 @@
-"""What prepare() takes and what it leaves alone."""
+"""Which modules prepare() converts, and which it leaves alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.training import parameter_bits
 
 
 class MyLinear(nn.Linear):
-    """Not exactly nn.Linear."""
+    """A subclass of nn.Linear."""
 
 
 class Zoo(nn.Module):
-    """One Linear to convert among many to leave."""
+    """One Linear to convert, and many modules to leave alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_ineligible_modules_are_left_with_a_reason(caplog: pytest.LogCaptureFixt
     }.items():
         assert reason in said.pop(name)
     assert said.pop("1") == "fp8dist: 1 Linears are FP8Linears now"
-    assert list(said) == ["FP8:"]  # The warning of test_coverage.
+    assert list(said) == ["FP8:"]  # See test_coverage for the warning.
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_skip_adds_to_the_default_patterns(skip: Any, expected: list[str]) -> No
         ),
         (
             {"overrides": {"g*": "high", "good": "high"}},
-            "overrides: 'good' never counts: an earlier pattern matches all",
+            "overrides: 'good' has no effect: an earlier pattern matches all",
         ),
         ({"overrides": {"spectral.weight": "high"}}, "matches 'spectral.weight' (nearest: 'spectral')"),
     ],
@@ -191,14 +191,14 @@ def test_a_model_may_change_its_dtype_after_its_state_was_placed() -> None:
 
 def test_rowwise_scaling_has_no_fp8_all_gather() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    with pytest.raises(ConfigurationError, match="1: fp8_all_gather=True does not go with RowwiseScaling"):
+    with pytest.raises(ConfigurationError, match="1: fp8_all_gather=True does not work with RowwiseScaling"):
         fp8dist.prepare(model, overrides={"1": fp8dist.RowwiseScaling()}, fp8_all_gather=True)
     assert type(model[1]) is nn.Linear
     fp8dist.prepare(model, overrides={"1": fp8dist.BlockScaling()}, fp8_all_gather=True)
 
 
 def test_a_group_of_one_rank_shares_its_state_with_nobody() -> None:
-    """So the manager may step without attach."""
+    """The manager may step without attach."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         net = nn.Linear(48, 32)

@@ -1,4 +1,4 @@
-"""The rank pool itself: results in order, and every rank's traceback when one fails or hangs."""
+"""The rank pool: results in order, and every rank's traceback when a rank fails or hangs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _origin() -> tuple[bool, int]:
 
 
 def test_ranks_are_forked_from_one_thread_that_has_imported_torch(two_ranks: RankPool) -> None:
-    """Without the imports they would still work, and all tests take three times as long."""
+    """Without the preloaded imports, ranks work too, but all tests take three times as long."""
     assert two_ranks.run(_origin) == [(True, 1)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Recipes: defaults, frozen, every bad value is named."""
+"""Recipes: defaults, immutability, and errors that name each bad value."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_bad_value_of_what_all_recipes_have() -> None:
 
 
 def test_what_recipes_have_in_common_is_none() -> None:
-    with pytest.raises(ConfigurationError, match="Recipe is what recipes have in common"):
+    with pytest.raises(ConfigurationError, match="Recipe is the base class of all recipes"):
         Recipe()
 
 

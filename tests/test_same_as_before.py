@@ -1,13 +1,13 @@
 """Training gives the same bits as before the modules moved.
 
-The whole code base moved into rooms, and some API names changed. Neither is about numerics. So 20 steps must give the
-same losses, the same FP8 state and the same parameters, bit for bit. The digests in ``tests/data/same_as_before.json``
-were made with commit c45a5bf, the last one before the move. ``tests/support/reference_runs.py`` has the cases, and says
-how to make the file anew when numbers change on purpose.
+The modules moved into rooms, and some API names changed. Neither affects numerics, so 20 steps must give the same
+losses, FP8 state and parameters, bit for bit. Commit c45a5bf, the last one before the move, produced the digests in
+``tests/data/same_as_before.json``. ``tests/support/reference_runs.py`` has the cases, and says how to recreate the file
+after an intended change of numerics.
 
-Another CPU or another torch may compute other bits. The canary tells: the same nets in plain torch, in a process that
-never imports fp8dist. If its digest is not the stored one, the digests cannot be compared here, and the tests skip. A
-change in fp8dist cannot change the canary. Ranks that fail are a failure on any machine.
+Another CPU or torch version may compute other bits. The canary detects this: it runs the same nets in plain torch, in a
+process that never imports fp8dist, so no change in fp8dist can affect it. If its digest differs from the stored one,
+the tests skip. Failing ranks are a failure on any machine.
 """
 
 from __future__ import annotations

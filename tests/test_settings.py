@@ -1,4 +1,4 @@
-"""Run settings: argument, else environment variable, else default; every bad value is named."""
+"""Run settings: argument, then environment variable, then default; errors name each bad value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_booleans_from_the_environment() -> None:
     ]:
         assert _resolve({"FP8DIST_ENABLED": text}).enabled is value
         assert _resolve({"FP8DIST_AMAX_SYNC": text}).amax_sync is value
-        # One variable decides one setting.
+        # Each variable controls one setting.
         assert _resolve({"FP8DIST_ENABLED": text}).amax_sync is True
         assert _resolve({"FP8DIST_AMAX_SYNC": text}).enabled is True
 
@@ -68,7 +68,7 @@ def test_arguments_beat_the_environment() -> None:
 
 
 def test_enabled_by_the_argument_and_the_environment() -> None:
-    """FP8DIST_ENABLED=0 beats everything; =1 does not switch on what the program switched off."""
+    """FP8DIST_ENABLED=0 overrides everything; =1 does not enable what the program disabled."""
     for argument in [None, True, False]:
         for text in [None, "0", "1"]:
             environ = {} if text is None else {"FP8DIST_ENABLED": text}
@@ -117,7 +117,7 @@ def test_a_bad_argument_is_named() -> None:
 
 
 def test_a_bad_variable_matters_even_where_the_argument_wins_for_enabled() -> None:
-    """FP8DIST_ENABLED beats the argument, so a misspelt one may not be ignored."""
+    """FP8DIST_ENABLED overrides the argument, so a typo in its value must raise."""
     with pytest.raises(ConfigurationError, match=r"FP8DIST_ENABLED must be .*'of'"):
         _resolve({"FP8DIST_ENABLED": "of"}, enabled=True)
 
@@ -172,7 +172,7 @@ def test_what_cannot_go_with_an_fp8_all_gather_is_refused() -> None:
 
 
 def test_a_bad_check_every_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks for checks and gets none must be told, as with the argument."""
+    """A user who asks for checks must not silently get none."""
     for text in ["often", "-1", "1.5", "10 steps"]:
         monkeypatch.setenv("FP8DIST_CHECK_EVERY", text)
         with pytest.raises(ConfigurationError, match="FP8DIST_CHECK_EVERY"):

@@ -1,1 +1,1 @@
-"""Saving and loading: under which key each part of the state is saved, and state that TransformerEngine has saved."""
+"""Save and load FP8 state, and import FP8 state that TransformerEngine has saved."""

@@ -1,4 +1,4 @@
-"""Checkpoints of FP8 state: under which key an arena's state goes, and how a saved one becomes this model's."""
+"""Save FP8 state under keys that name the ranks that share it, and load a saved state into this model."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ __all__ = ["Checkpoint", "with_rank"]
 logger = logging.getLogger("fp8dist")
 
 _CONVERTIBLE = ("amax_algo", "margin", "power_of_two")
-_HOW_TO_CONVERT = "convert=True (of load_state_dict and load) derives scales anew by the recipe of this model"
+_HOW_TO_CONVERT = "convert=True (of load_state_dict and load) derives new scales by the recipe of this model"
 
 
 class Checkpoint:
     """The FP8 state of one manager as checkpoints hold it.
 
-    To torch.distributed.checkpoint each key's value is opaque bytes: it would load tensors only into tensors of equal
-    shape, and knows nothing of slots. Keys say who shares the state, because it merges equal keys of several ranks:
+    The value of a key is opaque bytes, because torch.distributed.checkpoint (DCP) loads tensors only into tensors of
+    equal shape and does not know slots. DCP merges equal keys of several ranks, so a key names the ranks that share
+    the state:
 
     ========================  =================================================================================
-    shared                    every rank of the job: independent of how many there are
+    shared                    all ranks of the job, whatever their number
     ranks<first>-<identity>   the ranks of a smaller group
-    rank<r>                   nobody (``amax_sync=False``)
+    rank<r>                   this rank only (``amax_sync=False``)
     ========================  =================================================================================
     """
 
@@ -47,20 +48,20 @@ class Checkpoint:
         self._cycle = cycle
 
     def state_dict(self) -> dict[str, bytes]:
-        """This rank's state by key. Local."""
+        """Return this rank's state by key. Local."""
         self._cycle.require("saving state")
         self._cycle.settle()
         return {key: self._to_bytes(arenas) for key, arenas in self._arenas_by_key().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, convert: bool) -> None:
-        """Take over this rank's keys. Local.
+        """Load this rank's keys. Local.
 
         Raises:
-            CheckpointError: one of them is not there, or does not fit; nothing was changed.
+            CheckpointError: a key is missing (if ``strict``) or does not fit. Nothing was changed.
         """
         self._cycle.require("loading state")
         if "slots" in state_dict and "version" in state_dict:
-            storage.validated_slots(state_dict)  # As version 1 gave it: raises.
+            storage.validated_slots(state_dict)  # The layout of version 1: raises.
         matches = []
         for key, arenas in self._arenas_by_key().items():
             if key in state_dict:
@@ -74,16 +75,16 @@ class Checkpoint:
         self._take_over(matches)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all of this rank's state to one file. Local."""
+        """Write all state of this rank to one file. Local."""
         self._cycle.require("saving state")
         self._cycle.settle()
         storage.write_file(with_rank(path), self._to_bytes(self._arenas()))
 
     def load(self, path: str | os.PathLike[str], strict: bool, convert: bool) -> None:
-        """Take over what ``save`` wrote. Local.
+        """Load a file that ``save`` wrote. Local.
 
         Raises:
-            CheckpointError: missing, damaged or foreign file, or it does not fit; nothing was changed.
+            CheckpointError: the file is missing, damaged or foreign, or does not fit. Nothing was changed.
         """
         self._cycle.require("loading state")
         source = with_rank(path)
@@ -110,7 +111,7 @@ class Checkpoint:
             with unchanged_on_failure(self._arenas()):  # A callable amax_algo may raise.
                 for match in matches:
                     match.apply()
-                # Modules, like slots, belong to one arena, and so to one match.
+                # A module belongs to one arena, and thus to one match.
                 loaded = {slot.fqn for match in matches for slot in match.loaded}
                 kept = {fqn: of for fqn, of in precision.items() if fqn not in loaded}
                 theirs = {fqn: of for match in matches for fqn, of in match.precision.items()}
@@ -137,7 +138,7 @@ def _rank() -> int:
 
 
 def with_rank(path: str | os.PathLike[str]) -> str:
-    """The path, with this rank's number for ``{rank}``."""
+    """Return the path with ``{rank}`` replaced by this rank's number."""
     return os.fspath(path).replace("{rank}", str(_rank()))
 
 
@@ -148,7 +149,7 @@ def _parsed(key: str, value: Any) -> dict[str, Any]:
 
 
 def _collected(arenas: Sequence[Arena], precisions: Precisions) -> dict[str, Any]:
-    """The state of all slots as CPU tensors in slot order, with names, formats and recipes."""
+    """Return the state of all slots as CPU tensors in slot order, with names, formats and recipes."""
     specs = [spec for arena in arenas for spec in arena.specs]
     recipes = list(dict.fromkeys(arena.recipe for arena in arenas if len(arena)) or [arenas[0].recipe])
     recipe_of = [recipes.index(arena.recipe) for arena in arenas for _ in arena.specs]
@@ -185,10 +186,10 @@ def _match(name: str, arenas: Sequence[Arena], saved: Mapping[str, Any], strict:
 
 
 class _Match:
-    """A saved state and the arenas that it goes into, slot by slot name.
+    """A saved state and the arenas that it is loaded into, matched by names of slots.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: the state does not fit.
     """
 
     def __init__(self, arenas: Sequence[Arena], saved: Mapping[str, Any], strict: bool, convert: bool) -> None:
@@ -196,7 +197,7 @@ class _Match:
         self._arenas = arenas
         self._saved = saved
         self.precision: Mapping[str, Any] = saved["precision"]
-        """Of modules that were not as their recipe said, by fqn."""
+        """By fqn: precision of the modules that had changed it since ``prepare``."""
         self._places = {slot: i for i, slot in enumerate(names)}
         self._compare_slots(strict)
         self._changed, changes = self._compare_recipes()
@@ -206,12 +207,12 @@ class _Match:
 
     @property
     def loaded(self) -> set[Slot]:
-        """The slots whose state is there."""
+        """Slots of the arenas that the saved state contains."""
         return {slot for arena in self._arenas for slot in arena.index if slot in self._places}
 
     @property
     def tripped(self) -> set[Slot]:
-        """The slots whose trouble nobody had acted on yet."""
+        """Saved slots that had tripped, before their modules fell back to high precision."""
         return {slot for slot, place in self._places.items() if place in self._saved["tripped"]}
 
     def _compare_slots(self, strict: bool) -> None:
@@ -224,7 +225,7 @@ class _Match:
             logger.warning("fp8dist: loading FP8 state non-strictly. %s", text)
 
     def _compare_recipes(self) -> tuple[set[Slot], list[str]]:
-        """(slots whose scales follow from amaxes in another way than when they were saved, what has changed)."""
+        """Return (slots whose scales follow another rule or format than when saved, texts of the changes)."""
         changed: set[Slot] = set()
         changes: dict[str, None] = {}
         odd: list[SlotSpec] = []
@@ -256,8 +257,10 @@ class _Match:
         return name
 
     def _amaxes_behind_scales(self) -> Tensor:
-        """float32[n], in the order of the saved slots: the amaxes that the scales were made from, as far as scales tell
-        (a power of two was rounded down, a margin was added)."""
+        """Return the amaxes that the saved scales were made from: float32[n], in the order of the saved slots.
+
+        The margin is taken out. The rounding to a power of two cannot be undone.
+        """
         names = self._saved["formats"]
         margins = [recipe.get("margin", 0) for recipe in self._saved["recipes"]]
         for margin in margins:
@@ -265,13 +268,13 @@ class _Match:
                 raise CheckpointError(f"its margin is {margin!r}: it cannot be converted")
         unknown = sorted({name for name in names if name not in FORMATS})
         if unknown:
-            raise CheckpointError(f"it has slots of format {unknown[0]!r}, of which nothing is known here")
+            raise CheckpointError(f"it has slots of format {unknown[0]!r}, which is unknown here")
         largest = torch.tensor([FORMATS[name].max for name in names], dtype=torch.float32, device="cpu")
         factors = torch.tensor([2.0 ** margins[i] for i in self._saved["recipe_of"]], device="cpu")
         return amax_behind_scale(self._saved["scale"].cpu(), largest / factors, margin=0)
 
     def apply(self) -> None:
-        """Change the arenas."""
+        """Write the saved state to the arenas."""
         for arena in self._arenas:
             found = [(i, self._places[slot]) for slot, i in arena.index.items() if slot in self._places]
             mine = torch.tensor([i for i, _ in found], dtype=torch.int64, device=arena.device)
@@ -288,11 +291,11 @@ class _Match:
         arena.step.copy_(self._saved["step"])
         kinds = [self._recipe_of(slot).get("recipe") for slot in arena.index if slot in self._places]
         if not arena.recipe.delayed and any(kind != type(arena.recipe).__name__ for kind in kinds):
-            return  # Nothing that was saved tells of the tensors to come.
+            return  # Just-in-time scales need no state of another recipe.
         arena.load_slots(mine, rows("scale"), rows("amax"), rows("cold"), rows("counters", 1), rows("history"))
 
     def _convert(self, arena: Arena, mine: Tensor, theirs: Tensor) -> None:
-        """Scales by this recipe; slots that were saved by an equal one keep theirs."""
+        """Derive scales by this recipe. Slots that were saved by an equal recipe keep their scales."""
         stood_for = torch.zeros_like(arena.amax)
         stood_for[mine] = self._stood_for.index_select(0, theirs).to(arena.device)
         changed = torch.tensor([slot in self._changed for slot in arena.index], dtype=torch.bool, device=arena.device)
@@ -300,8 +303,7 @@ class _Match:
 
 
 def _differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """In what the scales of two recipes differ. Scales that are made just in time need no state, and fit whatever was
-    saved."""
+    """Return the differences of two recipes that change scales. Just-in-time scales fit any saved state."""
     if mine["recipe"] != "DelayedScaling":
         return []
     if theirs.get("recipe") != mine["recipe"]:

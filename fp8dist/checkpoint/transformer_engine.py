@@ -1,4 +1,4 @@
-"""Import of TransformerEngine's FP8 state: which of its entries is which module's, and how it becomes ours."""
+"""Import FP8 state of TransformerEngine: match its entries to our modules, and convert them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["ImportReport", "NameMap", "import_state"]
 
 Theirs = str | tuple[str, int]
 NameMap = Mapping[str, Theirs] | Callable[[str], Theirs | None]
-"""By fqn of ours: the fqn of a TransformerEngine module, with the number of its GEMM where it has two."""
+"""Maps our fqn to the fqn of a TransformerEngine module, or to (fqn, GEMM number) if that has two GEMMs."""
 
 _KEY = "_extra_state"
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What ``import_state`` did.
+    """Result of ``import_state``.
 
     Args:
-        matched: (slot, where it came from) of each slot that was written.
-        missing: fqns of ours for which there is no entry, or one without FP8 state.
-        unused: fqns of theirs whose entry nobody took.
-        stateless: fqns of theirs whose entry was asked for and holds no FP8 state.
-        converted: (slot, why) of each scale that was derived anew by our recipe.
+        matched: (slot, source) of each slot that was written.
+        missing: our fqns without an entry, or whose entry has no FP8 state.
+        unused: TransformerEngine fqns whose entry matches no module.
+        stateless: TransformerEngine fqns whose entry matches a module but holds no FP8 state.
+        converted: (slot, reason) of each scale that was derived anew by our recipe.
     """
 
     matched: tuple[tuple[Slot, str], ...]
@@ -60,22 +60,23 @@ class ImportReport:
 def import_state(
     arenas: Sequence[Arena], state_dict: Mapping[str, object], name_map: NameMap | None = None
 ) -> ImportReport:
-    """Take over scales and amax histories from the ``_extra_state`` entries of a state_dict. Local: do it on all ranks
-    alike.
+    """Load scales and amax histories from the ``_extra_state`` entries of a state_dict. Local: call it with the same
+    entries on all ranks.
 
-    Histories are matched by age: a longer one keeps its newest entries. A slot is cold if it has neither a scale nor
-    an amax there. Scales are theirs, unless they follow from amaxes in another way than here: another format or margin,
-    powers of two here, or an amax that TransformerEngine had not yet made a scale of. Those are derived anew from the
-    window; where it is empty, from the amax that their scale stands for. The step counter stays.
+    Histories are matched by age: of a longer history the newest entries are kept. A slot is cold if its entry has
+    neither a scale nor an amax. Saved scales are kept, unless this model computes scales by another rule (another
+    format or margin, powers of two), or TransformerEngine had not yet made a scale of the newest amax. Then the scale
+    is derived anew from the amax window, or, if that is empty, from the amax that the saved scale stands for. The step
+    counter does not change.
 
     Args:
-        state_dict: entries by name; those that are no ``_extra_state`` are passed over.
-        name_map: what modules are called there: a mapping, in which absent modules have the name that they have here,
-            or a callable, whose None means that there is none.
+        state_dict: entries by name; keys other than ``_extra_state`` are ignored.
+        name_map: names of the modules in ``state_dict``: a mapping (modules that it lacks have the same name there), or
+            a callable that returns None for a module without an entry.
 
     Raises:
-        ConfigurationError: ``name_map`` names what there is not.
-        CheckpointError: an entry that was asked for is damaged, or more than data.
+        ConfigurationError: ``name_map`` is invalid, or names a module, entry or GEMM that does not exist.
+        CheckpointError: an entry that is needed is damaged, or holds more than data.
         In both cases nothing was changed.
     """
     plan = _Plan(arenas, _entries(state_dict), name_map)
@@ -91,7 +92,7 @@ def import_state(
 
 
 def _entries(state_dict: Mapping[str, object]) -> dict[str, object]:
-    """Values of ``_extra_state`` by clean fqn of their modules."""
+    """Return the values of ``_extra_state`` keys by clean fqn of their modules."""
     found: dict[str, object] = {}
     for key, value in state_dict.items():
         prefix, _, last = str(key).rpartition(".")
@@ -99,21 +100,21 @@ def _entries(state_dict: Mapping[str, object]) -> dict[str, object]:
             continue
         fqn = clean_fqn(prefix)
         if fqn in found:
-            raise CheckpointError(f"two entries are called {fqn}.{_KEY}, but for the prefixes of wrappers")
+            raise CheckpointError(f"two entries are called {fqn}.{_KEY} without the prefixes of wrappers")
         found[fqn] = value
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class _Import:
-    """What goes into one slot."""
+    """Saved state for one slot."""
 
     saved: SavedSlot
     margin: int | None
 
 
 class _Plan:
-    """Which slot gets what: ``slots``; and what of theirs is which module's: ``origins``.
+    """Saved state by slot (``slots``), and the source of each module's state by fqn (``origins``).
 
     Raises:
         ConfigurationError, CheckpointError: see ``import_state``.
@@ -142,7 +143,7 @@ class _Plan:
         self.stateless = sorted(name for name, state in self._read.items() if state is None)
 
     def _names(self, ours: Sequence[str], name_map: NameMap | None) -> dict[str, tuple[str | None, int]]:
-        """(fqn there or None, GEMM) by fqn here."""
+        """Return (TransformerEngine fqn or None, GEMM) by our fqn."""
         if callable(name_map):
             named = {fqn: _parsed(fqn, name_map(fqn)) for fqn in ours}
         else:
@@ -168,7 +169,7 @@ class _Plan:
 
 
 def _parsed(fqn: str, value: object) -> tuple[str | None, int]:
-    """A value of a ``name_map``."""
+    """Return a value of ``name_map`` as (fqn or None, GEMM)."""
     if value is None:
         return None, 0
     name, gemm = value if isinstance(value, tuple) and len(value) == 2 else (value, 0)
@@ -180,7 +181,7 @@ def _parsed(fqn: str, value: object) -> tuple[str | None, int]:
 
 
 def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]]:
-    """Change an arena. Returns (slot, why) of the scales that were derived anew."""
+    """Write to an arena. Return (slot, reason) of the scales that were derived anew."""
     specs = [spec for spec in arena.specs if spec.slot in slots]
     found = [slots[spec.slot] for spec in specs]
     scale = torch.tensor([one.saved.scale for one in found], dtype=torch.float32, device="cpu")
@@ -213,7 +214,7 @@ def _write(arena: Arena, slots: Mapping[Slot, _Import]) -> list[tuple[Slot, str]
 
 
 def _reason(arena: Arena, spec: SlotSpec, found: _Import) -> str | None:
-    """Why the scale there is none for here."""
+    """Return why the saved scale does not fit here, or None if it does."""
     saved, recipe = found.saved, arena.recipe
     if saved.fp8_max not in (None, spec.format.max):
         return f"its format goes up to {saved.fp8_max:g} there and {spec.format.max:g} here"
@@ -225,6 +226,6 @@ def _reason(arena: Arena, spec: SlotSpec, found: _Import) -> str | None:
 
 
 def _largest(arena: Arena, spec: SlotSpec, found: _Import) -> float:
-    """What an amax was scaled to there."""
+    """Return the value that TransformerEngine scaled an amax to."""
     margin = arena.recipe.margin if found.margin is None else found.margin
     return (found.saved.fp8_max or spec.format.max) / 2.0**margin

@@ -1,1 +1,1 @@
-"""The command line, one file per verb that has more than a few lines."""
+"""The command line. Larger commands have a file of their own."""

@@ -1,4 +1,4 @@
-"""What this machine can do, tried out: FP8 casts and products, and a real all-reduce between processes."""
+"""Test this machine: FP8 casts and matrix products, and an all-reduce between processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.offline.failures import one_line
-from fp8dist.settings import Settings
+from fp8dist.settings import VARIABLES, Settings
 from fp8dist_kernels.backends import why_not_triton
 from fp8dist_kernels.reference.casts import saturating_cast
 from fp8dist_kernels.reference.matmuls import matmul_reference, matmul_torch
@@ -36,8 +36,7 @@ Outcome = Literal["ok", "failed", "absent"]
 
 _TIMEOUT = 60.0
 _FP8_CAPABILITY = (8, 9)
-_VARIABLES = ("ENABLED", "AMAX_SYNC", "CHECK_EVERY", "CHECK_POLICY", "BACKEND", "REPORT_DIR")
-# Ties, both ends of the range, and a value beyond it. What they must become in E4M3 and in E5M2:
+# Ties, both ends of the range and a value beyond it, with their expected casts to E4M3 and E5M2.
 _CAST = (0.0, -0.3, 17.0, 19.0, 448.0, 1e9, float("inf"))
 _E4M3 = (0.0, -0.3125, 16.0, 20.0, 448.0, 448.0, float("nan"))
 _E5M2 = (0.0, -0.3125, 16.0, 20.0, 448.0, 57344.0, float("nan"))
@@ -46,7 +45,7 @@ _RANK_PROGRAM = "import sys; from fp8dist.cli.doctor import run_rank; run_rank(*
 
 @dataclass(frozen=True)
 class Observation:
-    """One line of an examination. "absent" is what a machine may well lack."""
+    """One line of an examination. The outcome "absent" means that an optional feature is missing."""
 
     name: str
     outcome: Outcome
@@ -55,17 +54,17 @@ class Observation:
 
 @dataclass(frozen=True)
 class Examination:
-    """All that was looked at. ``str()`` is a table."""
+    """The results of all checks. ``str()`` is a table."""
 
     observations: tuple[Observation, ...]
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing failed."""
+        """True if no check failed."""
         return all(line.outcome != "failed" for line in self.observations)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {"healthy": self.healthy, "observations": [asdict(line) for line in self.observations]}
 
     def __str__(self) -> str:
@@ -74,13 +73,13 @@ class Examination:
 
 
 def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT) -> Examination:
-    """Look at this machine. Never raises. COLLECTIVE under torchrun (``WORLD_SIZE`` is set).
+    """Examine this machine. Never raises. COLLECTIVE under torchrun (``WORLD_SIZE`` is set).
 
-    Without torchrun the all-reduce is between two processes of this machine, and one of its own over NCCL where
-    there is a GPU.
+    Without torchrun, it runs an all-reduce between two processes of this machine, and with a GPU also one over NCCL in
+    a single process.
 
     Args:
-        timeout: seconds that an all-reduce may take, the start of its processes included.
+        timeout: seconds that an all-reduce may take, including the start of its processes.
     """
     checks: list[tuple[str, Callable[[], Iterable[Observation]]]] = [
         ("versions", _versions),
@@ -116,14 +115,14 @@ def _versions() -> Iterable[Observation]:
 
 def _devices() -> Iterable[Observation]:
     if not torch.cuda.is_available():
-        yield Observation("GPU", "absent", "FP8 is emulated on the CPU: right, but slow")
+        yield Observation("GPU", "absent", "FP8 is emulated on the CPU: correct, but slow")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         text = f"{found.name}, compute capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB"
         yield Observation(f"cuda:{index}", "ok", text)
         able = (found.major, found.minor) >= _FP8_CAPABILITY
-        text = "there" if able else "they need compute capability 8.9"
+        text = "available" if able else "need compute capability 8.9 or higher"
         yield Observation(f"cuda:{index} FP8 tensor cores", "ok" if able else "absent", text)
 
 
@@ -146,7 +145,7 @@ def _products() -> Iterable[Observation]:
 
 
 def _fused() -> Iterable[Observation]:
-    """The package's own kernels. Their first use compiles them, which takes seconds."""
+    """Test the Triton kernels. Their first use compiles them, which takes seconds."""
     reason = why_not_triton(_device())
     if reason is not None:
         yield Observation("Triton kernels", "absent", reason)
@@ -175,7 +174,7 @@ def _tried_casts(cast: Callable[[Tensor, Tensor, torch.dtype], Tensor], suffix: 
 
 
 def _tried_products(what: str, product: Callable[..., Tensor], suffix: str = "") -> Iterable[Observation]:
-    """Small whole numbers, so that every sum is exact in bfloat16, and the answer has one right value."""
+    """Test products of small integers. All sums are exact in bfloat16, so the result must match exactly."""
     device = _device()
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (n, 64), generator=generator).float().to(device) for n in (32, 48))
@@ -203,8 +202,8 @@ def _backends() -> Iterable[Observation]:
 def _settings(environ: Mapping[str, str]) -> Iterable[Observation]:
     for variable in sorted(name for name in environ if name.startswith("FP8DIST_")):
         value = environ[variable]
-        if variable.removeprefix("FP8DIST_") not in _VARIABLES:
-            known = ", ".join(f"FP8DIST_{name}" for name in _VARIABLES)
+        if variable not in VARIABLES:
+            known = ", ".join(VARIABLES)
             yield Observation(
                 variable, "failed", f"is {value!r}, but there is no such setting, expected one of {known}"
             )
@@ -234,7 +233,7 @@ def _all_reduces(environ: Mapping[str, str], timeout: float) -> Iterable[Observa
 def _all_reduce(
     name: str, ranks: list[tuple[str, str, str, str]], environ: Mapping[str, str], timeout: float
 ) -> Observation:
-    """In processes of their own: one that hangs inside a collective can only be killed."""
+    """Run the ranks in separate processes, because a process that hangs in a collective can only be killed."""
     environment = {**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     deadline = time.monotonic() + timeout
     with ExitStack() as resources:
@@ -244,7 +243,7 @@ def _all_reduce(
             started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
             resources.enter_context(started[-1])
             resources.callback(started[-1].kill)
-        # Once one has failed, the others would wait for it in vain.
+        # Stop waiting as soon as a rank fails: the others would wait for it until the timeout.
         while {process.poll() for process in started} <= {0, None} and any(p.poll() is None for p in started):
             if time.monotonic() > deadline:
                 return Observation(name, "failed", f"no answer within {timeout:.0f} s")
@@ -255,7 +254,7 @@ def _all_reduce(
 
 
 def _conclusion(name: str, ended: list[subprocess.Popen[str]]) -> Observation:
-    # A rank that failed by itself says more than one that was killed for it.
+    # Report ranks that failed by themselves before those that were killed.
     for process in sorted(ended, key=lambda process: process.wait(), reverse=True):
         output, errors = process.communicate()
         if process.returncode != 0:
@@ -268,20 +267,22 @@ def _conclusion(name: str, ended: list[subprocess.Popen[str]]) -> Observation:
 
 
 def run_rank(kind: str, rank: str, size: str, meeting: str, timeout: str) -> None:
-    """One rank of the all-reduce, in a process of its own; prints what it found. COLLECTIVE.
+    """Run one rank of the all-reduce, in its own process, and print the result as JSON. COLLECTIVE.
 
-    ``kind`` is a backend, or "job" to choose one with the other ranks; ``meeting`` is a URL of torch's rendezvous.
+    Args:
+        kind: a backend, or "job" to choose it together with the other ranks.
+        meeting: a rendezvous URL of torch.
     """
     limit = timedelta(seconds=float(timeout))
     me, ranks = int(rank), int(size)
     store: Store = next(iter(rendezvous(meeting, me, ranks, timeout=limit)))[0]
     store.set_timeout(limit)
-    # A job may be examined twice, and its store outlives this process.
+    # The job's store outlives this process, so a second examination needs another prefix.
     store = PrefixStore(f"fp8dist-doctor/{store.add(f'fp8dist-doctor/count/{me}', 1)}", store)
     backend = _common_backend(store, me, ranks) if kind == "job" else kind
     device = _device() if backend == "nccl" else torch.device("cpu")
     dist.init_process_group(backend, store=store, rank=me, world_size=ranks, timeout=limit)
-    # As a sync sends it: amaxes as their bits. A NaN, "did not run" everywhere, an overflow on one rank.
+    # Like a sync: amaxes as int32 bits, with a NaN, a slot that ran on no rank (-1), and an Inf on one rank.
     sent = torch.tensor([float(me), torch.nan if me == 0 else 1.0, -1.0, torch.inf if me == ranks - 1 else 2.0])
     expected = torch.tensor([ranks - 1.0, torch.nan, -1.0, torch.inf]).view(torch.int32).tolist()
     buffer = sent.to(device).view(torch.int32)
@@ -295,7 +296,7 @@ def run_rank(kind: str, rank: str, size: str, meeting: str, timeout: str) -> Non
 
 
 def _common_backend(store: Store, rank: int, size: int) -> str:
-    """NCCL if every rank has a GPU of its own, which two ranks on one GPU would not."""
+    """Return "nccl" if every rank has its own GPU, else "gloo". COLLECTIVE."""
     mine = ""
     if torch.cuda.is_available() and dist.is_nccl_available():
         mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(_device()).uuid}"

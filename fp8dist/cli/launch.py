@@ -1,46 +1,48 @@
-"""Start a training program on every rank of this node, and join the job's other nodes.
+"""Start a training program on every rank of this node, and join the other nodes of the job.
 
     NPROC=2 fp8dist launch train.py --its-flags
     NPROC=2 fp8dist launch -m package.module --its-flags
 
-PROGRAM is a Python file, relative to the current folder; MODULE runs as by python -m. Everything after it goes to the
-program. The program can be anything that torchrun starts: it finds RANK, WORLD_SIZE and the like in its environment.
+PROGRAM is a Python file, relative to the current folder; MODULE runs like python -m MODULE. All further arguments go
+to the program. Any program for torchrun works: RANK, WORLD_SIZE and so on are set in its environment.
 
-Several nodes: on each of them, with NODE_RANK counting up from 0,
+Several nodes: run this on each node, with NODE_RANK from 0 to NNODES - 1:
 
     NNODES=4 NODE_RANK=0 MASTER_ADDR=<host of node 0> fp8dist launch train.py
 
-A job that survives its ranks: after a failure all ranks start again, MAX_RESTARTS times at most. The program must
-resume from its own checkpoint.
+Restart after failures: if a rank fails, all ranks start again, at most MAX_RESTARTS times. The program must resume
+from its own checkpoint.
 
     MAX_RESTARTS=3 fp8dist launch train.py
 
-Environment (an empty variable counts as one that is not set):
-    NPROC         ranks on this node     default: its GPUs; 2 without a GPU
+Environment (an empty variable counts as unset):
+    NPROC         ranks on this node     default: number of its GPUs; 2 without a GPU
     NNODES        nodes of the job       default: 1
-    NODE_RANK     this node, from 0      needed when NNODES > 1
-    MASTER_ADDR   host of node 0         needed when NNODES > 1
-    MASTER_PORT   a free port on it      default: 29500
-    MAX_RESTARTS  of the whole job       default: 0
-    JOIN_TIMEOUT  seconds that nodes     default: 600. How long a collective waits is up to the program
+    NODE_RANK     number of this node,   required if NNODES > 1
+                  from 0
+    MASTER_ADDR   host of node 0         required if NNODES > 1
+    MASTER_PORT   free port on node 0    default: 29500
+    MAX_RESTARTS  restarts of the job    default: 0
+    JOIN_TIMEOUT  seconds that nodes     default: 600. The program sets the timeout of its collectives itself
                   wait for each other
-    LOGS          a folder for what      default: none. Files: */attempt_N/LOCAL_RANK/std{out,err}.log, when NNODES > 1
-                  each rank says         in its node-NODE_RANK; the terminal still has all of it, each line with its
-                                         rank
-    IFNAME        network interface      default: the one that leads to MASTER_ADDR, when NNODES > 1
-    LOCAL_ADDR    this node's address    default: the IPv4 one of IFNAME, when NNODES > 1
+    LOGS          folder for the output  default: none. Files: */attempt_N/LOCAL_RANK/std{out,err}.log, below
+                  of each rank           node-NODE_RANK if NNODES > 1. The terminal still shows all output, each line
+                                         with its rank
+    IFNAME        network interface      default: the interface on the route to MASTER_ADDR, if NNODES > 1
+    LOCAL_ADDR    address of this node   default: the IPv4 address of IFNAME, if NNODES > 1
 
-IFNAME becomes GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (there with a "=", so that no longer name matches), unless
-they are set. Without them, gloo takes the address that this node's host name has on this node, often 127.0.1.1, and
-NCCL the first interface that is up, which may be a bridge of containers. LOCAL_ADDR replaces the host name by which
-torchrun tells other nodes of this one. Both are found for IPv4 only: where nodes have IPv6 alone, set both.
-OMP_NUM_THREADS, unless it is set, becomes this node's cores divided by its ranks.
+The launcher sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to IFNAME, unless they are already set (NCCL's with "=" for
+an exact match). Without them, gloo uses the address of this node's host name, often 127.0.1.1, and NCCL the first
+interface that is up, which may be a container bridge. LOCAL_ADDR replaces the host name that torchrun announces to the
+other nodes. The defaults of IFNAME and LOCAL_ADDR work for IPv4 only; if nodes have only IPv6, set both. The launcher
+also sets OMP_NUM_THREADS, if it is unset, to the cores of this node divided by its ranks.
 
-Exit status, after the last restart: 0 when all ranks have exited with 0, else that of the rank that failed first on
-this node; 128 + n if signal n killed it. A rank that exits with 5 or after SIGTERM counts as missing another rank, and
-so does one that exits with 1 (an uncaught exception), if another rank has failed with another status at the same time.
-The launcher itself exits with 2 after a mistake in these variables or in the command, and with 5 if another node has
-ended the job, cannot be reached, or did not come within JOIN_TIMEOUT.
+Exit status, after the last restart: 0 if all ranks exited with 0, else the status of the rank that failed first on this
+node; 128 + n if signal n killed it. If several ranks failed at the same time, the launcher takes the first one that
+exited with another status than 1, 5 and SIGTERM. If there is none, it takes the first one that exited with 1, an
+uncaught exception. Status 5 (a collective failed) and SIGTERM come last, because another failure usually causes them.
+The launcher itself exits with 2 after a mistake in these variables or in the command, and with 5 if another node ended
+the job, cannot be reached, or did not join within JOIN_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -60,13 +62,13 @@ USAGE = "fp8dist launch [-h] (PROGRAM | -m MODULE) [ARGUMENT …]"
 
 
 class _BadCommand(ValueError):
-    """The command names no program that could start."""
+    """The command line does not name a program that exists."""
 
 
 def launch(words: Sequence[str]) -> int:
-    """``fp8dist launch WORDS…``: run this node's part of a job to its end; the exit status.
+    """Run ``fp8dist launch WORDS…``: this node's part of a job, to its end. Return the exit status.
 
-    Sets the environment variables that the ranks inherit in this process, too.
+    Sets the environment variables of the ranks in this process as well.
     """
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {USAGE}\n\n{__doc__}", end="")
@@ -75,7 +77,7 @@ def launch(words: Sequence[str]) -> int:
         _require_program(words)
         plan = Plan.of(Job.read(os.environ), words, os.environ)
         os.environ.update(plan.variables)
-        from fp8dist.launcher import agent  # Other commands have no use for torchrun, whose import takes a while.
+        from fp8dist.launcher import agent  # Imports torchrun, which is slow and not needed by other commands.
 
         return agent.run(plan.arguments)
     except (_BadCommand, BadVariable) as mistake:
@@ -93,6 +95,6 @@ def _require_program(words: Sequence[str]) -> None:
         if len(words) == 1:
             raise _BadCommand(f"name a module after -m: {USAGE}")
     elif first.startswith("-"):
-        raise _BadCommand(f"no such flag: {first}; the program's own come after it: {USAGE}")
+        raise _BadCommand(f"no such flag: {first}; flags of the program come after its name: {USAGE}")
     elif not (first and Path(first).exists()):
-        raise _BadCommand(f"no such file: {first or repr(first)}, seen from {Path.cwd()}")
+        raise _BadCommand(f"no such file: {first or repr(first)}, in the current folder {Path.cwd()}")

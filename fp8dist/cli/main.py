@@ -36,25 +36,25 @@ __all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "main"]
 CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)
 """Exit codes."""
 
-_EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: something failed), 2 usage, 3 unreadable
-input; "launch --help" tells its own
+_EPILOG = """exit codes: 0 consistent (doctor: healthy), 1 diverged (doctor: a check failed), 2 wrong usage, 3 input
+cannot be read; "fp8dist launch --help" lists those of launch
 
-Under torchrun each rank of "check" brings its own path, with {rank} substituted:
+Under torchrun, each rank of "fp8dist check" reads one path, with {rank} replaced by its rank:
     torchrun --nproc-per-node=8 -m fp8dist check '/local/dump-{rank}.safetensors'
-torchrun itself exits with 1 whatever its ranks exit with."""
+torchrun itself exits with 1 if any rank fails, whatever the exit codes of the ranks."""
 
 
 class _Usage(Exception):
-    """The command line asks for something impossible."""
+    """The command line is wrong. The message is one line for the terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
+    """Run a command and return the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["launch"]:  # argparse would read the flags of the program to launch as ours.
+    if words[:1] == ["launch"]:  # argparse would interpret the flags of the launched program.
         return launch(words[1:])
     options = _parser().parse_args(words)
-    # What goes wrong is told below, once and in one line.
+    # Errors are printed below, on one line each, so they must not be logged as well.
     logging.getLogger("fp8dist").setLevel(logging.CRITICAL)
     try:
         return int(options.run(options))
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"fp8dist {options.command}: {error}", file=sys.stderr)
         return UNREADABLE
-    except Exception:  # Ours to mend, and no verdict: it must not look like one.
+    except Exception:  # A bug of ours. It must not look like the verdict DIVERGED, which is Python's usual status 1.
         traceback.print_exc()
         return UNREADABLE
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
-        description="FP8 training state across ranks: compare, look at, what this machine can do, and what syncs cost.",
+        description="Compare and inspect FP8 training state, test this machine, predict the cost of syncs, start jobs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,35 +80,37 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check",
-        help="compare per-rank dumps or checkpoints that should be equal",
-        description="Compare checkpoints that should be equal: FP8 state, safetensors, torch.save files, DCP folders.",
+        help="compare files or checkpoints of several ranks that should be equal",
+        description="Compare files that should be equal: FP8 state, safetensors, torch.save files, DCP folders.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check.add_argument("paths", nargs="+", metavar="PATH", help="{rank} in it stands for 0, 1, 2, …")
+    check.add_argument(
+        "paths", nargs="+", metavar="PATH", help="file or folder; {rank} in a path expands to 0, 1, 2, …"
+    )
     check.set_defaults(run=_check)
-    inspect = commands.add_parser("inspect", help="what a file holds: slots, scales, amaxes, or tensors and digests")
+    inspect = commands.add_parser("inspect", help="print a file's slots, scales and amaxes, or tensors and digests")
     inspect.add_argument("path", metavar="PATH")
     inspect.set_defaults(run=_inspect)
-    doctor = commands.add_parser("doctor", help="what this machine can do: FP8, Triton, a real all-reduce")
+    doctor = commands.add_parser("doctor", help="test this machine: FP8 casts and matmuls, Triton, an all-reduce")
     doctor.set_defaults(run=_doctor)
     simulation = commands.add_parser(
         "simulate",
-        help="what syncs cost at a number of ranks, and what that rests on",
-        description="Predict the cost of the sync of each step, beside two other ways of reducing amaxes.",
+        help="predict the cost of syncs on many ranks, and list the assumptions",
+        description="Predict the cost of the FP8 sync per step, and of two other ways to reduce amaxes.",
     )
     add_flags(simulation)
     simulation.set_defaults(run=_simulate)
-    commands.add_parser("launch", help="start a training program on the ranks of this node, and join other nodes")
+    commands.add_parser("launch", help="start a training program on every rank of this node, and join other nodes")
     for command in (check, inspect, doctor, simulation):
-        command.add_argument("--json", action="store_true", help="print JSON")
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
 def _print(as_json: bool, plain: Any, text: str) -> None:
     try:
         print(json.dumps(plain, indent=1, allow_nan=False) if as_json else text, flush=True)
-    except BrokenPipeError:  # "| head" has seen enough.
+    except BrokenPipeError:  # The reader, such as "| head", closed the pipe.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
 
 
@@ -120,13 +122,13 @@ def _check(options: argparse.Namespace) -> int:
         return _check_across_ranks(options)
     paths = [path for given in options.paths for path in _expanded(given)]
     if len(paths) < 2:
-        raise _Usage("needs two or more paths to compare")
+        raise _Usage("needs at least two paths to compare")
     with ExitStack() as stack:
         sources = [stack.enter_context(open_source(path)) for path in paths]
         families = {source.family: source.path for source in sources}
         if len(families) > 1:
             state, parameters = families["state"], families["parameters"]
-            raise _Usage(f"{state} is FP8 state and {parameters} is a checkpoint: compare like with like")
+            raise _Usage(f"{state} is FP8 state and {parameters} is a checkpoint: compare files of one kind")
         total = sum(map(bytes_in, sources))
         with _bar(total, options.json) as bar:
             report = compare_sources(sources, bar.update)
@@ -140,10 +142,10 @@ def _bar(total: int, hidden: bool) -> Any:
 
 
 def _expanded(path: str) -> list[str]:
-    """The files that a path with {rank} in it stands for.
+    """Return the paths that a path with {rank} expands to, in rank order.
 
     Raises:
-        CheckpointError: there are none, or one is missing in between.
+        CheckpointError: no file matches, or the file of a rank below the highest is missing.
     """
     if "{rank}" not in path:
         return [path]
@@ -158,12 +160,12 @@ def _expanded(path: str) -> list[str]:
 
 
 def _check_across_ranks(options: argparse.Namespace) -> int:
-    """Each rank brings its own path. COLLECTIVE."""
+    """Compare one path per rank. COLLECTIVE."""
     if len(options.paths) != 1:
-        raise _Usage("under torchrun each rank brings one path: put {rank} into it")
+        raise _Usage("under torchrun each rank reads one path: give one PATH with {rank} in it")
     absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:
-        raise _Usage(f"WORLD_SIZE is set but {absent[0]} is not: start it by torchrun")
+        raise _Usage(f"WORLD_SIZE is set but {absent[0]} is not: use torchrun, or unset WORLD_SIZE")
     dist.init_process_group("gloo")
     try:
         anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
@@ -185,16 +187,16 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
                     print(f"fp8dist check: rank {finding.ranks[0]}: {finding.detail}", file=sys.stderr)
             else:
                 _print(options.json, report.to_json(), str(report))
-        dist.barrier()  # A launcher ends all ranks as soon as one has failed: not before this is printed.
+        dist.barrier()  # A launcher kills all ranks as soon as one fails, so wait until the report is printed.
         return code
     finally:
         dist.destroy_process_group()
 
 
 def _require_compared(report: DivergenceReport) -> None:
-    """The same on all ranks: what has no entries anywhere was not found to be equal."""
+    """Raise _Usage if nothing was compared, so that empty files do not count as equal. Same result on all ranks."""
     if not (report.findings or report.compared):
-        raise _Usage("there is nothing to compare: none of the paths holds a tensor or a slot")
+        raise _Usage("nothing to compare: none of the paths holds a tensor or a slot")
 
 
 def _outcome(report: DivergenceReport) -> int:

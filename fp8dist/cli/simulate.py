@@ -1,4 +1,4 @@
-"""``fp8dist simulate``: its flags, and what they ask for."""
+"""``fp8dist simulate``: its flags, and the report for them."""
 
 from __future__ import annotations
 
@@ -17,65 +17,79 @@ from fp8dist.simulation.stragglers import KINDS, Stragglers
 __all__ = ["add_flags", "simulate"]
 
 _OF_JOB = (
-    ("gpus-per-node", int, 8, "", "assumption"),
-    ("slots", int, 672, "", "three for each of 224 Linears: Llama 3 8B"),
-    ("arenas", int, 1, "", "one group, one recipe"),
-    ("lanes", int, 0, "", "2 where a Fallback limits shares"),
-    ("step-ms", float, 1000.0, "ms", "assumption"),
+    ("gpus-per-node", int, 8, "", "GPUs per node, assumed"),
+    ("slots", int, 672, "", "FP8 slots: three for each of the 224 Linears of Llama 3 8B"),
+    ("arenas", int, 1, "", "arenas: one for each group of ranks and recipe"),
+    ("lanes", int, 0, "", "extra words per slot: 2 if a Fallback limits shares"),
+    ("step-ms", float, 1000.0, "ms", "duration of a step without syncs, assumed"),
     (
         "window-ms",
         float,
         20.0,
         "ms",
-        "assumption: optimizer and next batch; from the sync to the next forward's first cast",
+        "time from the sync to the first cast of the next forward, for next_step, assumed",
     ),
-    ("straggler-us", float, 100.0, "µs", "assumption: how late ranks come"),
-    ("straggler-sigma", float, 1.0, "", "assumption: of lognormal delays"),
-    ("straggler-share", float, 0.01, "", "assumption: of slow ranks"),
-    ("steps", int, 200, "", "draws of stragglers"),
-    ("seed", int, 0, "", "of these draws"),
+    ("straggler-us", float, 100.0, "µs", "delay of late ranks, assumed"),
+    ("straggler-sigma", float, 1.0, "", "standard deviation of the logarithm of lognormal delays, assumed"),
+    ("straggler-share", float, 0.01, "", "share of slow ranks, assumed"),
+    ("steps", int, 200, "", "steps for which delays are drawn"),
+    ("seed", int, 0, "", "seed of these draws"),
 )
 _GIVEN = "command line"
 _OF_NETWORK = (
-    ("overhead-us", "overhead", "of each collective"),
-    ("latency-intra-us", "latency_intra", "one way inside a node"),
-    ("latency-inter-us", "latency_inter", "one way between nodes"),
-    ("added-latency-us", "added_latency", "on top of each way between nodes, fitted or not"),
-    ("message-us", "message", "CPU time of a message (gloo)"),
-    ("bandwidth-intra-gb", "bandwidth_intra", "GB/s inside a node"),
-    ("bandwidth-inter-gb", "bandwidth_inter", "GB/s between nodes"),
-    ("slowdown", "slowdown", "factor on all of these times"),
+    ("overhead-us", "overhead", "fixed time of each collective, µs"),
+    ("latency-intra-us", "latency_intra", "one-way latency inside a node, µs"),
+    ("latency-inter-us", "latency_inter", "one-way latency between nodes, µs"),
+    ("added-latency-us", "added_latency", "extra one-way latency between nodes, µs, also on top of a fitted latency"),
+    ("message-us", "message", "CPU time per message, µs (gloo)"),
+    ("bandwidth-intra-gb", "bandwidth_intra", "bandwidth inside a node, GB/s"),
+    ("bandwidth-inter-gb", "bandwidth_inter", "bandwidth between nodes, GB/s"),
+    ("slowdown", "slowdown", "factor on overhead, latencies and message time, but not on --added-latency-us"),
 )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """All but ``--json``."""
+    """Add all flags of the command but ``--json``."""
     add = parser.add_argument
     add("--ranks", type=int, required=True, metavar="N")
-    add("--algorithm", choices=ALGORITHMS, default="tree", help="tree and ring: NCCL's, on GPUs (default: tree)")
-    add("--update", choices=("same_step", "next_step"), default="same_step", help="default: same_step")
-    add("--straggler", choices=KINDS, default="none", help="how late ranks come (default: none)")
+    add(
+        "--algorithm",
+        choices=ALGORITHMS,
+        default="tree",
+        help="all-reduce algorithm; tree and ring are NCCL's, on GPUs (default: tree)",
+    )
+    add(
+        "--update",
+        choices=("same_step", "next_step"),
+        default="same_step",
+        help="same_step: every rank waits for the sync at once; next_step: it overlaps with --window-ms (default: "
+        "same_step)",
+    )
+    add("--straggler", choices=KINDS, default="none", help="distribution of the delays of late ranks (default: none)")
     for name, kind, default, _, source in _OF_JOB:
-        add(f"--{name}", type=kind, metavar="N", help=f"default: {default:g} ({source})")
+        add(f"--{name}", type=kind, metavar="N", help=f"{source} (default: {default:g})")
     for name, _, help_ in _OF_NETWORK:
         add(f"--{name}", type=float, metavar="X", help=help_)
     add(
         "--shared-cores",
         type=int,
         metavar="N",
-        help="all ranks share N cores, as hosts do that one machine plays (gloo)",
+        help="all ranks share N CPU cores, if one machine emulates several hosts (gloo)",
     )
     add(
-        "--calibrate", nargs="+", metavar="FILE", help="fit to metrics.jsonl of runs; FILE@NODES says on how many nodes"
+        "--calibrate",
+        nargs="+",
+        metavar="FILE",
+        help="fit the constants to metrics.jsonl files of the example job; write FILE@NODES to set the number of nodes",
     )
-    add("--plot", metavar="FILE.png", help="draw it for growing numbers of ranks")
+    add("--plot", metavar="FILE.png", help="plot the cost against the number of ranks, up to --ranks")
 
 
 def simulate(options: argparse.Namespace) -> SimulationReport:
-    """What was asked for; draws the picture, too.
+    """Return the report for these options. Draw the plot of ``--plot``.
 
     Raises:
-        ConfigurationError: a flag has an impossible value.
+        ConfigurationError: a flag has an invalid value, a run cannot be used, or the plot cannot be written.
     """
     described: list[Constant] = []
     values: dict[str, Any] = {}
@@ -122,7 +136,7 @@ def simulate(options: argparse.Namespace) -> SimulationReport:
 
 
 def _idle(name: str, options: argparse.Namespace) -> bool:
-    """Whether nothing depends on it."""
+    """Return True if this flag has no effect with the other options."""
     needed = {
         "window-ms": options.update == "next_step",
         "straggler-us": options.straggler != "none",
@@ -143,7 +157,7 @@ def _constants(options: argparse.Namespace, per_node: int) -> tuple[Constants, F
         least_is_zero = not (name.startswith("bandwidth") or name == "slowdown")
         if not (0 < value < float("inf") or (value == 0 and least_is_zero)):
             raise ConfigurationError(
-                f"--{flag} is {value:g}: give a number {'of 0 or more' if least_is_zero else 'above 0'}"
+                f"--{flag} is {value:g}: must be a finite number, {'0 or more' if least_is_zero else 'above 0'}"
             )
         given[name] = value
     constants = defaults(options.algorithm).having(given, "given", _GIVEN)

@@ -1,1 +1,1 @@
-"""The consistency checker: what is replicated, whether it is equal, where it is not, and mending it."""
+"""Consistency checker: compare state across ranks, locate differences, repair. See docs/design/checker.md."""

@@ -1,4 +1,4 @@
-"""Whether the ranks of one manager agree: acts on what syncs have proved, and compares everything else when asked."""
+"""Check that the ranks of a manager agree: act on the verdicts of syncs, and compare all other state on request."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync, Evidence
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
+from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.text import first_few
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
@@ -40,12 +41,12 @@ logger = logging.getLogger("fp8dist")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a monitor or a policy may want to hear of.
+    """An event for the callbacks of a monitor or a policy.
 
-    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales stayed), "saturated" (weights that are
-    gathered in FP8 were cast beyond the scales of ``slots``), "fallback" (the modules that cast ``slots`` are in high
-    precision for a while), "jump" (the scales of ``slots`` jumped since they were last watched) or "diverged"
-    (``report`` says what). Events are told at boundaries and in ``check()``, the same ones on every rank.
+    ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales did not change), "saturated" (weights that
+    are gathered in FP8 exceeded the range of their scale in ``slots``), "fallback" (the modules that cast ``slots`` run
+    in high precision for some steps), "jump" (the scales of ``slots`` jumped since the last watched step) or "diverged"
+    (see ``report``). Callbacks get events at boundaries and in ``check()``, the same ones on all ranks.
     """
 
     kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged"]
@@ -55,16 +56,16 @@ class Event:
 
 
 _NOTHING_TO_COMPARE = (
-    "give attach() the module that DDP made, or name the ranks that hold the same by prepare(group=…) with amax_sync, "
-    "or by fp8dist.check(module, group=…); else leave check() and check_every out"
+    "pass the DDP module to attach(), or name the ranks that hold the same values, with prepare(group=…) and amax_sync "
+    "or with fp8dist.check(module, group=…); otherwise do not use check() and check_every"
 )
 
-MUCH = 2.0
+EXTERNAL_WRITE_RATIO = 2.0
 """Overflow ratio above which we assume an external write."""
 
 
 class Checker:
-    """Of one manager. ``callbacks`` hear of events."""
+    """Consistency checker of one manager. ``callbacks`` are called with each ``Event``."""
 
     def __init__(
         self,
@@ -82,24 +83,25 @@ class Checker:
         self._control = control
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
         self._module: weakref.ref[nn.Module] | None = None
-        self._last_good: int | None = None
+        self._last_good: dict[str, int] = {}  # By kind of what was compared.
         self._untold: list[Event] = []
         self._said_skipped = self._said_saturated = self._said_nonfinite = False
 
     def watch(self, module: nn.Module) -> None:
-        """``module``: what tells how parameters are replicated (DDP around the model, say)."""
+        """Set the module that shows how parameters are replicated, such as the DDP wrapper. Keeps a weak reference."""
         self._module = weakref.ref(module)
 
-    # What syncs have proved ------------------------------------------------------------------------
+    # Verdicts of syncs -----------------------------------------------------------------------------
 
     def act_on_verdicts(self, joins: bool, only_immediate: bool = False, raises: bool = True) -> None:
-        """Read what the last syncs proved and act on it. COLLECTIVE when they found a difference.
+        """Read the verdicts of the last syncs and act on them. COLLECTIVE when a sync found a difference.
 
-        Called at boundaries only, so that all ranks come here together.
+        Call only at boundaries, which all ranks reach together.
 
         Args:
-            joins: ranks without data would not come: nothing is localised.
-            raises: whether the policy may raise.
+            joins: inside a Join context. Ranks without data would not take part, so nothing is localised.
+            only_immediate: skip verdicts that are still on a GPU, and recipes that do not update in the same step.
+            raises: allow the policy to raise.
         """
         differing = self._read_verdicts(joins, only_immediate)
         left = [finding for sync, report in differing for finding in self._conclude(sync, report, joins)]
@@ -108,7 +110,7 @@ class Checker:
             DivergenceReport(tuple(left)).raise_if_diverged()
 
     def known_findings(self) -> list[Finding]:
-        """What the last syncs proved to differ, for a check to report. COLLECTIVE when they found a difference."""
+        """Return the differences that the last syncs found, for a check. COLLECTIVE when a sync found a difference."""
         return [finding for _, report in self._read_verdicts() for finding in report.findings]
 
     def _read_verdicts(
@@ -141,27 +143,27 @@ class Checker:
         return differing
 
     def _tell_saturated(self, sync: ArenaSync, step: int, evidence: Evidence) -> None:
-        """Sharded weights outgrew their scale: by little in training, if ever; by much if somebody wrote to them. Then
-        one rank says so."""
+        """Queue a "saturated" event. Warn once, on one rank, if a weight exceeds its scale by more than a training step
+        explains."""
         arena = sync.arena
         places = arena.shard_slots[evidence.flags[SATURATED][arena.shard_slots]]
         slots = tuple(arena.specs[place].slot for place in places.tolist())
         self._untold.append(Event("saturated", step, slots))
-        used = arena.amax * evidence.scales[0] / arena.fp8_max  # By a step of training it grows by little.
-        if not self._said_saturated and bool((used[places] > MUCH).any()):
+        used = arena.amax * evidence.scales[0] / arena.fp8_max  # A training step raises this only a little.
+        if not self._said_saturated and bool((used[places] > EXTERNAL_WRITE_RATIO).any()):
             self._said_saturated = True
             if sync.speaks:
                 logger.warning(
-                    "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, %s first: they were "
-                    "written to in a way that torch does not tell of (.data, to_local()). Call "
-                    "manager.refresh_weights() after it",
+                    "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, %s first. Other code has "
+                    "probably written to them in a way that torch does not report (.data, to_local()). Call "
+                    "manager.refresh_weights() after such writes",
                     step,
                     len(slots),
                     slots[0].fqn,
                 )
 
     def _tell_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
-        """The same on all ranks. One rank says it once: a loss scaler that ``attach`` does not know may be at work."""
+        """Queue a "nonfinite" event on all ranks. One rank warns once: ``attach`` may lack the job's loss scaler."""
         self._untold.append(Event("nonfinite", step, slots))
         if not self._said_nonfinite and sync.speaks:
             self._said_nonfinite = True
@@ -173,7 +175,7 @@ class Checker:
             )
 
     def _tell_fallback(self, sync: ArenaSync, step: int) -> None:
-        """The same on all ranks: what tripped is what their sync says."""
+        """Switch the modules of tripped slots to high precision. All ranks take the tripped slots from the sync."""
         slots = _slots_where(sync.arena, sync.take_tripped())
         modules = self._control.fall_back(slots)
         if not modules:
@@ -195,17 +197,18 @@ class Checker:
             found = localise(sync, evidence, differs)
         arena, sent = sync.arena, evidence.scales
         save_evidence(found.report, self.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding))
-        # All ranks go on from one state. Else every later sync would be refused for its step, and a scale that
-        # the commit did not touch, because its slot did not run, would be reported for ever.
+        # All ranks continue from one state. Otherwise every later sync would report the step, and a scale that the
+        # commit left alone, because its slot did not run, would be reported again and again.
         arena.step.fill_(found.step)
         if found.reference is not None:
             arena.adopt_untaken_scales(found.reference.scales, evidence.flags[TAKEN])
+            # Ranks with a damaged scale had judged saturation by it, so their counters are wrong, too.
             arena.counters[SATURATED] = found.reference.saturated
             self.job.invalidate_casts()
         return found.report
 
     def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> tuple[Finding, ...]:
-        """Mend it if that is the policy, and say it; the findings that are left. COLLECTIVE unless ``joins``."""
+        """Repair if the policy says so, and log. Return the findings that remain. COLLECTIVE unless ``joins``."""
         assert sync.group is not None
         if joins:
             if sync.group.rank == report.reporting_rank:
@@ -218,7 +221,7 @@ class Checker:
         return () if report.consistent else report.findings
 
     def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
-        """COLLECTIVE. The commit, and ``_localise``, have made the scales equal already: compare everything else."""
+        """Compare the arena, whose scales the commit and ``_localise`` have made equal, and repair it. COLLECTIVE."""
         if any(f.kind != "scale" or f.reference_rank is None for f in report.findings):
             return report
 
@@ -234,10 +237,10 @@ class Checker:
     # Comparing -------------------------------------------------------------------------------------
 
     def check(self, step: int, scope: Scope, policy: Policy) -> DivergenceReport:
-        """Compare the FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE.
+        """Compare the FP8 state, and what ``scope`` selects, across the ranks. COLLECTIVE.
 
         Raises:
-            DivergenceError: ranks differ, and the policy says so.
+            DivergenceError: ranks differ, and ``policy`` is "raise", or "repair" and the repair failed.
             ConfigurationError: there are several ranks, FP8 is not switched off, and there is nothing to compare.
         """
         start = time.perf_counter()
@@ -265,12 +268,12 @@ class Checker:
             self.seconds += time.perf_counter() - start
         self._tell_all()
         if report.consistent:
-            self._last_good = step
+            self._last_good.update(dict.fromkeys(report.compared, step))
         self.say_what_is_skipped(report, anchor, scope)
         return report
 
     def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
-        """Warn once if parameters should be compared and none are. Local."""
+        """Warn once if ``scope`` includes parameters and none are compared. Local."""
         skipped = [text for text in report.skipped if "parameters" in text]
         if scope.parameters and skipped and "parameter" not in report.compared and not self._said_skipped:
             self._said_skipped = True
@@ -278,7 +281,7 @@ class Checker:
                 logger.warning("fp8dist: no parameters are compared: %s", "; ".join(skipped))
 
     def _anchor(self, module: nn.Module | None) -> SyncGroup | None:
-        """The ranks that check together: the default group; without one DDP's, or the whole job."""
+        """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
         group = self._groups[self._default]
         if group is not None:
             return group
@@ -288,16 +291,16 @@ class Checker:
         return SyncGroup(dist.group.WORLD if ddp is None else ddp.process_group)  # type: ignore[arg-type]
 
     def tell(self, event: Event) -> None:
-        """Tell the callbacks of something at the end of this boundary. Local."""
+        """Queue an event for the callbacks, which run at the end of this boundary. Local."""
         self._untold.append(event)
 
     def tell_report(self, report: DivergenceReport) -> None:
-        """Tell the callbacks of a check's report. Local."""
+        """Queue a check's report as an event, and run the callbacks. Local."""
         self._untold.append(_diverged(report))
         self._tell_all()
 
     def _tell_all(self) -> None:
-        """Outside of any exchange: what a callback raises leaves nobody waiting in one."""
+        """Run the callbacks. Call outside of collectives: if a callback raises, no rank is left waiting."""
         events, self._untold = self._untold, []
         for event in events:
             for callback in self.callbacks:
@@ -314,22 +317,25 @@ def run_check(
     device: torch.device,
     report_dir: str | None,
     step: int,
-    last_good: int | None,
+    last_good: Mapping[str, int],
     manifest: str = "",
     vouched: bool = False,
     groups: Mapping[str, GroupLike | None] | None = None,
 ) -> DivergenceReport:
-    """A check from beginning to end: compare, keep the evidence, mend, say it once, raise. COLLECTIVE over ``anchor``.
+    """Run a whole check: compare, save evidence, repair, log once, raise. COLLECTIVE over ``anchor``.
 
     Args:
-        checkers: whose FP8 state is compared, and who tell their callbacks.
-        instead: what to do where no rank has anything to compare, for the error.
-        device: collectives go through this GPU, if it is one.
-        vouched: see ``Inventory``, as ``groups``.
+        checkers: the check compares their FP8 state and calls their callbacks.
+        instead: advice for the error that says that there is nothing to compare.
+        device: current CUDA device during the check, if it is a GPU.
+        vouched: see ``Inventory``.
+        groups: see ``Inventory``.
 
     Raises:
-        DivergenceError: on all ranks, if ranks differ and the policy says so.
-        ConfigurationError: on all ranks, if there are several, FP8 is not switched off, and nothing is to be compared.
+        DivergenceError: on all ranks, if ranks differ and ``policy`` is "raise", or "repair" and the repair failed.
+        ConfigurationError: on all ranks, if there are several, FP8 is not switched off, and there is nothing to
+            compare.
+        SyncError: a collective failed or timed out. The message names the missing ranks.
     """
     held: list[Holdings] = []
 
@@ -354,9 +360,10 @@ def run_check(
     with _on_device(device):
         known = [finding for checker in checkers for finding in checker.known_findings()]
         try:
-            compared = check_replicas(anchor, build, known, everything=policy == "repair")
+            with failing_by_name("fp8dist.check", lambda: f"the check of step {step}", anchor.ranks):
+                compared = check_replicas(anchor, build, known, everything=policy == "repair")
             report = compared.report
-            # Who switches FP8 off for a job that checks its FP8 state must not end it by that.
+            # Switching FP8 off must not end a job that checks its FP8 state.
             if compared.nothing and (not checkers or any(checker.settings.enabled for checker in checkers)):
                 why = "; ".join(report.skipped) or "it has no parameters"
                 raise ConfigurationError(
@@ -369,7 +376,7 @@ def run_check(
                     report = repair(anchor, build, compared)
                 announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell)
             return report
-        finally:  # A repair writes weights behind their casts' back.
+        finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
                 checker.job.invalidate_casts()
 
@@ -383,7 +390,7 @@ def _diverged(report: DivergenceReport) -> Event:
 
 
 def _slot_evidence(arena: Arena, sent: torch.Tensor, finding: Finding) -> dict[str, Any] | None:
-    """The slot as it is after the commit, and the scales that it had at the launch."""
+    """Return the slot as it is after the commit, and the scales that it had at launch."""
     content = ArenaContent(arena)
     index = next((i for i, key in enumerate(content.keys) if key.name == finding.name), None)
     if index is None:

@@ -1,4 +1,4 @@
-"""What is compared: named tensors, or the slots of an arena, with their digests."""
+"""Contents to compare: named tensors, or the slots of an arena, with their digests."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = [
 FINDING_KINDS: Mapping[str, str] = MappingProxyType(
     {"slot": "scale", "inv_scale": "scale", "cold": "scale", "amax": "history", "counters": "history"}
 )
-"""What a finding is called that is about a thing of a kind, where that is not the kind's own name."""
+"""Kind of a finding by kind of the compared thing, where the two differ."""
 
 _SLOTS_AT_ONCE = 256
 _BYTES_AT_ONCE_ON_GPU = 1 << 26
-"""Of slots, copied so that each lies in one piece: a launch should have more to do than 256."""
+"""Bytes of slots that are copied together on a GPU: 256 slots are too little work for a kernel launch."""
 
 _NEIGHBOURS = 16
-"""Elements on either side of a differing one that go into a file of evidence."""
+"""Elements on either side of a difference that an evidence file shows."""
 
 
 class Key(NamedTuple):
-    """What a thing is called and what it looks like: two ranks compare what has equal keys."""
+    """Name and layout of a compared thing. Ranks compare things with equal keys."""
 
     name: str
     kind: str
@@ -51,17 +51,17 @@ class Key(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A tensor that belongs to a compared thing. A parameter has one, a slot several."""
+    """A tensor that belongs to a compared thing. A parameter has one field, a slot has several."""
 
-    name: str  # "" where there is only one.
-    kind: str  # Of a finding.
+    name: str  # "" if the thing has one field.
+    kind: str  # Kind of its findings.
     tensor: Tensor
-    locate: Callable[[int], tuple[int, ...]]  # The index of a place in the flattened tensor.
-    store: Callable[[Tensor], None] | None = None  # For what is no tensor where it lives.
+    locate: Callable[[int], tuple[int, ...]]  # Maps a place in the flattened tensor to an index.
+    store: Callable[[Tensor], None] | None = None  # Writes back a value that is not stored as a tensor.
 
 
 class Named(NamedTuple):
-    """A tensor with its name. ``store`` as of Field."""
+    """A tensor with its name. ``store``: see ``Field``."""
 
     name: str
     tensor: Tensor
@@ -69,31 +69,31 @@ class Named(NamedTuple):
 
 
 class Digester:
-    """Digests on whatever device a tensor is; keys are made once per device."""
+    """Computes digests on the device of each tensor. Makes the digest keys once per device."""
 
     def __init__(self) -> None:
         self._by_device: dict[torch.device, ContentDigest] = {}
 
     def on(self, device: torch.device) -> ContentDigest:
-        """The one of that device."""
+        """Return the ``ContentDigest`` of a device."""
         if device not in self._by_device:
             self._by_device[device] = ContentDigest(device)
         return self._by_device[device]
 
     def many_leaves(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """Of one tensor or more, all on the same device: see ``ContentDigest.many_leaves``."""
+        """See ``ContentDigest.many_leaves``. Takes at least one tensor; all are on the same device."""
         device = tensors[0].device
         if device.type == "meta":
             raise ValueError("it is on the meta device: materialise it first")
         return self.on(device).many_leaves(tensors)
 
     def leaves(self, tensor: Tensor) -> Tensor:
-        """int64[blocks, 2] on the tensor's device."""
+        """Return int64[blocks, 2] on the tensor's device."""
         return self.many_leaves([tensor])[0]
 
 
 class Content(ABC):
-    """Some of what one rank, or one file, holds. ``device``: where most of it is."""
+    """A part of what one rank or one file holds. ``device``: where most of it is."""
 
     def __init__(self, keys: Sequence[Key], device: torch.device) -> None:
         self.keys = tuple(keys)
@@ -101,15 +101,15 @@ class Content(ABC):
 
     @abstractmethod
     def digests(self, digester: Digester) -> Tensor:
-        """int64[len(keys), 2] on the CPU."""
+        """Return int64[len(keys), 2] on the CPU."""
 
     @abstractmethod
     def fields(self, index: int) -> list[Field]:
-        """The tensors of one thing: views where it lives in memory, so that a repair can write to them."""
+        """Return the tensors of one thing, as views of its memory, so that a repair can write to them."""
 
     @property
     def seeds(self) -> Tensor:
-        """int64[len(keys), 2]: the keys' part in the digests."""
+        """The keys' part of the digests: int64[len(keys), 2]."""
         hashes = b"".join(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).digest() for key in self.keys)
         return torch.from_numpy(np.frombuffer(hashes, dtype="<i8").copy()).view(-1, 2)
 
@@ -140,11 +140,11 @@ class TensorContent(Content):
         try:
             return digester.many_leaves([self._tensors[i] for i in places])
         except Exception:
-            for i in places:  # One by one, to name the one that cannot be read.
+            for i in places:  # One at a time, to name the tensor that cannot be read.
                 try:
                     digester.leaves(self._tensors[i])
                 except Exception as error:
-                    # A type that takes one message, as near to the error's as is safe.
+                    # Keep the error's type only if its constructor surely takes one message.
                     kind = (
                         type(error) if type(error) in (RuntimeError, ValueError, NotImplementedError) else RuntimeError
                     )
@@ -159,7 +159,7 @@ class TensorContent(Content):
 
 
 class ArenaContent(Content):
-    """The slots of an arena: everything that must be equal on the ranks that share it."""
+    """The slots of an arena: all state that must be equal on the ranks that share the arena."""
 
     def __init__(self, arena: Arena) -> None:
         shape = (arena.ring.length,)
@@ -192,7 +192,7 @@ class ArenaContent(Content):
         return digest.digests(torch.cat(leaves), counts, self.seeds).cpu()
 
     def fields(self, index: int) -> list[Field]:
-        """See ``Content``. A history's index is that into ``manager.amax_history``."""
+        """See ``Content``. The index of a history element is an index into ``manager.amax_history``."""
         arena = self._arena
 
         def by_age(place: int) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class ArenaContent(Content):
 
 
 def values_near(field: Field, place: int | None) -> dict[str, Any]:
-    """The elements of a field around a place in it, or all of them, as text, for a file of evidence."""
+    """Return the elements of a field around ``place`` (None: all elements), as text, for an evidence file."""
     flat = field.tensor.detach().reshape(-1)
     start = 0 if place is None else max(0, place - _NEIGHBOURS)
     if place is not None:

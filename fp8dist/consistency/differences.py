@@ -1,4 +1,4 @@
-"""Elements that differ: where, what they are, and how far apart. Local; no torch.distributed."""
+"""Find elements that differ: place, values and distance. Local; does not use torch.distributed."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ __all__ = ["Difference", "block_of", "compare_block", "first_differing_block", "
 
 @dataclass(frozen=True)
 class Difference:
-    """The first differing element of a tensor, as plain values that any rank can be told."""
+    """The first differing element of a tensor, as plain values that can be sent to any rank."""
 
-    place: int  # In the flattened tensor.
+    place: int  # Index into the flattened tensor.
     value: Any
     expected: Any
     ulp: int | None
-    bits: tuple[str, str]  # Hexadecimal, of value and of expected.
-    elements: int  # How many differ in the first differing block …
-    blocks: int  # … and how many blocks differ, …
-    of_elements: int  # … of a block with so many elements, …
-    of_blocks: int  # … and a tensor with so many blocks.
+    bits: tuple[str, str]  # Hexadecimal, of value and expected.
+    elements: int  # Differing elements in the first differing block.
+    blocks: int  # Differing blocks.
+    of_elements: int  # Elements in that block.
+    of_blocks: int  # Blocks in the tensor.
 
     def extent(self) -> str:
-        """How much differs."""
+        """Return a text that says how much differs."""
         if self.of_blocks == 1:
             return f"{self.elements} of {self.of_elements} elements"
         return f"{self.elements} elements in the first of {self.blocks} differing blocks, of {self.of_blocks}"
 
 
 def first_differing_block(mine: Tensor, theirs: Tensor) -> tuple[int, int] | None:
-    """(first block whose leaves differ, how many do) for int64[blocks, 2] of two tensors; None if all are equal."""
+    """Return (first differing block, number of differing blocks) of two tensors' leaves, int64[blocks, 2], or None."""
     places = (mine != theirs).any(1).nonzero().flatten()
     return (int(places[0]), len(places)) if len(places) else None
 
 
 def block_of(content: Tensor, block: int) -> Tensor:
-    """The bytes of one block of uint8[nbytes]."""
+    """Return the bytes of one block of uint8[nbytes]."""
     return content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
 
 
 def compare_block(
     mine: Tensor, theirs: Tensor, dtype: torch.dtype, block: int, blocks: int, of_blocks: int
 ) -> Difference | None:
-    """The first element that differs between two blocks of bytes, uint8[n] each on the CPU; None if none does.
+    """Return the first element that differs between two blocks, uint8[n] each on the CPU; None if they are equal.
 
     Args:
-        block: which block of the tensor it is.
-        blocks: how many blocks of the tensor differ.
-        of_blocks: how many it has.
+        block: index of the block in the tensor.
+        blocks: number of blocks of the tensor that differ.
+        of_blocks: number of blocks of the tensor.
     """
     size = dtype.itemsize
     differs = (mine.view(-1, size) != theirs.view(-1, size)).any(1).nonzero().flatten()
@@ -76,10 +76,10 @@ def compare_block(
 
 
 def ulp_distance(a: Tensor, b: Tensor, dtype: torch.dtype) -> int | None:
-    """Representable numbers between two, from their bytes (uint8[itemsize]). None for NaN, bool and complex.
+    """Return the distance of two elements in ULP, from their bytes (uint8[itemsize]). None for NaN, bool and complex.
 
-    Sign and magnitude are mapped to one line of integers (Dawson, "Comparing Floating Point Numbers", 2012): +0 and -0
-    are 0 apart. For integers it is the plain difference.
+    Floats are mapped to integers in order of value (Dawson, "Comparing Floating Point Numbers", 2012): the distance of
+    +0 and -0 is 0. For integers it is the plain difference.
     """
     if dtype.is_complex or dtype == torch.bool:
         return None
@@ -113,7 +113,7 @@ def _hexadecimal(element: Tensor) -> str:
 
 
 def unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of a place in a flattened tensor of ``shape``."""
+    """Return the index of a place in a flattened tensor of ``shape``."""
     index = []
     for size in reversed(shape):
         place, rest = divmod(place, size)
@@ -122,7 +122,7 @@ def unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The place in a flattened tensor of ``shape`` of an index; 0 for an index that is not one of it."""
+    """Return the place of an index in a flattened tensor of ``shape``; 0 for an empty index."""
     place = 0
     for i, size in zip(index, shape):
         place = place * size + i

@@ -1,8 +1,8 @@
-"""From what was seen to findings. Local; what is compared may be ranks or files."""
+"""Make findings from the differences between ranks or files. Local."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,20 +18,21 @@ __all__ = [
     "explained",
     "findings_of_values",
     "is_odd",
+    "last_good_step",
     "layout_findings",
     "named_only",
     "reference_of",
 ]
 
 MORE = "…"
-"""The name of a finding that counts what is not named."""
+"""Name of a finding that counts the things that are not named."""
 
 MAX_SIDES = 8
-"""Odd sides of one thing whose values are told."""
+"""Odd sides of one thing whose values are shown."""
 
 
 class Differing(NamedTuple):
-    """A thing that differs within a set: its place in ``keys`` on this rank, and who agrees with whom."""
+    """A thing that differs within a set: its place in ``keys`` on this rank, and the sides of ranks that agree."""
 
     place: int
     key: Key
@@ -39,7 +40,7 @@ class Differing(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank saw in a block."""
+    """The first difference that a rank found in a block."""
 
     thing: int
     field: int
@@ -48,17 +49,31 @@ class Seen(NamedTuple):
 
 
 def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank") -> list[Finding]:
-    """Of a word that is not the same on all ranks. ``values``: as text, by rank."""
+    """Return findings for a word that differs between ranks. ``values``: the word as text, by rank."""
     sides = sides_of(values)
     reference, odd = split(sides)
     shown = "; ".join(f"{noun} {side[0]}: {values[side[0]]}" for side in sides[:MAX_SIDES][::-1])
     return [Finding(0, kind, kind, ranks, reference, detail=shown, sides=sides) for ranks in odd]
 
 
+def last_good_step(kind: str, told: Iterable[Mapping[str, int]]) -> int | None:
+    """Return the last step before a finding of this kind that was good on all ranks; None if not known.
+
+    ``told``: each rank's last good step by kind of the compared things.
+    """
+    of_things = {"scale": "slot", "history": "slot"}.get(kind, kind)
+    in_every_check = kind in ("manifest", "step", "layout", "error")
+    steps = (max(good.values(), default=None) if in_every_check else good.get(of_things) for good in told)
+    return min((step for step in steps if step is not None), default=None)
+
+
 def layout_findings(
     layouts: Sequence[tuple[Sequence[int], Mapping[tuple[str, str], Key]]], noun: str = "rank"
 ) -> list[Finding]:
-    """What only some hold, or hold in another shape or dtype. ``layouts``: ranks, and their keys by name and kind."""
+    """Return findings for things that only some ranks hold, or hold with another shape or dtype.
+
+    ``layouts``: ranks, and their keys by name and kind.
+    """
     findings = []
     for name, kind in sorted({name for _, keys in layouts for name in keys}):
         looks = [(ranks, _look(keys.get((name, kind)))) for ranks, keys in layouts]
@@ -73,20 +88,22 @@ def _look(key: Key | None) -> str:
 
 
 def reference_of(thing: Differing) -> int:
-    """The lowest rank of the largest side: all others are compared with it."""
+    """Return the lowest rank of the largest side. All other ranks are compared with it."""
     return thing.sides[0][0]
 
 
 def is_odd(rank: int, thing: Differing) -> bool:
-    """Whether this rank speaks for one of the sides that differ from the reference."""
+    """True if ``rank`` represents one of the first ``MAX_SIDES`` sides that differ from the reference."""
     return rank in {side[0] for side in thing.sides[1 : MAX_SIDES + 1]}
 
 
 def explained(
     thing: Differing, fields: Mapping[int, Field], by_rank: Mapping[int, list[Seen]], noun: str = "rank"
 ) -> list[Finding]:
-    """One finding per kind and odd side; without a majority one per kind. ``by_rank``: what those saw who speak for a
-    side."""
+    """Return one finding per kind and odd side, or without a majority one per kind.
+
+    ``by_rank``: what the ranks that represent a side saw.
+    """
     reference, odd = split(thing.sides)
     findings = []
     for kind in dict.fromkeys(f.kind for f in fields.values()):
@@ -105,7 +122,7 @@ def explained(
                 if told[side[0]]
             ]
     named = {rank for finding in findings for rank in finding.ranks}
-    # Sides beyond those whose values are told.
+    # Name the other sides, too, without values.
     return findings + [finding for finding in named_only(thing, "") if not named.issuperset(finding.ranks)]
 
 
@@ -156,7 +173,7 @@ def _shown(one: Seen, which: int) -> str:
 
 
 def named_only(thing: Differing, why: str) -> list[Finding]:
-    """Findings of a thing whose elements were not looked at."""
+    """Return findings without values, for a thing whose elements were not compared."""
     kind = FINDING_KINDS.get(thing.key.kind, thing.key.kind)
     reference, odd = split(thing.sides)
     return [Finding(0, kind, thing.key.name, ranks, reference, detail=why, sides=thing.sides) for ranks in odd]

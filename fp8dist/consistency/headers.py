@@ -1,4 +1,4 @@
-"""From a failed sync header to ranks and slots."""
+"""Localise a failed sync header (tier 0): find the ranks and slots that differ."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fp8dist_kernels.header import WORD_MANIFEST, WORD_SCALE_LOW, WORD_STEP
 __all__ = ["Localisation", "localise"]
 
 MAX_SLOTS_PER_RANK = 16
-"""How many differing slots a rank tells the others of; the count is always told in full."""
+"""Differing slots that a rank sends to the others, in addition to their full count."""
 
 _ARRAYS = ("scale", "inv_scale")
 
 
 class Reference(NamedTuple):
-    """What the reference rank has: the scales that it sent, float32[2, n], and its counters of saturated amaxes,
-    int64[n], which each rank judged by its own scales."""
+    """State of the reference rank: the scales that it sent, float32[2, n], and its counters of saturated amaxes,
+    int64[n]. Ranks count saturation by their own scales, so a damaged scale makes the counters wrong, too."""
 
     scales: Tensor
     saturated: Tensor
@@ -37,9 +37,9 @@ class Reference(NamedTuple):
 
 @dataclass(frozen=True)
 class Localisation:
-    """What ``localise`` found; the same on every rank.
+    """Result of ``localise``, the same on all ranks.
 
-    ``step`` is the highest step counter of the group; ``reference`` is there where scales differ.
+    ``step`` is the highest step counter of the group. ``reference`` is None if no scale differs.
     """
 
     report: DivergenceReport
@@ -50,12 +50,11 @@ class Localisation:
 def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Localisation:
     """Name the ranks and slots behind a failed header. COLLECTIVE over the sync's group.
 
-    Compares what the ranks sent: the commit has made the live scales equal again, the evidence is
-    in the scales as they were at launch.
+    Compares the scales that the ranks sent at launch, because the commit has made the live scales equal again.
 
     Args:
-        evidence: what was sent.
-        differs: the kinds that the header says differ; each gets a finding.
+        evidence: what this rank sent.
+        differs: the kinds that differ according to the header. Each gets a finding.
     """
     group = sync.group
     assert group is not None
@@ -71,25 +70,25 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         found, reference = _scale_findings(sync, group, sent, everyone)
         findings += found
     for kind in sorted(set(differs) - {finding.kind for finding in findings}):
-        detail = "the message differed, what it was made of does not"
+        detail = "the header differed, but the values that it was computed from are equal"
         findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))
     step = max(e.words[WORD_STEP] for e in everyone)
     participants = [e.participant for e in everyone]
-    # Every sync proves this, so the one before was good.
+    # Every sync compares the header, so the previous step was good.
     located = [replace(f, step=step, last_good_step=step - 1).located(participants) for f in findings]
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
 
 
 class _Sender(NamedTuple):
     participant: Participant
-    words: tuple[int, ...]  # As at the launch that failed.
-    now: int  # The step counter after its commit, which replays may have taken on since.
+    words: tuple[int, ...]  # As sent by the launch that failed.
+    now: int  # Step counter after the commit. CUDA graph replays may have advanced it further.
 
 
 def _scale_findings(
     sync: ArenaSync, group: SyncGroup, sent: Tensor, everyone: Sequence[_Sender]
 ) -> tuple[list[Finding], Reference]:
-    """Slots whose scale differs, and what the reference has. COLLECTIVE: two broadcasts, two object gathers."""
+    """Return (findings for slots whose scale differs, reference). COLLECTIVE: two broadcasts, two object gathers."""
     sides = sides_of({e.participant.rank: e.words[WORD_SCALE_LOW:] for e in everyone})
     reference, odd = split(sides)
     source = min(group.ranks) if reference is None else reference
@@ -97,7 +96,7 @@ def _scale_findings(
     saturated = _from(source, group, sync.arena.counters[SATURATED])
     mine = (sent.view(torch.int32) != theirs.view(torch.int32)).T.nonzero().tolist()  # [slot, array]
     told: list[tuple[int, list[list[int]]]] = group.gather((len(mine), mine[:MAX_SLOTS_PER_RANK]))
-    # All say what they have wherever somebody differs: who is right there is for all of them to decide.
+    # All ranks send their values of every slot that differs on any rank, because each slot has its own majority.
     places = sorted({(slot, array) for _, part in told for slot, array in part})
     values: list[list[float]] = group.gather([sent[array, slot].item() for slot, array in places])
     findings = []
@@ -112,14 +111,14 @@ def _scale_findings(
 
 
 def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:
-    """What ``source`` has in place of this. COLLECTIVE."""
+    """Return this tensor's values on rank ``source``. COLLECTIVE."""
     theirs = tensor.to(group.device, copy=True)
     dist.broadcast(theirs, src=source, group=group.process_group)
     return theirs.to(tensor.device)
 
 
 def _slot_findings(name: str, array: str, source: int, values: dict[int, float]) -> list[Finding]:
-    """One finding per odd side; a majority of this slot's own decides, whoever is in it."""
+    """Return one finding per odd side. The majority is that of this slot alone."""
     sides = sides_of({rank: int(_bits(value)) for rank, value in values.items()})
     reference, odd = split(sides)
     findings = []

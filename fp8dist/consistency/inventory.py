@@ -1,11 +1,10 @@
-"""What one rank brings to a check, of a model, its optimizer and its FP8 state, sorted by the ranks that must hold the
-same."""
+"""Collect what one rank brings to a check (model, optimizer, FP8 state), by the ranks that must hold the same."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ Store = Callable[[Tensor], None] | None
 
 @dataclass(frozen=True)
 class Scope:
-    """What a check compares beside FP8 state."""
+    """What a check compares in addition to FP8 state."""
 
     parameters: bool = True
     gradients: bool = False
@@ -46,16 +45,16 @@ class ReplicaSet:
 
     @property
     def keys(self) -> list[Key]:
-        """Of everything in it, in order."""
+        """Keys of all things in the set, in order."""
         return [key for content in self.contents for key in content.keys]
 
     def digests(self, digester: Digester) -> Tensor:
-        """int64[len(keys), 2] on the CPU."""
+        """Return int64[len(keys), 2] on the CPU."""
         parts = [content.digests(digester) for content in self.contents if content.keys]
         return torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64)
 
     def evidence(self, finding: Finding) -> dict[str, Any] | None:
-        """What this rank has of it, for a file: a slot in full, of a tensor what is near the first difference."""
+        """Return this rank's values for a file: a whole slot, or the elements near the first difference; else None."""
         for index, key in enumerate(self.keys):
             if key.name == finding.name and key.kind in (finding.kind, "slot"):
                 place = None if key.kind == "slot" else ravel(finding.index or (), key.shape)
@@ -63,7 +62,7 @@ class ReplicaSet:
         return None
 
     def fields(self, index: int) -> list[Field]:
-        """Of the thing with that place in ``keys``."""
+        """Return the fields of the thing at ``index`` in ``keys``."""
         for content in self.contents:
             if index < len(content.keys):
                 return content.fields(index)
@@ -75,35 +74,36 @@ class ReplicaSet:
 class Holdings:
     """All that one rank brings to a check.
 
-    The first set is that of the anchor, the ranks that call. ``memberships`` says with whom this rank is in the others.
+    The first set is that of the anchor, the ranks that call the check. ``last_good``: the last step at which things of
+    a kind were compared and equal. ``memberships``: the ranks of the other sets.
     """
 
     sets: tuple[ReplicaSet, ...]
     step: int = 0
     manifest: str = ""
-    last_good_step: int | None = None
+    last_good: Mapping[str, int] = field(default_factory=dict)
     coords: dict[str, int] | None = None
     skipped: tuple[str, ...] = ()
     memberships: tuple[Membership, ...] = ()
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """Which sets there are beside the anchor's: equal on all ranks of one program."""
+        """Labels of the sets other than the anchor's. Equal on all ranks that run the same program."""
         return tuple(m.label for m in self.memberships)
 
     @property
     def compared(self) -> dict[str, int]:
-        """How many things of each kind are compared with somebody."""
+        """Number of compared things by kind."""
         return dict(sorted(Counter(key.kind for s in self.sets for key in s.keys).items()))
 
     def participant(self, group: SyncGroup) -> Participant:
-        """This rank, and where its tensors are. Local."""
+        """Return this rank and the device of its tensors. Local."""
         device = next((c.device for s in self.sets for c in s.contents if c.keys), group.device)
         return this_rank(device, self.coords)
 
 
 class Inventory:
-    """Collects tensors and other contents. Arguments as of ``Replication``."""
+    """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``."""
 
     def __init__(
         self, anchor: SyncGroup, vouched: bool = False, groups: Mapping[str, GroupLike | None] | None = None
@@ -115,8 +115,8 @@ class Inventory:
         self._tensors: dict[tuple[str, str], list[Named]] = {}
         self._skipped: Counter[str] = Counter()
 
-    def holdings(self, step: int, manifest: str = "", last_good_step: int | None = None) -> Holdings:
-        """All that was collected. ``manifest``: a further word that must be equal on all ranks."""
+    def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
+        """Return all that was collected. ``manifest``: one more word that must be equal on all ranks."""
         contents = {label: list(parts) for label, parts in self._contents.items()}
         for (label, kind), tensors in self._tensors.items():
             contents.setdefault(label, []).append(TensorContent(kind, tensors))
@@ -124,14 +124,14 @@ class Inventory:
             sets=tuple(ReplicaSet(label, self._homes[label].group, tuple(c)) for label, c in contents.items()),
             step=step,
             manifest=manifest,
-            last_good_step=last_good_step,
+            last_good=last_good or {},
             coords=self._replication.coords,
             skipped=tuple(f"{count} {reason}" for reason, count in sorted(self._skipped.items())),
             memberships=self._replication.memberships,
         )
 
     def add_arena(self, sync: ArenaSync) -> None:
-        """The FP8 state that the ranks of its group share."""
+        """Add the FP8 state that the ranks of the sync's group share."""
         home: Home | Excuse = Excuse("that this rank shares with no other")
         if sync.communicates and sync.group is not None:
             label = f"FP8 state of {', '.join(sync.patterns) or 'all modules'}"
@@ -143,14 +143,14 @@ class Inventory:
             self._contents.setdefault(home.label, []).append(ArenaContent(sync.arena))
 
     def add_module(self, module: nn.Module, scope: Scope) -> None:
-        """What ``scope`` says of a module."""
+        """Add the tensors of a module and its optimizers that ``scope`` selects."""
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
 
     def _add_parameters(self, module: nn.Module, parameters: bool, gradients: bool) -> None:
-        """All parameters, their gradients as they are now, or both."""
+        """Add all parameters, their current gradients, or both."""
         self._replication.learn(module)
         for parameter in module.parameters():
             name, home = self._replication.names[id(parameter)], self._replication.of_parameter(parameter)
@@ -162,9 +162,9 @@ class Inventory:
             self._skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Tensors and numbers of an optimizer's state, replicated as their parameters are."""
+        """Add the tensors and numbers of an optimizer's state, which are replicated like their parameters."""
         self._replication.learn(module)
-        # By name: importing torch.distributed.optim warns, and who has such an optimizer has imported it.
+        # By name, because importing torch.distributed.optim emits a warning.
         is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
         zero = Excuse("of a ZeroRedundancyOptimizer: each rank has its own") if is_zero else None
         for g, group in enumerate(optimizer.param_groups):
@@ -200,7 +200,7 @@ class Inventory:
                 self._tensors.setdefault((home.label, kind), []).append(Named(inner_name, inner, store))
 
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
-        """Some of a kind are not compared."""
+        """Count things of a kind that are not compared."""
         self._skipped[f"{plural(kind)} {excuse.reason}"] += count
 
 
@@ -209,7 +209,7 @@ def _write(state: dict[str, Any], key: str, kind: type[Any], number: Tensor) -> 
 
 
 def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors inside a wrapper subclass (a quantised weight, say), or the tensor itself."""
+    """Yield the tensors inside a wrapper subclass (such as a quantised weight), or the tensor itself."""
     tensor = tensor.detach()
     if not is_traceable_wrapper_subclass(tensor):
         yield name, tensor

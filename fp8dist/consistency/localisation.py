@@ -1,10 +1,11 @@
-"""Tiers 2 and 3: which things differ, on which ranks, and the first differing element. All COLLECTIVE over one set's
+"""Tiers 2 and 3: find the things that differ, their ranks, and the first differing element. COLLECTIVE over a set's
 group."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from fp8dist.consistency.findings import (
     explained,
     findings_of_values,
     is_odd,
+    last_good_step,
     layout_findings,
     named_only,
     reference_of,
@@ -34,28 +36,28 @@ from fp8dist_kernels.reference.content import as_bytes
 __all__ = ["localise_set"]
 
 MAX_DIFFERING = 1024
-"""Differing things whose ranks are told apart; the rest is counted."""
+"""Differing things whose odd ranks are determined. The rest is counted."""
 
 MAX_GATHERED = 1 << 20
-"""Digests that a rank takes from all others together: on more than 1024 ranks fewer things are told apart."""
+"""Digests that a rank gathers from all ranks together. So on more than 1024 ranks, fewer things are gathered."""
 
 MAX_LAYOUTS = 8
-"""Distinct layouts that are shown to each other."""
+"""Distinct layouts that the ranks send to each other."""
 
 MAX_EXPLAINED = 16
-"""Differing things of which the first differing element is fetched."""
+"""Differing things whose first differing element is searched for."""
 
 
 def localise_set(
     s: ReplicaSet, digests: Tensor, mine: Holdings, everything: bool
 ) -> tuple[list[Finding], list[Differing]]:
-    """Findings, and what differs, the same on all ranks. COLLECTIVE over the set's group.
+    """Return (findings, differing things), the same on all ranks. COLLECTIVE over the set's group.
 
-    ``everything``: tell all differing things apart, not only the first ``MAX_DIFFERING``, or fewer on many ranks.
+    ``everything``: determine the odd ranks of all differing things, not only of the first ``MAX_DIFFERING`` or fewer.
     """
     group, keys = s.group, s.keys
     layout = hashlib.sha256(repr(sorted(keys)).encode()).hexdigest()
-    told: list[_Told] = group.gather(_Told(mine.participant(group), layout, mine.step, mine.last_good_step))
+    told: list[_Told] = group.gather(_Told(mine.participant(group), layout, mine.step, dict(mine.last_good)))
     layouts = sides_of({t.participant.rank: t.layout for t in told})
     findings: list[Finding] = []
     common = sorted(keys)
@@ -71,39 +73,41 @@ def localise_set(
     if more:
         findings.append(Finding(0, "parameter", MORE, ranks, None, detail=f"{more} more things differ"))
     if not findings:
-        detail = "the digests differed, and did not when they were compared one by one"
+        detail = "the sum of the digests differed, but the digests of all tensors and slots are equal"
         findings.append(Finding(0, "error", "it changed during the check", ranks, None, detail=detail))
     step = max(t.step for t in told)
-    good = min((t.last_good_step for t in told if t.last_good_step is not None), default=None)
+    good = [t.last_good for t in told]
     everyone = [t.participant for t in told]
-    return [replace(f, step=step, last_good_step=good).located(everyone) for f in findings], differing
+    return [
+        replace(f, step=step, last_good_step=last_good_step(f.kind, good)).located(everyone) for f in findings
+    ], differing
 
 
 def _told_apart(ranks: int) -> int:
-    """Of so many differing things it is found out which ranks have what."""
+    """Return the number of differing things whose odd ranks are determined."""
     return min(MAX_DIFFERING, max(MAX_EXPLAINED, MAX_GATHERED // ranks))
 
 
 def _as_people_count(key: Key) -> list[Any]:
-    """Layer 2 before layer 10: the first few things are looked into."""
+    """Return a sort key that puts layer 2 before layer 10. The first few things are explained in full."""
     return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", key.name)] + [key.kind]
 
 
 class _Told(NamedTuple):
-    """What ranks tell each other first."""
+    """What the ranks send to each other first."""
 
     participant: Participant
     layout: str
     step: int
-    last_good_step: int | None
+    last_good: Mapping[str, int]
 
 
 def _compare_layouts(
     group: SyncGroup, mine: list[Key], layouts: tuple[tuple[int, ...], ...]
 ) -> tuple[list[Finding], list[Key]]:
-    """Findings for what only some ranks hold or hold in another shape or dtype, and the keys that all have. COLLECTIVE.
+    """Return (findings for things that some ranks lack or hold with other shapes or dtypes, common keys). COLLECTIVE.
 
-    One rank of each distinct layout shows it. If there are too many to show, nothing is common.
+    One rank of each distinct layout broadcasts its keys. With more than ``MAX_LAYOUTS`` layouts, no key is common.
     """
     if len(layouts) > MAX_LAYOUTS:
         values = {rank: f"layout {i}" for i, side in enumerate(layouts) for rank in side}
@@ -121,9 +125,9 @@ def _compare_layouts(
 def _differing_things(
     group: SyncGroup, order: list[int], keys: list[Key], digests: Tensor, at_most: int
 ) -> tuple[list[Differing], int]:
-    """(what differs, as many as are told apart; how many more). COLLECTIVE.
+    """Return (the first ``at_most`` differing things, number of further ones). COLLECTIVE.
 
-    An all-reduce finds the things, so only the digests of those have to be gathered.
+    An all-reduce finds the things that differ, so the ranks gather only the digests of these.
     """
     mine = digests[order]
     pairs = torch.stack([mine, ~mine]).to(group.device)
@@ -144,7 +148,7 @@ def _differing_things(
 
 
 class _Want(NamedTuple):
-    """A block that some odd rank wants to compare with the reference's."""
+    """A block that an odd rank wants to compare with the reference's."""
 
     thing: int
     field: int
@@ -152,7 +156,7 @@ class _Want(NamedTuple):
 
 
 def _explain(s: ReplicaSet, differing: list[Differing]) -> list[Finding]:
-    """Findings for these, with the first differing elements of the first few. COLLECTIVE."""
+    """Return findings for these things, with the first differing elements of the first few. COLLECTIVE."""
     group, few = s.group, differing[:MAX_EXPLAINED]
     fields: list[list[Field]] = []
     leaves: list[list[Tensor]] = []
@@ -181,7 +185,8 @@ def _explain(s: ReplicaSet, differing: list[Differing]) -> list[Finding]:
 
 
 def _exchange_leaves(group: SyncGroup, few: list[Differing], leaves: list[list[Tensor]]) -> dict[_Want, int]:
-    """The blocks that this rank wants to see, the first of each field that differs, and how many of the field do.
+    """Return the blocks that this rank wants (the first that differs of each field), with their field's number of
+    differing blocks.
 
     COLLECTIVE: a broadcast per reference rank.
     """
@@ -206,14 +211,14 @@ def _exchange_blocks(
     wants: list[_Want],
     firsts: dict[_Want, int],
 ) -> list[Seen]:
-    """What this rank sees in the reference's blocks. COLLECTIVE: a broadcast per block."""
+    """Return the differences between this rank's and the reference's blocks. COLLECTIVE: a broadcast per block."""
     seen = []
     for want in wants:
         field = fields[want.thing][want.field]
         mine = block_of(as_bytes(field.tensor), want.block).to(group.device)
         theirs = mine.clone()
         dist.broadcast(theirs, src=reference_of(few[want.thing]), group=group.process_group)
-        if want not in firsts:  # Another rank's first block.
+        if want not in firsts:  # Another rank wanted it.
             continue
         of_blocks = len(leaves[want.thing][want.field])
         difference = compare_block(mine.cpu(), theirs.cpu(), field.tensor.dtype, want.block, firsts[want], of_blocks)

@@ -1,10 +1,10 @@
-"""Tier 1: whether what ranks hold is equal. Everything here is COLLECTIVE.
+"""Tier 1: compare what the ranks hold. COLLECTIVE.
 
-An all-reduce per distinct set of ranks says whether anything differs. Tiers 2 and 3, on a mismatch, are in
-``localisation``.
+One all-reduce per distinct set of ranks shows if anything differs. On a mismatch, tiers 2 and 3 follow (see
+``localisation``).
 
-Nobody may be left alone in a collective. So a step of local work that may fail comes first, its failure is told to the
-others in place of its result, and all ranks go on, or stop, by what all of them know.
+No rank may be left waiting in a collective. So local work that may fail comes first. A rank where it fails sends the
+failure in place of the result, and all ranks decide by the same information how to continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.consistency.contents import Digester
-from fp8dist.consistency.findings import Differing, findings_of_values
+from fp8dist.consistency.findings import Differing, findings_of_values, last_good_step
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.localisation import localise_set
 from fp8dist.consistency.report import DivergenceReport
@@ -33,14 +33,14 @@ __all__ = ["Compared", "check_replicas"]
 logger = logging.getLogger("fp8dist")
 
 _FAILED = 2
-"""What a rank that could not build its part sends; 1: it knows of a difference already."""
+"""Sent by a rank that could not build its part. A rank that already knows of a difference sends 1."""
 
 
 class Compared(NamedTuple):
-    """What ``check_replicas`` found, and the differing things of each set, for a repair.
+    """Result of ``check_replicas``, with the differing things of each set for a repair.
 
-    ``nothing``: there are several ranks, none of them has anything to compare with another, and nothing is known to
-    differ. The same on all ranks."""
+    ``nothing``: True if there are several ranks, none has anything to compare with another, and no difference is known.
+    The same on all ranks."""
 
     report: DivergenceReport
     differing: list[tuple[ReplicaSet, list[Differing]]]
@@ -52,13 +52,13 @@ def check_replicas(
 ) -> Compared:
     """Compare what the ranks hold. COLLECTIVE over ``anchor``, which contains the ranks of all sets.
 
-    One all-reduce when the anchor is all there is. With further sets one for each, one before these that says whether
-    all ranks mean the same ranks by their names, and one after that tells all of them whether any set differs.
+    The anchor's set takes one all-reduce. Further sets take one each, one before them to confirm that all ranks mean
+    the same ranks by each label, and one after them to tell all ranks if any set differs.
 
     Args:
-        build: what this rank holds. Local; a rank where it raises is reported by all.
-        known: findings that this rank has already, of a failed sync say; all ranks report them.
-        everything: tell all differing things apart, however many they are.
+        build: returns what this rank holds. Local. If it raises on a rank, all ranks report the error.
+        known: findings that this rank already has, for example from a failed sync. All ranks report them.
+        everything: determine the odd ranks of all differing things, for a repair.
     """
     error: Exception | None = None
     digests: list[Tensor] = []
@@ -81,7 +81,7 @@ def check_replicas(
         found, things = localise_set(mine.sets[0], digests[0], mine, everything)
         findings += found
         differing.append((mine.sets[0], things))
-    anything = bool(mine.compared)  # The same on all ranks, if the anchor's set is all there is and nothing differs.
+    anything = bool(mine.compared)  # Equal on all ranks, if there are no further sets and nothing differs.
     # Ranks that disagree about the sets would wait for each other.
     if "layout" not in differs and mine.layout:
         disputed = _disputed_memberships(anchor, mine)
@@ -96,10 +96,10 @@ def check_replicas(
 def _check_further_sets(
     anchor: SyncGroup, mine: Holdings, digests: list[Tensor], everything: bool
 ) -> tuple[list[Finding], list[tuple[ReplicaSet, list[Differing]]], bool]:
-    """(findings of all sets of all ranks, differing things of this rank's sets, whether any rank has compared
+    """Return (findings of all sets of all ranks, differing things of this rank's sets, True if any rank has compared
     anything). COLLECTIVE."""
     places = range(1, len(mine.sets))
-    # One order on any two ranks that share sets.
+    # The same order on all ranks that share sets, or they would deadlock.
     ordered = sorted(places, key=lambda i: (sorted(mine.sets[i].group.ranks), mine.sets[i].label))
     bad = [i for i in ordered if not _agree(mine.sets[i].group, [], digests[i])[0][-1]]
     outcome = 2 if bad else int(bool(mine.compared))
@@ -112,7 +112,7 @@ def _check_further_sets(
     for i in bad:
         findings, things = localise_set(mine.sets[i], digests[i], mine, everything)
         differing.append((mine.sets[i], things))
-        if anchor.rank == min(mine.sets[i].group.ranks):  # One speaks for its set.
+        if anchor.rank == min(mine.sets[i].group.ranks):  # One rank reports for the set.
             told += findings
     return _union(anchor, told), differing, True
 
@@ -122,7 +122,7 @@ def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:
 
 
 def _union(anchor: SyncGroup, mine: Sequence[Finding]) -> list[Finding]:
-    """What all ranks have found, each thing once, in an order of its own. COLLECTIVE."""
+    """Return the findings of all ranks without duplicates, sorted. COLLECTIVE."""
     distinct = {repr(f): f for part in anchor.gather(list(mine)) for f in part}
     return sorted(distinct.values(), key=lambda f: (f.kind, f.name, f.ranks))
 
@@ -133,11 +133,10 @@ def _word(value: Hashable) -> int:
 
 
 def _agree(group: SyncGroup, words: list[int], digests: Tensor | None, knows: bool = False) -> tuple[list[bool], int]:
-    """(for each word, and at last for the digests, whether all ranks have the same; whether a rank has failed, or knows
-    of something already).
+    """Return (for each word, and last for the digests: True if equal on all ranks; the highest news of any rank).
 
-    COLLECTIVE: one MAX over pairs (w, ~w), which agree iff ``max(w) == ~max(~w)``. ``digests`` None: this rank has
-    failed.
+    News is ``_FAILED``, 1 if a rank already knows of a difference, or 0. ``digests`` None: this rank has failed.
+    COLLECTIVE: one MAX over pairs (w, ~w). All ranks have the same w iff ``max(w) == ~max(~w)``.
     """
     total = [0, 0, -1] if digests is None else [*digests.sum(0).tolist(), len(digests)]
     numbers = torch.tensor([*words, *total], dtype=torch.int64, device="cpu")
@@ -152,9 +151,9 @@ def _agree(group: SyncGroup, words: list[int], digests: Tensor | None, knows: bo
 
 
 def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
-    """Findings if some ranks mean other ranks by the name of a set. COLLECTIVE: one SUM.
+    """Return findings if ranks mean different ranks by the label of a set. COLLECTIVE: one SUM.
 
-    All of a set of n ranks send a word that stands for it, the lowest of them times 1 - n: what all send adds up to 0.
+    Each of a set's n ranks sends a hash of label and ranks, the lowest of them times 1 - n. If all agree, the sum is 0.
     """
     balance = sum(
         _word((m.label, m.ranks)) * (1 - len(m.ranks) if anchor.rank == min(m.ranks) else 1)
@@ -171,7 +170,7 @@ def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
 
 
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:
-    named = isinstance(error, Fp8DistError)  # Says what is wrong without the name of its type.
+    named = isinstance(error, Fp8DistError)  # Its message is clear without the name of its type.
     text = "" if error is None else str(error) if named else f"{type(error).__name__}: {error}"
     told: list[tuple[Participant, str, int]] = anchor.gather((mine.participant(anchor), text, mine.step))
     step = max(step for *_, step in told)
@@ -187,18 +186,19 @@ def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[
 def _differing_words(
     anchor: SyncGroup, mine: Holdings, words: Mapping[str, Any], names: Sequence[str]
 ) -> list[Finding]:
-    """Findings for these of the words. COLLECTIVE if ``names`` is not empty, which is the same on all ranks."""
+    """Return findings for the words ``names``. COLLECTIVE if ``names``, equal on all ranks, is not empty."""
     if not names:
         return []
     shown = {name: repr(words[name]) for name in names}
-    told = anchor.gather((mine.participant(anchor), shown, mine.step, mine.last_good_step))
+    told = anchor.gather((mine.participant(anchor), shown, mine.step, dict(mine.last_good)))
     everyone = [p for p, *_ in told]
     step = max(step for *_, step, _ in told)
-    good = min((good for *_, good in told if good is not None), default=None)
+    good = [good for *_, good in told]
     findings = []
     for name in names:
         values = {p.rank: theirs[name] for p, theirs, *_ in told}
         findings += [
-            replace(f, step=step, last_good_step=good).located(everyone) for f in findings_of_values(name, values)
+            replace(f, step=step, last_good_step=last_good_step(f.kind, good)).located(everyone)
+            for f in findings_of_values(name, values)
         ]
     return findings

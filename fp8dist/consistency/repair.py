@@ -1,4 +1,4 @@
-"""Copying from the majority to the others."""
+"""Copy values from the majority to the odd ranks."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from fp8dist_kernels.reference.content import as_bytes
 __all__ = ["mended_texts", "repair"]
 
 _AT_ONCE = 64 << 20
-"""Bytes of one broadcast."""
+"""Bytes per broadcast."""
 
 _BEYOND_REPAIR = frozenset({"manifest", "step", "layout", "error"})
 
 
 def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared) -> DivergenceReport:
-    """Give the odd ranks what the majority has, and check again. COLLECTIVE over ``anchor``.
+    """Copy the majority's values to the odd ranks and check again. COLLECTIVE over ``anchor``.
 
-    All or nothing: where something has no majority, or ranks differ in more than content, nothing is touched. Copies
-    parameters, gradients, optimizer state and whole slots, bit for bit.
+    Copies parameters, gradients, optimizer state and whole slots, bit for bit. Copies nothing if any difference has no
+    majority, or if ranks differ in more than values.
 
     Args:
-        compared: of a check of everything.
+        compared: result of ``check_replicas(everything=True)``.
 
     Returns:
-        The report with ``repaired`` filled in if all is well now; else what is left, and a note.
+        The report, with ``repaired`` filled in, if all ranks agree now. Otherwise the remaining findings, with a note.
     """
     report = compared.report
     if any(f.reference_rank is None or f.kind in _BEYOND_REPAIR for f in report.findings):
         return replace(
-            report, notes=(*report.notes, "nothing was touched: not everything here has a majority to copy from")
+            report, notes=(*report.notes, "nothing was copied: not all findings have a majority to copy values from")
         )
     failures = [text for replicas, differing in compared.differing if (text := _mend(replicas, differing))]
     mended = mended_texts(report)
     after = check_replicas(anchor, build).report
     if after.consistent:
         return replace(report, repaired=mended)
-    tried = f"a repair was tried, this is what is left; it was begun for {'; '.join(mended[:8])}"
+    tried = f"these differences remain after a repair of {'; '.join(mended[:8])}"
     return replace(after, notes=(*after.notes, tried, *failures))
 
 
 def mended_texts(report: DivergenceReport) -> tuple[str, ...]:
-    """What was copied, and from where."""
+    """Return one text per finding: what was copied, and from which rank."""
     return tuple(f"{f.kind} {f.name} of {ranks_text(f.ranks)} from {f.reference_rank}" for f in report.findings)
 
 
 def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
-    """What went wrong, or "". COLLECTIVE over the set's group: nobody leaves it before the others."""
+    """Copy what differs. Return an error, or "". COLLECTIVE over the set's group: no rank leaves before the others."""
     error = ""
     try:
         fields = [replicas.fields(thing.place) for thing in differing]
@@ -80,13 +80,13 @@ def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
                         field.tensor.copy_(received.view(field.tensor.dtype).view(field.tensor.shape))
                     if field.store is not None:
                         field.store(field.tensor)
-            except Exception as raised:  # A view whose elements share memory, say.
+            except Exception as raised:  # For example a view whose elements share memory.
                 error = f"{thing.key.name} of rank {replicas.group.rank}: {raised}"
     return next(filter(None, replicas.group.gather(error)), "")
 
 
 def _receive(group: SyncGroup, source: int, content: Tensor, wrong: bool) -> Tensor | None:
-    """The source's content, where ``wrong``. COLLECTIVE: a broadcast per part."""
+    """Return the source's content if ``wrong``, else None. COLLECTIVE: a broadcast per part."""
     received = content.clone() if wrong else None
     for start in range(0, content.numel(), _AT_ONCE):
         part = content[start : start + _AT_ONCE].to(group.device, copy=group.rank != source)

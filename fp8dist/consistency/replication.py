@@ -1,8 +1,8 @@
-"""Which ranks must hold the same, tensor by tensor.
+"""Find the ranks that must hold the same values, for each tensor.
 
-A plain tensor does not say whether other ranks hold the same: FSDP1's shards, experts and ZeRO's state look like any
-other and differ by design. So only this is known to be replicated: DTensors across their Replicate axes, the parameters
-that DDP keeps equal, across DDP's group, and what the caller vouches for by naming a group.
+A plain tensor does not show if it is replicated: FSDP1's shards, experts and ZeRO's state look like any other tensor
+and differ by design. So these count as replicated: DTensors across their Replicate axes, parameters that DDP keeps
+equal, across DDP's group, and tensors for which the caller names a group.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters"]
 ANCHOR = "all ranks that check"
 
 _SHOWN_IN_FULL = 64
-"""Ranks of a mesh that is spelled out where ranks disagree about it."""
+"""Largest mesh whose ranks are all shown when ranks disagree about it."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """A set of ranks that must hold the same. ``label``: what it is called on all ranks of the job."""
+    """A set of ranks that must hold the same values. ``label``: its name, the same on all ranks of the job."""
 
     label: str
     group: SyncGroup
@@ -44,14 +44,14 @@ class Home:
 
 @dataclass(frozen=True)
 class Excuse:
-    """Why something is compared with nobody, in words that follow its kind ("3 parameters …")."""
+    """Why a tensor is not compared, in words that follow its kind ("3 parameters …")."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Membership:
-    """With whom this rank is in the set of that label. ``view``: what it was taken from."""
+    """The ranks of the set ``label``, this rank included. ``view``: text of the mesh that it comes from, or ""."""
 
     label: str
     ranks: Sequence[int]
@@ -59,20 +59,20 @@ class Membership:
 
 
 class Replication:
-    """Knows the homes of tensors.
+    """Finds the homes of tensors.
 
     Args:
-        anchor: the ranks that check; nothing is compared with others.
-        vouched: plain tensors that nothing else is known of are replicated over the anchor.
-        patterns: fqn patterns of plain tensors that are replicated over other ranks (a group), or over none (None). The
-            first match counts, before anything else that is known.
+        anchor: the ranks that check. Nothing is compared with other ranks.
+        vouched: plain tensors without any other sign of replication are replicated over the anchor.
+        patterns: group by fqn pattern, for plain tensors that are replicated over other ranks; None: do not compare.
+            The first match counts, and takes precedence over all other signs.
     """
 
     def __init__(self, anchor: SyncGroup, vouched: bool, patterns: Mapping[str, GroupLike | None]) -> None:
         self.coords = anchor.mesh_coordinates()
         self.names: dict[int, str] = {}
         self.anchor = Home(ANCHOR, anchor)
-        """The home of what all ranks that check hold alike."""
+        """Home of tensors that all checking ranks hold alike."""
         self._vouched = vouched
         self._patterns = {pattern: None if g is None else SyncGroup(g) for pattern, g in patterns.items()}
         self._anchor_ranks = frozenset(anchor.ranks)
@@ -80,17 +80,17 @@ class Replication:
         self._known: dict[Any, Home | Excuse] = {}
         self._spanning: dict[int, bool] = {}
         self._of_parameter: dict[int, Home | Excuse] = {}
-        self._kept: list[Any] = []  # Ids are keys: what they are of must stay.
+        self._kept: list[Any] = []  # Keeps objects alive whose ids are keys.
 
     @property
     def memberships(self) -> tuple[Membership, ...]:
-        """The sets of ranks beside the anchor, by label, also those in which this rank is alone or that the anchor
-        cuts."""
+        """Sets of ranks other than the anchor, sorted by label. Includes sets of this rank alone, and sets with ranks
+        outside of the anchor."""
         return tuple(self._memberships[label] for label in sorted(self._memberships))
 
     def of_group(self, label: str, group: SyncGroup, view: str = "") -> Home | Excuse:
-        """The home of what ``group`` holds alike. ``label``: the same on all ranks of the job, and another for another
-        group."""
+        """Return the home of tensors that ``group`` holds alike. ``label``: the same on all ranks of the job, and
+        distinct for each group."""
         if frozenset(group.ranks) == self._anchor_ranks:
             return self.anchor
         label = self._unique(label, group.ranks)
@@ -102,7 +102,7 @@ class Replication:
         return Home(label, group)
 
     def _unique(self, label: str, ranks: Sequence[int]) -> str:
-        """Two sets may have one name (DDP in two places): in one program they come in one order on all ranks."""
+        """Number a label that other ranks have, too (two DDP modules). All ranks meet the sets in the same order."""
         candidate, number = label, 1
         while candidate in self._memberships and self._memberships[candidate].ranks != ranks:
             number += 1
@@ -110,7 +110,7 @@ class Replication:
         return candidate
 
     def learn(self, module: nn.Module) -> None:
-        """Look at how the parameters of a module are wrapped."""
+        """Record how the parameters of a module are wrapped."""
         sharded, ddp = _fsdp1_parameters(module), ddp_parameters(module)
         ignored = {id(parameter) for _, parameter, ignored in _seen_by_ddp(module) if ignored}
         parameters = list(module.named_parameters())
@@ -122,8 +122,8 @@ class Replication:
             self.names[id(parameter)] = name
             home = self._named(name)
             if home is None and is_dtensor(parameter):
-                # Of what hangs on it, such as a step counter.
-                home = Excuse("that are no DTensors, of parameters that are")
+                # For its plain optimizer state, such as a step counter.
+                home = Excuse("that are not DTensors, of parameters that are")
             if home is None and id(parameter) in sharded:
                 home = self._of_fsdp1(sharded[id(parameter)])
             if home is None and id(parameter) in ddp:
@@ -136,11 +136,11 @@ class Replication:
             self._of_parameter[id(parameter)] = home
 
     def of_parameter(self, parameter: Tensor) -> Home | Excuse:
-        """The home of a plain parameter, and of plain tensors that belong to one."""
+        """Return the home of a plain parameter, or of plain tensors that belong to it."""
         return self._of_parameter.get(id(parameter), Excuse("of parameters that are not the module's"))
 
     def of_dtensor(self, tensor: DTensor) -> list[Home | Excuse]:
-        """The homes of its local tensor: one, or one for each of several Replicate axes."""
+        """Return the homes of a DTensor's local tensor: one, or one per Replicate axis."""
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         if self.coords is None:
             self.coords = _coordinates(mesh)
@@ -187,7 +187,7 @@ class Replication:
 
 
 def _view(mesh: DeviceMesh) -> str:
-    """Equal for equal meshes. All ranks show each other theirs if they disagree, so it is short for large ones too."""
+    """Return a text that is equal for equal meshes. Ranks that disagree show it, so it is short for all meshes."""
     if mesh.size() <= _SHOWN_IN_FULL:
         return f"mesh {mesh.mesh.tolist()}"
     ranks = mesh.mesh.flatten().tolist()
@@ -210,7 +210,7 @@ def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:
 
 
 def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
-    """By id, the parameters that a DDP in ``module`` keeps equal."""
+    """Return the parameters that DDP modules in ``module`` keep equal: DDP by id of the parameter."""
     return {id(p): ddp for ddp, p, ignored in _seen_by_ddp(module) if not ignored}
 
 

@@ -1,4 +1,4 @@
-"""What one check found, who agrees with whom, and what follows: files of evidence, one message, an error."""
+"""The report of a check, and what follows from it: evidence files, one log message, an error."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = ["DivergenceReport", "announce", "save_evidence", "sides_of", "split",
 logger = logging.getLogger("fp8dist")
 
 MAX_WITH_EVIDENCE = 8
-"""Odd ranks of one finding that write their evidence."""
+"""Odd ranks of one finding that write evidence."""
 
 
 @dataclass(frozen=True)
 class DivergenceReport(Divergence):
-    """Everything that one check found. The findings are equal on all ranks that took part. ``str(report)`` is a table.
+    """The result of one check. The findings are equal on all ranks that took part. ``str(report)`` is a table.
 
     Attributes:
         findings: what differs.
-        compared: how many things of each kind were compared across the ranks: "slot", "parameter", "gradient",
-            "optimizer"; of files also "scale" and the like. A group of one rank counts what it was named for.
-        skipped: what this rank has not compared, and why.
-        repaired: what was copied from the majority to the others.
-        notes: what else there is to say.
-        noun: what takes part, "rank" or "file".
+        compared: number of compared things by kind: "slot", "parameter", "gradient", "optimizer"; for files also
+            "scale" and other parts of slots. Includes tensors whose named group has one rank.
+        skipped: what this rank did not compare, and why.
+        repaired: what was copied from the majority to the odd ranks.
+        notes: further remarks.
+        noun: "rank" or "file".
     """
 
     def raise_if_diverged(self) -> None:
@@ -47,14 +47,14 @@ class DivergenceReport(Divergence):
 
 
 def this_rank(device: torch.device, coords: dict[str, int] | None) -> Participant:
-    """This process. ``device``: where its tensors are; ``coords``: its place in the mesh."""
+    """Return this process as a Participant. ``device``: where its tensors are. ``coords``: its place in the mesh."""
     local = os.environ.get("LOCAL_RANK", "")
     local_rank = int(local) if local.isdigit() else None
     return Participant(dist.get_rank(), socket.gethostname(), local_rank, str(device), coords)
 
 
 def sides_of(values: Mapping[int, Hashable]) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks with equal values, the largest first, then the one with the lowest rank."""
+    """Return the sets of ranks with equal values, the largest first, then by lowest rank."""
     by_value: dict[Hashable, list[int]] = {}
     for rank in sorted(values):
         by_value.setdefault(values[rank], []).append(rank)
@@ -62,7 +62,7 @@ def sides_of(values: Mapping[int, Hashable]) -> tuple[tuple[int, ...], ...]:
 
 
 def split(sides: tuple[tuple[int, ...], ...]) -> tuple[int | None, list[tuple[int, ...]]]:
-    """(lowest rank of a strict majority, the other sides); (None, one list of everyone) without one."""
+    """Return (lowest rank of a strict majority, other sides), or (None, [all ranks]) without a majority."""
     total = sum(map(len, sides))
     if 2 * len(sides[0]) > total:
         return sides[0][0], list(sides[1:])
@@ -72,17 +72,17 @@ def split(sides: tuple[tuple[int, ...], ...]) -> tuple[int | None, list[tuple[in
 def save_evidence(
     report: DivergenceReport, report_dir: str | None, evidence: Callable[[Finding], dict[str, Any] | None]
 ) -> None:
-    """Write the report, and what odd ranks and reference hold, before anything is mended. Local; never raises.
+    """Write the report, and what odd ranks and the reference hold. Call before a repair. Local; never raises.
 
     Args:
-        report_dir: None: nothing is written.
-        evidence: what this rank has of a finding, as JSON values.
+        report_dir: None: write nothing.
+        evidence: returns what this rank holds of a finding, as JSON values, or None.
     """
     if report_dir is None or report.consistent:
         return
     try:
         _write_files(Path(report_dir), report, dist.get_rank(), evidence)
-    except Exception as error:  # A full disk must not hide the divergence, or leave the others alone in a collective.
+    except Exception as error:  # A full disk must not hide the divergence, or leave other ranks waiting.
         logger.warning("fp8dist: no evidence written to %s: %s", report_dir, error)
 
 
@@ -92,15 +92,15 @@ def announce(
     raises: bool,
     tell: Callable[[DivergenceReport], None] | None = None,
 ) -> None:
-    """Say it once, and with ``raises`` raise on all ranks. COLLECTIVE over ``group`` if anything differed.
+    """Log the report once, and with ``raises`` raise on all ranks. COLLECTIVE over ``group`` if anything differed.
 
     Args:
         report: the same on all ranks of the group.
-        tell: is called with it when the message is out: what it raises leaves nobody waiting here.
+        tell: called with the report after the barrier. If it raises, no rank is left waiting.
 
     Raises:
-        DivergenceError: ``raises``, and the report is not consistent. No rank raises before the message is out: a
-            launcher kills the other ranks when one has failed.
+        DivergenceError: ``raises``, and the report is not consistent. No rank raises before the report is logged,
+            because a launcher kills the other ranks when one has failed.
     """
     if not report.findings:
         return
@@ -133,7 +133,7 @@ def _write_files(
 
 
 def _write(folder: Path, name: str, suffix: str, text: str) -> None:
-    """A file that was not there: two models may diverge at one step."""
+    """Write a new file, with a number if the name exists: two models may diverge at the same step."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(1, 1000):
         path = folder / (f"{name}{suffix}" if number == 1 else f"{name}-{number}{suffix}")

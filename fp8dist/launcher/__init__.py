@@ -1,1 +1,1 @@
-"""What ``fp8dist launch`` does on one node: environment, plan, agent. Only ``agent`` imports torch."""
+"""``fp8dist launch`` on one node: read the environment, plan, run torchrun. Only ``agent`` imports torch."""

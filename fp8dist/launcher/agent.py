@@ -1,4 +1,4 @@
-"""torchrun, but it exits as the first rank that failed did (torchrun itself exits with 1)."""
+"""Run torchrun, and return the exit status of the first rank that failed (torchrun itself exits with 1)."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from fp8dist.launcher.interface import FAILED_COLLECTIVE, Unreachable
 __all__ = ["run"]
 
 MISSED = (RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError, DistError)
-"""What torchrun raises when another node is missing. The last comes from its store."""
+"""Exceptions of torchrun if another node is missing. The last one comes from its store."""
 
 CONSEQUENCES = (FAILED_COLLECTIVE, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of ranks that ended because another had."""
+"""Exit codes of ranks that ended because another rank had ended."""
 
 UNCAUGHT = 1
-"""Exit code of a Python program after an uncaught exception: perhaps a collective that missed a failed rank."""
+"""Exit code of a Python program after an uncaught exception, possibly in a collective with a failed rank."""
 
 
 def run(arguments: list[str]) -> int:
     """Run this node's part of the job to its end.
 
     Args:
-        arguments: torchrun's.
+        arguments: the arguments of torchrun.
 
     Returns:
-        The exit status: 0, or that of the rank that failed first; 128 + n for a rank that signal n killed.
+        The exit status: 0, or that of the rank that failed first; 128 + n if signal n killed that rank.
 
     Raises:
         BadVariable: MASTER_PORT is in use on this node.
-        Unreachable: another node has ended the job, or did not come.
+        Unreachable: another node ended the job or did not join.
     """
     try:
         main(arguments)
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
-        # torchrun has seen all these failures at once, so their times hardly tell which was first.
+        # torchrun sees these failures in one poll, so their timestamps do not reliably show which came first.
         code = min(error.failures.values(), key=_distance_from_cause).exitcode
         return code if code > 0 else 128 - code
     except MISSED as error:
         cause = error.__cause__ or error
-        first_line = (str(cause).splitlines() or [""])[0]  # Frames of C++ may follow.
-        if "EADDRINUSE" in first_line:  # Node 0 listens there.
+        first_line = (str(cause).splitlines() or [""])[0]  # A C++ stack trace may follow.
+        if "EADDRINUSE" in first_line:  # This is node 0, which listens on MASTER_PORT.
             port = re.search(r"port: (\d+)", first_line)
             which = f"MASTER_PORT {port[1]}" if port else "MASTER_PORT"
-            raise BadVariable(f"{which} is in use on this node: set another on all nodes") from None
+            raise BadVariable(f"{which} is in use on this node: set another port on all nodes") from None
         why = f"{type(cause).__name__}: {first_line}".rstrip(": ")
         raise Unreachable(f"another node has ended the job, or cannot be reached: {why}") from None
     return 0
 
 
 def _distance_from_cause(failure: ProcessFailure) -> tuple[int, int]:
-    """Sorts failures, the likeliest cause first: a rank that missed another has less to tell than the missed one."""
+    """Return a sort key that puts the likeliest cause first, and ranks that only missed another rank last."""
     if failure.exitcode in CONSEQUENCES:
         return 2, failure.timestamp
     return int(failure.exitcode == UNCAUGHT), failure.timestamp

@@ -1,7 +1,7 @@
-"""The job as environment variables describe it to the launcher on one node.
+"""The launcher's environment variables on one node.
 
-Imports the standard library only. ``python fp8dist/launcher/environment.py`` prints how many ranks the job has:
-launch/torchrun.sh checks the example job's flags for that number before anything imports torch.
+Imports the standard library only. ``python fp8dist/launcher/environment.py`` prints the number of ranks of the job.
+launch/torchrun.sh uses it to check the example job's flags before torch is imported.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from dataclasses import dataclass
 __all__ = ["BadVariable", "Job", "refuse"]
 
 MISTAKE = 2
-"""Exit status after a user's mistake."""
+"""Exit status after a mistake of the user."""
 
 DEFAULT_PORT = 29500
 DEFAULT_PATIENCE = 600
 
 
 class BadVariable(ValueError):
-    """An environment variable of the launcher cannot be used. The message is one line for the terminal."""
+    """An environment variable of the launcher has an unusable value. The message is one line for the terminal."""
 
 
 def refuse(mistake: Exception) -> int:
-    """Print the mistake on one line; the exit status for it."""
+    """Print the mistake on one line and return its exit status."""
     print(f"fp8dist launch: error: {' '.join(str(mistake).split())}", file=sys.stderr, flush=True)
     return MISTAKE
 
 
 @dataclass(frozen=True)
 class Job:
-    """One node's part of a job. ``fp8dist launch --help`` says what each variable means."""
+    """One node's part of a job. ``fp8dist launch --help`` describes each variable."""
 
     nproc: int  # Ranks on this node.
     nnodes: int
     node_rank: int
-    master_addr: str  # Empty on one node.
+    master_addr: str  # May be empty if nnodes is 1.
     master_port: int
     max_restarts: int
     join_timeout: int  # Seconds.
@@ -48,12 +48,12 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole job: each node has as many as this one."""
+        """Ranks of the whole job. All nodes have the same number of ranks."""
         return self.nnodes * self.nproc
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Job:
-        """The job that these variables describe. An empty variable counts as one that is not set.
+        """Return the job that these variables describe. An empty variable counts as unset.
 
         Raises:
             BadVariable: a variable is missing, or is not a number in its range.
@@ -91,7 +91,7 @@ def _number(environment: Mapping[str, str], name: str, default: int, least: int)
 
 
 def _gpus() -> int:
-    """GPUs of this node, without importing torch."""
+    """Return the number of GPUs of this node, without importing torch."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""The network interface by which this node reaches node 0, found without importing torch. IPv4 only."""
+"""Find the network interface on the route to node 0, without importing torch. IPv4 only."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from fp8dist.launcher.environment import BadVariable
 __all__ = ["FAILED_COLLECTIVE", "Unreachable", "addresses", "chosen"]
 
 FAILED_COLLECTIVE = 5
-"""Exit status where another rank or node is missing. The example job's exits.py has the same number."""
+"""Exit status if another rank or node is missing. The example job's exits.py has the same number."""
 
 SIOCGIFCONF = 0x8912
-"""Linux's ioctl that lists the interfaces with an IPv4 address."""
+"""Linux ioctl that lists the interfaces with an IPv4 address."""
 
 NAME_SIZE, ADDRESS_AT, ENTRY_SIZE = 16, 20, 40
-"""Bytes of its ``struct ifreq``: length of the name, offset of the address, length of the whole."""
+"""Layout of its ``struct ifreq`` in bytes: length of the name, offset of the address, total length."""
 
 LOOPBACK = "lo"
-"""Linux's name of the loopback interface."""
+"""Name of the loopback interface on Linux."""
 
 ELSEWHERE = "203.0.113.1"
-"""An address that no node has (RFC 5737): only the default route leads there."""
+"""An address that no node has (RFC 5737), to find the interface of the default route."""
 
 
 class Unreachable(Exception):
-    """Another node cannot be reached, or has ended the job. The message is one line for the terminal."""
+    """Another node cannot be reached or ended the job. The message is one line for the terminal."""
 
 
 def chosen(host: str, patience: float = 0.0, name: str | None = None) -> tuple[str, str]:
-    """Name and IPv4 address of the interface that leads to a host; on that host, of the one that other nodes reach.
+    """Return (name, IPv4 address) of the interface on the route to ``host``.
+
+    On ``host`` itself, return the interface that the other nodes reach.
 
     Args:
-        host: node 0, as MASTER_ADDR names it.
-        patience: seconds to wait until the host has an address: a cluster may publish names after its nodes start.
-        name: the interface, if the user has chosen it. Of several, separated by commas, the first counts.
+        host: node 0, as in MASTER_ADDR.
+        patience: seconds to wait for the host's name to resolve. A cluster may publish names after its nodes start.
+        name: the interface, if the user has chosen it. In a comma-separated list, the first one counts.
 
     Raises:
-        BadVariable: this node has no interface of that name, or only a name could tell which; or the host has IPv6
-            only.
-        Unreachable: the host has no address after ``patience``, or nothing leads there.
+        BadVariable: this node has no interface ``name``; the interface cannot be determined without IFNAME; or the
+            host has no IPv4 address.
+        Unreachable: the host's name does not resolve within ``patience``, or there is no route to it.
     """
     if ":" in host:
         raise BadVariable(_only_ipv6(host, "is an IPv6 address"))
@@ -56,16 +58,16 @@ def chosen(host: str, patience: float = 0.0, name: str | None = None) -> tuple[s
             if interface == first:
                 return first, address
         raise BadVariable(
-            f"IFNAME {name}: this node has no {first} with an IPv4 address, but {', '.join(own.values())}"
+            f"IFNAME {name}: this node has no {first} with an IPv4 address, only {', '.join(own.values())}"
         )
     there = _resolved(host, patience)
     if ipaddress.ip_address(there).is_loopback and not _means_loopback(host):
-        # This is node 0, and /etc/hosts calls it so. The other nodes have its name from elsewhere.
+        # This is node 0, and its /etc/hosts maps the name to loopback. Other nodes resolve it differently.
         try:
             there = _source_towards(ELSEWHERE)
         except OSError:
             raise BadVariable(
-                f"MASTER_ADDR {host} is {there} on this node, where no other reaches it: set MASTER_ADDR to an address"
+                f"MASTER_ADDR {host} is {there} on this node, unreachable for others: set MASTER_ADDR to an IP address"
             ) from None
     source = there
     if there not in own:
@@ -75,16 +77,18 @@ def chosen(host: str, patience: float = 0.0, name: str | None = None) -> tuple[s
             raise Unreachable(f"MASTER_ADDR {host} ({there}) cannot be reached: {error.strerror or error}") from None
         if source not in own:
             raise BadVariable(
-                f"MASTER_ADDR {host} ({there}) is reached from {source}, which no interface has: set IFNAME"
+                f"MASTER_ADDR {host} ({there}) is reached from {source}, but no interface has this address: set IFNAME"
             )
     if own[source] == LOOPBACK and not ipaddress.ip_address(source).is_loopback:
-        # As where routes lead to each host, not to networks. gloo and NCCL would take 127.0.0.1.
-        raise BadVariable(f"MASTER_ADDR {host} ({there}) is reached from {source}, which {LOOPBACK} has: set IFNAME")
+        # Happens with routes per host rather than per network. gloo and NCCL would use 127.0.0.1.
+        raise BadVariable(
+            f"MASTER_ADDR {host} ({there}) is reached from {source}, an address of {LOOPBACK}: set IFNAME"
+        )
     return own[source], source
 
 
 def addresses() -> dict[str, str]:
-    """Interface names by IPv4 address, all of this node, in the kernel's order."""
+    """Return this node's interface names by IPv4 address, in the kernel's order."""
     size = 64 * ENTRY_SIZE
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         while True:
@@ -92,13 +96,13 @@ def addresses() -> dict[str, str]:
             where, _ = buffer.buffer_info()
             answer = fcntl.ioctl(asked, SIOCGIFCONF, struct.pack("iP", size, where))
             used, _ = struct.unpack("iP", answer)
-            if used < size:  # Else there may be more.
+            if used < size:  # A full buffer may be truncated.
                 break
             size *= 2
     found = {}
     for at in range(0, used, ENTRY_SIZE):
         entry = buffer[at : at + ENTRY_SIZE].tobytes()
-        name = entry[:NAME_SIZE].split(b"\0")[0].decode().split(":")[0]  # Of a second address it may be eth0:1.
+        name = entry[:NAME_SIZE].split(b"\0")[0].decode().split(":")[0]  # An alias is named like eth0:1.
         found[socket.inet_ntoa(entry[ADDRESS_AT : ADDRESS_AT + 4])] = name
     return found
 
@@ -116,7 +120,7 @@ def _resolved(host: str, patience: float) -> str:
             if time.monotonic() >= deadline:
                 raise Unreachable(why) from None
         if not told:
-            print(f"{why}; asking again for up to {patience:g} s", file=sys.stderr, flush=True)
+            print(f"{why}; retrying for up to {patience:g} s", file=sys.stderr, flush=True)
             told = True
         time.sleep(1.0)
 
@@ -133,7 +137,7 @@ def _only_ipv6(host: str, why: str) -> str:
 
 
 def _means_loopback(host: str) -> bool:
-    """True if the user names this node's loopback on purpose: all ranks are here."""
+    """Return True if the host is a loopback address or localhost, so all ranks run on this node."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -141,7 +145,7 @@ def _means_loopback(host: str) -> bool:
 
 
 def _source_towards(address: str) -> str:
-    """This node's address on the way to another. Sends nothing."""
+    """Return this node's source address for packets to ``address``. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((address, 9))
         return str(way.getsockname()[0])

@@ -1,4 +1,4 @@
-"""What starts on this node: torchrun's arguments, and the variables that its agent and the ranks see."""
+"""Plan the launch on this node: torchrun's arguments, and environment variables for its agent and the ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """How torchrun's agent starts on this node.
+    """Arguments and environment for torchrun's agent on this node.
 
     Attributes:
-        arguments: torchrun's, the program and its own arguments last.
-        variables: to be set beside those that are there.
+        arguments: the arguments of torchrun, ending with the program and its arguments.
+        variables: environment variables to add.
     """
 
     arguments: list[str]
@@ -26,15 +26,15 @@ class Plan:
 
     @classmethod
     def of(cls, job: Job, program: Sequence[str], environment: Mapping[str, str]) -> Plan:
-        """The plan for one node of a job.
+        """Return the plan for one node of a job.
 
         Args:
             program: a file or ``-m`` and a module, then its arguments.
-            environment: variables that the user has set already; they stay as they are.
+            environment: variables that the user has set. They are not overridden.
 
         Raises:
-            BadVariable: the network interface cannot be told from the variables.
-            Unreachable: node 0 has no address, or nothing leads there.
+            BadVariable: the network interface cannot be determined from the variables.
+            Unreachable: node 0's name does not resolve, or there is no route to it.
         """
         variables: dict[str, str] = {}
         if not environment.get("OMP_NUM_THREADS"):
@@ -42,22 +42,22 @@ class Plan:
         arguments = ["--standalone"] if job.nnodes == 1 else _rendezvous(job, environment, variables)
         if job.logs is not None:
             arguments += ["--log-dir", f"{job.logs}/node-{job.node_rank}" if job.nnodes > 1 else job.logs, "--tee", "3"]
-            # Without it torchrun would print the rank on this node, not that of the job.
+            # Without the template, torchrun prints the local rank.
             template = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
             variables[template] = environment.get(template, "[${rank}]: ")
         if job.max_restarts:
-            # Else restarted ranks find the addresses of their predecessors in torchrun's store, and may wait for them
+            # Otherwise restarted ranks find stale addresses in torchrun's store and may wait for them
             # (pytorch/pytorch issue 135712; seen with torch 2.13).
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         arguments += ["--nproc-per-node", str(job.nproc), "--max-restarts", str(job.max_restarts)]
         module = program[0] == "-m"
-        # After "--" argparse leaves the rest alone, be it --help or another "--".
+        # After "--" argparse does not interpret the rest, such as --help or another "--".
         arguments += ["-m", "--", *program[1:]] if module else ["--", *program]
         return cls(arguments, variables)
 
 
 def _rendezvous(job: Job, environment: Mapping[str, str], variables: dict[str, str]) -> list[str]:
-    """Arguments by which several nodes meet. Adds the variables that name the network interface."""
+    """Return torchrun's rendezvous arguments. Add the network interface to ``variables``."""
     ifname, address = job.ifname, job.local_addr
     gloo, nccl = environment.get("GLOO_SOCKET_IFNAME"), environment.get("NCCL_SOCKET_IFNAME")
     if not (address and (ifname or (gloo and nccl))):
@@ -74,7 +74,7 @@ def _rendezvous(job: Job, environment: Mapping[str, str], variables: dict[str, s
             *("--master-port", str(job.master_port)),
             *("--rdzv-conf", f"timeout={job.join_timeout}"),
         ]
-    # A static rendezvous cannot use its ports twice.
+    # The static rendezvous cannot reuse its ports after a restart.
     is_host = "true" if job.node_rank == 0 else "false"
     return [
         *arguments,

@@ -1,1 +1,1 @@
-"""What casts and multiplies: FP8Linear, the slots of one Linear, and which of its GEMMs run in FP8."""
+"""FP8Linear, the slots of one Linear, and the choice of which of its GEMMs run in FP8."""

@@ -1,7 +1,7 @@
-"""FP8Linear, and turning a model's Linears into it and back.
+"""FP8Linear, and the conversion of nn.Linear modules to FP8Linear and back.
 
-A converted module keeps its identity: only its class changes, and a ``LinearSlots`` is attached. So
-parameters, state_dict keys, hooks and everybody's references stay what they were.
+Conversion is in place: only the module's class changes, and a ``LinearSlots`` is attached. So parameters, state_dict
+keys, hooks and references to the module stay valid.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ __all__ = ["FP8Linear", "convert", "fp8_linears", "require_revertible", "revert"
 
 
 class _FP8LinearFunction(torch.autograd.Function):
-    """y = x Wᵀ + b, dx = dy W, dW = dyᵀ x, each product in FP8 but those in ``high``; the bias is added before y is
-    rounded.
+    """y = x Wᵀ + b, dx = dy W, dW = dyᵀ x. Each product runs in FP8 unless ``high`` names it; the bias is added before
+    y is rounded.
 
-    The places of the grad_output slot ride on ctx as attributes: ``pending`` is changed in place and
-    must not be saved for backward.
+    The state of the grad_output slot is an attribute of ctx: its ``pending`` is changed in place, so it must not be
+    saved with save_for_backward.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,  # [tokens, in_features]
-        bias: Tensor | None,  # [out_features]; before the weight, for the order of nn.Linear's gradients
-        weight: Tensor,  # [out_features, in_features], for its gradient, and for what is not cast here
+        bias: Tensor | None,  # [out_features]; before the weight, so that gradients come in nn.Linear's order
+        weight: Tensor,  # [out_features, in_features]; for its gradient, high-precision GEMMs, casts in backward
         weight_rows: Tensor,  # FP8 [out_features, in_features], empty if fprop is in high precision
         weight_rows_inv_scale: Tensor,
         weight_columns: Tensor,  # FP8 [in_features, out_features], empty with grad off or if cast in backward
-        weight_columns_inv_scale: Tensor | None,  # None: that of the rows; see _each_once
+        weight_columns_inv_scale: Tensor | None,  # None: the same tensor as for the rows; see _each_once
         slots: LinearSlots,
         states: States,
         record: bool,
@@ -72,7 +72,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         ctx.slots, ctx.record, ctx.high, ctx.outgrown = slots, record, high, outgrown
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        bias = None if bias is None else bias.to(x.dtype)  # As autocast has it; and what cuBLASLt can add.
+        bias = None if bias is None else bias.to(x.dtype)  # As autocast does. cuBLASLt can add a bias of this dtype.
         if "fprop" in high:
             return F.linear(x, weight.to(x.dtype), bias)
         inv_scales = cast.rows_inv_scale, weight_rows_inv_scale
@@ -83,12 +83,12 @@ class _FP8LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x = ctx.saved_tensors
         slots: LinearSlots = ctx.slots
-        slots.settle()  # A boundary may lie between this forward and this backward.
+        slots.settle()  # There may have been a boundary since the forward.
         wants_input_grad, wants_bias_grad, wants_weight_grad = ctx.needs_input_grad[:3]
         fp8_input_grad = wants_input_grad and "dgrad" not in ctx.high
         fp8_weight_grad = wants_weight_grad and "wgrad" not in ctx.high
         grad_input = grad_weight = grad_bias = None
-        if wants_input_grad or wants_weight_grad:  # Else only the bias trains.
+        if wants_input_grad or wants_weight_grad:  # Otherwise only the bias needs a gradient.
             copies = fp8_input_grad, fp8_weight_grad
             cast = slots.gradient_cast(grad_output, ctx.grad_state, ctx.record, *copies, ctx.outgrown)
         if fp8_input_grad:
@@ -96,7 +96,7 @@ class _FP8LinearFunction(torch.autograd.Function):
                 weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
             inv_scales = cast.rows_inv_scale, weight_inv_scale
             grad_input = slots.matmul(cast.rows, weight_columns, *inv_scales, ctx.input_dtype)
-            del weight_columns  # Maybe a copy, of the size of the gradient that is next.
+            del weight_columns  # It may be a copy as large as the weight gradient, which comes next.
         elif wants_input_grad:
             grad_input = (grad_output @ weight.to(grad_output.dtype)).to(ctx.input_dtype)
         if fp8_weight_grad:
@@ -111,7 +111,7 @@ class _FP8LinearFunction(torch.autograd.Function):
 
 
 class _ObserveGradient(torch.autograd.Function):
-    """Identity that records the amax of the gradient that flows back through it."""
+    """Identity that records the amax of the gradient in its backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slots: LinearSlots, state: SlotState) -> Tensor:
@@ -125,20 +125,20 @@ class _ObserveGradient(torch.autograd.Function):
 
 
 class FP8Linear(nn.Linear):
-    """nn.Linear whose three GEMMs run in FP8. Made by ``fp8dist.prepare``, not by hand.
+    """nn.Linear whose three GEMMs run in FP8. Created by ``fp8dist.prepare``; do not construct it yourself.
 
-    Takes [..., in_features], returns [..., out_features] in the input's dtype (under torch.autocast:
-    in autocast's). Any number of tokens. Gradients of the weight come in the weight's dtype. Nothing
-    is recorded in ``eval()`` or with grad off. It can be differentiated once.
+    Takes [..., in_features] and returns [..., out_features] in the input's dtype (under torch.autocast, in the autocast
+    dtype). Accepts any number of tokens. The weight's gradient has the weight's dtype. Records no amaxes in ``eval()``
+    or with grad disabled. Does not support double backward.
     """
 
     fp8_slots: LinearSlots
 
     def forward(self, input: Tensor) -> Tensor:
-        """x Wᵀ + b, [..., in_features] to [..., out_features]. Local; commits a sync that is due.
+        """Return x Wᵀ + b: [..., in_features] to [..., out_features]. Local; commits a pending sync.
 
         Raises:
-            ConfigurationError: the input does not fit, or ``attach`` has to come first; names the module.
+            ConfigurationError: the input does not fit the weight, or ``attach`` must be called first. Names the module.
         """
         slots = self.fp8_slots
         if not slots.job.enabled:
@@ -146,7 +146,7 @@ class FP8Linear(nn.Linear):
         fqn = slots.slots[Role.INPUT].fqn
         if slots.job.awaits_attach:
             raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
-        weight = self.weight  # Once: a parametrization computes it anew at each access.
+        weight = self.weight  # Read once: a parametrization recomputes it at each access.
         compute = self._computation(weight)
         if is_dtensor(weight):
             return parallel_linear(compute, input, weight, self.bias, fqn)
@@ -155,7 +155,7 @@ class FP8Linear(nn.Linear):
         return compute(input, weight, self.bias)
 
     def _computation(self, weight: Tensor) -> Linear:
-        """What this forward does: a product in FP8, or one in high precision, with or without recording amaxes."""
+        """Return the function for this forward: in FP8, or in high precision with or without recording amaxes."""
         slots = self.fp8_slots
         job, precision = slots.job, slots.precision
         if job.in_fp8 and precision.high != GEMMS and (self.training or job.eval_precision == "fp8"):
@@ -166,9 +166,9 @@ class FP8Linear(nn.Linear):
         return self._observed if observes else _in_high_precision
 
     def _in_fp8(self, parameter: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``weight``: what this rank has of ``parameter``."""
+        """Compute the output with FP8 GEMMs. ``weight``: this rank's local tensor of ``parameter``."""
         slots = self.fp8_slots
-        out_features, in_features = weight.shape  # Of this rank, under tensor parallelism.
+        out_features, in_features = weight.shape  # Local sizes, under tensor parallelism.
         self._require_features(input, in_features)
         high, record = slots.precision.high, slots.records(self.training)
         states = slots.states(weight.device)
@@ -183,18 +183,18 @@ class FP8Linear(nn.Linear):
         output = _FP8LinearFunction.apply(
             tokens, bias, weight, *_each_once(cast), slots, states, record, wants_weight_grad, high, outgrown
         )
-        # A new tensor for autograd, as F.linear's: FSDP2 warns of modules that return views.
+        # Like F.linear's output, this is no view to autograd: FSDP2 warns about modules that return views.
         return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], out_features))
 
     def _observed(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """In high precision, recording what FP8 would cast, if anybody wants it."""
+        """Compute in high precision, and record the amaxes of the tensors that FP8 would cast, if steps sync amaxes."""
         self._require_features(input, weight.shape[1])
         slots = self.fp8_slots
         input_state, weight_state, grad_state = slots.states(weight.device)
         if not slots.sync.every_step:
             return _in_high_precision(input, weight, bias)
         slots.observe(input, input_state)
-        if not isinstance(weight, FP8Weight):  # Else its shards were recorded before they were gathered.
+        if not isinstance(weight, FP8Weight):  # Otherwise its shards were recorded before the gather.
             slots.observe(weight, weight_state)
         output = _in_high_precision(input, weight, bias)
         return _ObserveGradient.apply(output, slots, grad_state) if output.requires_grad else output
@@ -205,23 +205,23 @@ class FP8Linear(nn.Linear):
             raise ConfigurationError(f"{fqn}: expected [..., {in_features}], got {tuple(input.shape)}")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As nn.Module's; the weight counts as written to, also where FSDP puts another parameter in its place."""
+        """Load as nn.Module does. Also marks the weight as written, because FSDP may have replaced the parameter."""
         super()._load_from_state_dict(*args, **kwargs)
         self.fp8_slots.note.mark_written()
 
     def train(self, mode: bool = True) -> FP8Linear:
-        """As nn.Module.train; also ends the reuse of weight casts."""
+        """Same as nn.Module.train. Also invalidates cached weight casts."""
         self.fp8_slots.job.invalidate_casts()
         return super().train(mode)
 
 
 def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
-    """Its tensors, None for those that came before: Dynamo takes an autograd function that gets no tensor twice."""
+    """Return the tensors of ``cast``, repeats as None: Dynamo rejects autograd functions that get a tensor twice."""
     return tuple(None if any(t is before for before in cast[:i]) else t for i, t in enumerate(cast))
 
 
 class _Dequantise(torch.autograd.Function):
-    """A gathered weight in high precision; its gradient passes."""
+    """Dequantise a gathered weight. The gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, weight: FP8Weight) -> Tensor:
@@ -235,7 +235,7 @@ class _Dequantise(torch.autograd.Function):
 def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not isinstance(weight, FP8Weight):
         return _linear(input, weight, bias)
-    # The dequantised weight is made again in backward: of all layers it would be the whole model.
+    # Recompute the dequantised weight in backward: saved for all layers, these would be a whole unsharded model.
     return torch.utils.checkpoint.checkpoint(
         _dequantising, input, weight, bias, use_reentrant=False, preserve_rng_state=False
     )
@@ -246,31 +246,31 @@ def _dequantising(input: Tensor, weight: FP8Weight, bias: Tensor | None) -> Tens
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear in the input's dtype, whatever the weight's is, as in FP8: a fallback must not end the training."""
+    """F.linear in the input's dtype, whatever the weight's dtype, as in FP8: a fallback must accept mixed dtypes."""
     if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
         weight, bias = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
     return F.linear(input, weight, bias)
 
 
 def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
-    """All FP8Linears of a model."""
+    """Iterate over all FP8Linears of a model."""
     return (module for module in model.modules() if isinstance(module, FP8Linear))
 
 
 def convert(module: nn.Linear, slots: LinearSlots) -> None:
-    """Make an nn.Linear an FP8Linear, in place."""
-    module.fp8_slots = slots  # type: ignore[assignment]  # First: another thread may look for FP8Linears.
+    """Convert an nn.Linear to an FP8Linear, in place."""
+    module.fp8_slots = slots  # type: ignore[assignment]  # Before the class: another thread may look for FP8Linears.
     module.__class__ = FP8Linear
     slots.note.remember(stored_parameters(module))
 
 
 def require_revertible(module: FP8Linear) -> None:
-    """Raise ConfigurationError for a class that something else made of FP8Linear."""
+    """Raise ConfigurationError if another tool has subclassed FP8Linear for this module, as parametrizations do."""
     if type(module) is not FP8Linear:
-        raise ConfigurationError(f"{type(module).__name__} was built on an FP8Linear: take that off before restore()")
+        raise ConfigurationError(f"{type(module).__name__} is a subclass of FP8Linear: undo that before restore()")
 
 
 def revert(module: FP8Linear) -> None:
-    """Make it a plain nn.Linear again, in place."""
+    """Convert an FP8Linear back to a plain nn.Linear, in place."""
     del module.fp8_slots
     module.__class__ = nn.Linear  # type: ignore[assignment]

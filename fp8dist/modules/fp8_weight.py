@@ -1,4 +1,4 @@
-"""FP8Weight: a weight that arrived in FP8, as FSDP's modules see it."""
+"""FP8Weight: a weight that FSDP has gathered in FP8, as modules see it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _SAME_TENSOR = frozenset(
 
 @dataclass
 class Gathered:
-    """What a weight and all views of it show: autograd may keep a view past the next gather."""
+    """Data shared by a weight and all views of it: autograd may keep a view past the next gather."""
 
     rows: Tensor
     inv_scale: Tensor
 
 
 class FP8Weight(Tensor):
-    """Stands for a weight [out_features, in_features] in high precision; holds FP8 bytes and what they mean.
+    """A high-precision weight [out_features, in_features], stored as FP8 bytes and their inverse scale.
 
-    An FP8Linear takes the bytes. Any other operation works on the dequantised weight, a new tensor in ``dtype``;
-    writing to it is an error, for the bytes are a copy that the next gather overwrites.
+    FP8Linear uses the bytes. Any other operation works on the dequantised weight, a new tensor in ``dtype``. Writing to
+    the weight raises ConfigurationError, because the bytes are a copy that the next gather overwrites.
     """
 
     _gathered: Gathered
@@ -57,16 +57,16 @@ class FP8Weight(Tensor):
 
     @property
     def rows(self) -> Tensor:
-        """FP8 [out_features, in_features], a view of FSDP's buffer, which is freed and filled again."""
+        """FP8 [out_features, in_features], a view of FSDP's buffer, which FSDP frees and refills."""
         return self._gathered.rows
 
     @property
     def inv_scale(self) -> Tensor:
-        """What these bytes were cast with: 0-d float32, or one per block of 128 x 128."""
+        """Inverse scale of the bytes: 0-d float32, or one per block of 128 x 128."""
         return self._gathered.inv_scale
 
     def refilled(self, inv_scale: Tensor) -> None:
-        """The buffers have other bytes now."""
+        """Set the inverse scale after FSDP has refilled the buffer."""
         self._gathered.inv_scale = inv_scale
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -102,20 +102,20 @@ class FP8Weight(Tensor):
         return function(*args, **kwargs)
 
     def high_precision(self) -> Tensor:
-        """What the bytes stand for, as a new tensor in ``dtype``. Not differentiable."""
+        """Return the dequantised weight, a new tensor in ``dtype``. Not differentiable."""
         with torch.no_grad():
             return dequantize(self.rows, _spread(self.inv_scale, self.rows.shape)).to(self.dtype)
 
 
 def _spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
-    """One inverse scale for all, or for each element."""
+    """Return the inverse scale in a shape that broadcasts to the weight."""
     if inv_scale.numel() == 1:
         return inv_scale
     return inv_scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """What an op writes to."""
+    """Yield the arguments that an op writes to."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)

@@ -1,6 +1,6 @@
-"""What a manager is doing now: one object, which its modules, syncs, hooks and checker share.
+"""JobState: the current state of one manager, shared by its modules, syncs, hooks and checker.
 
-``Tie`` and ``Activity`` together are the phase that a manager is in. ``step/order.py`` says which calls fit which.
+``Tie`` and ``Activity`` together are a manager's phase. ``step/order.py`` lists the calls that each phase refuses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Activity", "JobState", "Tie"]
 
 
 class Tie(enum.Enum):
-    """How a manager is tied to its job. The values end a sentence: "a step before attach()"."""
+    """How a manager is tied to its job. Error messages contain the values: "a step before attach()"."""
 
     PREPARED = "before attach()"
     ATTACHED = "after attach()"
@@ -29,7 +29,7 @@ class Tie(enum.Enum):
 
 
 class Activity(enum.Enum):
-    """What is under way, beside plain training. Several may be at once."""
+    """Activities besides plain training. Several can be in progress at once."""
 
     IN_STEP = "between a backward and the optimizer's step"
     CALIBRATING = "inside calibrate()"
@@ -39,12 +39,12 @@ class Activity(enum.Enum):
 
 @dataclass
 class JobState:
-    """Of one manager. What changes in one place only is set there; what has rules is set by a method.
+    """The current state of one manager. Fields that must change together are set by methods, others directly.
 
     Args:
-        enabled: False: FP8 is switched off for good.
-        gathers: FSDP2 gathers weights in FP8.
-        shared: several ranks are to share the FP8 state.
+        enabled: False: FP8 is switched off permanently.
+        gathers: True if FSDP2 gathers weights in FP8.
+        shared: True if several ranks are meant to share the FP8 state.
     """
 
     enabled: bool
@@ -53,80 +53,80 @@ class JobState:
     gathers: bool = False
     shared: bool = False
 
-    # The job: a copy has none of it.
+    # Job-specific state. Not copied or pickled.
     tie: Tie = Tie.PREPARED
     by_optimizer: bool = False
-    """An attached optimizer's step is the boundary."""
+    """True if an attached optimizer's step is the boundary."""
     scaled: bool = False
-    """A loss scaler is at work: non-finite amaxes of the steps that it skips are dropped."""
+    """True if a loss scaler is in use: non-finite amaxes of steps that it skips are dropped."""
     launches_early: bool = False
-    """A communication hook launches syncs."""
+    """True if a communication hook launches syncs."""
     calibrating: bool = False
     join_config: _JoinConfig = field(default_factory=_JoinConfig.construct_disabled_join_config)
     join_hook: weakref.ref[JoinHook] | None = None
-    """What the Join context holds: one that ends by an exception calls nobody."""
+    """The hook that the Join context holds. A context that ends with an exception calls no hook, but drops it."""
     compiled: bool = False
-    """torch.compile has begun to trace something."""
+    """True once torch.compile has begun to trace."""
     captured: bool = False
-    """A step was captured into a CUDA graph."""
+    """True once a step was captured into a CUDA graph."""
     graphed: bool = False
-    """A forward was captured into a CUDA graph."""
+    """True once a forward was captured into a CUDA graph."""
     measuring: bool = False
-    """A watch wants to know what the casts of this step do."""
+    """True if a watch collects statistics of this step's casts."""
     stepping: bool = False
-    """An optimizer's step is under way."""
+    """True while an optimizer's step runs."""
     said_unbounded: bool = False
-    """Steps without a boundary were warned of."""
+    """True once the warning about steps without a boundary was logged."""
     said_unsynced: bool = False
-    """Steps without attach() were warned of."""
+    """True once the warning about steps without attach() was logged."""
 
-    # Contexts of the user.
+    # Set by contexts that the user enters.
     in_fp8: bool = True
     """False inside ``no_fp8()``."""
     recording: bool = False
-    """Inside ``recording()``: amaxes are recorded whatever the mode of the modules."""
+    """True inside ``recording()``: amaxes are recorded in training and eval mode."""
 
     boundaries: int = 0
-    """Passed so far, as the host counts."""
+    """Number of boundaries passed so far, as counted on the host."""
 
     # Casts of weights.
     reuse_casts: bool = False
-    """Somebody tells when weights change, so that a cast may serve several microbatches."""
+    """True if hooks report weight changes, so that several microbatches may share a cast."""
     generation: int = 0
-    """Counts everything after which a weight's cast must not be reused."""
+    """Incremented by every event after which cached weight casts must not be reused."""
     growth: Growth | None = None
-    """Of weights that were written to."""
+    """Tells which written weights have outgrown their scales."""
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("enabled", "backend", "eval_precision", "gathers", "shared", "in_fp8", "recording", "boundaries")
         fresh = JobState(*(getattr(self, name) for name in kept[:5]))
-        fresh.said_unsynced = self.attached or self.said_unsynced  # Else a copied part of a model would warn.
+        fresh.said_unsynced = self.attached or self.said_unsynced  # Otherwise a copied part of a model would warn.
         return {**fresh.__dict__, **{name: getattr(self, name) for name in kept}, "generation": self.generation}
 
     @property
     def attached(self) -> bool:
-        """Whether the manager is tied to a job."""
+        """True if the manager is attached to a job."""
         return self.tie is Tie.ATTACHED
 
     @property
     def untied(self) -> bool:
-        """Whether hooks that could not be taken off must do nothing."""
+        """True if hooks that could not be removed must do nothing."""
         return self.tie in (Tie.DETACHED, Tie.RESTORED)
 
     @property
     def joined(self) -> bool:
-        """Whether a Join context is open."""
+        """True while a Join context is open."""
         return bool(self.join_config.enable) and self.join_hook is not None and self.join_hook() is not None
 
     @property
     def awaits_attach(self) -> bool:
-        """Whether no forward may come before ``attach``: FSDP would gather weights in high precision, and keep its
-        buffers for them."""
+        """True if ``attach`` must come before the first forward: otherwise FSDP gathers weights in high precision, and
+        keeps its buffers for these."""
         return self.gathers and self.tie is Tie.PREPARED
 
     @property
     def unsynced(self) -> bool:
-        """Whether ranks that are to share state do not, and nobody was told of it."""
+        """True if ranks that are meant to share state do not, and no warning was logged."""
         return self.shared and not self.attached and not self.said_unsynced
 
     def attach(self, by_optimizer: bool, scaled: bool, reuse_casts: bool) -> None:
@@ -136,7 +136,7 @@ class JobState:
         self.reuse_casts = reuse_casts
 
     def release(self) -> None:
-        """All hooks are off: nobody tells of steps and of changed weights. The tie stays."""
+        """Note that all hooks were removed: steps and weight changes are no longer reported. The tie stays."""
         self.by_optimizer = self.reuse_casts = False
 
     def detach(self) -> None:
@@ -147,13 +147,13 @@ class JobState:
         self.scaled = self.launches_early = self.measuring = self.said_unsynced = False
 
     def restore(self) -> None:
-        """PREPARED, ATTACHED or DETACHED → RESTORED, for good."""
+        """PREPARED, ATTACHED or DETACHED → RESTORED, permanently."""
         self.detach()
         self.tie = Tie.RESTORED
 
     @contextlib.contextmanager
     def switched(self, in_fp8: bool | None = None, recording: bool | None = None) -> Iterator[None]:
-        """Change these inside. None: leave it."""
+        """Set these fields inside the context. None: leave the field as it is."""
         before = self.in_fp8, self.recording
         self.in_fp8 = before[0] if in_fp8 is None else in_fp8
         self.recording = before[1] if recording is None else recording
@@ -164,9 +164,9 @@ class JobState:
             self.recording = self.recording if recording is None else before[1]
 
     def leave_join(self) -> None:
-        """The Join context ends."""
+        """Note that the Join context has ended."""
         self.join_config = _JoinConfig.construct_disabled_join_config()
 
     def invalidate_casts(self) -> None:
-        """Weights may have changed: forget their casts."""
+        """Invalidate cached weight casts, because weights may have changed."""
         self.generation += 1

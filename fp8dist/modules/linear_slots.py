@@ -1,4 +1,4 @@
-"""LinearSlots: what an FP8Linear knows of the FP8 state, and how it casts its tensors by the recipe."""
+"""LinearSlots: an FP8Linear's access to the FP8 state, and the casts of its tensors by the recipe."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ __all__ = ["Cast", "LinearSlots", "States"]
 logger = logging.getLogger("fp8dist")
 
 FIRST_LOOK = 64
-"""Backwards of one module without a boundary after which its weight is compared for the first time: with itself, half
-as many backwards ago."""
+"""Number of backwards without a boundary after which a module's weight is first compared, with its value half as many
+backwards ago."""
 
 
 _SAMPLED = 4096
-"""Elements of a weight that are compared then."""
+"""Number of elements of a weight that are compared."""
 
 
 States = tuple[SlotState, SlotState, SlotState]
-"""The places of a module's input, weight and grad_output slots."""
+"""The states of a module's input, weight and grad_output slots."""
 
 
 class Cast(NamedTuple):
-    """A tensor in FP8: row-major, transposed, and the inverse scales of each; empty where nobody asked for it.
+    """A tensor in FP8: row-major, transposed, and the inverse scales of each. A copy that was not requested is empty.
 
-    The shapes of the inverse scales are those that ``ops.matmul`` takes: one element, one per row, or one per block.
+    The inverse scales have the shapes that ``ops.matmul`` takes: one element, one per row, or one per block.
     """
 
     rows: Tensor
@@ -66,7 +66,7 @@ class Cast(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightCast:
-    """A cast of a weight that may be used again."""
+    """A cached cast of a weight."""
 
     cast: Cast
     weight: weakref.ref[Tensor]
@@ -74,16 +74,16 @@ class WeightCast:
     recorded: bool
 
     def serves(self, weight: Tensor, key: tuple[int, int, int], record: bool) -> bool:
-        """Whether it may stand for a cast of ``weight`` now. A tensor at the same address need not be
-        the same tensor: temporaries of functional_call or of a parametrization are not."""
+        """True if it can replace a cast of ``weight`` now. Compares the object: another tensor may have the same
+        address, such as a temporary of functional_call or of a parametrization."""
         return self.weight() is weight and self.key == key and (self.recorded or not record)
 
 
 class LinearSlots:
-    """What an FP8Linear knows of the FP8 state: its three slots and how it may use them.
+    """An FP8Linear's access to the FP8 state: its three slots and how it may use them.
 
-    ``precision``: which GEMMs are in high precision. ``resharded``: FSDP frees the weight between forward and backward.
-    Then its casts are not kept: they would take the memory that sharding saves.
+    ``precision``: which GEMMs run in high precision. ``resharded``: True if FSDP frees the weight between forward and
+    backward. Its casts are then not cached, because they would take the memory that sharding saves.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LinearSlots:
         return {**self.__dict__, **fresh, "note": WeightNote.copied()}
 
     def settle(self) -> None:
-        """Commit what is due, before a scale is read. Graphs cannot: then the optimizer's post-hook does (see
+        """Commit a pending sync, before a scale is read. Graphs cannot; for them the optimizer's post-hook commits (see
         ``StepCycle.weights_changed``)."""
         if torch.compiler.is_compiling():
             return
@@ -119,7 +119,7 @@ class LinearSlots:
         self.weight_sync.settle()
 
     def states(self, device: torch.device) -> States:
-        """(input, weight, grad_output), committed as far as due. Places the arenas on first use.
+        """Return the states of (input, weight, grad_output), after a pending commit. Places the arenas on first use.
 
         Raises:
             ConfigurationError: the backend does not run on ``device``.
@@ -142,16 +142,16 @@ class LinearSlots:
         return self._states
 
     def forget_views(self) -> None:
-        """The arena was rebuilt: take its views anew at the next use."""
+        """Drop the views of an arena that was rebuilt. The next use creates new ones."""
         self._states = self._cast = None
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody wants amaxes: this step's sync, or a watch."""
+        """True if this step's sync or a watch needs amaxes."""
         return self.sync.every_step or self.job.measuring
 
     def records(self, training: bool) -> bool:
-        """Whether amaxes of this forward are recorded."""
+        """True if this forward records amaxes."""
         return self.wanted and (self.job.recording or (training and torch.is_grad_enabled()))
 
     def quantize(
@@ -167,15 +167,16 @@ class LinearSlots:
         outgrown: float | None = None,
         unfit: Tensor | None = None,
     ) -> Cast:
-        """Cast x [tokens, features] by the recipe. Where neither copy is asked for, its amax is recorded at most: while
-        the module is about to need its scale.
+        """Cast x [tokens, features] by the recipe. If neither copy is requested, only record the amax of x, and only
+        inside ``recording()`` or if the module soon returns to FP8.
 
         Args:
-            pending: where the amax goes; None: the slot's place.
-            just_in_time: False: never with the amax of x alone, which is a part of what shares a scale.
-            square: x is a weight: blocks of 128 x 128.
-            outgrown: the factor beyond its scale from which x is cast with its own amax. None: never.
-            unfit: 0-d bool: where True, x is so in any case.
+            pending: where to record the amax. None: in the slot's own element.
+            just_in_time: False: never cast x with its own amax, because x is only a part of a tensor that shares a
+                scale.
+            square: True if x is a weight, with blocks of 128 x 128.
+            outgrown: the overflow ratio above which x is cast with its own amax. None: never.
+            unfit: 0-d bool: if True, x is cast with its own amax in any case.
         """
         place = state.pending if pending is None else pending
         if not (rows or columns):
@@ -209,11 +210,11 @@ class LinearSlots:
         outgrown: float | None,
         unfit: Tensor | None,
     ) -> Cast:
-        """One scale for all of x: the slot's, or one of its own. Records."""
+        """Cast x with one scale: the slot's, or one from its own amax. Records the amax."""
         recipe = self.recipe
         cold = state.cold if recipe.delayed or not just_in_time else state.always
         warm_up = just_in_time and recipe.warmup == "current"
-        if unfit is not None:  # Rare: as if the slot were cold.
+        if unfit is not None:  # Rare. Treat the slot as cold.
             cold, warm_up = (cold & warm_up) | unfit, True
         fp8, fp8_t, inv_scale = ops.quantize(
             x,
@@ -235,7 +236,7 @@ class LinearSlots:
     def _by_parts(
         self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool
     ) -> tuple[Cast, list[int]]:
-        """A scale for each row, or for each block, of x's own; and the shape of what shares one."""
+        """Cast x with its own scale for each row or block. Also return the shape of a group that shares a scale."""
         copies = {
             "power_of_two": self.recipe.power_of_two,
             "rows": rows,
@@ -252,7 +253,7 @@ class LinearSlots:
         ops.measure(x, inv_scale, dtype, state.saturated, state.underflow, block=block, backend=backend)
 
     def observe(self, x: Tensor, state: SlotState) -> None:
-        """``ops.observe`` with this manager's backend."""
+        """Call ``ops.observe`` with this manager's backend."""
         ops.observe(x.detach(), state.pending, backend=self.job.backend)
 
     def matmul(
@@ -265,20 +266,22 @@ class LinearSlots:
         bias: Tensor | None = None,
         fast: bool = False,
     ) -> Tensor:
-        """``ops.matmul`` with this manager's backend. Only fprop may accumulate fast: gradients are
-        sums over many more terms (TransformerEngine draws the same line)."""
+        """Call ``ops.matmul`` with this manager's backend. Only fprop may use fast accumulation: gradients are sums
+        over many more terms (TransformerEngine makes the same choice)."""
         return ops.matmul(
             a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.job.backend
         )
 
     def outgrown(self, linear: nn.Module, record: bool) -> Outgrown:
-        """From which factors beyond their scales the tensors of this forward are cast with their own amaxes.
+        """Return the overflow ratios above which this forward's tensors are cast with their own amaxes.
 
-        The same in forward, recomputation and backward, on each part of a weight, and on one rank alone. In compiled
-        and captured forwards it is a constant: a version would be a guard, or burnt in.
+        The result is the same in forward, recomputation and backward, on each shard of a weight, and on one rank alone.
+        In compiled and captured forwards it is a constant: a version counter would become a guard, or a constant of the
+        graph.
 
         Args:
-            record: this forward records: FP8 state that was loaded is right for the weight that it finds.
+            record: True if this forward records amaxes. Loaded FP8 state is right for the weight that such a
+                forward finds.
         """
         if not self.recipe.delayed:
             return Outgrown(None)
@@ -291,7 +294,7 @@ class LinearSlots:
         return self._outgrown
 
     def _judged(self, linear: nn.Module, record: bool, saturating: float) -> Outgrown:
-        """``outgrown`` of a forward that is no recomputation. Notes that the weight is used."""
+        """Compute ``outgrown`` for a forward that is not a recomputation. Notes that the weight is used."""
         note = self.note
         note.cast_at(self.job.boundaries)
         if record and note.awaited:
@@ -312,18 +315,18 @@ class LinearSlots:
         return growth.of_others(id(self))
 
     def _tell_of_growth(self, cast: Cast, state: SlotState) -> None:
-        """A weight that was written to was cast: others are to know whether it has outgrown its scale."""
+        """Report to other modules whether a written weight, which was just cast, has outgrown its scale."""
         inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
         self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
 
     def weight_scale(self) -> Tensor:
-        """0-d float32 copy: what the weight is cast with; NaN while it is cold."""
+        """Return a 0-d float32 copy of the weight's scale; NaN while the slot is cold."""
         arena = self.weight_sync.arena
         place = arena.index[self.slots[Role.WEIGHT]]
         return torch.where(arena.cold[place], torch.nan, arena.scale[place])
 
     def tell_of_new_scale(self, before: Tensor) -> None:
-        """The weight's scale was derived anew: others are to know whether it had outgrown the one ``before``."""
+        """After the weight got a new scale, report to other modules whether it had outgrown the scale ``before``."""
         if self.recipe.delayed:
             self._add_growth(before > OUTGROWN_WRITTEN * self.weight_scale())
 
@@ -336,14 +339,14 @@ class LinearSlots:
     def input_cast(
         self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
     ) -> Cast:
-        """``quantize`` of an input."""
+        """Call ``quantize`` for an input."""
         unfit = unfit_for(x, state, self.recipe, outgrown.upstream)
         return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
 
     def gradient_cast(
         self, gradient: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
     ) -> Cast:
-        """``quantize`` of a gradient. By now later modules have cast their weights, too."""
+        """Call ``quantize`` for a gradient. By now, later modules have cast their weights, too."""
         upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream
         unfit = unfit_for(gradient, state, self.recipe, upstream)
         return self.quantize(gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
@@ -358,21 +361,21 @@ class LinearSlots:
         columns: bool,
         outgrown: Outgrown,
     ) -> Cast:
-        """The weight in FP8: as it was gathered, cast now, or taken from an earlier microbatch of this step. No columns
-        where ``backward_cast`` will make them.
+        """Return the weight in FP8: as gathered, cast now, or cached from an earlier microbatch of this step. Columns
+        are empty if ``backward_cast`` will compute them.
 
-        No reuse of what FSDP frees, with grad off (a weight may be swapped for an eval, unseen), or where
-        ``_reuse_key`` says so.
+        Casts are not reused for weights that FSDP frees, with grad disabled (an eval may swap weights unnoticed), or if
+        ``_reuse_key`` returns None.
 
         Args:
-            rows, columns: whether fprop and dgrad are in FP8.
-            outgrown: of this forward.
+            rows, columns: True if fprop and dgrad run in FP8.
+            outgrown: the ``outgrown`` of this forward.
         """
         if isinstance(weight, FP8Weight):
             return self._gathered_cast(weight, state, outgrown)
         for_backward = torch.is_grad_enabled() and not self.resharded
         columns = columns and for_backward
-        owner = local_part(parameter)  # A DTensor shows a new view of it at each access.
+        owner = local_part(parameter)  # Not ``weight``: DTensor.to_local() returns a new view at each call.
         key = self._reuse_key(weight, parameter) if for_backward else None
         if key is not None and self._cast is not None and self._cast.serves(owner, key, record):
             return self._cast.cast
@@ -384,17 +387,17 @@ class LinearSlots:
         return cast
 
     def _gathered_cast(self, weight: FP8Weight, state: SlotState, outgrown: Outgrown) -> Cast:
-        """The weight as it was gathered in FP8."""
-        if outgrown.written:  # Its scale was derived anew where it did not fit: then it has no history.
+        """Return the weight as it was gathered in FP8."""
+        if outgrown.written:  # A scale that did not fit was derived anew, without a history.
             arena = self.weight_sync.arena
             self._add_growth((arena.amax[arena.index[self.slots[Role.WEIGHT]]] == 0) & ~state.cold)
         nothing = weight.rows.new_empty(0)
         return Cast(weight.rows, weight.inv_scale, nothing, nothing)
 
     def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
-        """Equal as long as a cast may serve. None under torch.compile (a guard on the cast would break), under a
-        dispatch mode (selective checkpointing counts ops by position), and during capture (the graph must contain the
-        cast)."""
+        """Return a key that stays equal while a cast can be reused. None under torch.compile (a guard on the cast would
+        break), under a dispatch mode (selective checkpointing counts ops by position), and during capture (the graph
+        must contain the cast)."""
         if (
             not self.job.reuse_casts
             or torch.compiler.is_compiling()
@@ -405,15 +408,15 @@ class LinearSlots:
         return self.job.generation, weight.data_ptr(), parameter._version
 
     def casts_in_backward(self, weight: Tensor) -> bool:
-        """Whether the backward derives its copy of the weight anew."""
+        """True if the backward makes its own FP8 copy of the weight."""
         return self.resharded or isinstance(weight, FP8Weight)
 
     def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
-        """(FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again. Scales
-        change at commits only, so within a step these are the forward's bytes. ``outgrown``: the forward's."""
+        """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.
+        Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
             return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
-        # Not the slot's own place: a compiled backward may not hold what the forward has written to.
+        # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
         nowhere = torch.empty_like(state.scale)
         cast = self._cast_weight(weight, state, False, False, True, outgrown, nowhere)
         return cast.columns, cast.columns_inv_scale
@@ -442,11 +445,11 @@ class LinearSlots:
         )
 
     def count_backward(self, recorded: bool) -> None:
-        """Warn once when the weight changes between backwards that no boundary ends.
+        """Warn once if the weight changes between backwards without a boundary.
 
-        Optimizers of torch are judged at their steps (``StepWatch``); this is for those that nobody sees. Versions tell
-        of most at their second change. For the others the weight itself is compared, after 64 recorded backwards, 128,
-        256 and so on, which waits for the device.
+        ``StepWatch`` checks torch optimizers at their steps; this check is for updates without such a step. Version
+        counters show most of these at the second change. For the others, the weight itself is compared after 64, 128,
+        256, … recorded backwards, which waits for the device.
         """
         if torch.compiler.is_compiling() or not recorded:
             return
@@ -466,14 +469,13 @@ class LinearSlots:
             self.job.said_unbounded = True
             logger.warning(
                 "fp8dist: the weight of %s changes from backward to backward, but no step of FP8 state ends: its scale "
-                "stands still. What updates it is no torch optimizer that attach(optimizer=…) knows: call "
+                "stands still. It is not updated by a torch optimizer that attach(optimizer=…) knows: call "
                 "manager.step() once per optimizer step",
                 self.slots[Role.INPUT].fqn,
             )
 
     def _changed_unseen(self) -> bool:
-        """Whether the weight is another than at the last look, if that was since the last boundary. Waits for the
-        device."""
+        """True if the weight differs from its last sample, taken since the last boundary. Waits for the device."""
         stored = self.note.stored
         if not stored or capturing(self.sync.arena.device):
             return False

@@ -1,4 +1,4 @@
-"""Overrides: recipes of single modules, by patterns of their fqns."""
+"""Overrides: recipes for single modules, by fqn patterns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fp8dist.state.slots import clean_fqn
 __all__ = ["High", "Overrides", "first_and_last"]
 
 High = Literal["high"]
-"""High precision, in the place of a recipe."""
+"""Stands for high precision in place of a recipe."""
 
 
 class Overrides:
-    """``{pattern: recipe, or "high" for high precision}``; the first pattern (fnmatch) that matches counts."""
+    """``{pattern: recipe, or "high" for high precision}``; the first matching pattern (fnmatch) applies."""
 
     def __init__(self, given: Mapping[str, Recipe | High]) -> None:
         if not isinstance(given, Mapping):
@@ -36,24 +36,24 @@ class Overrides:
         self.given = MappingProxyType(dict(given))
 
     def pattern_of(self, fqn: str) -> str | None:
-        """The pattern that counts for a module; None: it has no override."""
+        """Return the pattern that applies to a module; None: it has no override."""
         return next((pattern for pattern in self.given if fnmatch.fnmatchcase(fqn, pattern)), None)
 
     def recipe(self, fqn: str, default: Recipe) -> Recipe | None:
-        """The recipe of a module; None: high precision."""
+        """Return the recipe of a module; None: high precision."""
         pattern = self.pattern_of(fqn)
         given: Recipe | High = default if pattern is None else self.given[pattern]
         return given if isinstance(given, Recipe) else None
 
 
 def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str, Recipe | High]:
-    """Overrides that keep the first and last layers of ``model`` in high precision: ``{"blocks.0.*": "high", …}``.
+    """Return overrides that keep a model's first and last layers in high precision: ``{"blocks.0.*": "high", …}``.
 
-    Layers are the entries of its outermost ``nn.ModuleList``s that hold Linears; where there is none, of its outermost
-    ``nn.Sequential``s.
+    Layers are the entries of the model's outermost ``nn.ModuleList``s that hold Linears or, if it has none, of its
+    outermost ``nn.Sequential``s.
 
     Raises:
-        ConfigurationError: there are no such layers, or fewer than that.
+        ConfigurationError: the model has no such layers, or fewer than ``first + last``.
     """
     overrides: dict[str, Recipe | High] = {}
     stacks = list(_stacks(model, "", nn.ModuleList)) or list(_stacks(model, "", nn.Sequential))
@@ -69,7 +69,7 @@ def first_and_last(model: nn.Module, first: int = 1, last: int = 1) -> dict[str,
 
 
 def _stacks(module: nn.Module, fqn: str, kind: type[nn.Module]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """The layers with Linears of each outermost module of that kind."""
+    """Yield the layers that hold Linears, for each outermost module of type ``kind``."""
     children = [(clean_fqn(f"{fqn}.{name}" if fqn else name), child) for name, child in module.named_children()]
     if isinstance(module, kind):
         layers = [(name, child) for name, child in children if any(isinstance(m, nn.Linear) for m in child.modules())]

@@ -1,4 +1,4 @@
-"""PrecisionControl: changes what modules compute in, and lets all that depends on it know."""
+"""PrecisionControl: changes the precision of modules, and updates everything that depends on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("fp8dist")
 
 
 class PrecisionControl:
-    """Of one manager: its modules' precisions, and the arenas, casts and manifests that follow from them."""
+    """Controls the precisions of one manager's modules, and the arenas, casts and manifests that depend on them."""
 
     def __init__(
         self,
@@ -38,20 +38,20 @@ class PrecisionControl:
         self._syncs, self._groups = syncs, groups
 
     def tie(self, manifests: dict[int, str]) -> None:
-        """Ranks have agreed on manifests: digests, by id of an arena's sync. Local."""
+        """Take the manifests that ranks have agreed on: digests, by id of an arena's sync. Local."""
         self._manifests = manifests
         self.announce()
 
     def untie(self) -> None:
-        """They share nothing any more. Local."""
+        """Forget the manifests: this rank no longer shares state. Local."""
         self._manifests, self._resumed = {}, False
 
     def training_resumes(self, resumed: bool) -> None:
-        """Whether the optimizer has been at work before ``attach``. Local."""
+        """Note whether the optimizer has stepped before ``attach``. Local."""
         self._resumed = resumed
 
     def change(self, pattern: str, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> list[str]:
-        """See ``StateManager.set_precision``; what is due must be committed. Local: on all ranks alike."""
+        """See ``StateManager.set_precision``. Commit pending syncs before. Local: call it on all ranks alike."""
         fqns = self.precisions.matching(pattern)
         self._job.invalidate_casts()
         cold = self.wake(self.precisions.change(fqns, gemms, to_high, steps))
@@ -64,22 +64,22 @@ class PrecisionControl:
         return fqns
 
     def announce(self) -> None:
-        """Every sync proves that its ranks have the same modules in high precision: it is in the manifest's word."""
+        """Put the modules in high precision into the syncs' manifest words, which every sync compares across ranks."""
         high = [(fqn, precision) for fqn, precision in self.precisions.by_fqn.items() if precision.high]
         for sync, group in zip(self._syncs, self._groups):
             if id(sync) not in self._manifests:
                 continue
-            # Only modules of this group: an expert may fall back on the ranks that have it.
+            # Only modules of this group: an expert may fall back on its own ranks only.
             same = [other.arena.index for other, of in zip(self._syncs, self._groups) if of is group]
             here = {fqn: each.high for fqn, each in high if any(each.slots[Role.INPUT] in index for index in same)}
             digest = manifest_digest({"manifest": self._manifests[id(sync)], "high": here})
             sync.arena.set_manifest_word(digest_word(digest))
 
     def wake(self, slots: Collection[Slot]) -> int:
-        """Modules compute in another precision from now on. ``slots`` are cast again, and nobody has looked at them
-        lately: they are cold; how many are. Local, the same on all ranks.
+        """Apply a change of precisions. Make ``slots`` cold, which are cast again but have no recent amax, and return
+        how many became cold. Local, the same on all ranks.
 
-        Not so weights that are gathered in FP8, which are looked at whenever they are gathered.
+        Weights that are gathered in FP8 do not become cold: every gather takes their amax.
         """
         self.announce()
         cold = 0
@@ -95,11 +95,12 @@ class PrecisionControl:
         return cold
 
     def fall_back(self, slots: Collection[Slot]) -> list[str]:
-        """The modules that cast these go to high precision for a while; which ones do. Local, the same on all ranks."""
+        """Switch the modules that cast these slots to high precision for a limited time, and return their fqns. Local,
+        the same on all ranks."""
         fallback = self._settings.fallback
         assert fallback is not None
         fallen = self.precisions.fall_back(slots, fallback.steps)
-        # What sent them there must not decide their scales when they come back: they are observed until then.
+        # Amaxes that caused the fallback must not set the scales after it. Modules are observed again before it ends.
         theirs = self.precisions.slots_of(fallen)
         for sync in self._syncs:
             places = [sync.arena.index[slot] for slot in theirs if slot in sync.arena.index]
@@ -108,7 +109,7 @@ class PrecisionControl:
         return fallen
 
     def end_step(self) -> None:
-        """A step of training is about to be synchronised: what was for a number of steps may end. Local."""
+        """End time-limited overrides that expire with this training step. Called before the step's sync. Local."""
         self._warn_of_cold_start()
         before = self.precisions.version
         woken = self.precisions.end_step()
@@ -116,8 +117,8 @@ class PrecisionControl:
             self.wake(woken)
 
     def _warn_of_cold_start(self) -> None:
-        """Once after ``attach``, where the optimizer has been at work before: training in FP8 goes on from high
-        precision, and nothing is known of its tensors."""
+        """Warn once after ``attach`` if the optimizer has stepped before, but slots have no amax: the run resumes from
+        high precision."""
         if not self._resumed or self.precisions.idle:
             return
         self._resumed = False
@@ -127,14 +128,14 @@ class PrecisionControl:
         slots = sum(len(sync.arena) for sync in self._syncs)
         if cold and self.speaks:
             logger.warning(
-                "fp8dist: FP8 goes on from a state that knew no FP8: %d of %d slots had no amax yet in its first step. "
-                "manager.calibrate() over a few batches before it, or set_precision('*', 'high', steps=…), gives them",
+                "fp8dist: training resumes without FP8 state: %d of %d slots had no amax in the first step. To avoid "
+                "that, call manager.calibrate() over a few batches first, or set_precision('*', 'high', steps=…)",
                 cold,
                 slots,
             )
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says what all of them see."""
+        """True on the one rank that logs for all ranks."""
         group = next((group for group in self._groups if group is not None), None)
         return group is None or group.rank == min(group.ranks)

@@ -1,7 +1,7 @@
-"""Linears whose weight is a DTensor: from DTensors to this rank's product and back.
+"""Linears whose weight is a DTensor: products of local tensors under tensor parallelism.
 
-``parallelize_module`` turns a Linear's parameters into DTensors and its input into one that fits them; this rank then
-multiplies what it has. Which placements fit, for ``y = x Wᵀ`` on one mesh axis:
+``parallelize_module`` turns a Linear's parameters into DTensors, and its input into a DTensor that fits them. Each rank
+then multiplies its local tensors. Supported placements, for ``y = x Wᵀ`` on one mesh axis:
 
 ============= ================ ================= =============================================
 weight        input            output            called
@@ -11,7 +11,8 @@ Shard(1)      Shard(last)      Partial           row-wise; the bias is added by 
 Replicate     any but Partial  as the input      the weight's gradient is a partial sum if tokens are sharded
 ============= ================ ================= =============================================
 
-DTensor's own hooks reduce what is partial. FP8 needs nothing more: all ranks of the axis share the slots' scales.
+DTensor's own hooks reduce partial results. FP8 communicates nothing more: all ranks of the axis share the slots'
+scales.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor | None, fqn: str) -> DTensor:
-    """``linear`` (input, weight, bias) on this rank's parts. Local: what is partial is reduced by who asks for it.
+    """Apply ``linear`` (input, weight, bias) to this rank's tensors. Local: the consumer reduces a partial result.
 
     Raises:
-        ConfigurationError: placements that no product of parts serves.
+        ConfigurationError: the placements are not in the table above.
     """
-    # Here, because it takes half a second: who has a DTensor has imported it.
+    # Imported here because it takes half a second. A caller with a DTensor has imported it already.
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     of_weight, of_input = _placements(input, weight, fqn)
@@ -64,7 +65,7 @@ def parallel_linear(linear: Linear, input: Tensor, weight: DTensor, bias: Tensor
 
 
 def _placements(input: Tensor, weight: DTensor, fqn: str) -> tuple[Any, Any]:
-    """(weight's, input's) on the one axis of the mesh. Raises ConfigurationError unless they are in the table above."""
+    """Return the (weight, input) placements on the mesh axis. Raise ConfigurationError unless in the table above."""
     if not is_dtensor(input):
         raise ConfigurationError(
             f"{fqn}: its weight is a DTensor, but its input is a plain tensor: let parallelize_module prepare the input"
@@ -84,19 +85,19 @@ def _placements(input: Tensor, weight: DTensor, fqn: str) -> tuple[Any, Any]:
 
 
 def _local_bias(bias: Tensor, weight: Tensor, grad_placements: Any, fqn: str) -> Tensor:
-    """This rank's part of it. ``weight``: this rank's."""
+    """Return this rank's part of the bias. ``weight``: this rank's part."""
     local = bias.to_local(grad_placements=grad_placements) if is_dtensor(bias) else bias
     if local.shape != weight.shape[:1]:
         raise ConfigurationError(
-            f"{fqn}: {local.shape[0]} elements of the bias are here for {weight.shape[0]} outputs: place it like the "
+            f"{fqn}: the local bias has {local.shape[0]} elements, expected {weight.shape[0]}: place the bias like the "
             "weight"
         )
     return local
 
 
 class _AddOnce(torch.autograd.Function):
-    """``y + bias`` on one rank of a partial sum, ``y`` on the others. The sum's gradient is whole on every rank, and so
-    is the bias's."""
+    """``y + bias`` on one rank of a partial sum, ``y`` on the others. Every rank gets the whole gradient of the sum,
+    and so of the bias."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, here: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a weight was when its scale last followed it: a write by anybody but an optimizer shows against that."""
+"""WeightNote: detects writes to a weight, other than by an optimizer, since its scale last followed it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["WeightNote", "stored_parameters"]
 
 
 def stored_parameters(linear: nn.Module) -> tuple[Tensor, ...]:
-    """What the weight of a Linear is stored in: its Parameter, or the originals of a parametrization."""
+    """Return the tensors that store the weight of a Linear: its Parameter, or the originals of a parametrization."""
     weight = linear._parameters.get("weight")
     if weight is not None:
         return (weight,)
@@ -26,53 +26,51 @@ def stored_parameters(linear: nn.Module) -> tuple[Tensor, ...]:
 
 
 class WeightNote:
-    """Whether a Linear's weight was written to since its scale was last right for it.
+    """Tracks whether a Linear's weight was written to since its scale was last right for it.
 
-    Optimizers write too: a note is taken after each of their steps, because scales follow those. What torch does not
-    count (``.data``, numpy, fused optimizers) does not show here; the cast notices it if it is large.
+    Scales follow optimizer steps, so a new note is taken after each of them. Writes that torch does not count
+    (``.data``, numpy, fused optimizers) do not show here; the cast notices large ones.
 
-    Read in every forward and taken in every step, so it is written for few calls.
+    Notes are read in every forward and taken in every step, so the code makes few calls.
     """
 
     def __init__(self) -> None:
         self.awaited = True
-        """Take the note at the next forward that records: FP8 state is new, or was loaded, and fits the weight of
-        then."""
+        """True: take the note at the next forward that records. FP8 state is new or loaded, and fits its weight."""
         self.used_at = self.idle_at = -1
-        """Boundaries passed before the last forward that cast the weight to FP8, and that did not."""
+        """Boundaries passed before the last forward that cast the weight to FP8, and before the last that did not."""
         self.used = False
-        """Such a forward came since the last optimizer step; compiled ones leave no note."""
+        """True if a forward has cast the weight since the last optimizer step. Compiled forwards leave no note."""
         self.recorded = True
-        """A forward has recorded it since the last optimizer step: its scale follows that step."""
+        """True if a forward has recorded the weight since the last optimizer step, which its scale thus follows."""
         self.unfollowed = False
-        """An optimizer has stepped the weight, and no amax of it was recorded: a module that trains in eval(), say."""
+        """True if an optimizer has stepped the weight without a recorded amax, as in a module that trains in eval()."""
         self.of_copy = False
-        """The Linear was copied or unpickled, and no note was taken since."""
+        """True if the Linear was copied or unpickled, and no note was taken since."""
         self.stepped_at = -1
-        """Boundaries passed before the last optimizer step that changed the weight."""
+        """Number of boundaries passed before the last optimizer step that changed the weight."""
         self.skipped: Tensor | None = None
-        """Non-zero (on the weight's device): a loss scaler made that step change nothing."""
+        """Non-zero (on the weight's device) if a loss scaler made that step change nothing."""
         self.stored: tuple[Tensor, ...] = ()
-        """The stored parameters that the note is of; none before the first."""
-        self._counted: tuple[Tensor, ...] = ()  # Those, and the local tensors of DTensors: each has its own version.
+        """The stored parameters that the note describes; empty before the first note."""
+        self._counted: tuple[Tensor, ...] = ()  # ``stored`` and local tensors of DTensors: each has a version.
         self._versions: list[int] = []
-        self._address = 0  # 0: FSDP or tensor parallelism moves it.
+        self._address = 0  # 0: not compared, because FSDP or tensor parallelism moves the weight.
         self._written = False
-        self._now: list[int] | None = None  # Versions at the last look.
+        self._now: list[int] | None = None  # Versions when ``written`` was last called.
         self._recorded: list[int] | None = None  # Versions at the last forward that recorded.
         self._in_backward: list[int] | None = None
         self._remembered: list[weakref.ref[Tensor]] = []
 
     @classmethod
     def copied(cls) -> WeightNote:
-        """Of a copied or unpickled Linear, whose scale is right for the weight as it was made: nobody has counted an
-        operation on it yet."""
+        """Return the note of a copied or unpickled Linear: the scale is right for a weight whose versions are 0."""
         note = cls()
         note.awaited, note.of_copy = False, True
         return note
 
     def remember(self, parameters: Iterable[Tensor]) -> None:
-        """The weight is stored in these: an optimizer that holds them may be made before others take their place."""
+        """Remember the parameters that store the weight: an optimizer may still hold them after others replace them."""
         for parameter in parameters:
             # torch cannot move a DTensor that has weak references.
             if not is_dtensor(parameter) and all(parameter is not known() for known in self._remembered):
@@ -80,15 +78,15 @@ class WeightNote:
 
     @property
     def remembered(self) -> list[Tensor]:
-        """The parameters that store the weight, or once did, as far as they are alive."""
+        """The parameters that store the weight, or once did, and still exist."""
         return [parameter for known in self._remembered if (parameter := known()) is not None]
 
     def take(self, linear: nn.Module, resharded: bool, attached: bool = False) -> None:
-        """The scale is right for the weight as it is now.
+        """Note that the scale is right for the weight as it is now.
 
         Args:
-            resharded: FSDP shows gathered weights as other tensors: the parameters that were found at ``attach`` stay.
-            attached: this is ``attach``, when FSDP shows its shards.
+            resharded: FSDP shows gathered weights as other tensors, so keep the parameters found at ``attach``.
+            attached: True if called by ``attach``, when FSDP shows its shards.
         """
         weight = linear._parameters.get("weight")
         if attached or not self.stored or not (resharded or weight is self.stored[0]):
@@ -102,31 +100,31 @@ class WeightNote:
         self._in_backward = None
 
     def trust_next(self) -> None:
-        """The scale will be right for the weight that the next forward finds: FP8 state was loaded."""
+        """Note that FP8 state was loaded: the scale is right for the weight that the next forward finds."""
         self.awaited = True
 
     def cast_at(self, boundaries: int) -> None:
-        """A forward casts the weight to FP8. ``boundaries``: passed so far."""
+        """Note a forward that casts the weight to FP8. ``boundaries``: number passed so far."""
         self.used_at, self.used = boundaries, True
 
     def idle_in(self, boundaries: int) -> None:
-        """A forward does not cast it. ``boundaries``: passed so far."""
+        """Note a forward that does not cast the weight. ``boundaries``: number passed so far."""
         self.idle_at = boundaries
 
     def stepped(self, boundaries: int, skipped: Tensor | None, unseen: bool) -> None:
-        """An optimizer has stepped the weight.
+        """Note that an optimizer has stepped the weight.
 
         Args:
-            boundaries: passed when its step began.
-            skipped: non-zero (on the weight's device): a loss scaler made it change nothing.
-            unseen: there may have been forwards that leave no note.
+            boundaries: number passed when the step began.
+            skipped: non-zero (on the weight's device) if a loss scaler made the step change nothing.
+            unseen: True if there may have been forwards that leave no note.
         """
         self.stepped_at, self.skipped = boundaries, skipped
         self.unfollowed = not self.recorded and (self.used or not unseen)
         self.recorded = self.used = False
 
     def forget_steps(self) -> None:
-        """``attach``: what optimizers did before does not count."""
+        """Forget optimizer steps before ``attach``."""
         self.stepped_at, self.skipped, self.unfollowed = -1, None, False
 
     def _look_at(self, parameters: tuple[Tensor, ...]) -> None:
@@ -136,24 +134,24 @@ class WeightNote:
         self._counted = tuple(tensor for tensor in distinct.values() if not tensor.is_inference())
 
     def mark_written(self) -> None:
-        """The weight was replaced in a way that versions do not show, and not recorded since."""
+        """Mark the weight as replaced in a way that versions do not show, and as not recorded since."""
         self._written, self._recorded = True, None
 
     @property
     def marked_unrecorded(self) -> bool:
-        """``mark_written`` was called, and no forward has recorded the weight since."""
+        """True if ``mark_written`` was called, and no forward has recorded the weight since."""
         return self._written and self._recorded is None
 
     def was_recorded(self) -> None:
-        """The forward that has just asked whether it was ``written`` records its amax."""
+        """Note that the forward that has just called ``written`` records the weight's amax."""
         self.recorded, self._recorded = True, self._now
 
     def written_unrecorded(self, linear: nn.Module) -> bool:
-        """Whether it was written to after the last forward that recorded: no scale will follow that."""
+        """True if the weight was written to after the last forward that recorded it, so no scale will follow."""
         return self.written(linear) and self._recorded != self._now
 
     def written(self, linear: nn.Module) -> bool:
-        """Whether the weight was written to, replaced or given other memory since the note was taken."""
+        """True if the weight was written to, replaced or given other memory since the note was taken."""
         if self.awaited:
             return False
         if self.of_copy and not self.stored:
@@ -167,15 +165,14 @@ class WeightNote:
         weight = linear._parameters.get("weight")
         if weight is not self.stored[0]:
             return True
-        # Under a dispatch mode it may be a tensor without memory.
+        # Under a dispatch mode, the weight may have no memory.
         return torch._C._len_torch_dispatch_stack() == 0 and weight.data_ptr() != self._address
 
     def holders(self, linear: nn.Module, resharded: bool) -> tuple[Tensor, ...]:
-        """The parameters that an optimizer of the weight holds."""
+        """Return the parameters that an optimizer of the weight holds."""
         return self.stored if resharded and self.stored else stored_parameters(linear)
 
     def changed_between_backwards(self) -> bool:
-        """Whether versions tell of a change since this was last asked, without a note between. Asked in each recorded
-        backward."""
+        """True if versions changed since the last call, without a note in between. Called in each recorded backward."""
         before, self._in_backward = self._in_backward, [tensor._version for tensor in self._counted]
         return before is not None and before != self._in_backward

@@ -1,1 +1,1 @@
-"""What is done with the numbers of the slots, and with the loss."""
+"""Monitoring of slot statistics and of the loss."""

@@ -1,4 +1,4 @@
-"""The optimizers of a loss guard: an update that is left out, and a loss that comes after its update."""
+"""GuardedSteps: optimizer hooks of a loss guard. They skip updates, and detect a loss observed after its update."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["GuardedSteps"]
 
 
 class GuardedSteps:
-    """Hooks on the optimizers of one guard. They go with this object, which keeps no optimizer alive.
+    """Hooks on the optimizers of one guard. They live as long as this object, which keeps no optimizer alive.
 
     Gradients are dropped inside ``optimizer.step()``, not before: until then, GradScaler looks for infinities in them
-    and clipping measures them, as in any other step. After it they are back, because a CUDA graph of forward and
+    and clipping measures them, as in any other step. The step restores them, because a CUDA graph of forward and
     backward may write to the same memory again.
 
     Args:
-        optimizer: one or several, wrapped as for ``attach``.
-        drops: ``drop`` will be called, so a step with a closure is an error.
+        optimizer: one or several, possibly wrapped, as for ``attach``.
+        drops: True if ``drop`` will be called. A step with a closure is then an error.
 
     Raises:
-        ConfigurationError: ``optimizer`` is something without step hooks.
+        ConfigurationError: ``optimizer`` has no step hooks.
     """
 
     def __init__(self, optimizer: Any, drops: bool) -> None:
@@ -44,14 +44,14 @@ class GuardedSteps:
         self._to_drop: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._dropped: list[tuple[Tensor, Tensor]] = []  # (parameter, gradient), inside a step only.
         self._stepped = False  # Since the last call of ``late``.
-        # True: the first loss came before any backward, so losses come between forward and backward here. There the
-        # gradients look as they do after a step: only the first call shows the difference.
+        # True: the first loss came before any backward, so this loop calls observe() between forward and backward.
+        # There, gradients look the same as after a step: only the first call shows the difference.
         self._before_backward: bool | None = None
         self._note()
         before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
         for each in optimizers:
             for handle in (each.register_step_pre_hook(before), each.register_step_post_hook(after)):
-                retire_with(self, handle)
+                retire_with(self, handle)  # Never removes a hook inside a step: torch iterates over the hooks then.
 
     @property
     def gone(self) -> bool:
@@ -59,7 +59,7 @@ class GuardedSteps:
         return any(optimizer() is None for optimizer in self._optimizers)
 
     def drop(self, wanted: bool) -> None:
-        """Whether the next step of each optimizer finds no gradients. Local: on all ranks alike."""
+        """Make the next step of each optimizer find no gradients, or cancel that. Local: call it on all ranks alike."""
         self._to_drop.clear()
         if wanted:
             self._to_drop.update(self._living())
@@ -67,8 +67,8 @@ class GuardedSteps:
     def late(self, loss: object) -> bool:
         """True if an optimizer has stepped since the last call, and the loss is of that step. Local.
 
-        It is so if no backward has written a gradient since, unless the loss is newer than the step. A loss without
-        a graph does not tell its age; then the order of the first call counts.
+        This is the case if no backward has written a gradient since, unless the loss is newer than the step. The age of
+        a loss without an autograd graph is unknown; then the order of the first call decides.
         """
         stepped, self._stepped = self._stepped, False
         written = self._written()
@@ -82,7 +82,7 @@ class GuardedSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._drops and has_closure(args, kwargs):
             raise ConfigurationError(
-                'LossGuard with action="skip" has no place in optimizer.step(closure): the closure computes loss and '
+                'LossGuard with action="skip" does not support optimizer.step(closure): the closure computes loss and '
                 "gradients inside the step. Call backward and observe() before optimizer.step()"
             )
         self._dropped = []
@@ -104,7 +104,7 @@ class GuardedSteps:
 
     def _note(self) -> None:
         self._sequence_nr: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # Of the next node.
-        # Gradients as they are now. Versions rise with each write in place; reading them costs no device access.
+        # Versions rise with each in-place write; reading them needs no device access.
         self._noted = {
             id(parameter): (weakref.ref(parameter.grad), _versions(parameter.grad))
             for optimizer in self._living()
@@ -113,7 +113,7 @@ class GuardedSteps:
         }
 
     def _written(self) -> bool:
-        """True if some gradient is another one than at the last step, or has been written to."""
+        """True if a gradient was replaced or written to since the last step."""
         for optimizer in self._living():
             for parameter in _parameters(optimizer):
                 gradient, noted = parameter.grad, self._noted.get(id(parameter))
@@ -136,6 +136,6 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
-    """Of the tensor and of a DTensor's local part: writing to a DTensor raises the version of that only."""
+    """Return the versions of the tensor and of a DTensor's local part: a write to a DTensor raises the latter only."""
     local: Any = gradient._local_tensor if is_dtensor(gradient) else gradient
     return gradient._version, local._version

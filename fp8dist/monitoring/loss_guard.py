@@ -1,4 +1,4 @@
-"""The loss guard: sees a loss that jumps or is not finite, on all ranks at the same step, and acts."""
+"""LossGuard: detects loss spikes and non-finite losses, on all ranks at the same step, and acts on them."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ the Median Absolute Deviation", JASA 88, 1993)."""
 
 
 class LossGuard:
-    """Watches the loss of each step.
+    """Detects loss spikes and non-finite losses, and acts on them on all ranks at the same step.
 
-    A loss is a spike if it lies above the running median of the last good losses by more than both
+    A loss is a spike if it exceeds the running median of the last good losses by more than both
 
     - ``factor - 1`` times the median's magnitude: for a positive loss, more than ``factor`` times the median. A
       language model's loss rarely doubles; 1.3 is stricter;
     - ``noise`` standard deviations of those losses, estimated from their median absolute deviation. Near zero, where a
-      loss soon doubles, this is what keeps usual noise from being called a spike. It makes sense for any sign.
+      loss easily doubles, this keeps ordinary noise from counting as a spike. It works for losses of any sign.
 
-    Spikes and non-finite losses do not enter the window. But ``min_history`` spikes in a row are a new level: they
-    replace the window, and there are no more alarms until the loss rises above them.
+    Spikes and non-finite losses do not enter the window. But ``min_history`` spikes in a row count as a new level: they
+    replace the window, and alarms stop until the loss rises above that level.
 
-    The action is taken once for alarms of one kind in a row, at the first, so that a spike that lasts for twenty steps
-    lowers the learning rate once; ``"stop"`` and ``"skip"`` act each time. Every alarm is returned and counted.
+    For consecutive alarms of one kind, the action runs once, at the first alarm, so that a spike of twenty steps lowers
+    the learning rate once. ``"stop"`` and ``"skip"`` act at every alarm. Every alarm is returned and counted.
 
-    ``"skip"`` leaves out the update of each step with an alarm, on all ranks: parameters and the optimizer's state
-    stay as they are, bit for bit. The loop still calls ``optimizer.step()``, or ``scaler.step(optimizer)`` with a
-    GradScaler: the update then finds no gradients, and afterwards they are back for ``zero_grad``. So hooks run and the
-    FP8 step ends there as usual. The amaxes that it recorded are committed: finite ones are valid however large, and
-    others are never taken into a history. A learning rate scheduler goes on.
+    ``"skip"`` leaves out the update of each step with an alarm, on all ranks: parameters and optimizer state stay
+    bit-identical. Call ``optimizer.step()``, or ``scaler.step(optimizer)`` with a GradScaler, as usual: the update
+    finds no gradients, and they are restored afterwards for ``zero_grad``. Hooks run, and the FP8 step ends there as
+    usual. Its amaxes are committed: finite ones are valid however large, and non-finite ones never enter a history. A
+    learning rate scheduler continues.
 
-    An optimizer must leave parameters without a gradient alone, as those of torch do. A step that is part of a CUDA
-    graph is not skipped, and ``optimizer.step(closure)`` is an error.
+    The optimizer must leave parameters without a gradient unchanged, as torch's optimizers do. A step inside a CUDA
+    graph is not skipped, and ``optimizer.step(closure)`` raises ConfigurationError.
 
     Args:
-        action: ``"warn"``: one rank logs a warning. ``"stop"``: LossDiverged on all ranks. ``"skip"``: see above, and
-            one rank logs it. ``"fallback"``: all of the model goes to high precision for ``steps`` steps, and one rank
-            logs it. Or a callable, called with the LossAlarm on all ranks, and one rank logs it.
-        window: how many good losses the median is of.
+        action: ``"warn"``: one rank logs a warning. ``"stop"``: raise LossDiverged on all ranks. ``"skip"``: see above;
+            one rank logs it. ``"fallback"``: the whole model runs in high precision for ``steps`` steps; one rank logs
+            it. Or a callable, called with the LossAlarm on all ranks; one rank logs it.
+        window: number of good losses that the median is taken over.
         factor: see above; at least 1. With 1, only ``noise`` counts.
         noise: see above; at least 0. With 0, only ``factor`` counts.
-        min_history: how many good losses there must be before a spike is seen; at most ``window``. Non-finite losses
-            are seen from the first.
-        mean_over: the ranks whose local losses are averaged. None: the losses are reduced already, and all ranks have
-            the same.
-        manager: for ``"fallback"``: what ``prepare`` returned.
-        steps: for ``"fallback"``: how many steps after this one.
-        optimizer: one or several, for ``"skip"``. With any action, an ``observe`` that comes after the step is noticed
-            then. The guard keeps no optimizer alive, and belongs to these: make a new guard for a new optimizer. It
-            cannot be copied or pickled.
+        min_history: number of good losses required before spikes are detected; at most ``window``. Non-finite losses
+            are detected from the start.
+        mean_over: the ranks whose local losses are averaged. None: the loss is already reduced, and the same on all
+            ranks.
+        manager: for ``"fallback"``: the StateManager that ``prepare`` returned.
+        steps: for ``"fallback"``: number of steps after this one.
+        optimizer: one or several, for ``"skip"``. With any action, it lets the guard detect an ``observe`` after the
+            step. The guard keeps no optimizer alive, and works with these only: make a new guard for a new optimizer.
+            Such a guard cannot be copied or pickled.
 
     Raises:
         ConfigurationError: an argument has a wrong type or value.
@@ -89,7 +89,7 @@ class LossGuard:
         if not callable(action) and action not in ("warn", "stop", "skip", "fallback"):
             raise ConfigurationError(f'action must be "warn", "stop", "skip", "fallback" or a callable, got {action!r}')
         if action == "skip" and optimizer is None:
-            raise ConfigurationError('action="skip" needs optimizer=, one or several: whose updates are skipped')
+            raise ConfigurationError('action="skip" needs optimizer=, the optimizer(s) whose updates are skipped')
         if action == "fallback" and manager is None:
             raise ConfigurationError('action="fallback" needs manager=, the StateManager that prepare() returned')
         for name, count in (("window", window), ("min_history", min_history), ("steps", steps)):
@@ -111,24 +111,24 @@ class LossGuard:
         self._told_late = False
 
     def observe(self, loss: float | Tensor, step: int | None = None) -> LossAlarm | None:
-        """Judge the loss of a step; the alarm, if it is one. COLLECTIVE with ``mean_over=``, else local.
+        """Check the loss of a step. Return the alarm, or None. COLLECTIVE with ``mean_over=``, else local.
 
-        Once per optimizer step on all ranks, between backward and the optimizer's step: then a lower learning rate
-        holds for this update, and a run that stops or skips has not made it. Before backward will do as well. Reads the
-        loss from the device, so it waits for it.
+        Call it once per optimizer step on all ranks, between backward and the optimizer's step: then a lower learning
+        rate applies to this update, and a run that stops or skips has not made the update. A call before backward
+        works, too. Waits for the device, because it reads the loss.
 
-        With ``optimizer=``, a call after the step is noticed: the optimizer has stepped since the last call, and no
-        gradient was written since. It is not noticed where gradients were set to zero meanwhile in place.
+        With ``optimizer=``, a call after the step is detected: the optimizer has stepped since the last call, and no
+        gradient was written since. It is not detected if gradients were set to zero in place in between.
 
         Args:
             loss: a number, or a tensor of one element: the mean over this rank's tokens, or with ``mean_over=None``
-                over all ranks'.
-            step: what the alarm calls it. None: one more than the last.
+                over all ranks' tokens.
+            step: the step number in the alarm. None: one more than the last.
 
         Raises:
             LossDiverged: on all ranks, with action "stop".
-            ConfigurationError: ``loss`` is something else; with action "skip", on all ranks: the call came after the
-                step, or an optimizer no longer exists.
+            ConfigurationError: ``loss`` is neither. With action "skip", on all ranks: the call came after the step, or
+                an optimizer no longer exists.
         """
         value, late = self._reduced(loss)
         self._require_order(late)
@@ -150,7 +150,7 @@ class LossGuard:
         return alarm
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to decide as this one would, as JSON values. Local, the same on all ranks."""
+        """Return the state that a resumed run needs to decide alike, as JSON values. Local, the same on all ranks."""
         return {
             "step": self._step,
             "alarms": self.alarms,
@@ -160,10 +160,10 @@ class LossGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``. Of a longer window, the newest losses. Local: do it on all ranks alike.
+        """Load a ``state_dict``. Of a longer window, keep the newest losses. Local: call it on all ranks alike.
 
         Raises:
-            CheckpointError: it is none; nothing has changed.
+            CheckpointError: ``state`` is not the state of a LossGuard. Nothing was changed.
         """
         try:
             step, alarms, streak = int(state["step"]), int(state["alarms"]), state["streak"]
@@ -173,9 +173,9 @@ class LossGuard:
                 if streak[0] not in get_args(AlarmKind):
                     raise ValueError(f"there is no alarm of kind {streak[0]!r}")
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise CheckpointError(f"this is no state of a LossGuard: {type(error).__name__}: {error}") from None
+            raise CheckpointError(f"this is not the state of a LossGuard: {type(error).__name__}: {error}") from None
         if not all(map(math.isfinite, losses + spikes)):
-            raise CheckpointError("this is no state of a LossGuard: it holds a loss that is not finite")
+            raise CheckpointError("this is not the state of a LossGuard: it holds a loss that is not finite")
         self._step, self.alarms, self._streak = step, alarms, streak
         self._begin_anew(losses)
         self._spikes = spikes
@@ -212,7 +212,7 @@ class LossGuard:
         self._warn(f"LossGuard: {message}")
 
     def _reduced(self, loss: float | Tensor) -> tuple[float, bool]:
-        """The mean loss, and whether it is late on all ranks: one that had no gradients cannot tell."""
+        """Return (mean loss, True if it is late on all ranks). A rank that had no gradients cannot decide alone."""
         if isinstance(loss, Tensor):
             if is_dtensor(loss):
                 raise ConfigurationError("the loss is a DTensor: observe loss.full_tensor()")
@@ -226,7 +226,7 @@ class LossGuard:
         late = self._guarded is not None and self._guarded.late(loss)
         if self._group is None or self._group.size == 1:
             return float(local), late
-        # [sum of losses], and with optimizers […, number of ranks where it is late]: one read for both.
+        # [sum of losses, with optimizers also the number of ranks where it is late]: one device read for both.
         lanes = 1 if self._guarded is None else 2
         total = torch.full((lanes,), float(late), dtype=torch.float64, device=self._group.device)
         total[0] = local.reshape(())
@@ -235,7 +235,7 @@ class LossGuard:
         return summed / self._group.size, lates == [self._group.size]
 
     def _judge(self, loss: float) -> LossAlarm | None:
-        """The alarm, or None and the loss is in the window."""
+        """Return the alarm; or add the loss to the window and return None."""
         usual = median(self._losses) if len(self._losses) >= self._min_history else None
         if not math.isfinite(loss):
             return self._alarm(loss, usual, "nonfinite")
@@ -262,7 +262,7 @@ class LossGuard:
         elif self._action == "fallback":
             assert self._manager is not None
             self._warn(f"{alarm}; {self._steps} steps follow in high precision")
-            self._manager.set_precision("*", "high", steps=self._steps + 1)  # This step is still to end.
+            self._manager.set_precision("*", "high", steps=self._steps + 1)  # Plus this step, which has not ended.
         else:
             self._warn(f"{alarm}; this step's update is skipped" if self._action == "skip" else str(alarm))
 

@@ -1,4 +1,4 @@
-"""What is done with the numbers of the slots: written as JSON lines and for TensorBoard, and jumps of scales told."""
+"""Monitor: writes slot statistics as JSON lines and to TensorBoard, and reports jumps of scales."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["Monitor", "ScaleJump", "SlotStatistics", "keep_lines"]
 logger = logging.getLogger("fp8dist")
 
 _NAMED = 5
-"""So many slots that jumped are named in the log."""
+"""Maximum number of slots that the log names."""
 
 
 class SlotStatistics(NamedTuple):
-    """One slot as it was in one step.
+    """Statistics of one slot in one step.
 
-    ``amax``: NaN if no rank saw one. ``scale``: NaN while the slot is cold. ``saturated``, ``underflow``: the share,
-    0 to 1, of elements that the cast cut off at the largest FP8 value, or made zero; None: not measured. ``…_rank``:
-    the global rank that held the maximum; None: not asked for.
+    ``amax``: NaN if no rank recorded one. ``scale``: NaN while the slot is cold. ``saturated``, ``underflow``: the
+    share, 0 to 1, of elements that the cast saturated at the largest FP8 value, or flushed to zero; None: not measured.
+    ``…_rank``: the global rank that held the maximum; None: not requested.
     """
 
     slot: Slot
@@ -42,15 +42,15 @@ class SlotStatistics(NamedTuple):
     underflow_rank: int | None = None
 
     def numbers(self) -> Iterator[tuple[str, float | int | None]]:
-        """(name, value) of all but the slot; NaN as None."""
+        """Yield (name, value) for all fields but the slot, with NaN as None."""
         for name, value in zip(self._fields[1:], self[1:]):
             yield name, None if isinstance(value, float) and math.isnan(value) else value
 
 
 class ScaleJump(NamedTuple):
-    """A scale that changed much between two observations; ``step`` is the later one's.
+    """A large change of a scale between two observations. ``step``: the step of the later observation.
 
-    ``factor`` is at least 1: after / before, or before / after.
+    ``factor``: after / before or before / after, whichever is at least 1.
     """
 
     slot: Slot
@@ -61,26 +61,26 @@ class ScaleJump(NamedTuple):
 
 
 class Monitor:
-    """Writes the slots' statistics and tells of jumps of their scales. Local; closes its files as a context manager.
+    """Writes slot statistics, and reports jumps of scales. Local. As a context manager, it closes its files.
 
     ``path`` gets one JSON object per slot and observation: ``step``, ``slot`` ("fqn:role") and the fields of
-    ``SlotStatistics``. NaN and what was not measured are null. An infinity, for which JSON has no number, is the
-    string "Infinity" (Python's ``float()`` and JavaScript's ``Number()`` read it).
-    TensorBoard gets the same as scalars ``fp8/<slot>/<field>``, without what is null.
+    ``SlotStatistics``. NaN and values that were not measured are null. An infinity, for which JSON has no number, is
+    the string "Infinity" (Python's ``float()`` and JavaScript's ``Number()`` read it). TensorBoard gets the same values
+    as scalars ``fp8/<slot>/<field>``, except null.
 
-    A disk that fills up does not end the training: one warning, and nothing more is written there.
+    A full disk does not end the training: the monitor logs one warning, and writes nothing more to that target.
 
     Args:
-        path: the file, replaced unless ``resume_after`` is given; its folder is made. None: no file.
-        tensorboard: TensorBoard's log folder. Without TensorBoard installed: one warning.
-        jump: a factor above 1: a scale that changed by it or more, up or down, since the slot was last observed, has
-            jumped. None: no alarms.
-        writes: False on all ranks but one: the same jumps are returned, nothing is written or logged.
-        resume_after: the step that the run goes on from: what was written of later ones is dropped, and a last line
-            that is torn. Scales are compared with observations of this object only.
+        path: the file, replaced unless ``resume_after`` is given; its folder is created. None: no file.
+        tensorboard: TensorBoard's log folder. If TensorBoard is not installed, log one warning.
+        jump: a factor above 1. A scale that changed by this factor or more, up or down, since the slot's last
+            observation has jumped. None: no alarms.
+        writes: False on all ranks but one: return the same jumps, but write and log nothing.
+        resume_after: the step that the run resumes from. Lines of later steps, and a torn last line, are dropped.
+            Scales are compared with observations of this object only.
 
     Raises:
-        ConfigurationError: ``jump`` is no factor.
+        ConfigurationError: ``jump`` is not a finite factor above 1.
         OSError: the file cannot be opened.
     """
 
@@ -109,9 +109,9 @@ class Monitor:
         self.close()
 
     def observe(self, step: int, statistics: Sequence[SlotStatistics]) -> list[ScaleJump]:
-        """Write the statistics of a step; the scales that jumped, largest factor first. Local.
+        """Write the statistics of a step, and return the scales that jumped, largest factor first. Local.
 
-        A slot without a scale, or observed for the first time, has not jumped.
+        A slot that is cold, or is observed for the first time, has not jumped.
         """
         for sink in tuple(self._sinks):
             try:
@@ -134,7 +134,7 @@ class Monitor:
         return jumps
 
     def close(self) -> None:
-        """Close the files; nothing is written afterwards."""
+        """Close the files. Later observations are not written."""
         while self._sinks:
             self._sinks.pop().close()
 
@@ -156,7 +156,7 @@ class _JsonLines:
         if resume_after is not None:
             keep_lines(path, resume_after)
         self._file = path.open("w" if resume_after is None else "a", encoding="utf-8")
-        weakref.finalize(self, self._file.close)  # Who forgets a model need not close its files.
+        weakref.finalize(self, self._file.close)  # Close the file also when the model is dropped.
 
     def __str__(self) -> str:
         return self._file.name
@@ -196,24 +196,25 @@ def _jsonable(value: float | int | None) -> float | int | str | None:
 
 
 def _summary_writer(folder: str | Path, resume_after: int | None) -> Any:
-    """A SummaryWriter, or None without TensorBoard."""
+    """Return a SummaryWriter, or None without TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except Exception as error:  # Beside a protobuf that does not suit it, it fails with a TypeError.
+    except Exception as error:  # With an incompatible protobuf, the import raises TypeError.
         logger.warning("fp8dist: nothing is written for TensorBoard, pip install 'fp8dist[monitor]': %s", error)
         return None
-    # Events of these steps and later ones, from before the resume, are not shown.
+    # purge_step hides events of this and later steps that were written before the resume.
     return SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)
 
 
 def keep_lines(path: Path, last_step: int, keeps: Callable[[dict[str, Any]], bool] | None = None) -> None:
-    """Leave only the lines of steps up to ``last_step`` in the file, which need not exist.
+    """Keep only the lines of steps up to ``last_step`` in the file, which need not exist.
 
-    What is no JSON object with a step, such as the last line of a killed process, is dropped. Written beside and
-    renamed, so that a process killed here loses nothing; line by line, because such files grow large.
+    Lines that are not JSON objects with a step, such as the torn last line of a killed process, are dropped. Writes a
+    new file and renames it, so that a process killed here loses nothing. Works line by line, because such files grow
+    large.
 
     Args:
-        keeps: asked about each line that would be kept.
+        keeps: called for each line that would be kept; False drops the line.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""Watch: the slots' numbers of all ranks at an interval, in one collective for the whole model."""
+"""Watch: collects the slot statistics of all ranks at an interval, with one all-reduce per group."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LOW = (1 << 32) - 1
 
 
 class Watch:
-    """Of one manager: every ``every`` steps, what all ranks' casts of the step came to.
+    """Collects the cast statistics of all ranks for one manager, every ``every`` steps.
 
-    Amaxes and shares are the largest of all ranks. With ``ranks`` each travels as an int64, the rank in its lower half,
-    so that the same collective tells who held the maximum (the lowest rank of several).
+    Amaxes and shares are maxima over all ranks. With ``ranks``, each value travels as an int64 with the rank in its
+    lower half, so that the same all-reduce also finds the rank that held the maximum (the lowest rank, if several did).
 
-    ``resume_after``: where the count of steps begins, until one was made. None: at the steps of the state, which counts
-    calibrations, and does not know of steps without FP8.
+    ``resume_after``: the step number to count from, until a step has ended. None: count from the step counter of the
+    FP8 state, which includes calibrations, but not steps without FP8.
     """
 
     def __init__(self, every: int, ranks: bool, monitor: Monitor, resume_after: int | None = None) -> None:
@@ -36,18 +36,18 @@ class Watch:
         self._monitor = monitor
 
     def describe(self) -> dict[str, Any]:
-        """What all ranks must have alike, as JSON values."""
+        """Return the settings that must be equal on all ranks, as JSON values."""
         return {"every": self.every, "ranks": self.ranks, "resume_after": self.resume_after}
 
     def is_due(self, step: int) -> bool:
-        """Whether the casts of this step are measured."""
+        """True if the casts of this step are measured."""
         return step % self.every == 0
 
     def collect(self, step: int, syncs: Sequence[ArenaSync]) -> list[ScaleJump]:
-        """Reduce what the ranks saw, write it, and tell of scales that jumped. COLLECTIVE: one all-reduce for each
-        group that has arenas. Reads the device.
+        """Reduce the ranks' statistics, write them, and return the scales that jumped. COLLECTIVE: one all-reduce for
+        each group that has arenas. Reads the device.
 
-        After the launch and before the commit: scales and cold flags are those of the step.
+        Call it after the launch and before the commit, while scales and cold flags are still those of the step.
         """
         by_group: dict[Sequence[int], list[ArenaSync]] = {}
         for sync in syncs:
@@ -66,7 +66,7 @@ class Watch:
         return self._monitor.observe(step, sorted(statistics))
 
     def _reduce(self, seen: Tensor, sync: ArenaSync, group: SyncGroup | None) -> tuple[Tensor, Tensor | None]:
-        """(float32[3, n], ranks int64[3, n] or None), on the CPU."""
+        """Return the maxima (float32[3, n], ranks int64[3, n] or None), on the CPU."""
         sent = bits = seen.view(torch.int32)
         if self.ranks:
             sent = (bits.to(torch.int64) << 32) | (_LAST_RANK - (0 if group is None else group.rank))
@@ -79,7 +79,7 @@ class Watch:
         return (found >> 32).to(torch.int32).view(torch.float32), _LAST_RANK - (found & _LOW)
 
     def close(self) -> None:
-        """Close its files. Local."""
+        """Close the monitor's files. Local."""
         self._monitor.close()
 
 
@@ -99,7 +99,7 @@ def _statistics(arena: Arena, seen: Tensor, holders: Tensor | None) -> list[Slot
 
 
 def _scales(arena: Arena, amax: Tensor) -> Tensor:
-    """float32[n] on the CPU: what the step's tensors were cast with; NaN where each rank, row or block had its own."""
+    """Return float32[n] on the CPU: the scales of the step's casts; NaN where each rank, row or block had its own."""
     nothing = torch.full(amax.shape, torch.nan)
     recipe = arena.recipe
     if recipe.delayed:

@@ -1,1 +1,1 @@
-"""Checkpoints read without a job: no process group, no GPU, no code from the file."""
+"""Read checkpoints without a job: no process group, no GPU, and no code from the file is run."""

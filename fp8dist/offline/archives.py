@@ -1,4 +1,4 @@
-"""Files of torch.save: zip archives, and the format before them."""
+"""Read files of torch.save: zip archives and the legacy format."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = [
     "zip_content",
 ]
 
-LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # Follows the pickle's protocol, two bytes.
+LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # After the pickle's two protocol bytes.
 _LEGACY_VERSION = 1001
-_LARGEST_PICKLE = 1 << 32  # FP8 state is bytes in the pickle: 410 MB of history at 100,000 slots, which grow by half.
+_LARGEST_PICKLE = 1 << 32  # FP8 state is in the pickle: 410 MB of history at 100,000 slots, half more if encoded.
 _CHUNK = 1 << 20
 _HOUSEKEEPING = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 
@@ -39,10 +39,10 @@ Locate = Callable[[Storage], tuple[int, int]]
 
 
 class Archive:
-    """A zip archive as torch.save writes it: stored records under one folder. Each is compared with its checksum first.
+    """A zip archive as torch.save writes it: uncompressed records in one folder. Verifies all checksums when opened.
 
     Raises:
-        CheckpointError: it is another kind of zip, truncated, damaged, or not made of plain records.
+        CheckpointError: the archive is another kind of zip, truncated, damaged, or has compressed or encrypted records.
     """
 
     def __init__(self, file: FileSlice) -> None:
@@ -80,7 +80,7 @@ class Archive:
                 ) from None
 
     def content(self) -> tuple[Any, int]:
-        """(what was saved, with its tensors as references; bytes of the pickle)."""
+        """Return (the saved value, with tensors as references; size of the pickle in bytes)."""
         order = self._bytes("byteorder") if "byteorder" in self._records else b"little"
         if order != b"little":
             raise CheckpointError("was written on a big-endian machine, expected little-endian")
@@ -88,7 +88,7 @@ class Archive:
         return Unpickler(io.BytesIO(data), len(data), TORCH_SAVE, storage_of).load(), len(data)
 
     def storage(self, storage: Storage) -> tuple[int, int]:
-        """(place in the file, bytes) of a storage's record."""
+        """Return (place in the file, size in bytes) of a storage's record."""
         info = self._records.get(f"data/{storage.key}")
         if info is None:
             raise CheckpointError(f"has no record data/{storage.key}")
@@ -97,12 +97,12 @@ class Archive:
         return info.header_offset + len(header) + name + extra, info.file_size
 
     def payload(self) -> Tensor:
-        """uint8: all that depends on what was saved, in the order of the records' names."""
+        """Return the records that depend on the saved value, in the order of their names, as uint8."""
         data = b"".join(self._bytes(name) for name in sorted(self._records) if name not in _HOUSEKEEPING)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def payload_size(self) -> int:
-        """Bytes of ``payload``."""
+        """Return the size of ``payload`` in bytes."""
         return sum(info.file_size for name, info in self._records.items() if name not in _HOUSEKEEPING)
 
     def _bytes(self, name: str) -> bytes:
@@ -112,9 +112,9 @@ class Archive:
 
 
 def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str = "") -> list[Item]:
-    """Entries of all leaves of what was saved; FP8 state among them slot by slot.
+    """Return the entries of all leaves of a saved value. FP8 state is listed slot by slot.
 
-    ``locate`` gives (place in ``file``, bytes) of a storage.
+    ``locate`` returns (place in ``file``, size in bytes) of a storage.
     """
     items: list[Item] = []
     for name, leaf in flatten(value, size, prefix):
@@ -138,14 +138,14 @@ def items_of(value: Any, size: int, file: FileSlice, locate: Locate, prefix: str
 
 
 def zip_content(file: FileSlice) -> tuple[Any, int, Locate]:
-    """(what was saved, with its tensors as references; bytes of the pickle; where storages are) of a zip file of
-    torch.save."""
+    """Read a zip file of torch.save. Return (the saved value, with tensors as references; size of the pickle in bytes;
+    function that locates storages)."""
     archive = Archive(file)
     return *archive.content(), archive.storage
 
 
 def legacy_content(file: FileSlice) -> tuple[Any, int, Locate]:
-    """The same of a file of ``torch.save(…, _use_new_zipfile_serialization=False)``. It has no checksums."""
+    """Like ``zip_content``, for files of ``torch.save(…, _use_new_zipfile_serialization=False)``. No checksums."""
     stream = io.BufferedReader(file)
 
     def pickled(with_storages: bool = False) -> Any:
@@ -168,7 +168,7 @@ def legacy_content(file: FileSlice) -> tuple[Any, int, Locate]:
 
 
 def _legacy_places(keys: Any, storages: dict[str, Storage], file: FileSlice, start: int) -> dict[str, tuple[int, int]]:
-    """(place, bytes) of each storage: they follow the pickles, each behind its number of elements, int64."""
+    """Return (place, bytes) of each storage. Storages follow the pickles, each after its number of elements, int64."""
     if not isinstance(keys, list) or not all(isinstance(k, str) for k in keys) or sorted(keys) != sorted(storages):
         raise CheckpointError("its list of storages is damaged")
     places: dict[str, tuple[int, int]] = {}
@@ -182,5 +182,5 @@ def _legacy_places(keys: Any, storages: dict[str, Storage], file: FileSlice, sta
         places[key] = (start + 8, storage.nbytes)
         start += 8 + storage.nbytes
     if start != file.length:
-        raise CheckpointError(f"has {file.length - start} bytes more than its storages")
+        raise CheckpointError(f"has {file.length - start} bytes after its last storage")
     return places

@@ -1,4 +1,4 @@
-"""Checkpoints that should be equal: digested one tensor at a time, and what is not equal explained."""
+"""Compare checkpoints that should be equal, one tensor at a time, and explain the differences."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fp8dist_kernels.reference.content import as_bytes
 __all__ = ["SourceContent", "bytes_in", "compare_sources"]
 
 MAX_EXPLAINED = 64
-"""Differing tensors of which the first differing element is looked for."""
+"""Differing tensors whose first differing element is searched for."""
 
 Progress = Callable[[int], None]
-"""Is told of bytes that were read."""
+"""Called with the number of bytes that were read."""
 
 
 class SourceContent(Content):
-    """What a checkpoint holds. Reads one tensor at a time, and keeps none."""
+    """The contents of a checkpoint. Reads one tensor at a time, and keeps none."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         super().__init__([Key(e.name, e.kind, e.shape, e.dtype) for e in source.entries], torch.device("cpu"))
@@ -46,28 +46,28 @@ class SourceContent(Content):
         return result
 
     def fields(self, index: int) -> list[Field]:
-        """See ``Content``. Read anew."""
+        """See ``Content``. Reads the tensor again."""
         entry = self._source.entries[index]
         return [field_of(entry, self._source.read(index))]
 
 
 def bytes_in(source: Source) -> int:
-    """How much its tensors hold together."""
+    """Return the size of all tensors in bytes."""
     return sum(math.prod(e.shape) * getattr(torch, e.dtype).itemsize for e in source.entries)
 
 
 def field_of(entry: Entry, tensor: Tensor) -> Field:
-    """An entry with its tensor."""
+    """Return an entry and its tensor as a Field."""
     name = "" if entry.kind == "parameter" else entry.kind
     kind = FINDING_KINDS.get(entry.kind, entry.kind)
     return Field(name, kind, tensor, lambda place: unravel(place, entry.shape))
 
 
 def compare_sources(sources: Sequence[Source], progress: Progress) -> DivergenceReport:
-    """Compare checkpoints by name. In findings a "rank" is a place in ``sources``; its path is the host.
+    """Compare checkpoints by name. In findings a "rank" is an index into ``sources``, and "host" is its path.
 
     Raises:
-        CheckpointError: one of them cannot be read.
+        CheckpointError: a checkpoint cannot be read.
     """
     contents = [SourceContent(source, progress) for source in sources]
     digester = Digester()
@@ -93,7 +93,7 @@ def compare_sources(sources: Sequence[Source], progress: Progress) -> Divergence
 def _look_into(
     thing: Differing, sources: Sequence[Source], places: Sequence[Mapping[Key, int]], digester: Digester
 ) -> list[Finding]:
-    """Findings with the first differing element of each odd side. Two tensors are in memory."""
+    """Return findings with the first differing element of each odd side. Holds two tensors in memory."""
 
     def read(n: int) -> Field:
         index = places[n][thing.key]

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint (DCP): a pickled index, and pieces of tensors in files of their own."""
+"""Read folders of torch.distributed.checkpoint (DCP): a pickled index, and files with pieces of tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RECORDS = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",  # torch before 2.3.
 )
-# Read and dropped: where it was saved, and how tensors lay in memory.
+# Read and dropped: the path at save time, and the memory format of tensors.
 _IGNORED = (
     "pathlib.PosixPath",
     "pathlib.WindowsPath",
@@ -60,7 +60,7 @@ Key = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece and the part of the tensor that it is."""
+    """A piece of a tensor, and its position in the tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ class Chunk:
 
 
 def dcp_source(folder: str) -> Source:
-    """A folder with ``.metadata``. What is no tensor is read as values, or as bytes if it is more than plain values."""
+    """Open a folder with ``.metadata``. Other values than tensors are read as plain values, or else as bytes."""
     index = os.path.join(folder, METADATA)
     with reading(index):
         tensors, pieces = _load_index(index, folder)
@@ -99,7 +99,7 @@ def _load_index(path: str, folder: str) -> tuple[dict[str, Record], dict[Key, Fi
         offset = where.get("offset")
         name = where.get("fqn")
         if not isinstance(name, str):
-            raise CheckpointError("is no index of torch.distributed.checkpoint: a place is nobody's")
+            raise CheckpointError("is no index of torch.distributed.checkpoint: a place has no name")
         pieces[name, None if offset is None else sizes(offset)] = _checked_piece(
             folder, _fields(place, "_StorageInfo"), files
         )
@@ -107,7 +107,7 @@ def _load_index(path: str, folder: str) -> tuple[dict[str, Record], dict[Key, Fi
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
-    """The state of an object of that class."""
+    """Return the state of a record of class ``name``."""
     if not isinstance(record, Record) or not record.name.endswith(f".{name}") or not isinstance(record.state, dict):
         raise CheckpointError(f"is no index of torch.distributed.checkpoint: a {name} is missing")
     return record.state
@@ -161,11 +161,11 @@ def _tensor_item(name: str, description: Record, pieces: Mapping[Key, FileSlice]
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether ``boxes`` (offsets, sizes) fill ``shape`` without gap or overlap. Linear in their number.
+    """True if ``boxes`` (offsets, sizes) fill ``shape`` without gap or overlap. Takes linear time.
 
-    Each dim is given a random length for every interval between two cuts. Then the volumes of an exact tiling add up,
-    and those of another do so with a chance below 1 in 2**50: an overlap makes up for a gap in one metric, not in a
-    random one.
+    Each interval between two cuts of a dim gets a random length. The volumes of an exact tiling add up to the whole.
+    Other volumes do so with a probability below 1 in 2**50: an overlap can offset a gap of equal size, but not of
+    random size.
     """
     chance = random.Random()
     marks: list[defaultdict[int, int]] = [defaultdict(lambda: chance.getrandbits(64)) for _ in shape]
@@ -179,7 +179,7 @@ def tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[in
 
 
 def _assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: list[Chunk]) -> Tensor:
-    """The whole tensor: it and one piece are in memory at a time."""
+    """Return the whole tensor. Holds this tensor and one piece in memory."""
     if len(chunks) == 1:
         return _part(name, dtype, chunks[0])
     whole = torch.empty(shape, dtype=dtype, device="cpu")
@@ -203,10 +203,11 @@ def _part(name: str, dtype: torch.dtype, chunk: Chunk) -> Tensor:
 
 
 def _value_items(name: str, file: FileSlice) -> list[Item]:
-    """Entries of a value that is no tensor.
+    """Return the entries of a value that is not a tensor.
 
-    Equal values may be stored as different bytes (pickles tell two equal objects from one object twice), so it is the
-    values that are listed. One with more than tensors, numbers and text in it is listed as its bytes.
+    Lists values rather than bytes, because equal values may be stored as different bytes (a pickle distinguishes two
+    equal objects from one object that occurs twice). A value with more than tensors, numbers and text is listed as
+    bytes.
     """
     with _naming(file, f"the value {name}"):
         if file.bytes_at(0, min(4, file.length)).numpy().tobytes() != b"PK\x03\x04":
@@ -221,7 +222,7 @@ def _value_items(name: str, file: FileSlice) -> list[Item]:
 
 @contextmanager
 def _naming(file: FileSlice, what: str) -> Iterator[None]:
-    """Failures name the file and which of its pieces it is."""
+    """Name the file and the piece in the errors of the block."""
     with reading(file.path):
         try:
             yield

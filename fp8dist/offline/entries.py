@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by name, and one tensor of it at a time."""
+"""The contents of a checkpoint by name, read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STATE, PARAMETERS = "state", "parameters"
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One tensor of a checkpoint. Orders by name, then kind.
+    """One tensor of a checkpoint. Sorts by name, then kind.
 
     ``kind`` is "parameter", or for FP8 state "scale", "amax", "cold", "counters", "history" or "step". FP8 state inside
-    another checkpoint has the name of its place before the slot's: "fp8.shared.layers.0.fc:input".
+    another checkpoint has its key there in front of the slot: "fp8.shared.layers.0.fc:input".
     ``dtype`` is torch's name without "torch.".
     """
 
@@ -37,7 +37,7 @@ Item = tuple[Entry, Callable[[], Tensor]]
 
 
 class Source(AbstractContextManager["Source"]):
-    """An open checkpoint. Entries are sorted and unique; what has been read is not kept.
+    """An open checkpoint. Entries are sorted and unique. Does not keep the tensors that it reads.
 
     ``family`` is "state" (an fp8dist state file) or "parameters" (any other checkpoint).
     """
@@ -55,10 +55,10 @@ class Source(AbstractContextManager["Source"]):
                 raise CheckpointError(f"two tensors in it are called {first.name}")
 
     def read(self, index: int) -> Tensor:
-        """The tensor of ``entries[index]``, on the CPU.
+        """Return the tensor of ``entries[index]``, on the CPU.
 
         Raises:
-            CheckpointError: it cannot be read; names the file.
+            CheckpointError: the tensor cannot be read. The message names the file.
         """
         entry = self.entries[index]
         with reading(self.path):
@@ -73,7 +73,7 @@ class Source(AbstractContextManager["Source"]):
             return tensor
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._closed = True
         self._loaders = []
         self._resources.close()
@@ -83,5 +83,5 @@ class Source(AbstractContextManager["Source"]):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in ``Entry.dtype``."""
+    """Return the name of a dtype as in ``Entry.dtype``."""
     return str(dtype).removeprefix("torch.")

@@ -1,18 +1,18 @@
-"""``_extra_state`` entries of TransformerEngine's modules: the FP8 state of one module, read without unpickling it.
+"""Read the FP8 state in ``_extra_state`` entries of TransformerEngine modules, without unpickling them.
 
-What ``get_extra_state`` makes of a module's state (TransformerEngine's ``pytorch/module/base.py``, earlier
+Formats that ``get_extra_state`` returns (TransformerEngine's ``pytorch/module/base.py``, earlier
 ``pytorch/module.py``):
 
 ===============  ======================================================================================
 up to 0.2        a list: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, and more
-0.x              a dict of them by name, with ``extra_fp8_variables``
+0.x              a dict of these by name, with ``extra_fp8_variables``
 0.x, 1.x         ``io.BytesIO`` of ``torch.save`` of the dict; for ONNX a uint8 tensor of its pickle
 1.x              a uint8 tensor of the dict's pickle
 2.x              the same with ``recipe``, an object of ``transformer_engine.common.recipe``
 ===============  ======================================================================================
 
-A module that has not run in FP8 gives None, an empty tensor, or a pickle of None; a recipe without state, such as
-current scaling, a dict without scales.
+A module that has not run in FP8 gives None, an empty tensor, or a pickle of None. A recipe without state, such as
+current scaling, gives a dict without scales.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fp8dist_kernels.formats import Role
 __all__ = ["ExtraState", "SavedSlot", "read_extra_state"]
 
 _SCALES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
-_STATELESS = ("recipe", "extra_fp8_variables")  # What is there besides, and all that is there of other recipes.
+_STATELESS = ("recipe", "extra_fp8_variables")  # Other keys. Recipes without state have only these.
 _RECIPES = "transformer_engine.common.recipe"
 _CLASSES = (
     *("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling"),
@@ -58,8 +58,8 @@ class SavedSlot:
     Args:
         scale: positive; its inverse is finite.
         history: float32[any length], oldest first, zeros where nothing is known.
-        due: the newest amax is not in the scale yet.
-        fp8_max: largest finite value of the format that the scale is for, where the entry tells.
+        due: True if the newest amax is not in the scale yet.
+        fp8_max: largest finite value of the scale's format; None if the entry does not contain it.
     """
 
     scale: float
@@ -70,8 +70,7 @@ class SavedSlot:
 
 @dataclass(frozen=True, eq=False)
 class ExtraState:
-    """The FP8 state of a module of ``gemms`` GEMMs: ``slots`` by GEMM and role. ``margin``: None where it does not
-    tell."""
+    """The FP8 state of a module with ``gemms`` GEMMs: ``slots`` by GEMM and role. ``margin``: None if unknown."""
 
     gemms: int
     slots: Mapping[tuple[int, Role], SavedSlot]
@@ -79,15 +78,16 @@ class ExtraState:
 
 
 def read_extra_state(name: str, value: object) -> ExtraState | None:
-    """The FP8 state in the ``_extra_state`` of one module; None if it has none.
+    """Return the FP8 state in the ``_extra_state`` of one module, or None if it has none.
 
     Args:
-        name: what messages call it.
-        value: as it is in a state_dict: a uint8 tensor, bytes, ``io.BytesIO``, None, or a dict or list as it was before
-            there were bytes.
+        name: the entry's name in messages.
+        value: the value in a state_dict: a uint8 tensor, bytes, ``io.BytesIO``, None, or a dict or list (early
+            versions).
 
     Raises:
-        CheckpointError: damaged, impossible, or more than data: nothing that a pickle names is imported or called.
+        CheckpointError: the entry is damaged, has impossible values, or holds more than data. Nothing that a pickle
+            names is imported or called.
     """
     with reading(name):
         content, load = _content(name, value)
@@ -111,7 +111,7 @@ _Load = Callable[[object], object]
 
 
 def _content(name: str, value: object) -> tuple[Any, _Load]:
-    """(what was saved, what turns its references to tensors into tensors)."""
+    """Return (the saved value, function that loads a reference to a tensor)."""
     if isinstance(value, Tensor):
         if value.dtype != torch.uint8:
             raise CheckpointError(f"is a tensor of {value.dtype}, expected uint8")
@@ -139,14 +139,14 @@ def _content(name: str, value: object) -> tuple[Any, _Load]:
 
 
 class _PickledStorages:
-    """Plain pickles hold each storage as bytes of torch.save, in the format before zip files."""
+    """Storages of a plain pickle, which holds each one as bytes of torch.save in the legacy format."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._found: dict[str, tuple[MemorySlice, Locate, Storage]] = {}
 
     def add(self, data: object = None) -> Storage:
-        """A reference to what ``data`` holds."""
+        """Return a reference to the storage in ``data``."""
         if not isinstance(data, bytes):
             raise CheckpointError("its pickle is damaged: a storage without bytes")
         file = MemorySlice(self._name, data)
@@ -158,7 +158,7 @@ class _PickledStorages:
         return replace(storage, key=key)
 
     def find(self, storage: Storage) -> tuple[MemorySlice, Locate]:
-        """The bytes that hold it, and where in them it is."""
+        """Return (bytes that hold a storage, function that locates the storage in them)."""
         file, locate, inside = self._found[storage.key]
         return file, lambda _: locate(inside)
 
@@ -173,9 +173,9 @@ def _load(find: Callable[[Storage], tuple[MemorySlice, Locate]], leaf: object) -
 
 
 def _member(of: object = None, name: object = None) -> Record:
-    """An enum's member by name, as Python 3.11 began to pickle them. ``getattr`` of nothing else."""
+    """Return an enum's member by name, as pickles of Python 3.11 and later ask for it. No other ``getattr``."""
     if not isinstance(of, Builder) or of.name != f"{_RECIPES}.Format" or not isinstance(name, str):
-        raise CheckpointError("its pickle asks for an attribute of what is no format")
+        raise CheckpointError("its pickle asks for an attribute of an object that is not a format")
     return Record(of.name, name)
 
 
@@ -239,19 +239,19 @@ class _Columns:
         return len(self._scale)
 
     def slot(self, column: int, fp8_max: float | None) -> SavedSlot:
-        """One of them.
+        """Return one scaled tensor.
 
-        The amax of the present step grows in row 0. When a scale has been made of the window, it is rolled by -1, and
-        row 0 becomes zero in place of the oldest amax (``_update_amax_history`` in TransformerEngine's
-        ``pytorch/quantization.py``, earlier ``pytorch/fp8.py``). So from row 1 on they are oldest first, and row 0
-        comes last, if there is anything in it.
+        Row 0 collects the amax of the current step. After TransformerEngine has made a scale of the window, it rolls
+        the window by -1 and sets row 0 to zero in place of the oldest amax (``_update_amax_history`` in
+        ``pytorch/quantization.py``, earlier ``pytorch/fp8.py``). So rows are oldest first from row 1 on, and row 0 is
+        the newest, if it is not zero.
         """
         rows = self._history[:, column]
         due = bool(rows[0] > 0)
         return SavedSlot(float(self._scale[column]), rows.roll(-1) if due else rows.clone(), due, fp8_max)
 
     def used(self, column: int) -> bool:
-        """Whether the module has ever seen this tensor."""
+        """Return True if the module has ever seen this tensor."""
         return bool(self._scale[column] != 1) or bool(self._history[:, column].any())
 
 
@@ -264,10 +264,10 @@ def _float32(name: str, content: Mapping[Any, Any], load: _Load) -> Tensor:
 
 
 def _layout(forward: int, backward: int, claimed: object) -> tuple[int, int, int]:
-    """(GEMMs, forward tensors per GEMM, backward tensors per GEMM).
+    """Return (GEMMs, forward tensors per GEMM, backward tensors per GEMM).
 
-    Input, weight and output, and the gradients of output and input; in early 0.x input and weight, and the gradient of
-    the output (``FP8FwdTensors`` and ``FP8BwdTensors``).
+    Per GEMM there are input, weight and output, and the gradients of output and input. Early 0.x has input and weight,
+    and the gradient of the output (``FP8FwdTensors`` and ``FP8BwdTensors``).
     """
     for per_forward, per_backward in ((3, 2), (2, 1)):
         gemms = forward // per_forward
@@ -285,11 +285,11 @@ def _layout(forward: int, backward: int, claimed: object) -> tuple[int, int, int
 
 
 def _gradient_columns(gemms: int, per_gemm: int, has_recipe: bool, backward: _Columns) -> list[int]:
-    """Which backward tensor is the gradient of each GEMM's output.
+    """Return, for each GEMM, the backward tensor that is the gradient of its output.
 
-    LayerNormMLP (``pytorch/module/layernorm_mlp.py``) has had three orders. Up to 1.x GRAD_OUTPUT1 is that of its
-    second GEMM, GRAD_OUTPUT2 that of its first. In early 2.x that of its first is GRAD_INPUT1. Later GRAD_OUTPUT1 is
-    that of its first, GRAD_OUTPUT2 that of its second. Which of the two 2.x is, is seen from what was never used.
+    LayerNormMLP (``pytorch/module/layernorm_mlp.py``) has had three orders (first GEMM, second GEMM). Up to 1.x:
+    GRAD_OUTPUT2, GRAD_OUTPUT1. Early 2.x: GRAD_INPUT1, GRAD_OUTPUT1. Later: GRAD_OUTPUT1, GRAD_OUTPUT2. The tensors
+    that were never used tell the two orders of 2.x apart.
     """
     if gemms == 1:
         return [0]
@@ -301,13 +301,13 @@ def _gradient_columns(gemms: int, per_gemm: int, has_recipe: bool, backward: _Co
 
 
 def _attributes(recipe: object) -> Mapping[Any, Any]:
-    """Of a recipe that was read as a Record, or that somebody else has unpickled."""
+    """Return the attributes of a recipe that was read as a Record, or that the caller has unpickled."""
     state = recipe.state if isinstance(recipe, Record) else getattr(recipe, "__dict__", None)
     return state if isinstance(state, dict) else {}
 
 
 def _maxima(recipe: Mapping[Any, Any], variables: Mapping[Any, Any]) -> tuple[float | None, float | None]:
-    """Largest finite values of the formats forward and backward, as far as the entry tells."""
+    """Return the largest finite values of the forward and backward formats, or None if unknown."""
     format = recipe.get("fp8_format")
     value = format.state if isinstance(format, Record) else getattr(format, "value", None)
     if isinstance(value, str):

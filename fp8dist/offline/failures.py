@@ -1,4 +1,4 @@
-"""Whatever goes wrong with a file becomes one CheckpointError, on one line, that names the file."""
+"""Turn every failure to read a file into one CheckpointError, on one line, that names the file."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _LONGEST = 1000
 
 
 class Unsupported(CheckpointError):
-    """Well formed, as far as one can tell, but it holds more than tensors, numbers and text."""
+    """Raised for data that looks well formed, but holds more than tensors, numbers and text."""
 
 
 class Named(CheckpointError):
-    """Already says which file it is about."""
+    """Raised with a message that already names the file."""
 
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
     """Turn every failure of the block into a CheckpointError about ``path``.
 
-    A hostile file can make parsers fail in any way, RecursionError, MemoryError and Rust's panics
-    (not an Exception) included. Only what the user or the interpreter raises passes through.
+    A hostile file can make parsers fail in any way, including RecursionError, MemoryError and Rust's panics
+    (not an Exception). Only KeyboardInterrupt, SystemExit and GeneratorExit pass through.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def one_line(text: str) -> str:
-    """Without line breaks, control characters or lone surrogates, and not endless: names come from the file."""
+    """Return text without line breaks, control characters or lone surrogates, cut if long: it may contain file data."""
     line = " ".join(text.split())
     if not line.isprintable():
         line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)

@@ -1,4 +1,4 @@
-"""What a file holds, for a person."""
+"""Show the contents of a checkpoint to a person."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SLOT_COLUMNS = ("slot", "scale", "amax", "window max", "cold", "taken", "non-fi
 
 @dataclass(frozen=True)
 class Inspection:
-    """A table of slots or tensors, and a few facts about the whole. ``str()`` prints both.
+    """A table of slots or tensors, with facts about the whole. ``str()`` shows both.
 
-    ``states``: those of FP8 state inside a checkpoint.
+    ``states``: inspections of the FP8 states inside a checkpoint.
     """
 
     facts: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Inspection:
     states: tuple[Inspection, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         states = {"fp8 states": [state.to_json() for state in self.states]} if self.states else {}
         return {**self.facts, "entries": [dict(zip(self.columns, map(_plain, row))) for row in self.rows], **states}
 
@@ -56,11 +56,11 @@ def _text(value: Any) -> str:
 
 
 def inspect_source(source: Source) -> Inspection:
-    """Slots with scales and amaxes of FP8 state; names, shapes and digests of any other checkpoint, and the FP8 state
-    that is in it.
+    """Return the slots of FP8 state with scales and amaxes, or the names, shapes and digests of any other checkpoint,
+    with the FP8 state in it.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     if source.family == STATE:
         return _state_file(source.path)

@@ -1,11 +1,11 @@
-"""Pickles as data: an unpickler that imports nothing and calls nothing but the builders it is given.
+"""Read pickles as data: an unpickler that imports nothing, and calls only the builders that it is given.
 
-``torch.load(weights_only=True)`` is no substitute for hostile files: it allocates what the pickle asks for
+``torch.load(weights_only=True)`` is not enough for hostile files: it allocates what the pickle asks for
 (``torch.FloatTensor(10**9)``), crashes the interpreter on deep dict keys, reads legacy files whole, and runs
-whatever the process has put into its list of safe globals.
+everything in the process's list of safe globals.
 
-What comes out may be nested without end, or contain one list many times over: whoever takes it looks at types before
-printing, comparing or hashing anything of it.
+The result may be nested without end, or contain one list many times. Check types before you print, compare or hash any
+part of it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fp8dist.offline.failures import Unsupported
 
 __all__ = ["Builder", "Record", "Unpickler"]
 
-# Below this a read may simply come back short; above, a claimed length is compared with what is there first.
+# Above this, a claimed length is compared with the rest of the file before the read allocates memory for it.
 _SMALL = 1 << 16
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
 
 @dataclass(frozen=True)
 class Builder:
-    """A global of a pickle that may be called: ours, and it looks at what it is given."""
+    """A function that pickles may call under the name of a global. It validates its arguments."""
 
     name: str
     make: Callable[..., Any]
@@ -36,7 +36,7 @@ class Builder:
 
 @dataclass(eq=False, repr=False)
 class Record:
-    """An object of a class that is not imported: its class's name and its pickled state."""
+    """An object whose class is not imported: the class's name and the pickled state."""
 
     name: str
     state: Any = None
@@ -45,8 +45,8 @@ class Record:
 class Unpickler:
     """Reads one pickle from a file of ``size`` bytes.
 
-    ``vocabulary`` says what "module.name" stands for: a value, or a Builder, which is called with the pickle's
-    arguments. ``storage`` gets persistent ids, in which torch.save writes storages.
+    ``vocabulary`` maps "module.name" to a value, or to a Builder, which is called with the pickle's arguments.
+    ``storage`` is called with persistent ids, which torch.save uses for storages.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Unpickler:
     ) -> None:
         self._file, self._size = file, size
         self._vocabulary, self._storage = vocabulary, storage
-        # A call may copy what it is given, and one long text can be given to many calls.
+        # Limits copies: a call may copy its arguments, and a pickle can pass one long text to many calls.
         self._room = 1_000_000 + 64 * size
         self._memo: dict[int, Any] = {}
         self._outer: list[list[Any]] = []
         self._stack: list[Any] = []
 
     def load(self) -> Any:
-        """The value that is pickled.
+        """Return the pickled value.
 
         Raises:
             Unsupported: the pickle needs a global or an opcode that is not for data.
@@ -123,18 +123,18 @@ class Unpickler:
     def _call(self) -> None:
         arguments, builder = self._stack.pop(), self._stack.pop()
         if not isinstance(builder, Builder) or not isinstance(arguments, tuple):
-            raise CheckpointError("its pickle is damaged: it calls what is no constructor")
+            raise CheckpointError("its pickle is damaged: it calls an object that is not a constructor")
         self._room -= sum(len(value) for value in arguments if isinstance(value, (str, bytes, list, tuple, dict)))
         if self._room < 0:
-            raise CheckpointError("its pickle copies one value too often to be a checkpoint's")
+            raise CheckpointError("its pickle copies values too often for a checkpoint")
         self._stack.append(builder.make(*arguments))
 
     def _set_state(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if isinstance(target, Record):
             target.state = state
-        elif not isinstance(target, dict):  # The attributes of an OrderedDict (a state_dict's _metadata) say nothing.
-            raise CheckpointError("its pickle is damaged: it sets the state of what has none")
+        elif not isinstance(target, dict):  # Attributes of an OrderedDict (a state_dict's _metadata) are dropped.
+            raise CheckpointError("its pickle is damaged: it sets the state of an object without state")
 
     def _persistent(self) -> None:
         if self._storage is None:
@@ -143,13 +143,13 @@ class Unpickler:
 
     def _append(self, items: list[Any]) -> None:
         if not isinstance(self._stack[-1], list):
-            raise CheckpointError("its pickle is damaged: it appends to what is no list")
+            raise CheckpointError("its pickle is damaged: it appends to an object that is not a list")
         self._stack[-1].extend(items)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
-            raise CheckpointError("its pickle is damaged: it sets items of what is no dict")
+            raise CheckpointError("its pickle is damaged: it sets items of an object that is not a dict")
         for key, value in zip(items[::2], items[1::2]):
             target[_hashable(key)] = value
 
@@ -163,7 +163,7 @@ class Unpickler:
 
     def _tuple(self, count: int) -> None:
         if len(self._stack) < count:
-            raise CheckpointError("its pickle is damaged: a tuple of nothing")
+            raise CheckpointError("its pickle is damaged: a tuple lacks items")
         self._stack[-count:] = [tuple(self._stack[-count:])]
 
     def _text(self, layout: str) -> None:
@@ -177,7 +177,7 @@ class Unpickler:
 
 
 def _hashable(key: Any) -> Any:
-    """A key without depth: the hash of a deep tuple overflows the C stack, or takes for ever."""
+    """Return the key if it is shallow. Hashing a deep tuple overflows the C stack, or never ends."""
     plain = isinstance(key, (*_SCALARS, Record))
     if not plain and not (isinstance(key, tuple) and len(key) < 64 and all(isinstance(k, _SCALARS) for k in key)):
         raise Unsupported(f"its pickle has a dict key of type {type(key).__name__}, expected text or numbers")
@@ -219,7 +219,7 @@ _OPERATIONS: Mapping[bytes, _Operation] = MappingProxyType(
         b"c": lambda u: u._name(u._line(), u._line()),
         b"\x93": lambda u: u._name_from_stack(),
         b"R": lambda u: u._call(),
-        b"\x81": lambda u: u._call(),  # NEWOBJ: like a call, of the class.
+        b"\x81": lambda u: u._call(),  # NEWOBJ: like a call of the class.
         b"b": lambda u: u._set_state(),
         b"Q": lambda u: u._persistent(),
         b"q": lambda u: u._keep(u._number("<B")),

@@ -1,4 +1,4 @@
-"""Safetensors files, alone or as the parts of a model in one folder; and fp8dist's own state, slot by slot."""
+"""Read safetensors files, one or all of a folder, and fp8dist's own state slot by slot."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
 
 
 def is_state(path: str) -> bool:
-    """Whether a safetensors file says that it is fp8dist state."""
+    """Return True if the metadata of a safetensors file says that it is fp8dist state."""
     with safe_open(path, framework="pt") as file:
         return (file.metadata() or {}).get("format") == FILE_FORMAT
 
 
 def safetensors_source(path: str, files: list[str]) -> Source:
-    """The tensors of all ``files``, which are one checkpoint called ``path``.
+    """Open ``files`` as one checkpoint called ``path``.
 
     Raises:
-        CheckpointError: a file is not readable, or a name is in two of them.
+        CheckpointError: a file is not readable, or two files have a tensor of the same name.
     """
     items: dict[str, Item] = {}
     homes: dict[str, str] = {}
@@ -77,16 +77,16 @@ def _item(file: Any, name: str) -> Item:
 
 
 def state_source(path: str) -> Source:
-    """A state file. Its checksum covers all of it, so it is read as a whole."""
+    """Open a state file. Reads the whole file, because the checksum covers all of it."""
     state, _ = read_file(path)
     return Source(path, STATE, _slot_items(state, ""))
 
 
 def state_items(data: bytes, place: str) -> list[Item]:
-    """The entries of a state that is a value of a checkpoint, called ``place`` there. All of it stays in memory.
+    """Return the entries of an FP8 state that is the value ``place`` of a checkpoint. All of it stays in memory.
 
     Raises:
-        CheckpointError: it is damaged; names the place.
+        CheckpointError: the state is damaged. The message names ``place``.
     """
     state, _ = from_bytes(data, place)
     return list(_slot_items(state, f"{place}."))
@@ -96,7 +96,7 @@ def _slot_items(state: Mapping[str, Any], prefix: str) -> Iterator[Item]:
     def item(name: str, kind: str, values: Tensor) -> Item:
         return Entry(f"{prefix}{name}", kind, tuple(values.shape), dtype_name(values.dtype)), partial(values.clone)
 
-    slots = validated_slots(state, values=False)  # Damaged ones are what a check is for.
+    slots = validated_slots(state, values=False)  # A check must be able to read damaged values.
     yield item("step", "step", state["step"])
     by_slot = {kind: state[kind] for kind in ("scale", "amax", "cold", "history")}
     by_slot["counters"] = state["counters"].t()

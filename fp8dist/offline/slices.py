@@ -20,9 +20,10 @@ _Stamp = tuple[int, int, int, int]
 
 
 class FileSlice(io.RawIOBase):
-    """Bytes ``[start, start + length)`` of a file, as a file of its own.
+    """Bytes ``[start, start + length)`` of a file, as a file object.
 
-    The file is open only while it is read, so that thousands can be held; one that has changed in between is refused.
+    The file is open only during reads, so a process can hold thousands of slices. A file that has changed between reads
+    is refused.
     """
 
     def __init__(self, path: str, start: int, length: int, stamp: _Stamp) -> None:
@@ -33,11 +34,11 @@ class FileSlice(io.RawIOBase):
 
     @classmethod
     def of(cls, path: str) -> FileSlice:
-        """The whole of a regular file.
+        """Return the whole of a regular file.
 
         Raises:
-            CheckpointError: it is a pipe, a device, or anything else without a size.
-            OSError: there is none.
+            CheckpointError: the path is a folder, a pipe, a device or a socket.
+            OSError: the file does not exist.
         """
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -46,10 +47,10 @@ class FileSlice(io.RawIOBase):
         return cls(path, 0, status.st_size, _stamp(status))
 
     def part(self, offset: int, length: int) -> FileSlice:
-        """A part of this part, ``offset`` from its start.
+        """Return a part of this slice, from ``offset`` on.
 
         Raises:
-            CheckpointError: it is not all there.
+            CheckpointError: this slice is too short.
         """
         self._require(offset, length)
         return FileSlice(self.path, self.start + offset, length, self._stamp)
@@ -61,10 +62,10 @@ class FileSlice(io.RawIOBase):
             )
 
     def bytes_at(self, offset: int, count: int) -> Tensor:
-        """uint8[count] from ``offset`` on.
+        """Return uint8[count] from ``offset`` on.
 
         Raises:
-            CheckpointError: they are not all there.
+            CheckpointError: this slice is too short, or the file has changed.
         """
         wanted = self.part(offset, count)
         found = torch.empty(count, dtype=torch.uint8, device="cpu")
@@ -79,7 +80,7 @@ class FileSlice(io.RawIOBase):
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        # Should a pipe have taken the file's place, opening it would otherwise wait for a writer.
+        # Without O_NONBLOCK, opening a pipe that has replaced the file would wait for a writer.
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if _stamp(os.fstat(descriptor)) != self._stamp:
@@ -100,7 +101,7 @@ class FileSlice(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.length}[whence]
         if place < 0:
-            raise OSError("seek to before the start")  # What zipfile expects of a file.
+            raise OSError("seek to before the start")  # The type that zipfile expects.
         self._place = place
         return place
 
@@ -115,7 +116,7 @@ class FileSlice(io.RawIOBase):
 
 
 class MemorySlice(FileSlice):
-    """Bytes in memory, read as a file is. ``path``: what messages call them."""
+    """Bytes in memory, read like a file. ``path``: their name in messages."""
 
     def __init__(self, path: str, data: bytes) -> None:
         super().__init__(path, 0, len(data), (0, 0, 0, 0))

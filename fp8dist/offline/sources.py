@@ -1,14 +1,14 @@
-"""Checkpoints of every kind, opened by path.
+"""Open checkpoints of every kind by path.
 
 ======================  ====================================================================================
 fp8dist state           family "state": each slot's scale, amax, cold, counters and history, and the step;
-                        so are values of ``manager.state_dict()`` in checkpoints of the kinds below
+                        values of ``manager.state_dict()`` inside the other kinds are listed the same way
 safetensors             one file, or all files of a folder
 torch.save              zip files and legacy files; nested names are dotted ("optimizer.param_groups.0.lr")
 DCP                     a folder with ``.metadata``
 ======================  ====================================================================================
 
-Nothing from a file is ever executed, and one tensor is in memory at a time (of FP8 state: all).
+Nothing from a file is executed. One tensor is in memory at a time; FP8 state is read as a whole.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["open_source"]
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open a checkpoint and list what it holds. Close it, or use it in a ``with`` statement.
+    """Open a checkpoint and list its entries. Close it, or use it in a ``with`` statement.
 
-    Numbers, text and bytes beside tensors are entries too, as small tensors (``values.plain_tensor``).
+    Numbers, text and bytes are entries, too, as small tensors (``values.plain_tensor``).
 
     Raises:
-        CheckpointError: there is none, or it cannot be read. One line that names the file.
+        CheckpointError: there is no checkpoint, or it cannot be read. The message is one line that names the file.
     """
     name = os.fsdecode(path)
     with reading(name):
@@ -74,7 +74,7 @@ def _open_file(path: str) -> Source:
 
 
 def _strange(path: str, head: bytes) -> str:
-    """What a file is that is no checkpoint."""
+    """Return a description of a file that is not a checkpoint."""
     if head.startswith(b"version https://git-lfs"):
         return "is a git-lfs pointer, not the file itself: run git lfs pull"
     if head[:1] == b"\x80":

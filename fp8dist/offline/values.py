@@ -1,4 +1,4 @@
-"""What torch.save puts into a pickle: tensors by reference to their storages, and plain values beside them."""
+"""Values in the pickles of torch.save: tensors that refer to their storages, and plain values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StorageClass:
-    """A storage class of torch, as far as its bytes are concerned."""
+    """A storage class of torch, reduced to the dtype of its elements."""
 
     dtype: torch.dtype
 
@@ -91,16 +91,16 @@ class StoredTensor:
         return cls(storage, 0, (storage.numel,), (1,), storage.dtype)
 
     def check(self, available: int, whole: int) -> None:
-        """Raises CheckpointError unless it lies inside its storage, of which ``available`` bytes are there.
+        """Raise CheckpointError unless the tensor lies inside its storage, of which the file has ``available`` bytes.
 
-        Where strides repeat elements (``expand``), it must still not be larger than the ``whole`` file.
+        A tensor whose strides repeat elements (``expand``) must not be larger than the ``whole`` file either.
         """
         extent = self.offset + self._extent()
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         room = min(available, self.storage.nbytes)
         if extent * self.dtype.itemsize > room or nbytes > whole:
             raise CheckpointError(
-                f"a tensor of shape {self.shape} wants more than its storage {self.storage.key} of {room} bytes"
+                f"a tensor of shape {self.shape} needs more than its storage {self.storage.key} of {room} bytes"
             )
 
     def _extent(self) -> int:
@@ -109,7 +109,7 @@ class StoredTensor:
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
 
     def read(self, file: FileSlice, start: int) -> Tensor:
-        """Its values, contiguous, of a storage that starts at ``start`` in ``file``."""
+        """Return the values, contiguous, from a storage that starts at ``start`` in ``file``."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         size = self.dtype.itemsize
@@ -120,10 +120,10 @@ class StoredTensor:
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """A shape, offsets or strides as a pickle gives them.
+    """Return a shape, offsets or strides from a pickle, validated.
 
     Raises:
-        CheckpointError: they are none.
+        CheckpointError: the value is not a tuple of sizes.
     """
     fit = isinstance(value, tuple) and len(value) <= 64
     if not fit or not all(type(n) is int and 0 <= n < _LARGEST_DIM for n in value):
@@ -132,10 +132,10 @@ def sizes(value: Any) -> tuple[int, ...]:
 
 
 def storage_of(identity: Any) -> Storage:
-    """The storage that a persistent id of torch.save means."""
+    """Return the storage that a persistent id of torch.save refers to."""
     kind, storage_class, key, _location, numel, *view = identity
     if kind != "storage" or not isinstance(storage_class, StorageClass) or not isinstance(key, str):
-        raise CheckpointError("its pickle is damaged: it refers to what is no storage")
+        raise CheckpointError("its pickle is damaged: it refers to an object that is not a storage")
     if any(view):
         raise Unsupported("it has views of storages as torch 0.3 wrote them, expected a later format")
     sizes((numel,))
@@ -165,7 +165,7 @@ def _tensor_v3(
 
 
 def _with_attributes(function: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
-    """A tensor with Python attributes: its class is in the vocabulary, so it is a plain one."""
+    """Return a tensor without its Python attributes. Its class is in the vocabulary, so it is a plain tensor."""
     return function.make(*arguments)
 
 
@@ -182,21 +182,21 @@ def _mapping(content: Any = ()) -> dict[Any, Any]:
 
 
 def _set(content: Any = ()) -> list[Any]:
-    """In an order that does not depend on the process that wrote it."""
+    """Return a set's items in an order that does not depend on the process that wrote them."""
     if not all(isinstance(item, (str, int, float, bytes)) for item in content):
         raise Unsupported("its pickle has a set of more than numbers and text")
     return sorted(content, key=lambda item: (type(item).__name__, item))
 
 
 def _encode(content: Any = b"", encoding: str = "latin1") -> bytes:
-    """Bytes and bytearrays, which old protocols write as text. Never a number: that would be a size."""
+    """Return bytes, which old protocols write as text. Refuses a number, which ``bytes`` would take as a size."""
     if not isinstance(content, (str, bytes)) or encoding not in ("latin1", "latin-1"):
-        raise CheckpointError("its pickle is damaged: bytes that are neither bytes nor text")
+        raise CheckpointError("its pickle is damaged: the content of bytes is neither bytes nor text")
     return content if isinstance(content, bytes) else content.encode("latin1")
 
 
 def _text(*parts: Any) -> str:
-    """A device or a layout: "cuda:0"."""
+    """Return a device or a layout as text, such as "cuda:0"."""
     return ":".join(str(part) for part in parts if isinstance(part, (str, int)))
 
 
@@ -245,16 +245,16 @@ TORCH_SAVE: Mapping[str, object] = MappingProxyType(
 
 
 def flatten(value: Any, size: int, prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted name, leaf) of nested dicts, lists and tuples. ``size``: bytes of the pickle that they come from.
+    """Return (dotted name, leaf) of nested dicts, lists and tuples. ``size``: bytes of their pickle.
 
     The name of a value that is not nested is ``prefix``, or "value".
 
     Raises:
-        CheckpointError: nested too deep, or so often in itself that it is no checkpoint.
+        CheckpointError: the nesting is too deep, or the value contains itself.
     """
     leaves: list[tuple[str, Any]] = []
     waiting: list[tuple[str, Any, int]] = [(prefix, value, 0)]
-    # A pickle may refer to one list many times over: what comes out stays in proportion to what was stored.
+    # A pickle may refer to one list many times, so the output is limited in proportion to the pickle's size.
     room = 1_000_000 + 64 * size
     while waiting:
         name, found, depth = waiting.pop()
@@ -272,9 +272,9 @@ def flatten(value: Any, size: int, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def plain_tensor(value: Any) -> Tensor:
-    """A leaf that is no tensor, as one: int64, float64, complex128 or bool of shape (), or the uint8 of text and bytes.
+    """Convert a leaf to a tensor: int64, float64, complex128 or bool of shape (), or uint8 for text and bytes.
 
-    None is uint8[0]; an int that is too large is its decimal text.
+    None becomes uint8[0]. An int beyond int64 becomes its decimal text.
     """
     if isinstance(value, torch.dtype):
         value = str(value)

@@ -1,1 +1,1 @@
-"""Hooks into DDP, FSDP1 and FSDP2, and what these have made of a model."""
+"""Hooks into DDP, FSDP1 and FSDP2, and queries about models that they wrap."""

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and ``Join``. The hook for its gradient buckets is ``fp8dist.ddp``."""
+"""Support for DistributedDataParallel and ``Join``. The communication hook is in ``fp8dist.ddp``."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ __all__ = ["JoinLink", "ManagerJoinHook", "find_ddp"]
 
 
 class Launcher(Protocol):
-    """What this module needs of a manager's cycle of steps."""
+    """The part of a manager's step cycle that this module needs."""
 
     def launch_early(self) -> None:
-        """Launch before the boundary. COLLECTIVE."""
+        """Launch syncs before the boundary. COLLECTIVE."""
 
     def launch_idle(self) -> None:
-        """Shadow the others' launch. COLLECTIVE."""
+        """Shadow the other ranks' launch, on a rank without data. COLLECTIVE."""
 
     def resync_after_join(self) -> None:
-        """Take the state of the rank that came furthest. COLLECTIVE."""
+        """Take over the state of the rank that is furthest ahead. COLLECTIVE."""
 
     @property
     def job(self) -> JobState:
-        """What the manager is doing."""
+        """The manager's current state."""
 
 
 def find_ddp(module: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module that ``module`` is or holds."""
+    """Return the DDP module that ``module`` is or holds; None: there is none."""
     found: Iterator[DistributedDataParallel] = (m for m in module.modules() if isinstance(m, DistributedDataParallel))
     return next(found, None)
 
 
 class JoinLink:
-    """While a Join context is open, launches at the end of each backward that DDP synchronises.
+    """Launches syncs at the end of each backward that DDP synchronises, while a Join context is open.
 
-    Ranks that ran out of data see DDP's synced forwards and nothing else, so these are what they can
-    count: one launch for each, whatever the accumulation. Outside a Join context this does nothing.
+    Ranks that ran out of data only notice DDP's synchronised forwards, so all ranks count these: one launch for each,
+    whatever the gradient accumulation. Outside a Join context, this does nothing.
     """
 
     def __init__(self, ddp: DistributedDataParallel, launcher: Launcher) -> None:
-        self._ddp = weakref.ref(ddp)  # It holds the model, which holds the manager, which holds this.
+        self._ddp = weakref.ref(ddp)  # Weak: DDP holds the model, which holds the manager, which holds this.
         self._launcher = launcher
         self._handle = ddp.register_forward_hook(self._after_forward)
 
     def remove(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         self._handle.remove()
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        """The module, which is alive as long as anybody trains with it."""
+        """The DDP module, which must still exist."""
         ddp = self._ddp()
         assert ddp is not None
         return ddp
 
     def _after_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
-        if module is not self._ddp():  # A deep copy has this hook too, and after attach() one of its own.
+        if module is not self._ddp():  # A deep copy has this hook too, and gets its own at attach().
             return
         if not (self._launcher.job.joined and torch.is_grad_enabled() and module.require_backward_grad_sync):
             return
@@ -83,17 +83,17 @@ class JoinLink:
 
 
 class ManagerJoinHook(JoinHook):
-    """What a rank without data does for the others' syncs."""
+    """Takes part in the other ranks' syncs, on a rank without data."""
 
     def __init__(self, launcher: Launcher, ddp: DistributedDataParallel) -> None:
         self._launcher = launcher
         self._ddp = ddp
 
     def main_hook(self) -> None:
-        """Shadow one launch, where the forward that DDP has just shadowed is one that it syncs."""
+        """Shadow one launch, if DDP has just shadowed a forward that it synchronises."""
         if self._ddp.require_forward_param_sync:
             self._launcher.launch_idle()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """An early rank's state is stale: take the furthest one's."""
+        """Take over the state of the rank that is furthest ahead: ranks that joined early have stale state."""
         self._launcher.resync_after_join()

@@ -1,4 +1,4 @@
-"""FSDP2: all weights of a manager that travel as FP8, and when their scales are looked at."""
+"""ShardedWeights: all weights of a manager that FSDP2 gathers in FP8, and the checks of their scales."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Fit = Callable[[Sequence[ShardedWeight]], None]
 class ShardedWeights:
     """All weights of one manager that FSDP2 gathers in FP8.
 
-    Before a forward of the outermost FSDP module it commits what is due, on the stream of the computation, and looks
-    whether weights were written to behind the optimizer's back.
+    Before a forward of the outermost FSDP module, it commits pending syncs on the compute stream, and checks whether
+    anything but an optimizer has written to the weights.
 
     Args:
-        settle: commits what is due. Local. A bound method, held weakly, as ``fit``.
+        settle: commits pending syncs. Local. A bound method, held weakly, like ``fit``.
         fit: derives scales that are cold or no longer fit. COLLECTIVE.
     """
 
@@ -72,31 +72,31 @@ class ShardedWeights:
             self._handles += [before, after]
 
     def remove(self) -> None:
-        """Take all hooks and extensions off."""
+        """Remove all hooks and extensions."""
         for handle in self._handles:
             handle.remove()
         for weight in self.weights:
             weight.remove()
 
     def accept(self) -> None:
-        """All scales are right for the weights as they are now. Local."""
+        """Note that all scales are right for the weights as they are now. Local."""
         for weight in self.weights:
             weight.accept()
 
     def follow(self, before: ShardedWeights | None) -> None:
-        """Take over what an earlier attachment knew, so that what was written since then shows. Local."""
+        """Take over the notes of an earlier attachment, to detect writes since then. Local."""
         known = {} if before is None else {weight.slot: weight for weight in before.weights}
         for weight in self.weights:
             weight.follow(known.get(weight.slot))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """That optimizer is about to step. Local."""
+        """Note that an optimizer is about to step. Local."""
         for weight in self._of(optimizer):
             weight.before_step()
 
     def after_step(self, optimizer: Optimizer, real: bool) -> None:
-        """That optimizer has stepped: scales follow, what it wrote needs no new ones. ``real``: it may have changed
-        parameters. Local."""
+        """Note that an optimizer has stepped. Scales follow its writes, which need no new scales. ``real``: True if the
+        step may have changed parameters. Local."""
         for weight in self._of(optimizer):
             weight.after_step(real)
 
@@ -105,22 +105,22 @@ class ShardedWeights:
         return [weight for weight in self.weights if id(weight.parameter) in held]
 
     def reshard(self) -> None:
-        """Have all modules give back what they hold gathered. Local.
+        """Make all modules free their gathered weights. Local.
 
-        One that is not resharded after its forward, and had no backward, still holds the weights of then.
+        A module that does not reshard after its forward, and had no backward, still holds the weights of that forward.
         """
         reshard(self._modules)
 
     def state_loaded(self, slots: Collection[Slot]) -> None:
-        """State was loaded, or reset: the scales of these slots are right for the weights that the next forward finds,
-        whichever were loaded first; some may be cold. Local."""
+        """Note that state was loaded or reset. The scales of these slots are right for the weights that the next
+        forward finds, in whatever order state and weights were loaded; some may be cold. Local."""
         for weight in self.weights:
             if weight.slot in slots:
                 weight.state_loaded()
 
     @contextlib.contextmanager
     def kept_scales(self) -> Iterator[None]:
-        """What is written to weights inside is undone there: scales of then are right again. Local."""
+        """Restore the scales at exit. The caller undoes, inside the context, all its writes to weights. Local."""
         arenas = {id(weight.slots.weight_sync.arena): weight.slots.weight_sync.arena for weight in self.weights}
         known = [(weight, weight.changed, weight.trusted) for weight in self.weights]
         before = [(arena, arena.copied_state()) for arena in arenas.values()]
@@ -133,8 +133,8 @@ class ShardedWeights:
                 weight.accept(written=changed, trusted=trusted)
 
     def renew(self) -> None:
-        """An attached optimizer has stepped: scales of weights that are not delayed follow at once. COLLECTIVE, where
-        there are any: one all-reduce per arena."""
+        """After a step of an attached optimizer, update the weight scales that are not delayed. COLLECTIVE if there are
+        any: one all-reduce per arena."""
         fit = self._fit()
         stale = [weight for weight in self.weights if weight.renewed and weight.changed]
         if fit is not None and stale:
@@ -150,13 +150,13 @@ class ShardedWeights:
         weights = self._within[id(module)]
         for weight in weights:
             weight.prepare_forward()
-        # Cold ones cannot be cast just in time: each rank would take the scale of its own part.
+        # Cold weights cannot be cast with their own amax: each rank would use the amax of its own shard.
         unfit = [weight for weight in weights if weight.changed or not weight.seen_hot()]
         if unfit:
             fit(unfit)
             for weight in unfit:
                 weight.accept()
-            self.reshard()  # What was gathered with the old scales.
+            self.reshard()  # Drops weights gathered with the old scales.
         self._outermost = id(module)
         self._forward.in_forward, self._forward.grad_enabled = True, torch.is_grad_enabled()
         self._forward.settled()
@@ -168,9 +168,9 @@ class ShardedWeights:
 
 
 def _gathered(model: nn.Module, whole: nn.Module) -> list[list[FP8Linear]]:
-    """The FP8Linears whose weights FSDP2 gathers in FP8; those that share one are together.
+    """Return the FP8Linears whose weights FSDP2 gathers in FP8, grouped by weight.
 
-    A weight that a module other than an FP8Linear uses as well, a tied embedding say, stays in high precision.
+    A weight that another kind of module uses as well, such as a tied embedding, stays in high precision.
     """
     resharded = resharded_modules(whole)
     users: dict[int, list[nn.Module]] = defaultdict(list)
@@ -188,10 +188,10 @@ def _gathered(model: nn.Module, whole: nn.Module) -> list[list[FP8Linear]]:
 
 
 def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
-    """Raise ConfigurationError where FSDP2 would gather blocks that it has cut. Local; the same on all ranks.
+    """Raise ConfigurationError if FSDP2 shards a weight across its blocks. Local; the same on all ranks.
 
-    Each rank casts its part alone, and does not know the amax of a block that another rank has the rest of. Nor does
-    FSDP2 take scales along with parts that are uneven.
+    Each rank casts its shard alone, so it does not know the amax of a block that continues on another rank. Nor can
+    FSDP2 gather scales along with uneven shards.
     """
     for linear, *_ in _gathered(model, whole):
         slots = linear.fp8_slots
@@ -209,26 +209,26 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
             last = max(0, shape[0] - (ranks - 1) * part)
             uneven = f", but {last} for the last" if last != part else ""
             raise ConfigurationError(
-                f"{where}, {part} rows each{uneven}: they must have the same multiple of {BLOCK} rows each, for blocks "
-                f"are of {BLOCK} x {BLOCK}: {instead}"
+                f"{where}, {part} rows each{uneven}: each rank needs the same multiple of {BLOCK} rows, because blocks "
+                f"are {BLOCK} x {BLOCK}: {instead}"
             )
 
 
 def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) -> ShardedWeights:
-    """Have FSDP2 gather the weights of the model's FP8Linears in FP8.
+    """Make FSDP2 gather the weights of the model's FP8Linears in FP8.
 
     Args:
-        settle: see ``ShardedWeights``, as ``fit``.
-        whole: the model as the loop calls it.
+        settle, fit: see ``ShardedWeights``.
+        whole: the model as the training loop calls it.
 
     Raises:
-        ConfigurationError: FSDP2 shards none of the model, or in a way that it cannot gather in FP8.
+        ConfigurationError: FSDP2 does not shard the model, or shards it in a way that excludes an FP8 gather.
     """
     fsdp_modules = fsdp2_modules(whole)
     if not fsdp_modules:
         raise ConfigurationError(
-            "fp8_all_gather=True is of FSDP2, and this model is not under it: call fully_shard() before attach(), or "
-            "leave fp8_all_gather out"
+            "fp8_all_gather=True needs FSDP2, but this model is not sharded by it: call fully_shard() before attach(), "
+            "or leave fp8_all_gather out"
         )
     for module in fsdp_modules:
         groups = fsdp2_groups(module, "fp8_all_gather=True", "leave fp8_all_gather out")
@@ -244,7 +244,7 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
         arena = slots.weight_sync.arena
         _, of_arena = places.setdefault(id(arena), (arena, {}))
         place = arena.index[slots.slots[Role.WEIGHT]]
-        # A user in another arena, or one whose input is cast just in time, cannot be asked: the weight counts as used.
+        # Input slots tell which users ran. In another arena, or if cast just in time, they cannot: users count as run.
         of_arena[place] = [
             arena.index[user.fp8_slots.slots[Role.INPUT]]
             if user.fp8_slots.sync.arena is arena and arena.recipe.delayed

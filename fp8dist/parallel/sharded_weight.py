@@ -1,8 +1,9 @@
-"""One weight that FSDP2 gathers in FP8: this rank's part of it, and what becomes of all parts.
+"""ShardedWeight: one weight that FSDP2 gathers in FP8, from this rank's shard to the gathered weight.
 
-Under ``fully_shard`` each rank keeps a part of every weight in high precision. Before FSDP gathers one, it asks this
-rank's part (``FP8Shard``) what to send: FP8 bytes, cast with the slot's scale, which all ranks hold alike. From
-all ranks' bytes it makes an ``FP8Weight``, which the FP8Linear uses as it is. Each part's amax goes into the sync.
+Under ``fully_shard``, each rank keeps a shard of every weight in high precision. Before FSDP gathers a weight, it asks
+this rank's shard (``FP8Shard``) what to send: FP8 bytes, cast with the slot's scale, which is the same on all ranks.
+From all ranks' bytes it makes an ``FP8Weight``, which FP8Linear uses directly. The sync reduces the amaxes of all
+shards.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ if TYPE_CHECKING:
 __all__ = ["ForwardState", "ShardedWeight", "in_backward"]
 
 Metadata = tuple[Tensor | None, torch.Size, torch.dtype]
-"""inv_scale of all bytes (None: each block has its own, and they are gathered as well), the weight's shape (local under
-tensor parallelism), their FP8 dtype."""
+"""(inverse scale of all bytes, or None if each block has its own, which is gathered as well; the weight's shape, local
+under tensor parallelism; the FP8 dtype)."""
 
 
 class FP8Shard(Tensor):
-    """This rank's part of a weight: the local tensor of FSDP2's DTensor, which keeps its memory and what it can do.
+    """This rank's shard of a weight: the local tensor of FSDP2's DTensor, with its memory and operations unchanged.
 
-    FSDP2 looks for the two methods of its all-gather extension on it. An optimizer, a checkpoint and everybody else
-    see a tensor in high precision.
+    FSDP2 looks for the two methods of its all-gather extension on it. Optimizers, checkpoints and all other code see a
+    high-precision tensor.
     """
 
-    fp8: weakref.ref[ShardedWeight]  # Weak, for it holds the parameter that this is of.
+    fp8: weakref.ref[ShardedWeight]  # Weak: ShardedWeight holds the parameter of this shard.
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Metadata]:
-        """What this rank sends: its FP8 bytes, padded as FSDP pads uneven parts, and inverse scales of blocks."""
+        """Return what this rank sends: FP8 bytes, padded as FSDP pads uneven shards, and inverse scales of blocks."""
         weight = self.fp8()
         if weight is None:
             raise ConfigurationError("the StateManager of this model no longer exists")
@@ -59,10 +60,10 @@ class FP8Shard(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Metadata, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight, over the gathered bytes themselves."""
+        """Make the whole weight from the gathered bytes, without a copy."""
         return unpack(gathered, metadata, param_dtype, out)
 
-    # FSDP moves a part to the compute device, and pads one that was materialised late, by these.
+    # FSDP calls these to move a shard to the compute device, and to pad a shard that was materialised late.
 
     def _like(self, other: Tensor) -> Tensor:
         return other if other is self else _as_shard(other.as_subclass(Tensor), self.fp8)
@@ -82,7 +83,7 @@ class FP8Shard(Tensor):
     def narrow(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._like(super().narrow(*args, **kwargs))
 
-    # Copies and pickles are of the tensor alone.
+    # Copies and pickles contain a plain tensor.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.as_subclass(Tensor), memo)
@@ -92,28 +93,28 @@ class FP8Shard(Tensor):
 
 
 def _as_shard(local: Tensor, weight: weakref.ref[ShardedWeight]) -> Tensor:
-    """Let FSDP ask ``weight`` what to gather of this local tensor. In place: the tensor stays the object that it is."""
+    """Make FSDP ask ``weight`` what to gather for this local tensor. In place: the tensor stays the same object."""
     local.__class__ = FP8Shard
     local.fp8 = weight  # type: ignore[attr-defined]
     return local
 
 
 class ForwardState:
-    """What the outermost forward of now is like, for all weights of one manager."""
+    """State of the current outermost forward, shared by all weights of one manager."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.in_forward = False
         self.grad_enabled = False
-        """Whether the forward has gradients: FSDP gathers without, always."""
+        """True if the forward runs with grad enabled. FSDP itself always gathers with grad disabled."""
         self._settled = torch.cuda.Event() if on_gpu else None
 
     def settled(self) -> None:
-        """All scales were committed, on the current stream."""
+        """Note that all scales were committed on the current stream."""
         if self._settled is not None:
             self._settled.record()
 
     def wait(self) -> None:
-        """FSDP's copy-in stream need not have waited for the last commit."""
+        """Make the current stream wait for the last commit: FSDP's copy-in stream may not have waited."""
         if self._settled is not None:
             torch.cuda.current_stream().wait_event(self._settled)
 
@@ -121,8 +122,8 @@ class ForwardState:
 class ShardedWeight:
     """A weight that FSDP2 gathers in FP8.
 
-    Its scale is right for the weight that was ``accept``ed. Since then it may have been written to: by an optimizer's
-    step, which is what scales are made to follow, or by anybody else.
+    Its scale is right for the weight at the last ``accept``. Later writes come from an optimizer's step, which scales
+    follow, or from other code.
     """
 
     def __init__(self, linear: FP8Linear, amax: Tensor, forward: ForwardState) -> None:
@@ -130,21 +131,21 @@ class ShardedWeight:
         self.slot = self.slots.slots[Role.WEIGHT]
         self._forward = forward
         self.linear = weakref.ref(linear)
-        self._amax = amax  # 0-d float32: of this rank's part.
-        self._parameter: Tensor | None = None  # Not a weak one: torch cannot move a DTensor that has weak references.
+        self._amax = amax  # 0-d float32: amax of this rank's shard.
+        self._parameter: Tensor | None = None  # Not weak: torch cannot move a DTensor that has weak references.
         self._version = -1
         self.trusted = False
-        """State was loaded: its scale is right for the weight that the next forward finds."""
+        """True if state was loaded: the scale is right for the weight that the next forward finds."""
         self.maybe_cold = True
-        self._written = False  # By others than an optimizer, before one stepped.
-        self._step = -1  # The last one whose training forwards have gathered it.
+        self._written = False  # By other code than an optimizer, before an optimizer stepped.
+        self._step = -1  # The last step whose training forwards gathered the weight.
         recipe = self.slots.recipe
         self._has_scale = recipe.by == "tensor"
         self.renewed = self._has_scale and not recipe.delayed
-        """Whether its scale is derived anew from each new weight."""
+        """True if the scale is derived anew from each new weight."""
 
     def install(self) -> None:
-        """Give FSDP the extension, if it does not have it (a parameter may have been replaced)."""
+        """Install the all-gather extension, if it is missing (the parameter may have been replaced)."""
         linear = self.linear()
         parameter = None if linear is None else linear._parameters["weight"]
         if parameter is None or not is_dtensor(parameter):
@@ -152,7 +153,7 @@ class ShardedWeight:
         if parameter is self._parameter and isinstance(local_part(parameter), FP8Shard):
             return
         local = local_part(parameter)
-        if isinstance(local, FP8Weight):  # It is gathered now.
+        if isinstance(local, FP8Weight):  # Currently gathered.
             return
         if not isinstance(local, FP8Shard):
             _as_shard(local, weakref.ref(self))
@@ -160,7 +161,7 @@ class ShardedWeight:
             self._parameter, self._version = parameter, -1
 
     def remove(self) -> None:
-        """Take the extension off."""
+        """Remove the extension."""
         local = None if self._parameter is None else local_part(self._parameter)
         if isinstance(local, FP8Shard):
             del local.fp8
@@ -168,28 +169,28 @@ class ShardedWeight:
 
     @property
     def parameter(self) -> Tensor:
-        """The sharded parameter, also while the module holds the gathered one."""
+        """The sharded parameter, also while the module holds the gathered weight."""
         assert self._parameter is not None
         return self._parameter
 
     @property
     def changed(self) -> bool:
-        """Whether it was written to by others than an optimizer, as far as torch can tell, since ``accept``. DTensor
-        operations run on all ranks, so all ranks see the same."""
+        """True if other code than an optimizer has written to the weight since ``accept``, as far as torch can tell.
+        DTensor operations run on all ranks, so all ranks see the same."""
         return self._has_scale and (self._written or self.parameter._version != self._version)
 
     def before_step(self) -> None:
-        """An optimizer is about to write to it: what others wrote will not show in its version any more."""
+        """Save the mark of earlier writes by other code: after the optimizer's step, the version does not show them."""
         self._written = self.changed
 
     def after_step(self, real: bool) -> None:
-        """That optimizer has stepped. A scale that is not delayed must be derived from what it has written. ``real``:
-        it may have written something else than was there."""
+        """Note that the optimizer has stepped. A scale that is not delayed must be derived from the new weight.
+        ``real``: True if the step may have changed the weight."""
         self._version = self.parameter._version
         self._written = self._written or (self.renewed and real)
 
     def follow(self, before: ShardedWeight | None) -> None:
-        """Take over what an earlier attachment knew of it. None: nothing, and the scale is right."""
+        """Take over the notes of an earlier attachment. None: there are none, and the scale is right."""
         if before is None:
             self.accept()
         else:
@@ -198,41 +199,42 @@ class ShardedWeight:
             self.trusted = before.trusted
 
     def part(self) -> tuple[ArenaSync, Slot, Tensor]:
-        """(sync, slot, this rank's part)."""
+        """Return (sync, slot, this rank's shard)."""
         return self.slots.weight_sync, self.slot, local_part(self.parameter)
 
     def seen_hot(self) -> bool:
-        """Whether it has a scale, or needs none. Reads the device until it has one."""
+        """True if the weight has a scale, or needs none. Reads the device until the weight has a scale."""
         if self.maybe_cold and self._has_scale:
             arena = self.slots.weight_sync.arena
             self.maybe_cold = bool(arena.cold[arena.index[self.slot]])
         return not (self.maybe_cold and self._has_scale)
 
     def state_loaded(self) -> None:
-        """Its state was loaded, or reset: it may be cold. A delayed scale is right for the weight that comes next; one
-        that is not follows from that weight."""
+        """Note that the state was loaded or reset, so the slot may be cold. A delayed scale is right for the next
+        weight; any other scale is derived from that weight."""
         self.maybe_cold = True
         self.trusted = not self.renewed
         self._written = self._written or self.renewed
 
     def accept(self, written: bool = False, trusted: bool = False) -> None:
-        """The scale is right for the weight as it is now, or was before a swap: then with what was known of it."""
+        """Note that the scale is right for the weight as it is now. After a swap, ``written`` and ``trusted`` restore
+        the earlier notes."""
         self._version, self._written, self.trusted = self.parameter._version, written, trusted
 
     def prepare_forward(self) -> None:
-        """The outermost forward begins."""
+        """Prepare for the outermost forward, which begins."""
         self.install()
         if self.trusted:
             self.accept()
 
     def pack(self, shard: Tensor, mesh: DeviceMesh, size: torch.Size) -> tuple[tuple[Tensor, ...], Metadata]:
-        """FP8 bytes (uint8 [rows, columns], padded) of this rank's part, and inverse scales where blocks have their
-        own. Records its amax: the maximum over the step's training forwards, or that of the last gather, where it
-        stayed gathered since."""
+        """Return the FP8 bytes of this rank's shard (uint8 [rows, columns], padded), and inverse scales if blocks have
+        their own. Records the amax: the maximum over the step's training forwards, or the amax at the last gather, if
+        the weight stayed gathered since."""
         slots = self.slots
         slots.settle()
         self._forward.wait()
-        if self.trusted:  # Gathered by hand, before a forward.
+        if self.trusted:  # Gathered by an explicit unshard(), before a forward.
             self.accept()
         if not self._forward.in_forward and not in_backward() and not self.seen_hot():
             raise ConfigurationError(
@@ -250,7 +252,7 @@ class ShardedWeight:
             shard, state, records, rows=True, columns=False, pending=self._amax, just_in_time=False, square=True
         )
         rows = shard.shape[0]
-        if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where parts may be uneven.
+        if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where shards may be uneven.
             rows = -(-size[0] // mesh.size())
         raw = _with_rows(cast.rows.view(torch.uint8), rows)
         if self._has_scale or mesh.size() == 1:  # On one rank FSDP2 copies the first tensor, and drops the others.
@@ -258,7 +260,7 @@ class ShardedWeight:
         return (raw, _with_rows(cast.rows_inv_scale, blocks_along(rows, BLOCK))), (None, size, cast.rows.dtype)
 
     def _records(self) -> bool:
-        """Whether to record now; makes room for it."""
+        """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""
         if in_backward() or not self.slots.wanted:
             return False  # The backward gathers the same weight again.
         job, linear = self.slots.job, self.linear()
@@ -273,12 +275,12 @@ class ShardedWeight:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward on this thread, a recomputation included."""
+    """True if autograd runs a backward on this thread, including a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _with_rows(part: Tensor, rows: int) -> Tensor:
-    """[rows, …], filled up with zeros."""
+    """Pad with zeros to [rows, …]."""
     missing = rows - part.shape[0]
     return F.pad(part, (0, 0, 0, missing)) if missing else part
 
@@ -286,14 +288,14 @@ def _with_rows(part: Tensor, rows: int) -> Tensor:
 def unpack(
     gathered: tuple[Tensor, ...], metadata: Metadata, dtype: torch.dtype, out: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """An FP8Weight over the gathered bytes, or new meaning for the one that lies over them already."""
+    """Return an FP8Weight over the gathered bytes. With ``out``, update its FP8Weight and return None."""
     inv_scale, size, fp8_dtype = metadata
     if inv_scale is None:
         grid = torch.Size(blocks_along(length, BLOCK) for length in size)
         inv_scale = gathered[1].view(-1)[: grid.numel()].view(grid)
-    elif inv_scale.is_cuda:  # Made on FSDP's copy-in stream, read on this one.
+    elif inv_scale.is_cuda:  # Created on FSDP's copy-in stream, read on this stream.
         inv_scale.record_stream(torch.cuda.current_stream())
-    if inv_scale.is_inference():  # The weight may stay gathered until a forward in training.
+    if inv_scale.is_inference():  # The weight may stay gathered until a training forward.
         with torch.inference_mode(False):
             inv_scale = inv_scale.clone()
     if out is None:

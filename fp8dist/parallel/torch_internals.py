@@ -1,8 +1,8 @@
-"""The private state of torch's FSDP that this package reads, and whether this torch has it.
+"""The private state of torch's FSDP that this package reads, with checks that this torch has it.
 
-torch has no public answer to these questions. A private name that a new torch has dropped must not read as "no": a
-check would be lost without a word. So all that is read is named and looked for here. ``attach`` asks ``unknown`` once
-and warns; what then depends on an answer that cannot be had is refused, with the words of ``refusal``.
+torch has no public API for these queries. If a new torch drops a private name, the answer must not silently become
+"no": a check would be lost. So this module names every private attribute that it reads, and looks for it. ``attach``
+calls ``unknown`` once and warns. Calls that depend on a missing name raise the error of ``refusal``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
 
 
 def refusal(what: str, missing: str, instead: str) -> ConfigurationError:
-    """The error for what depends on a private name that this torch does not have.
+    """Return the error for a call that depends on a private name that this torch does not have.
 
     Args:
-        what: the call or the setting that is refused.
-        instead: what the user can do beside taking another torch.
+        what: the call or setting that is refused.
+        instead: what the user can do instead of installing another torch.
     """
     return ConfigurationError(
         f"{what}: torch {torch.__version__} has no {missing}, which fp8dist reads for it. Use a torch that fp8dist was "
@@ -56,18 +56,18 @@ def refusal(what: str, missing: str, instead: str) -> ConfigurationError:
 
 
 def warning(missing: Iterable[str]) -> str:
-    """What ``attach`` says of names that are missing."""
+    """Return the text with which ``attach`` warns of missing names."""
     return (
         f"fp8dist: attach(): torch {torch.__version__} has no {', no '.join(missing)}, which fp8dist reads of FSDP. It "
-        f"was tested with torch {', '.join(TESTED)}. What depends on it is refused: that can be calibrate(), "
-        "fp8_all_gather=True, check() under FSDP1, or a model that is in FSDP only in part"
+        f"was tested with torch {', '.join(TESTED)}. Features that depend on it raise ConfigurationError: possibly "
+        "calibrate(), fp8_all_gather=True, check() under FSDP1, or a model that is only partly under FSDP"
     )
 
 
 def unknown(whole: nn.Module) -> list[str]:
-    """The private names that are missing, of those that matter to a model as it is wrapped now. Empty without FSDP.
+    """Return the missing private names that matter to the model as it is wrapped now. Empty without FSDP.
 
-    What is looked at is the objects themselves, not torch's version: a new release that kept these names is known.
+    Inspects the objects, not torch's version: a new release that kept the names passes.
     """
     fsdp1, fsdp2 = fsdp1_modules(whole), fsdp2_modules(whole)
     found = [next(_missing_of_fsdp2(fsdp2), None)]
@@ -83,15 +83,15 @@ def unknown(whole: nn.Module) -> list[str]:
 
 
 def fsdp2_modules(whole: nn.Module) -> list[nn.Module]:
-    """The modules that ``fully_shard`` was called on."""
+    """Return the modules that ``fully_shard`` was called on."""
     return [module for module in whole.modules() if has_base(module, "FSDPModule")]
 
 
 def fsdp2_groups(module: nn.Module, what: str, instead: str) -> list[Any]:
-    """The parameter groups of an FSDP2 module, all of whose names are there.
+    """Return the parameter groups of an FSDP2 module, after a check that they have all private names.
 
     Raises:
-        ConfigurationError: one is missing; see ``refusal``.
+        ConfigurationError: a name is missing; see ``refusal``.
     """
     missing = next(_missing_of_fsdp2([module]), None)
     if missing is not None:
@@ -121,20 +121,20 @@ def _missing_of_fsdp2(modules: Iterable[nn.Module]) -> Iterator[str]:
 
 
 def _declares(thing: object, name: str) -> bool:
-    """Whether it has the attribute, or its class says that it will: FSDP2 sets ``_unsharded_param`` when it gathers."""
+    """True if ``thing`` has the attribute, or its class annotates it: FSDP2 sets ``_unsharded_param`` at a gather."""
     return hasattr(thing, name) or any(name in getattr(cls, "__annotations__", ()) for cls in type(thing).__mro__)
 
 
 def has_fsdp2_hook(module: nn.Module) -> bool:
-    """Whether FSDP2 shards parameters of the module itself. It leaves a hook on each such module."""
+    """True if FSDP2 shards parameters of the module itself. FSDP2 registers a hook on each such module."""
     return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in module._load_state_dict_post_hooks.values())
 
 
 def missing_fsdp2_hook(whole: nn.Module | None = None) -> str | None:
-    """The name of FSDP2's hook if ``has_fsdp2_hook`` cannot be trusted. Never while FSDP is not imported.
+    """Return the name of FSDP2's hook if ``has_fsdp2_hook`` is unreliable, else None. None while FSDP is not imported.
 
     Args:
-        whole: a model that may have FSDP2 modules: they show the hook themselves.
+        whole: a model that may have FSDP2 modules, which show whether the hook exists.
     """
     name = "FSDPParam hook after load_state_dict"
     sharded = [] if whole is None else fsdp2_modules(whole)
@@ -150,20 +150,20 @@ def missing_fsdp2_hook(whole: nn.Module | None = None) -> str | None:
 
 
 def fsdp1_modules(whole: nn.Module) -> list[nn.Module]:
-    """The FullyShardedDataParallel wrappers in a model."""
+    """Return the FullyShardedDataParallel wrappers in a model."""
     return [module for module in whole.modules() if has_base(module, "FullyShardedDataParallel")]
 
 
 def has_fsdp1_mark(module: nn.Module) -> bool:
-    """Whether FSDP1 manages the module. It marks each module inside it, for Dynamo."""
+    """True if FSDP1 manages the module. FSDP1 marks each module inside it, for Dynamo."""
     return bool(module.__dict__.get(_MARK))
 
 
 def missing_fsdp1_mark(whole: nn.Module | None = None) -> str | None:
-    """The name of FSDP1's mark if ``has_fsdp1_mark`` cannot be trusted. Never while FSDP is not imported.
+    """Return the name of FSDP1's mark if ``has_fsdp1_mark`` is unreliable, else None. None while FSDP is not imported.
 
     Args:
-        whole: a model that may have FSDP1 wrappers: what is in them shows the mark itself.
+        whole: a model that may have FSDP1 wrappers, whose modules show whether the mark exists.
     """
     wrappers = [] if whole is None else fsdp1_modules(whole)
     if wrappers:
@@ -176,17 +176,17 @@ def missing_fsdp1_mark(whole: nn.Module | None = None) -> str | None:
 
 
 def fsdp1_ignored(wrapper: nn.Module) -> set[int]:
-    """The ids of parameters that an FSDP1 wrapper was told to ignore.
+    """Return the ids of the parameters that an FSDP1 wrapper was told to ignore.
 
     Raises:
-        ConfigurationError: this torch does not tell; see ``refusal``.
+        ConfigurationError: this torch lacks the private name; see ``refusal``.
     """
     require_checkable(wrapper)
     return set(map(id, wrapper._ignored_params))  # type: ignore[arg-type]
 
 
 def require_checkable(whole: nn.Module) -> None:
-    """Raise ConfigurationError if this torch does not tell which parameters FSDP1 shards; see ``refusal``."""
+    """Raise ConfigurationError if this torch does not show which parameters FSDP1 shards; see ``refusal``."""
     for wrapper in fsdp1_modules(whole):
         missing = _missing_ignored(wrapper)
         if missing is not None:
@@ -198,6 +198,6 @@ def _missing_ignored(wrapper: nn.Module) -> str | None:
 
 
 def _names(function: Any) -> set[str]:
-    """The names that a function uses; none of what is no Python function."""
+    """Return the names that a Python function uses; empty for anything else."""
     code = getattr(function, "__code__", None)
     return set(code.co_names) if isinstance(code, CodeType) else set()

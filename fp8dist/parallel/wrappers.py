@@ -1,4 +1,4 @@
-"""What FSDP and tensor parallelism have made of a model: which of its modules they hold, and how its weights lie."""
+"""Queries about a model under FSDP or tensor parallelism: which modules are wrapped, and how weights are laid out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def awaits_reduction(module: nn.Module) -> bool:
     (``set_requires_gradient_sync(False)``, ``set_requires_all_reduce(False)``).
 
     Raises:
-        ConfigurationError: this torch does not tell.
+        ConfigurationError: this torch lacks the private names that show it.
     """
     groups = fsdp2_groups(module, "calibrate()", "train without it: a cold slot is cast with its tensor's own amax")
     if any(group._partial_reduce_output is not None for group in groups):
@@ -48,19 +48,19 @@ def awaits_reduction(module: nn.Module) -> bool:
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
     if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
         return True
-    # Set at the first gather only.
+    # FSDP2 sets ``_unsharded_param`` at the first gather.
     whole = [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
     return any(tensor.grad is not None for tensor in whole)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Have FSDP2 modules give back what they hold gathered. Local."""
+    """Make FSDP2 modules free their gathered weights. Local."""
     for module in modules:
         module.reshard()  # type: ignore[operator]
 
 
 def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
-    """Where a parameter of ``whole`` is used: under CPU offload that is not where it is kept."""
+    """Return the device that computes with a parameter of ``whole``. CPU offload stores the parameter elsewhere."""
     if not is_dtensor(parameter):
         fsdp1 = next(iter(fsdp1_modules(whole)), None)
         device: torch.device = parameter.device if fsdp1 is None else fsdp1.compute_device  # type: ignore[assignment]
@@ -73,17 +73,17 @@ def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
 
 
 def mesh_ranks(parameter: Tensor) -> set[int]:
-    """The ranks that hold a DTensor; none for any other tensor."""
+    """Return the ranks that hold a DTensor; empty for any other tensor."""
     return set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()
 
 
 def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
-    """The shape of the weight that this rank multiplies with: whole under FSDP, a part under tensor parallelism.
+    """Return the shape of the weight that this rank multiplies with: full under FSDP, local under tensor parallelism.
 
-    ``resharded``: it is one of ``resharded_modules``.
+    ``resharded``: True if ``linear`` is one of ``resharded_modules``.
     """
     weight = linear.weight
-    if not is_dtensor(weight):  # FSDP1 shows a flat part between forwards.
+    if not is_dtensor(weight):  # Not weight.shape: FSDP1 shows a flat shard between forwards.
         return (linear.out_features, linear.in_features)
     shape = list(weight.shape)
     placements = weight.placements
@@ -96,22 +96,22 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
 
 
 def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
-    """Along which dim FSDP2 cuts a weight that it shards, and into how many parts."""
+    """Return (dim along which FSDP2 shards the weight, number of shards)."""
     weight: Any = linear.weight
     axis = _fsdp2_axes(weight) - 1
     return weight.placements[axis].dim, weight.device_mesh.size(axis)
 
 
 def _fsdp2_axes(weight: Any) -> int:
-    """FSDP2 puts its own axes first: Shard, or Replicate and Shard."""
+    """Return the number of mesh axes of FSDP2, which come first: Shard, or Replicate and Shard."""
     return 2 if weight.placements[0].is_replicate() else 1
 
 
 def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module], whole: nn.Module) -> bool:
-    """True if FSDP2 shards its weight, but none of the FSDP2 modules in ``whole`` holds it.
+    """True if FSDP2 shards the weight of ``linear``, but no FSDP2 module in ``whole`` holds ``linear``.
 
     Raises:
-        ConfigurationError: its weight is a DTensor, and this torch does not tell whose.
+        ConfigurationError: the weight is a DTensor, and this torch does not show whether FSDP2 made it.
     """
     if linear in resharded or not is_dtensor(linear.weight):
         return False
@@ -126,10 +126,10 @@ def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module], whole: nn
 
 
 def is_sharded(module: nn.Linear) -> bool:
-    """True if FSDP1 or FSDP2 manages the module's own parameters, also where the wrapper is outside of what we see.
+    """True if FSDP1 or FSDP2 manages the module's own parameters, even if the wrapper is outside the visible model.
 
     Raises:
-        ConfigurationError: its parameters are not plain ones of its own, and this torch does not tell whose they are.
+        ConfigurationError: the parameters are not plain, and this torch does not show whether FSDP manages them.
     """
     if has_fsdp1_mark(module) or has_fsdp2_hook(module):
         return True
@@ -144,7 +144,7 @@ def is_sharded(module: nn.Linear) -> bool:
 
 
 def _is_whole(module: nn.Linear) -> bool:
-    """False for what FSDP1 leaves of a Linear: no parameters, or parts of a flat one."""
+    """False for a Linear as FSDP1 leaves it: without parameters, or with parts of a flat parameter."""
     if all(parameter is None for parameter in module._parameters.values()):
         return False
     weight = module._parameters.get("weight")
@@ -155,6 +155,6 @@ def _is_whole(module: nn.Linear) -> bool:
 
 
 def resharded_modules(whole: nn.Module) -> set[nn.Module]:
-    """The modules whose weights FSDP, either one, frees after their forward."""
+    """Return the modules whose weights FSDP1 or FSDP2 frees after their forward."""
     wrappers = fsdp1_modules(whole) + fsdp2_modules(whole)
     return {module for wrapper in wrappers for module in wrapper.modules()}

@@ -1,1 +1,1 @@
-"""What a sync costs on more ranks than there are here: closed forms, and drawn stragglers. README.md has the model."""
+"""Predict the cost of a sync on many ranks: formulas and random stragglers. See docs/design/simulation.md."""

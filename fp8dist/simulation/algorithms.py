@@ -1,4 +1,4 @@
-"""What the all-reduces of a step consist of: where ranks are, how many messages one after the other, and how much."""
+"""The parts of a step's all-reduces: topology, number of sequential messages, and bytes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from fp8dist.simulation.constants import Algorithm, Constants
 __all__ = ["GLOO_SEGMENT", "Parts", "Topology", "Way", "Workload", "parts_of", "time_of"]
 
 WORD = 4
-"""Bytes."""
+"""Bytes of an int32."""
 
 GLOO_SEGMENT = 1 << 20
-"""gloo, allreduce.h: kMaxSegmentSize, in bytes."""
+"""kMaxSegmentSize of gloo's allreduce.h, in bytes."""
 
 
 HEADER = 8
-"""Words before the amaxes, as in ``fp8dist_kernels.header``; nothing of this package imports torch."""
+"""Words before the amaxes. A copy of the value in ``fp8dist_kernels.header``, because this package must not import
+torch."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """``ranks`` in nodes of ``per_node`` each; the one node of a smaller job is not full.
+    """``ranks`` ranks on nodes of ``per_node`` GPUs. A job with fewer ranks than that has one node.
 
-    ``shared_cores``: all ranks share so many CPU cores, as hosts do that one machine plays. None: each has its own.
+    ``shared_cores``: number of CPU cores that all ranks share, if one machine emulates several hosts. None: each rank
+    has its own core.
 
     Raises:
-        ConfigurationError: nodes would not be equally full.
+        ConfigurationError: a number is below 1, or ``ranks`` is not a multiple of ``per_node``.
     """
 
     ranks: int
@@ -37,15 +39,15 @@ class Topology:
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.per_node, 1 if self.shared_cores is None else self.shared_cores) < 1:
-            raise ConfigurationError("ranks, GPUs per node and shared cores are 1 or more each")
+            raise ConfigurationError("ranks, GPUs per node and shared cores must be 1 or more each")
         if self.ranks > self.per_node and self.ranks % self.per_node:
             raise ConfigurationError(
-                f"{self.ranks} ranks do not fill nodes of {self.per_node} GPUs: give a multiple, or other GPUs per node"
+                f"{self.ranks} ranks do not fill nodes of {self.per_node} GPUs: give a multiple, or set GPUs per node"
             )
 
     @property
     def nodes(self) -> int:
-        """How many nodes."""
+        """Number of nodes."""
         return max(1, self.ranks // self.per_node)
 
     @property
@@ -55,13 +57,12 @@ class Topology:
 
     @property
     def contention(self) -> float:
-        """How many ranks there are to a core, at least 1."""
+        """Ranks per core, at least 1."""
         return 1.0 if self.shared_cores is None else max(1.0, self.ranks / self.shared_cores)
 
 
 class Parts(NamedTuple):
-    """How often each of ``constants.TIMES`` is in the time of a collective, and the bytes that go over a link one after
-    the other."""
+    """Factors of a collective's time: the count of each of ``constants.TIMES``, and the sequential bytes on a link."""
 
     overhead: float
     latency_intra: float
@@ -74,7 +75,7 @@ class Parts(NamedTuple):
         return Parts(*(a + b for a, b in zip(self, other)))
 
     def times(self, count: float) -> Parts:
-        """So many of it, one after the other."""
+        """Return the parts of ``count`` such collectives, one after the other."""
         return Parts(*(count * part for part in self))
 
 
@@ -82,10 +83,10 @@ _NOTHING = Parts(0, 0, 0, 0, 0)
 
 
 def parts_of(algorithm: Algorithm, topology: Topology, words: int) -> Parts:
-    """Of an all-reduce of int32[words]. Nothing for one rank.
+    """Return the parts of an all-reduce of int32[words]. All are 0 for one rank.
 
-    tree: up and down a chain of GPUs in each node, and a binary tree of nodes (NCCL, tuning.cc). ring: 2 (ranks - 1)
-    steps, of which 2 (nodes - 1) between nodes (the same). gloo: see ``_gloo``.
+    tree: up and down a chain of GPUs in each node and a binary tree of nodes (NCCL's tuning.cc). ring: 2 (ranks - 1)
+    steps, 2 (nodes - 1) of them between nodes (NCCL's tuning.cc). gloo: see ``_gloo``.
     """
     ranks, nodes = topology.ranks, topology.nodes
     if ranks == 1:
@@ -103,12 +104,12 @@ def parts_of(algorithm: Algorithm, topology: Topology, words: int) -> Parts:
 
 
 def _gloo(ranks: int, words: int) -> int:
-    """Messages one after the other of gloo's ring (allreduce.cc, transport/tcp/pair.cc).
+    """Return the number of sequential messages of gloo's ring (allreduce.cc, transport/tcp/pair.cc).
 
-    A segment leaves when the receiver has said that it is ready for it, which it says when it is done with the segment
-    before the last; so two segments take a round trip over the slowest link, on all ranks, in each of the two phases. A
-    single word (or two) waits for nobody's readiness but the first rank's. Between those it is an upper bound: some
-    segments are empty.
+    A sender waits until the receiver announces that it is ready, which the receiver does after it has finished the
+    segment before the last. So in each of the two phases, two segments take a round trip over the slowest link. One or
+    two words wait only for the announcement of the first rank. From 3 words to 2 words per rank the result is an upper
+    bound, because some segments are empty.
     """
     if words <= 2:
         return 2 * ranks - 1
@@ -117,7 +118,7 @@ def _gloo(ranks: int, words: int) -> int:
 
 
 def time_of(parts: Parts, topology: Topology, constants: Constants) -> float:
-    """Microseconds, with nobody late."""
+    """Return the µs of a collective if no rank is late."""
     bandwidth = constants["bandwidth_inter" if topology.nodes > 1 else "bandwidth_intra"]
     times = (
         parts.overhead * constants["overhead"]
@@ -131,7 +132,10 @@ def time_of(parts: Parts, topology: Topology, constants: Constants) -> float:
 
 @dataclass(frozen=True)
 class Way:
-    """``messages``: (int32 words, how many of this size) of a step; ``overlaps``: they run beside something else."""
+    """A way to reduce the amaxes of a step.
+
+    ``messages``: (int32 words, number of messages of this size) per step. ``overlaps``: they run in the background.
+    """
 
     name: str
     messages: tuple[tuple[int, int], ...]
@@ -139,16 +143,16 @@ class Way:
 
     @property
     def collectives(self) -> int:
-        """Of a step."""
+        """Collectives per step."""
         return sum(count for _, count in self.messages)
 
     @property
     def bytes(self) -> int:
-        """Of a step."""
+        """Bytes per step."""
         return sum(WORD * words * count for words, count in self.messages)
 
     def parts(self, algorithm: Algorithm, topology: Topology) -> Parts:
-        """Of all its collectives, one after the other."""
+        """Return the parts of all its collectives, one after the other."""
         total = _NOTHING
         for words, count in self.messages:
             total += parts_of(algorithm, topology, words).times(count)
@@ -157,10 +161,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Workload:
-    """What there is to reduce: ``slots`` in ``arenas`` of about the same size, with ``lanes`` words more of each slot.
+    """The amaxes to reduce: ``slots`` in ``arenas`` of about the same size, with ``lanes`` extra words per slot.
 
     Raises:
-        ConfigurationError: there are fewer slots than arenas, or none.
+        ConfigurationError: there is no arena, an arena has no slot, or ``lanes`` is negative.
     """
 
     slots: int = 672
@@ -169,11 +173,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.arenas < 1 or self.slots < self.arenas or self.lanes < 0:
-            raise ConfigurationError("there is at least one arena, one slot in each, and no less than 0 lanes")
+            raise ConfigurationError("needs at least one arena, one slot in each arena, and 0 or more lanes")
 
     @property
     def ways(self) -> tuple[Way, Way, Way]:
-        """fp8dist's, and two to compare it with."""
+        """The way of fp8dist, and two other ways for comparison."""
         small, larger = divmod(self.slots, self.arenas)
         sizes = [(small + 1, larger), (small, self.arenas - larger)]
         sizes = [(size, count) for size, count in sizes if count]

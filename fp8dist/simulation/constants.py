@@ -1,4 +1,4 @@
-"""The numbers of the model, and where each of them comes from."""
+"""The constants of the model, and the source of each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["ALGORITHMS", "TIMES", "Algorithm", "Constant", "Constants", "default
 Algorithm = Literal["tree", "ring", "gloo"]
 ALGORITHMS: tuple[Algorithm, ...] = ("tree", "ring", "gloo")
 TIMES = ("overhead", "latency_intra", "latency_inter", "message")
-"""The constants in microseconds, of which a collective's time is a sum."""
+"""The constants in µs that add up to the time of a collective."""
 
 Origin = Literal["default", "given", "fitted"]
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A number that a prediction rests on."""
+    """A number that a prediction depends on."""
 
     name: str
     value: float
@@ -32,12 +32,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Constants:
-    """What the time of one all-reduce follows from.
+    """The constants that determine the time of an all-reduce.
 
-    ``overhead``, µs per collective; ``latency_intra`` and ``latency_inter``, µs for one way inside a node and between
-    nodes; ``added_latency``, µs on top of each way between nodes; ``message``, µs of CPU for a message, at both ends
-    together; ``bandwidth_intra`` and ``bandwidth_inter``, GB/s of a link; ``slowdown``, by which all of these times but
-    the added one are multiplied.
+    ``overhead``: µs per collective. ``latency_intra``, ``latency_inter``: one-way latency inside a node and between
+    nodes, µs. ``added_latency``: extra one-way latency between nodes, µs. ``message``: CPU time of a message at both
+    ends together, µs. ``bandwidth_intra``, ``bandwidth_inter``: GB/s of a link. ``slowdown``: factor on all these
+    times but ``added_latency``.
     """
 
     by_name: Mapping[str, Constant]
@@ -49,7 +49,7 @@ class Constants:
         return iter(self.by_name.values())
 
     def having(self, values: Mapping[str, float], origin: Origin, source: str) -> Constants:
-        """The same with other values for some."""
+        """Return a copy in which these constants have new values."""
         changed = {
             name: replace(self.by_name[name], value=value, origin=origin, source=source)
             for name, value in values.items()
@@ -58,28 +58,28 @@ class Constants:
 
 
 def defaults(algorithm: Algorithm) -> Constants:
-    """Published figures where there are some."""
+    """Return the default constants: published figures if available, else assumptions."""
     tuner, assumed = "NCCL 2.28, tuning.cc, protocol LL", "assumption"
-    ethernet = f"{assumed}: Ethernet in one building; half of what ping says is better"
+    ethernet = f"{assumed}: Ethernet in one building; half of a ping round trip is better"
     if algorithm == "gloo":
         times = (
-            Constant("overhead", 0.0, "µs", "in the messages"),
-            Constant("latency_intra", 0.0, "µs", "in the messages"),
+            Constant("overhead", 0.0, "µs", "included in message"),
+            Constant("latency_intra", 0.0, "µs", "included in message"),
             Constant("latency_inter", 30.0, "µs", ethernet),
-            Constant("message", 85.0, "µs", "README, Cost: 0.35 ms for 2 ranks of one machine, 4 messages in a row"),
+            Constant("message", 85.0, "µs", "docs/benchmarks.md: 0.35 ms for 2 ranks of one machine, 4 messages"),
         )
         links, source = (1.25, 1.25), f"{assumed}: 10 Gbit/s"
-        slowdown = Constant("slowdown", 1.0, "", "the times are measured ones")
+        slowdown = Constant("slowdown", 1.0, "", "the times were measured")
     else:
         overhead, between = {"tree": (6.8, 5.0), "ring": (6.6, 2.7)}[algorithm]
         times = (
             Constant("overhead", overhead, "µs", tuner),
             Constant("latency_intra", 0.6, "µs", f"{tuner}, NVLink"),
             Constant("latency_inter", between, "µs", f"{tuner}, network"),
-            Constant("message", 0.0, "µs", "in the latencies: GPUs send without the CPU"),
+            Constant("message", 0.0, "µs", "included in the latencies: GPUs send without the CPU"),
         )
         links, source = (141.0, 35.0), "NCCL 2.28, tuning.cc, llMaxBws of Hopper"
-        slowdown = Constant("slowdown", 2.1, "", "published small all-reduces: 1.8 to 2.4 times what tuning.cc says")
+        slowdown = Constant("slowdown", 2.1, "", "published small all-reduces take 1.8 to 2.4 times tuning.cc's value")
     rest = (
         Constant("added_latency", 0.0, "µs", "none added"),
         Constant("bandwidth_intra", links[0], "GB/s", source),

@@ -1,4 +1,4 @@
-"""Constants from runs: as many as the runs can tell apart."""
+"""Fit constants to runs, as many as the runs can distinguish."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["Fit", "fit"]
 Matrix = NDArray[np.float64]
 
 _LEAST_ANGLE = 0.02
-"""Columns are told apart if the smallest singular value of the scaled matrix is above this share of the largest."""
+"""Constants can be distinguished if the scaled matrix has no singular value below this share of the largest one."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """``fits``: (run, µs measured, µs by the fitted constants). ``notes``: what the runs do not tell, in sentences."""
+    """The result of a fit. ``fits``: (run, µs measured, µs with the fitted constants). ``notes``: limits of the fit."""
 
     constants: Constants
     fits: tuple[tuple[Run, float, float], ...]
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         runs = [
             {
                 "path": run.path,
@@ -48,22 +48,22 @@ class Fit:
 
 
 def fit(runs: Sequence[Run], algorithm: Algorithm, constants: Constants) -> Fit:
-    """Fit the times that are defaults to runs under ``same_step``; those that were given stay, and so do bandwidths.
+    """Fit the times that still have defaults to runs with ``same_step``. Given times and bandwidths stay.
 
-    Least squares of relative errors, none negative. Where runs cannot tell constants apart, their defaults say in which
-    proportion they are: all of them have one common factor, or if that is told apart, all but the overhead have.
+    Non-negative least squares of relative errors. If the runs cannot distinguish all constants, the defaults fix their
+    proportions: the overhead and a common factor of the rest are fitted, or only one common factor of all.
 
     Raises:
-        ConfigurationError: there is nothing to fit, or no constants explain the runs.
+        ConfigurationError: there is nothing to fit, or the given constants exceed the measured times.
     """
     free = [name for name in TIMES if constants.by_name[name].origin == "default"]
     parts = [run.way.parts(algorithm, run.topology) for run in runs]
     columns = np.array([[getattr(part, name) for name in free] for part in parts], dtype=np.float64)
     free = [name for name, column in zip(free, columns.T) if column.any()]
     if not free:
-        raise ConfigurationError("nothing is left to fit: give runs with nodes, or fewer constants, beside --calibrate")
+        raise ConfigurationError("no constant is left to fit: give fewer constants, or runs on several nodes")
     guesses, slowdown = {name: constants[name] for name in free}, constants["slowdown"]
-    if constants.by_name["slowdown"].origin == "default":  # It is in what is measured.
+    if constants.by_name["slowdown"].origin == "default":  # The measured times already include it.
         for name in TIMES:
             kept = constants.by_name[name]
             if kept.origin == "default" and name not in free and kept.value:
@@ -76,7 +76,7 @@ def fit(runs: Sequence[Run], algorithm: Algorithm, constants: Constants) -> Fit:
     known = np.array([time_of(part, run.topology, zero) for part, run in zip(parts, runs)])
     if (measured <= known).any():
         worst = runs[int(np.argmin(measured - known))]
-        raise ConfigurationError(f"{worst.path}: its syncs are faster than the constants that were given allow")
+        raise ConfigurationError(f"{worst.path}: its syncs are faster than the constants given by flags allow")
     columns = slowdown * np.array([[getattr(part, name) for name in free] for part in parts]) / measured[:, None]
     groups = _groups(columns, free, guesses)
     shares = np.array([[_share(name, group, guesses) for group in groups] for name in free])
@@ -105,14 +105,14 @@ def _groups(columns: Matrix, free: list[str], guesses: dict[str, float]) -> list
 
 
 def _share(name: str, group: list[str], guesses: dict[str, float]) -> float:
-    """What a constant is when its group's factor is 1."""
+    """Return the value of a constant if its group's factor is 1."""
     if name not in group:
         return 0.0
     return guesses[name] if any(guesses[other] for other in group) else 1.0
 
 
 def _least_squares(matrix: Matrix, target: Matrix) -> Matrix:
-    """The non-negative solution. There are few columns: every set of them is tried."""
+    """Return the non-negative least-squares solution. Tries every set of columns, because there are few."""
     best, least = np.zeros(matrix.shape[1]), float(np.sum(target**2))
     for count in range(1, matrix.shape[1] + 1):
         for chosen in map(list, itertools.combinations(range(matrix.shape[1]), count)):
@@ -129,15 +129,13 @@ def _notes(runs: Sequence[Run], groups: list[list[str]], constants: Constants) -
     for group in groups:
         if len(group) > 1:
             notes.append(
-                f"{', '.join(group)}: these runs cannot tell them apart; they are in the proportion of their defaults"
+                f"{', '.join(group)}: these runs cannot distinguish them; they keep the proportions of their defaults"
             )
     if all(run.topology.nodes == 1 for run in runs):
         notes.append("latency_inter: no run was on several nodes")
-    notes.append("bandwidths: not fitted, the messages are too small to show them")
-    notes.append("stragglers: who waited for a late rank is in the fitted times, too, and not told apart")
+    notes.append("bandwidths: not fitted, because the messages are too small")
+    notes.append("stragglers: the fitted times include waits for late ranks")
     if any(run.field == "sync_ms" for run in runs):
-        notes.append(
-            "sync_ms is rank 0's mean over an interval: a rank that comes early, or late, there is all that is seen"
-        )
-    notes.append("the runs are taken for same_step: a file does not say it, and next_step would hide most of it")
+        notes.append("sync_ms is rank 0's mean over an interval: it depends on how early or late rank 0 arrives")
+    notes.append("assumed that the runs used same_step: the files do not record it, and next_step hides most waits")
     return notes

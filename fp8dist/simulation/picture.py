@@ -1,4 +1,4 @@
-"""A picture of what syncs cost at growing numbers of ranks."""
+"""Plot the cost of syncs against the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fp8dist.simulation.prediction import Cost
 __all__ = ["draw", "sizes_up_to"]
 
 _STYLES = (("#0072b2", "o", "-"), ("#d55e00", "s", "--"), ("#009e73", "^", ":"))
-"""Of the ways: told apart without colours, and by those who do not see all of them (Okabe and Ito)."""
+"""Line styles of the ways. Colour-blind safe (Okabe and Ito), and distinct without colours."""
 
 
 def sizes_up_to(last: Topology) -> list[Topology]:
-    """From two ranks, doubling, to the last."""
+    """Return topologies from two ranks to ``last``, doubling the ranks. Sizes that do not fill nodes are left out."""
     ranks = [2**i for i in range(1, last.ranks.bit_length()) if 2**i < last.ranks]
     fitting = [n for n in ranks if n <= last.per_node or n % last.per_node == 0]
     return [Topology(n, last.per_node, last.shared_cores) for n in (*fitting, last.ranks)]
 
 
 def draw(path: str, sizes: Sequence[Topology], costs: Sequence[Sequence[Cost]], title: str) -> None:
-    """Write it; the kind of file follows from the path's ending.
+    """Write the plot. The file format follows from the path's extension.
 
     Args:
-        costs: of each size, of each way.
+        costs: for each size, the cost of each way.
 
     Raises:
         ConfigurationError: matplotlib is not installed, or the file cannot be written.
@@ -56,4 +56,4 @@ def draw(path: str, sizes: Sequence[Topology], costs: Sequence[Sequence[Cost]], 
     try:
         figure.savefig(os.fspath(path), dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path}: the picture cannot be written there: {error}") from error
+        raise ConfigurationError(f"{path}: the plot cannot be written there: {error}") from error

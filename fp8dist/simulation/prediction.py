@@ -1,4 +1,4 @@
-"""What the ways of reducing amaxes cost in a step, for people and for programs."""
+"""Predict the cost of the ways to reduce amaxes, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Cost", "Job", "SimulationReport"]
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a way, in µs of a step.
+    """The cost of a way, in µs per step.
 
-    ``sync``: all its collectives, with nobody late. ``added``: by how much the step of the last rank gets longer.
-    ``wait_…``: how long a rank waits, for the collectives and for who comes later, over all ranks and steps.
-    ``share``: the mean wait's, of a step with it. ``exact_wait``: the mean by formula, None where there is none.
+    ``sync``: time of all its collectives if no rank is late. ``added``: wait of the last rank, which makes the step
+    longer. ``wait_…``: wait of a rank for the collectives and for later ranks, over all ranks and steps. ``share``:
+    share of the mean wait in a step that includes it. ``exact_wait``: the mean by formula, or None if there is none.
     """
 
     way: str
@@ -43,11 +43,11 @@ class Cost:
 class Job:
     """A job whose syncs are predicted.
 
-    ``step`` and ``window`` in µs: a step without any sync, and how long after its sync began a rank first needs the new
-    scales (0: at once, as under ``same_step``).
+    ``step``: duration of a step without syncs, µs. ``window``: time from the start of the sync to the first use of the
+    new scales, µs (0 with ``same_step``).
 
     Raises:
-        ConfigurationError: a number makes no sense.
+        ConfigurationError: a number is out of range.
     """
 
     workload: Workload
@@ -62,11 +62,11 @@ class Job:
     def __post_init__(self) -> None:
         if not (0 < self.step < float("inf") and 0 <= self.window <= self.step and self.steps > 0 and self.seed >= 0):
             raise ConfigurationError(
-                "a step is longer than 0 ms and no shorter than the window, steps are 1 or more, a seed is 0 or more"
+                "a step must be longer than 0 ms and no shorter than the window, steps 1 or more, the seed 0 or more"
             )
 
     def costs(self, topology: Topology) -> tuple[Cost, ...]:
-        """Of each way of ``Workload.ways``. The same draws are used for all."""
+        """Return the cost of each way of ``Workload.ways``. All use the same random draws."""
         waits = self.stragglers.waits(topology.ranks, self.steps, self.seed)
         p50, p99 = _quantiles(waits, (0.5, 0.99))
         mean, exact = float(waits.mean(dtype=np.float64)), self.stragglers.mean_wait(topology.ranks)
@@ -86,7 +86,7 @@ class Job:
         if topology.ranks == 1:
             return Cost(way.name, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         left = sync - (self.window if way.overlaps else 0.0)
-        if left < 0:  # Who is late may be hidden, too.
+        if left < 0:  # The window hides delays as well.
             mean = float(np.maximum(waits + np.float32(left), 0).mean(dtype=np.float64))
             exact = None if waits.any() else 0.0
         else:
@@ -105,12 +105,12 @@ class Job:
         )
 
     def sync(self, way: Way, topology: Topology) -> float:
-        """µs of all collectives of this way, with nobody late."""
+        """Return the µs of all collectives of this way if no rank is late."""
         return time_of(way.parts(self.algorithm, topology), topology, self.constants)
 
 
 def _quantiles(values: NDArray[np.float32], quantiles: Iterable[float]) -> list[float]:
-    """Without interpolation: of many values a partition is faster than a sort."""
+    """Return quantiles without interpolation. For many values np.partition is faster than a sort."""
     flat = values.reshape(-1)
     places = [min(len(flat) - 1, int(q * len(flat))) for q in quantiles]
     ordered = np.partition(flat, places)
@@ -119,7 +119,7 @@ def _quantiles(values: NDArray[np.float32], quantiles: Iterable[float]) -> list[
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """``str()`` is a table and all that it rests on. ``assumptions``: constants, and what describes the job."""
+    """A prediction. ``str()`` is a table with all its assumptions. ``assumptions``: constants and job parameters."""
 
     topology: Topology
     algorithm: Algorithm
@@ -130,7 +130,7 @@ class SimulationReport:
     calibration: Fit | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; times in µs."""
+        """Return plain JSON values. Times are in µs."""
         return {
             "ranks": self.topology.ranks,
             "nodes": self.topology.nodes,
@@ -143,7 +143,7 @@ class SimulationReport:
         }
 
     def __str__(self) -> str:
-        late = "nobody late" if self.straggler == "none" else f"{self.straggler} delays"
+        late = "no rank late" if self.straggler == "none" else f"{self.straggler} delays"
         lines = [f"{_where(self.topology)}, {self.algorithm}, {self.update}, {late}: per step", ""]
         head = ("", "collectives", "bytes", "sync", "step longer by", "wait mean", "p50", "p99", "of the step")
         rows = [head, *map(_row, self.costs)]
@@ -151,14 +151,14 @@ class SimulationReport:
         for first, *cells in rows:
             numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
             lines.append("  ".join((f"{first:<{widths[0]}}", *numbers)))
-        lines += ["", "This rests on:", *map(str, self.assumptions)]
+        lines += ["", "Constants and assumptions:", *map(str, self.assumptions)]
         if self.calibration is not None:
             lines += ["", "Calibrated with:"]
             for run, measured, fitted in self.calibration.fits:
                 lines.append(
                     f"{run.path}: {_where(run.topology)}, {run.field}: {_time(measured)}, fitted {_time(fitted)}"
                 )
-            lines += ["What this does not tell:", *self.calibration.notes]
+            lines += ["Limits of the fit:", *self.calibration.notes]
         return "\n".join(lines)
 
 
@@ -176,6 +176,6 @@ def _row(cost: Cost) -> tuple[str, ...]:
 
 def _time(microseconds: float) -> str:
     for limit, factor, unit in ((1e3, 1.0, "µs"), (1e6, 1e-3, "ms")):
-        if microseconds < 0.9995 * limit:  # Else three digits round up to it.
+        if microseconds < 0.9995 * limit:  # Larger values round up to the limit with three digits.
             return f"{microseconds * factor:.3g} {unit}"
     return f"{microseconds * 1e-6:.3g} s"

@@ -1,4 +1,4 @@
-"""Runs of the example job, as far as they tell what a sync took."""
+"""Read sync times from runs of the example job."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fp8dist.simulation.algorithms import Topology, Way
 __all__ = ["Run", "read_run"]
 
 FIELDS = ("sync_wait_p50_ms", "sync_ms")
-"""What is looked for in a line, the best first: the median over the ranks, and rank 0's mean over an interval."""
+"""Fields of a line with the sync time, the best first: the median over ranks, then rank 0's mean over an interval."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """``wait``: µs per step, the median over the steps. ``field``: where it was read."""
+    """A measured run. ``wait``: µs per step, the median over the steps. ``field``: the field with this value."""
 
     path: str
     topology: Topology
@@ -31,14 +31,14 @@ class Run:
 
 
 def read_run(given: str, per_node: int, shared_cores: int | None) -> Run:
-    """The run whose ``metrics.jsonl`` is at this path, with ``summary.json`` beside it.
+    """Read a run from its ``metrics.jsonl`` and the ``summary.json`` beside it.
 
     Args:
-        given: PATH, or PATH@NODES. Without a number of nodes the hosts in the summary are counted, or if it does not
-            name all ranks, ``per_node`` counts.
+        given: PATH of the metrics, or PATH@NODES. Without NODES, the number of nodes is the number of hosts in the
+            summary; if the summary does not name all ranks, it follows from ``per_node``.
 
     Raises:
-        ConfigurationError: it cannot be read, or does not say what a sync took.
+        ConfigurationError: the run cannot be read, or has no sync time.
     """
     path, _, nodes = given.rpartition("@") if given.rpartition("@")[2].isdigit() else (given, "", "")
     waits, field = _waits(path)
@@ -48,7 +48,7 @@ def read_run(given: str, per_node: int, shared_cores: int | None) -> Run:
     )
     if ranks != int(ranks) or ranks < 2:
         raise ConfigurationError(
-            f"{path}: a run of {ranks:g} ranks has no sync to calibrate with: give one of several ranks"
+            f"{path}: a run of {ranks:g} ranks has no sync to calibrate with: give a run of several ranks"
         )
     count = int(nodes) if nodes else _hosts(summary, int(ranks))
     if count is None:
@@ -56,10 +56,10 @@ def read_run(given: str, per_node: int, shared_cores: int | None) -> Run:
             raise ConfigurationError(f"{path}: {ranks:g} ranks do not fill nodes of {per_node}: give PATH@NODES")
         count = max(1, int(ranks) // per_node)
     if count < 1 or int(ranks) % count:
-        raise ConfigurationError(f"{path}: {ranks:g} ranks are not on {count} nodes equally: give PATH@NODES")
+        raise ConfigurationError(f"{path}: {ranks:g} ranks do not divide equally over {count} nodes: give PATH@NODES")
     wait = 1e3 * median(waits)
     if wait <= 0:
-        raise ConfigurationError(f"{path}: nothing was waited for in the sync: calibrate with a run under same_step")
+        raise ConfigurationError(f"{path}: no time was spent waiting in the sync: calibrate with a same_step run")
     topology = Topology(int(ranks), int(ranks) // count, shared_cores)
     return Run(path, topology, Way("run", ((round(size / 4), max(1, round(collectives))),)), wait, field)
 
@@ -80,7 +80,11 @@ def _waits(path: str) -> tuple[list[float], str]:
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
-    """The last line of a killed run may be cut off; what else is no object is an error."""
+    """Yield the JSON objects of a file. Skip an incomplete last line, which a killed run may leave.
+
+    Raises:
+        ConfigurationError: another line is not a JSON object.
+    """
     texts = [text for text in _text(Path(path)).split("\n") if text.strip()]
     for number, text in enumerate(texts, 1):
         try:
@@ -91,7 +95,7 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
             yield line
         elif number < len(texts) or number == 1:
             raise ConfigurationError(
-                f"{path}: line {number} is no JSON object: give a metrics.jsonl of the example job"
+                f"{path}: line {number} is not a JSON object: give a metrics.jsonl of the example job"
             )
 
 
@@ -101,7 +105,7 @@ def _summary(path: Path) -> dict[str, Any]:
     except ValueError:
         summary = None
     if not isinstance(summary, dict):
-        raise ConfigurationError(f"{path}: no JSON object: give a run of the example job that has come to its end")
+        raise ConfigurationError(f"{path}: not a JSON object: give a run of the example job that has ended")
     return summary
 
 
@@ -118,7 +122,7 @@ def _text(path: Path) -> str:
 def _positive(summary: dict[str, Any], name: str, path: str) -> float:
     value = summary.get(name)
     if not _is_number(value) or value <= 0:
-        raise ConfigurationError(f"{path}: summary.json has no {name} above 0: give a run in FP8 of several ranks")
+        raise ConfigurationError(f"{path}: summary.json has no {name} above 0: give an FP8 run of several ranks")
     return float(value)
 
 
@@ -127,7 +131,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _hosts(summary: dict[str, Any], ranks: int) -> int | None:
-    """On how many hosts the ranks were; None: it does not say it of all."""
+    """Return the number of hosts, or None if the summary does not name the host of every rank."""
     waiting = summary.get("waiting")
     named = waiting.get("ranks") if isinstance(waiting, dict) else None
     if not isinstance(named, list) or len(named) != ranks or not all(isinstance(rank, dict) for rank in named):

@@ -1,4 +1,4 @@
-"""How late ranks come to a sync."""
+"""Random delays of ranks that arrive late at a sync."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ Kind = Literal["none", "normal", "lognormal", "exponential", "slow"]
 KINDS: tuple[Kind, ...] = ("none", "normal", "lognormal", "exponential", "slow")
 
 LATEST = 1e12
-"""µs: eleven days."""
+"""Largest allowed delay, µs (eleven days)."""
 
 DRAWS = 200_000_000
-"""At once: 0.8 GB."""
+"""Largest number of delays drawn at once (0.8 GB)."""
 
 
 @dataclass(frozen=True)
 class Stragglers:
-    """A distribution of delays, in µs; of each rank and step anew, but for "slow".
+    """A distribution of delays in µs, drawn for each rank and step, except "slow".
 
-    normal: ``delay`` is the standard deviation. lognormal: the mean, and ``sigma`` the standard deviation of its
-    logarithm. exponential: the mean. slow: ``share`` of the ranks, at least one, come ``delay`` late in every step.
+    normal: ``delay`` is the standard deviation. lognormal: ``delay`` is the mean, ``sigma`` the standard deviation of
+    the logarithm. exponential: ``delay`` is the mean. slow: a ``share`` of the ranks, at least one, arrives ``delay``
+    late in every step.
 
     Raises:
-        ConfigurationError: a number is negative, or a share above 1.
+        ConfigurationError: a number is out of range.
     """
 
     kind: Kind = "none"
@@ -41,15 +42,21 @@ class Stragglers:
     def __post_init__(self) -> None:
         if not (0 <= self.delay <= LATEST and 0 <= self.sigma < 10 and 0 <= self.share <= 1):
             raise ConfigurationError(
-                f"a straggler's delay is 0 to {LATEST:g} µs, sigma from 0 to 10, and the share from 0 to 1"
+                f"a straggler's delay must be from 0 to {LATEST:g} µs, sigma from 0 to below 10, the share from 0 to 1"
             )
 
     def waits(self, ranks: int, steps: int, seed: int) -> NDArray[np.float32]:
-        """µs that each rank comes before the last one, float32[steps or 1, ranks]; the same for the same seed."""
+        """Return the µs between each rank's arrival and the last one's, float32[steps or 1, ranks].
+
+        The result is deterministic for a seed.
+
+        Raises:
+            ConfigurationError: ``steps`` times ``ranks`` exceeds DRAWS.
+        """
         random = np.random.Generator(np.random.SFC64(seed))
         shape = (1 if self.kind in ("none", "slow") else steps, ranks)
         if shape[0] * ranks > DRAWS:
-            raise ConfigurationError(f"{shape[0]} steps of {ranks} ranks are more than {DRAWS:,} draws: take fewer")
+            raise ConfigurationError(f"{shape[0]} steps of {ranks} ranks are over {DRAWS:,} draws: use fewer steps")
         if self.kind == "none" or self.delay == 0:
             return np.zeros((1, ranks), np.float32)
         if self.kind == "slow":
@@ -72,10 +79,10 @@ class Stragglers:
         return max(1, round(self.share * ranks))
 
     def mean_wait(self, ranks: int) -> float | None:
-        """The exact mean over ranks and steps, where there is a formula; None: there is none.
+        """Return the exact mean wait over ranks and steps, or None if there is no formula.
 
-        Of n exponential delays the largest is the n-th harmonic number of means, and H(n) - 1 of them is what is
-        waited for.
+        The largest of n exponential delays has mean H(n) · ``delay``, with H(n) the n-th harmonic number, so the mean
+        wait is (H(n) - 1) · ``delay``.
         """
         if self.kind == "none" or self.delay == 0 or ranks == 1:
             return 0.0

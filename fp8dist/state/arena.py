@@ -1,7 +1,7 @@
-"""An arena: the slots of one reduction group as flat arrays, in sorted slot order.
+"""An arena: the FP8 state of the slots of one reduction group as flat arrays, in sorted slot order.
 
-The arrays live outside the module tree. As buffers, DDP would overwrite them with rank 0's (and hide a
-divergence) and ``.bfloat16()`` would cast them.
+The arrays are not part of the module tree. If they were buffers, DDP would overwrite them with rank 0's (and hide a
+divergence), and ``.bfloat16()`` would cast them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fp8dist_kernels.scaling import scale_from_amax
 __all__ = ["NONFINITE", "SATURATED", "SHARES", "TAKEN", "Arena", "SlotState", "fitted", "unchanged_on_failure"]
 
 SHARES = 2
-"""Of a cast: the share of elements that it cuts off, and of those that become 0."""
+"""Number of shares per cast: of elements that saturate, and of elements that become 0."""
 
 _CPU = torch.device("cpu")
 
 
 @contextmanager
 def unchanged_on_failure(arenas: Sequence[Arena]) -> Iterator[None]:
-    """Arenas are as they were before, should the block raise."""
+    """Restore the state of the arenas if the block raises."""
     before = [(arena, arena.copied_state()) for arena in arenas]
     try:
         yield
@@ -47,13 +47,13 @@ def unchanged_on_failure(arenas: Sequence[Arena]) -> Iterator[None]:
 
 
 def fitted(history: Tensor, length: int) -> Tensor:
-    """float32[n, length] of windows float32[n, any length], oldest first: the newest entries, or zeros in front."""
+    """Return windows (float32[n, any length], oldest first) as float32[n, length]: the newest, or zeros in front."""
     missing = length - history.shape[1]
     return history[:, -length:] if missing <= 0 else torch.nn.functional.pad(history, (missing, 0))
 
 
 class SlotState:
-    """The place of one slot in its arena: 0-d views that stay valid while the arena lives."""
+    """The state of one slot: 0-d views into its arena, valid while the arena lives."""
 
     __slots__ = ("always", "cold", "format", "pending", "saturated", "scale", "underflow")
 
@@ -68,15 +68,16 @@ class SlotState:
 
 
 class Arena:
-    """FP8 state of n slots: ``arrays`` (see ``StateArrays``), with the slots' names, under a recipe.
+    """FP8 state of n slots under a recipe: ``arrays`` (see ``StateArrays``) and the slots' names.
 
-    Addresses never change after ``place``: modules hold views, CUDA graphs hold pointers. ``step``: boundaries
-    committed so far, 0-d int32.
+    Addresses never change after ``place``: modules hold views, CUDA graphs hold pointers.
 
-    Besides: ``shares`` float32[2, n], of elements that this rank's casts cut off, and of those that became 0 (-1: not
-    measured); with a ``fallback`` that limits them they ride in the sync, as two more words per slot. ``message``
-    int32[8 + n] or int32[8 + 3n]: ``send``, and these lanes. ``tripped`` bool[n]: slots that gave reason to fall back
-    since somebody looked. ``always`` 0-d bool: True.
+    - ``step``: 0-d int32, boundaries committed so far.
+    - ``shares``: float32[2, n], shares of elements that this rank's casts saturated, and flushed to 0; -1: not
+      measured.
+    - ``message``: int32[8 + n], or int32[8 + 3n] if a ``fallback`` limits shares: ``send``, then the shares.
+    - ``tripped``: bool[n], slots that triggered the fallback since ``tripped`` was last cleared.
+    - ``always``: 0-d bool, True.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Arena:
     def __len__(self) -> int:
         return len(self.specs)
 
-    @torch.inference_mode(False)  # The first forward may be in inference mode; these are written in training too.
+    @torch.inference_mode(False)  # The first forward may run in inference mode; training writes these tensors too.
     def _allocate(self, device: torch.device) -> None:
         formats = [spec.format for spec in self.specs]
         self.device = device
@@ -107,10 +108,10 @@ class Arena:
         self.always = torch.ones((), dtype=torch.bool, device=device)
         self._use(arrays._replace(send=self.message[: HEADER + n]))
         factor = 2.0 ** -(self.recipe.margin + self.recipe.power_of_two)
-        self._target = self.fp8_max * factor  # What an amax times the scale that follows from it is at least.
+        self._target = self.fp8_max * factor  # Lower bound of an amax times the scale computed from it.
 
     def _use(self, arrays: StateArrays) -> None:
-        """Views, taken once."""
+        """Set ``arrays``, and cache views of its fields."""
         self.arrays = arrays
         self.pending, self.send, self.scales, self.sent = arrays.pending, arrays.send, arrays.scales, arrays.sent
         self.history, self.block_max, self.amax = arrays.history, arrays.block_max, arrays.amax
@@ -126,10 +127,10 @@ class Arena:
     _STATE = ("pending", "scales", "sent", "history", "block_max", "amax", "cold", "counters", "words")
 
     def place(self, device: torch.device) -> None:
-        """Move to ``device``, once. State that was loaded before is kept.
+        """Move the state to ``device``, once. State that was loaded before is kept.
 
         Raises:
-            ConfigurationError: already placed elsewhere, or ``device`` is meta.
+            ConfigurationError: the state is already placed elsewhere, or ``device`` is meta.
         """
         if device.type == "meta":
             raise ConfigurationError(
@@ -149,10 +150,10 @@ class Arena:
         self.placed = True
 
     def extended(self, specs: Sequence[SlotSpec]) -> Arena:
-        """A new arena with these slots as well. State is carried over.
+        """Return a new arena that also has these slots. State is carried over.
 
         Raises:
-            ConfigurationError: already placed (modules hold views), or a slot exists.
+            ConfigurationError: the arena is already placed (modules hold views), or a slot exists.
         """
         if self.placed:
             raise ConfigurationError("register() must come before attach() and before the first forward")
@@ -170,16 +171,16 @@ class Arena:
 
     @torch.inference_mode(False)
     def hold_shards(self, users: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        """Some weights are sharded: no rank sees all of them, and each gives the amax of its part.
+        """Mark weights as sharded: no rank sees a whole weight, and each rank reports the amax of its part.
 
-        A rank gives it whether its own modules ran or not, and a commit takes it where any rank ran one of its users.
-        (A rank that skips a module holds a part of its weight nevertheless.)
+        A rank reports the amax even if its own modules did not run, because it still holds a part of the weight. A
+        commit takes the amax if any rank ran one of the weight's users.
 
         Args:
-            users: by place of a weight slot, the places of its users' input slots, which tell whether they ran.
+            users: by index of a weight slot, the indices of its users' input slots, which show if the users ran.
 
         Returns:
-            By place of the slot, where its amax is written: 0-d float32 views, -1 until then.
+            By index of the slot, the place for this rank's amax: 0-d float32 views, -1 until written.
         """
         places = sorted(users)
         widest = max((len(users[place]) for place in places), default=0)
@@ -190,35 +191,36 @@ class Arena:
     # The step ------------------------------------------------------------------------------------
 
     def set_manifest_word(self, word: int) -> None:
-        """What the header says of the manifest: an int32."""
+        """Set the manifest word of the header, an int32."""
         self.words[WORD_MANIFEST] = word
 
     def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
-        """Fill ``message`` with what this rank says: ``pending``, and a header from the live state, and the shares. See
-        ``ops.launch``."""
+        """Fill ``message`` with this rank's live state: the header, ``pending`` and the shares. See ``ops.launch``."""
         ops.launch(list(self.arrays), hold, drop_nonfinite=drop_nonfinite, backend=self.backend)
         if self.lanes:
             self.message[self.send.numel() :].copy_(self.shares.view(-1).view(torch.int32))
             self.shares.fill_(DID_NOT_RUN)
 
     def give_back(self, reduced: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
-        """Where ``hold`` is non-zero, amaxes of a result that must not be committed wait for the next launch."""
+        """Where ``hold`` is non-zero, merge the amaxes of an uncommitted result back into ``pending``."""
         give_back(reduced[: self.send.numel()], self._pending_bits, hold, drop_nonfinite)
 
     def fits(self, amax: Tensor) -> Tensor:
-        """bool[n]: whether the scales still fit tensors that have ``amax`` (float32[n]) now: they do not saturate, and
-        are at least half as large as when they were seen last."""
+        """Return bool[n]: True where a slot's scale still fits a tensor with ``amax`` (float32[n]). The tensor does not
+        saturate, and its amax is at least half of the last amax taken."""
         used = amax * self.scale
         expected = torch.where(self.amax > 0, self.amax, self._target / self.scale)
         return (used <= self.arrays.rounds_to_max) & (2 * amax >= expected)
 
     def commit(self, reduced: Tensor, hold: Tensor | None = None) -> Tensor:
-        """History rolls, scales are recomputed, the step counter goes up: bool[7], what the sync proved. See
-        ``ops.commit``.
+        """Roll the history, recompute the scales and increment the step counter. See ``ops.commit``.
 
         Args:
             reduced: ``message`` after the collective.
-            hold: 0-d or None: where it is non-zero this is no step.
+            hold: 0-d or None. If non-zero, no amax is taken and the step counter stays.
+
+        Returns:
+            bool[7]: what the sync proved.
         """
         recipe = self.recipe
         outcome = ops.commit(
@@ -240,13 +242,16 @@ class Arena:
 
     @property
     def saturated_amaxes(self) -> int:
-        """How many went beyond the scales that they were cast with. What is cast just in time never does: of recipes
-        that are not delayed, weights whose parts share a scale count. Reads the device."""
+        """Number of amaxes beyond the scale of their cast. Reads the device.
+
+        A tensor cast just in time never exceeds its scale. So without delayed scaling, only sharded weights count:
+        their parts share a scale.
+        """
         counts = self.counters[SATURATED]
         return int((counts if self.recipe.delayed else counts[self.shard_slots]).sum())
 
     def _trip(self, fallback: Fallback, reduced: Tensor, hold: Tensor | None) -> None:
-        """Note which slots the ranks together had trouble with."""
+        """Mark the slots that triggered the fallback on any rank."""
         if fallback.nonfinite:
             self.tripped.logical_or_(self.flags[NONFINITE])
         if self.lanes:
@@ -262,38 +267,38 @@ class Arena:
         torch.reciprocal(self.scale, out=self.inv_scale)
 
     def derive_scales(self, amax: Tensor, where: Tensor) -> None:
-        """Set scales from ``amax`` (float32[n]) alone where bool[n] says so and it is usable; those
-        slots are no longer cold. No history, no step."""
+        """Set scales from ``amax`` (float32[n]) alone, where ``where`` (bool[n]) is True and the amax is positive and
+        finite. These slots are no longer cold. Changes neither history nor step."""
         usable = where & (amax > 0) & (amax < torch.inf)
         self._rescale(amax, usable)
         self.cold.bitwise_and_(~usable)
 
     def forget_history(self, where: Tensor) -> None:
-        """Empty the windows of the slots where bool[n] says so."""
+        """Empty the windows of the slots where ``where`` (bool[n]) is True."""
         self.history.masked_fill_(where[:, None], 0)
         self.block_max.masked_fill_(where[:, None], 0)
         self.amax.masked_fill_(where, 0)
 
     def adopt_untaken_scales(self, scales: Tensor, taken: Tensor) -> None:
-        """Take scale and inv_scale (float32[2, n]) for the slots that neither the last commit has changed, nor the one
-        that ``taken`` (bool[n]) is of."""
+        """Take scale and inv_scale (float32[2, n]) for the slots that took an amax neither in the last commit nor in
+        ``taken`` (bool[n], the flags of another commit)."""
         torch.where(taken | self.flags[TAKEN], self.scales, scales, out=self.scales)
 
     def mask(self, places: Sequence[int]) -> Tensor:
-        """bool[n]: True at these places."""
+        """Return bool[n], True at these indices."""
         where = torch.zeros(len(self), dtype=torch.bool, device=self.device)
         where[torch.tensor(places, dtype=torch.int64, device=self.device)] = True
         return where
 
     def make_cold(self, places: Sequence[int]) -> None:
-        """These slots have seen nothing, as far as scales go. Counters stay: they say where a ring goes on."""
+        """Reset the scales and windows of these slots to cold. Counters stay: they give the position in a ring."""
         where = self.mask(places)
         self.forget_history(where)
         self.scales.masked_fill_(where, 1)
         self.cold.logical_or_(where)
 
     def set_scale(self, index: int, scale: float) -> None:
-        """Set one slot's scale; it is no longer cold."""
+        """Set the scale of one slot, which is then no longer cold."""
         self.scale[index] = scale
         torch.reciprocal(self.scale, out=self.inv_scale)
         self.cold[index] = False
@@ -301,11 +306,11 @@ class Arena:
     # Reading and writing -------------------------------------------------------------------------
 
     def ordered_history(self) -> Tensor:
-        """float32[n, history_len] copy, oldest first."""
+        """Return a float32[n, history_len] copy of the windows, oldest first."""
         return ordered_window(self.history, self.taken, self.ring)
 
     def window_amax(self) -> Tensor:
-        """float32[n]: what the recipe's ``amax_algo`` makes of the windows as they are."""
+        """Return float32[n]: the recipe's ``amax_algo`` applied to the current windows."""
         algorithm = self.recipe.amax_algo
         if not callable(algorithm):
             return self.block_max.amax(1) if algorithm == "max" else self.amax
@@ -317,12 +322,12 @@ class Arena:
         return reduced
 
     def window(self, index: int) -> Tensor:
-        """float32[history_len] copy of one slot's window, oldest first."""
+        """Return a float32[history_len] copy of one slot's window, oldest first."""
         row = slice(index, index + 1)
         return ordered_window(self.history[row], self.taken[row], self.ring)[0]
 
     def shared_state(self) -> list[Tensor]:
-        """What is equal on all ranks that share this arena, as tensors that any backend can send."""
+        """Return the state that is equal on all ranks of this arena, as tensors that any backend can send."""
         cold = self.cold.view(torch.uint8)
         return [self.scales, self.history, self.block_max, self.amax, cold, self.counters, self.words]
 
@@ -335,7 +340,7 @@ class Arena:
             scale: float32[m].
             amax: float32[m], the newest.
             cold: bool[m].
-            counters: int64[3, m]. They say where in its ring a window starts.
+            counters: int64[3, m]. They determine where a window starts in its ring.
             history: float32[m, any length], oldest first. The newest ``history_len`` entries are kept; a shorter one
                 gets zeros in front.
         """
@@ -349,17 +354,18 @@ class Arena:
         write_window(self.history, self.block_max, self.taken, self.ring, windows)
 
     def convert_scales(self, where: Tensor, stood_for: Tensor) -> None:
-        """Scales by this recipe, where bool[n] says so: from what its ``amax_algo`` makes of the window.
+        """Recompute scales by this recipe from ``window_amax``, where ``where`` (bool[n]) is True.
 
-        Where that gives none (a weight whose scale came from ``attach``, or a window of zeros), from ``stood_for``
-        (float32[n]), the amax that the old scale stands for. Cold slots have no scale of their own.
+        If the window gives no scale (a weight whose scale came from ``attach``, or a window of zeros), use
+        ``stood_for`` (float32[n]), the amax that the old scale stands for. Cold slots, which have no scale of their
+        own, are skipped.
         """
         amax = self.window_amax()
         tells = (amax > 0) & (amax < torch.inf)
         self.derive_scales(torch.where(tells, amax, stood_for), where & ~self.cold)
 
     def reset(self) -> None:
-        """Back to the state of a new arena. The manifest stays."""
+        """Reset the arena to its initial state. The manifest stays."""
         manifest = self.words[WORD_MANIFEST].clone()
         self.pending.fill_(DID_NOT_RUN)
         for tensor in (self.scales, self.sent, self.cold):
@@ -370,21 +376,21 @@ class Arena:
         self.words[WORD_MANIFEST] = manifest
 
     def copied_state(self) -> dict[str, Tensor]:
-        """Everything that a step changes, for ``put_back``."""
+        """Return a copy of everything that a step changes, for ``put_back``."""
         return {name: getattr(self, name).clone() for name in self._STATE}
 
     def put_back(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state, in place."""
+        """Restore a state, in place."""
         for name, value in state.items():
             getattr(self, name).copy_(value)
 
     def put_back_slots(self, state: Mapping[str, Tensor], index: Tensor) -> None:
-        """Of the slots ``index`` (int64[m]), take over scales and windows of a ``copied_state``, in place."""
+        """Restore scales and windows of the slots ``index`` (int64[m]) from a ``copied_state``, in place."""
         for name in ("history", "block_max", "amax", "cold"):
             getattr(self, name)[index] = state[name][index]
         self.scales[:, index] = state["scales"][:, index]
 
-    # Copying and pickling: views are rebuilt, so that they are views again -------------------------
+    # Copying and pickling rebuild the views ---------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("specs", "recipe", "backend", "fallback", "device", "placed")

@@ -1,4 +1,4 @@
-"""Fallback: when a module goes to high precision by itself, and for how long."""
+"""Fallback: the policy that sends modules to high precision automatically, and for how long."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Fallback"]
 class Fallback:
     """A policy that sends a module to high precision when one of its tensors does not fit FP8.
 
-    What decides is the maximum over all ranks that share the state, so all of them do it at the same step. It rides in
-    the sync of the step: limits on shares add two words per slot, and one more pass over each tensor that is cast.
-    Under delayed scaling the amaxes of before are forgotten, and observed again until the module comes back: an outlier
-    does not decide its scales then.
+    The decision uses the maximum over all ranks that share the state, so all of them switch at the same step. It is
+    part of the step's sync: limits on shares add two words per slot, and one more pass over each tensor that is cast.
+    Under delayed scaling, the module drops its earlier amaxes and records new ones before it comes back, so that an
+    outlier does not decide its scales.
 
     Args:
-        steps: optimizer steps that it stays there. Trouble that is seen meanwhile starts them anew.
-        nonfinite: whether a NaN or Inf amax counts.
-        saturated: limit of the share of elements, in [0, 1], that a cast cuts off; more is trouble. None: none.
-        underflow: limit of the share of elements, in [0, 1], that are not 0 and become 0 in FP8. None: none.
+        steps: optimizer steps in high precision. Another trigger meanwhile starts the count again.
+        nonfinite: trigger on a NaN or Inf amax.
+        saturated: trigger if a cast saturates more than this share of elements, in [0, 1]. None: never.
+        underflow: trigger if more than this share of elements, in [0, 1], is not 0 but becomes 0 in FP8. None: never.
     """
 
     steps: int = 100
@@ -40,9 +40,9 @@ class Fallback:
             if limit is not None and not (is_number(limit) and 0 <= limit <= 1):
                 raise ConfigurationError(f"Fallback: {name} must be a share from 0 to 1, or None, got {limit!r}")
         if not self.nonfinite and not self.measures:
-            raise ConfigurationError("Fallback: nothing would ever count: give nonfinite, saturated or underflow")
+            raise ConfigurationError("Fallback: it would never trigger: give nonfinite, saturated or underflow")
 
     @property
     def measures(self) -> bool:
-        """Whether shares of saturated elements and of underflows are wanted at every step."""
+        """True if every step measures the shares of elements that saturate and underflow."""
         return self.saturated is not None or self.underflow is not None

@@ -20,13 +20,13 @@ __all__ = [
 ]
 
 NUMERICS_VERSION = 1
-"""Goes up whenever the same inputs would give other scales. See CHANGELOG, "Numerics"."""
+"""Incremented whenever the same inputs would give other scales. See CHANGELOG, "Numerics"."""
 
 
 class WeightDescription(NamedTuple):
-    """A weight as a whole, whatever part of it a rank holds.
+    """A whole weight, regardless of the part that a rank holds.
 
-    ``shape``: [out_features, in_features]. ``users``: fqns of the modules that use it, more than one if it is tied.
+    ``shape``: [out_features, in_features]. ``users``: fqns of the modules that use it, several if it is tied.
     """
 
     shape: tuple[int, int]
@@ -35,7 +35,7 @@ class WeightDescription(NamedTuple):
 
 
 class ArenaDescription(NamedTuple):
-    """What ranks that share an arena must agree on. ``recipe``: plain JSON values."""
+    """The properties of an arena that must be equal on all its ranks. ``recipe``: plain JSON values."""
 
     specs: Sequence[SlotSpec]
     recipe: dict[str, Any]
@@ -43,7 +43,7 @@ class ArenaDescription(NamedTuple):
 
 
 def build_manifest(arenas: Sequence[ArenaDescription], settings: dict[str, Any]) -> dict[str, Any]:
-    """Plain JSON values: arenas that the same ranks share, settings, numerics version."""
+    """Return plain JSON values: arenas that the same ranks share, settings, numerics version."""
     return {
         "numerics_version": NUMERICS_VERSION,
         "settings": settings,
@@ -62,20 +62,20 @@ def build_manifest(arenas: Sequence[ArenaDescription], settings: dict[str, Any])
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of the manifest, as hex."""
+    """Return the SHA-256 of the manifest, as hex."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def digest_word(digest: str) -> int:
-    """The first 32 bits of a hex digest as an int32, for the header."""
+    """Return the first 32 bits of a hex digest as an int32, for the header."""
     word = int(digest[:8], 16)
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """One line that says what differs first: version, a setting, the recipe of most modules, then slots: their formats,
-    and the recipes of single modules; then weights: shape, dtype, and which modules share one."""
+    """Return one line that names the first difference. Order: version, settings, recipe of most modules; slots, with
+    the recipes of single modules and formats; weights, with dtype, shape and the modules that share one."""
     if mine["numerics_version"] != theirs["numerics_version"]:
         return _against("numerics version", mine["numerics_version"], theirs["numerics_version"])
     differing = _different_value("settings.{}", mine["settings"], theirs["settings"])
@@ -107,8 +107,7 @@ def first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def _different_value(what: str, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Of the first key, in alphabetical order but for the name of a recipe; empty: there is none. ``what`` has a place
-    for the key."""
+    """Describe the first key that differs ("recipe" comes first), or return "". ``what`` has a place for the key."""
     for key in sorted({*mine, *theirs}, key=lambda key: (key != "recipe", key)):
         if mine.get(key) != theirs.get(key):
             return _against(what.format(key), mine.get(key), theirs.get(key))

@@ -1,6 +1,6 @@
-"""Which GEMMs of which module are in high precision now, and for how long.
+"""Which GEMMs of which module run in high precision now, and for how long.
 
-On the host, and the same on all ranks: changed by calls that all of them make, and by what a sync has proved.
+This state is on the host and the same on all ranks: only calls that all ranks make, and results of a sync, change it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from fp8dist_kernels.formats import Role
 __all__ = ["OBSERVED_STEPS", "Precision", "Precisions"]
 
 OBSERVED_STEPS = 16
-"""A module that is in high precision for a while has its amaxes recorded in the last steps before it comes back, so
-that it comes back with scales."""
+"""A time-limited override records amaxes in its last steps, so that the module returns to FP8 with current scales."""
 
 _USERS: Mapping[Role, frozenset[Gemm]] = MappingProxyType(
     {
@@ -28,14 +27,14 @@ _USERS: Mapping[Role, frozenset[Gemm]] = MappingProxyType(
         Role.GRAD_OUTPUT: frozenset[Gemm](("dgrad", "wgrad")),
     }
 )
-"""The GEMMs that a tensor goes into."""
+"""The GEMMs that use a tensor, by its role."""
 
 
 class Precision:
-    """Of one module. ``high``: its GEMMs that are in high precision now. ``observing``: tensors that are not cast have
-    their amaxes recorded nevertheless.
+    """The precision of one module.
 
-    Compiled forwards read these two, which change seldom, and not how many steps are left.
+    ``high``: the GEMMs that run in high precision now. ``observing``: True while amaxes are also recorded for tensors
+    that are not cast. Compiled forwards read only these two, which change seldom, and not the number of steps left.
     """
 
     def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...]) -> None:
@@ -44,7 +43,7 @@ class Precision:
         self.observing = False
         self._passing: tuple[Gemm, ...] | None = None
         self._left = 0
-        self._unseen: set[Role] = set()  # Roles that were neither cast nor observed lately.
+        self._unseen: set[Role] = set()  # Roles neither cast nor observed in the last step.
 
     @property
     def passing(self) -> bool:
@@ -52,16 +51,16 @@ class Precision:
         return self._passing is not None
 
     def falls(self, steps: int, gemms: tuple[Gemm, ...] = GEMMS) -> bool:
-        """Whether it is not in high precision already, for as many steps or more."""
+        """True unless all of ``gemms`` are already in high precision, for ``steps`` or more."""
         return not set(gemms) <= set(self.high) or (self.passing and self._left < steps)
 
     def change(self, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Role]:
-        """Put GEMMs into high precision or into FP8, for so many boundaries, or until further notice.
+        """Put GEMMs into high precision or into FP8, for ``steps`` boundaries, or without limit if None.
 
-        Those that are in high precision for longer than that already stay so.
+        GEMMs that are already in high precision for longer stay so.
 
         Returns:
-            The roles that are cast from now on, and were neither cast nor observed lately: their scales are old.
+            The roles cast from now on that were neither cast nor observed in the last step: their scales are old.
         """
         if to_high and steps is not None and not self.falls(steps, gemms):
             return set()
@@ -80,16 +79,16 @@ class Precision:
 
     @property
     def moving(self) -> bool:
-        """Whether ``end_step`` has anything to do."""
+        """True if ``end_step`` has anything to do."""
         idle = {role for role, users in _USERS.items() if users <= set(self.high)}
         return self.passing or self._unseen != idle
 
     def unseen(self, role: Role) -> bool:
-        """Whether its tensor was neither cast nor observed lately."""
+        """True if the tensor of ``role`` was neither cast nor observed in the last step."""
         return role in self._unseen
 
     def end_step(self) -> set[Role]:
-        """A boundary was passed; returns what ``change`` does."""
+        """Count a boundary. Return the roles whose scales are old, as ``change`` does."""
         for role, users in _USERS.items():
             if users <= set(self.high) and not self.observing:
                 self._unseen.add(role)
@@ -109,7 +108,7 @@ class Precision:
         return woken
 
     def describe(self) -> dict[str, Any] | None:
-        """Plain JSON values for ``restore``; None: as it was made."""
+        """Return plain JSON values for ``restore``, or None for the initial state."""
         if self._lasting == self._initial and self._passing is None and not self._unseen:
             return None
         return {
@@ -120,13 +119,13 @@ class Precision:
         }
 
     def restore(self, described: Mapping[str, Any] | None) -> set[Role]:
-        """Be as another one described itself. None: as it was made, which may be otherwise than the other one.
+        """Adopt a state that another ``Precision`` described. None: the initial state of this one, which may differ.
 
         Returns:
-            The roles that are cast here, but were not cast there lately: their scales are old.
+            The roles cast here that were neither cast nor observed there in the last step: their scales are old.
 
         Raises:
-            CheckpointError: that is no such description; nothing was changed.
+            CheckpointError: ``described`` is malformed; nothing was changed.
         """
         if described is None:
             lasting, passing, left, unseen = self._initial, None, 0, set[Role]()
@@ -152,8 +151,10 @@ def _gemms(names: Iterable[str]) -> tuple[Gemm, ...]:
 
 
 class Precisions:
-    """Those of all modules of one manager, by fqn. ``fallbacks``: how often one fell back. ``version`` goes up whenever
-    one changes."""
+    """The precision of all modules of one manager, by fqn.
+
+    ``fallbacks``: how often a module fell back. ``version``: incremented when ``end_step`` changes a module's ``high``.
+    """
 
     def __init__(self, by_fqn: Mapping[str, Precision]) -> None:
         self.by_fqn = {fqn: by_fqn[fqn] for fqn in sorted(by_fqn)}
@@ -167,17 +168,17 @@ class Precisions:
 
     @property
     def high(self) -> int:
-        """How many modules have a GEMM in high precision now."""
+        """Number of modules with a GEMM in high precision now."""
         return sum(bool(precision.high) for precision in self.by_fqn.values())
 
     @property
     def idle(self) -> bool:
-        """Whether no module computes in FP8 now."""
+        """True if there are modules, and none computes in FP8 now."""
         return bool(self.by_fqn) and all(precision.high == GEMMS for precision in self.by_fqn.values())
 
     @property
     def cast(self) -> set[Slot]:
-        """The slots whose tensors some module casts now."""
+        """The slots whose tensors at least one module casts now."""
         return {
             slot
             for precision in self.by_fqn.values()
@@ -186,10 +187,10 @@ class Precisions:
         }
 
     def matching(self, pattern: str) -> list[str]:
-        """The modules whose fqn matches (fnmatch).
+        """Return the fqns that match ``pattern`` (fnmatch).
 
         Raises:
-            ConfigurationError: none does.
+            ConfigurationError: no fqn matches.
         """
         found = [fqn for fqn in self.by_fqn if fnmatch.fnmatchcase(fqn, pattern)]
         if not found:
@@ -198,11 +199,11 @@ class Precisions:
         return found
 
     def change(self, fqns: Iterable[str], gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Slot]:
-        """``Precision.change`` of these modules; the slots whose scales are old."""
+        """Call ``Precision.change`` on these modules. Return the slots whose scales are old."""
         return self._woken({fqn: self.by_fqn[fqn].change(gemms, to_high, steps) for fqn in fqns})
 
     def end_step(self) -> set[Slot]:
-        """A boundary was passed; the slots whose scales are old."""
+        """Count a boundary. Return the slots whose scales are old."""
         if not self._moving:
             return set()
         high = {fqn: self.by_fqn[fqn].high for fqn in self._moving}
@@ -215,7 +216,7 @@ class Precisions:
             (self._moving.add if self.by_fqn[fqn].moving else self._moving.discard)(fqn)
         slots = {self.by_fqn[fqn].slots[role] for fqn, roles in woken.items() for role in roles}
         now = {id(self.by_fqn[fqn]): roles for fqn, roles in woken.items()}
-        # Another user of a tied weight may have seen it.
+        # Another user of a tied weight may have cast or observed it.
         return {
             slot
             for slot in slots
@@ -223,13 +224,13 @@ class Precisions:
         }
 
     def slots_of(self, fqns: Iterable[str]) -> set[Slot]:
-        """The slots of these modules that are nobody else's."""
+        """Return the slots of these modules, except for slots that several modules share."""
         return {slot for fqn in fqns for slot in self.by_fqn[fqn].slots.values()} - self._shared.keys()
 
     def fall_back(self, slots: Iterable[Slot], steps: int) -> list[str]:
-        """Put the modules that cast these tensors into high precision, as a whole; which ones.
+        """Put the modules that cast these tensors into high precision, with all their GEMMs. Return their fqns.
 
-        Those that are there for longer already stay so.
+        Modules that are already in high precision for longer stay so.
         """
         wanted = set(slots)
         fallen = [fqn for fqn, of in self.by_fqn.items() if wanted & set(of.slots.values()) and of.falls(steps)]
@@ -238,11 +239,13 @@ class Precisions:
         return fallen
 
     def describe(self) -> dict[str, Any]:
-        """Plain JSON values: what is not as it was made."""
+        """Return plain JSON values for the modules that are not in their initial state."""
         described = {fqn: precision.describe() for fqn, precision in self.by_fqn.items()}
         return {fqn: value for fqn, value in described.items() if value is not None}
 
     def restore(self, described: Mapping[str, Any]) -> set[Slot]:
-        """Take over what ``describe`` said. Modules that it does not name are as they were made. Returns the slots
-        whose scales are old."""
+        """Adopt the output of ``describe``. Return the slots whose scales are old.
+
+        Modules that ``described`` does not name return to their initial state.
+        """
         return self._woken({fqn: each.restore(described.get(fqn)) for fqn, each in self.by_fqn.items()})

@@ -16,7 +16,7 @@ _WRAPPER_PREFIXES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_
 
 
 class Slot(NamedTuple):
-    """One scaled tensor of one module. Orders by fqn, then role. ``str()`` is only ever written, never parsed."""
+    """One scaled tensor of one module. Sorts by fqn, then role. ``str()`` is for output only and never parsed."""
 
     fqn: str
     role: str
@@ -33,22 +33,22 @@ class SlotSpec(NamedTuple):
 
 
 def clean_fqn(fqn: str) -> str:
-    """The fqn without the components that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
+    """Return the fqn without the components that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PREFIXES)
 
 
 def parse_role(role: str) -> Role:
-    """The role of that name.
+    """Return the role with this name.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: no role has this name.
     """
-    # "output" does not mean "grad_output".
+    # A high cutoff, because "output" does not mean "grad_output".
     return Role(require_choice("role", role, [known.value for known in Role], cutoff=0.75))
 
 
 def sorted_specs(specs: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
-    """In slot order.
+    """Return the specs in slot order.
 
     Raises:
         ConfigurationError: two slots have the same name.

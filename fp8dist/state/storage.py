@@ -1,4 +1,4 @@
-"""FP8 state as bytes and files: by slot name, versioned, checksummed, without pickle."""
+"""FP8 state as bytes and files: keyed by slot name, versioned, checksummed, without pickle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 3
-"""3: with the recipe of every slot, and which modules are in high precision. 1 and 2 were never released."""
+"""Version 3 has the recipe of every slot, and the modules in high precision. 1 and 2 were never released."""
 
 FILE_FORMAT = "fp8dist-state"
 _NAMES = ("slots", "formats", "recipes", "recipe_of", "precision", "tripped")
@@ -48,15 +48,15 @@ _TENSORS: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]:
-    """The slots of a saved state, in order.
+    """Return the slots of a saved state, in order, after checking the state.
 
     A saved state is a dict: ``version``, ``slots`` ([fqn, role] each), ``formats`` (their names, in the same order),
-    ``recipes`` (as they describe themselves), ``recipe_of`` (for each slot, which of them), ``precision`` (of modules
-    that are not as their recipe says, by fqn), ``tripped`` (numbers of slots that are about to send their modules to
-    high precision), and the tensors above. A history that is shorter than the longest has zeros in front.
+    ``recipes`` (their descriptions), ``recipe_of`` (for each slot, an index into ``recipes``), ``precision`` (by fqn,
+    for modules whose precision deviates from their recipe), ``tripped`` (indices of slots that are about to send their
+    modules to high precision), and the tensors above. A history that is shorter than the longest has zeros in front.
 
     Args:
-        values: False: a state with impossible values, which one may want to look at, will do.
+        values: False: skip the check for impossible values, so that a caller can inspect them.
 
     Raises:
         CheckpointError: version, names, shapes, dtypes or values are not those of a state.
@@ -75,11 +75,11 @@ def validated_slots(saved: Mapping[str, Any], values: bool = True) -> list[Slot]
     if len(set(names)) != n:
         raise CheckpointError("FP8 state names a slot twice")
     if not _is_list(saved["formats"], lambda name: isinstance(name, str)) or len(saved["formats"]) != n:
-        raise CheckpointError(f"FP8 state has malformed formats, expected the names of {n}")
+        raise CheckpointError(f"FP8 state has malformed formats, expected a list of {n} format names")
     if not _is_list(recipes, lambda recipe: isinstance(recipe, dict)):
         raise CheckpointError("FP8 state has malformed recipes")
     if not _is_list(saved["recipe_of"], lambda i: _is_place(i, len(recipes))) or len(saved["recipe_of"]) != n:
-        raise CheckpointError(f"FP8 state does not say which recipe is that of each of its {n} slots")
+        raise CheckpointError(f"FP8 state has a malformed recipe_of, expected a recipe index for each of {n} slots")
     if not _is_list(saved["tripped"], lambda i: _is_place(i, n)):
         raise CheckpointError("FP8 state has a malformed list of tripped slots")
     if not isinstance(saved["precision"], dict):
@@ -120,7 +120,7 @@ def _require_values(saved: Mapping[str, Any]) -> None:
 
 
 def to_bytes(state: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:
-    """A saved state as safetensors; the same bytes for the same state. ``info``: JSON values, kept beside it."""
+    """Return a saved state as safetensors, the same bytes for the same state. ``info``: JSON values, stored with it."""
     tensors = {name: state[name].contiguous() for name in _TENSORS}
     header = {"version": state["version"], **{name: state[name] for name in _NAMES}, "info": dict(info)}
     text = _json(header)
@@ -134,10 +134,10 @@ def to_bytes(state: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:
 
 
 def from_bytes(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(saved state, info) of what ``to_bytes`` made; see ``validated_slots`` for what may still be wrong with it.
+    """Return (saved state, info) from the output of ``to_bytes``. ``validated_slots`` checks the state further.
 
     Raises:
-        CheckpointError: not such bytes, truncated or changed. Says that it is about ``name``.
+        CheckpointError: the bytes are of another kind, truncated or changed. The message starts with ``name``.
     """
     try:
         tensors = load(data)
@@ -145,7 +145,7 @@ def from_bytes(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         if metadata.get("format") != FILE_FORMAT:
             raise CheckpointError(f"{name}: not an fp8dist state")
         if _checksum(metadata.get("header", ""), tensors) != metadata.get("sha256"):
-            raise CheckpointError(f"{name}: checksum does not match: it was damaged")
+            raise CheckpointError(f"{name}: checksum does not match: the data is damaged")
         header = json.loads(metadata["header"])
         info = header.pop("info", {})
         return {**header, **tensors}, info
@@ -162,12 +162,12 @@ def from_bytes(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def looks_like_state(data: bytes) -> bool:
-    """Whether these bytes are, or were before they were damaged, made by ``to_bytes``."""
+    """True if ``to_bytes`` made these bytes, even if they were damaged later."""
     return f'"format":"{FILE_FORMAT}"'.encode() in data[:64]
 
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write ``data``, atomically: whoever reads sees the old file or the new one."""
+    """Write ``data`` atomically: readers see either the old file or the new one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -176,7 +176,7 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(partial, 0o666 & ~_umask())  # mkstemp lets nobody else read it.
+        os.chmod(partial, 0o666 & ~_umask())  # mkstemp lets only the owner read the file.
         os.replace(partial, target)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -184,17 +184,17 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def _umask() -> int:
-    """What this process takes from the permissions of new files. It can only be read by setting it."""
+    """Return this process's umask. It can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(saved state, info) of a file that holds what ``to_bytes`` made.
+    """Return (saved state, info) from a file with the output of ``to_bytes``.
 
     Raises:
-        CheckpointError: as ``from_bytes``, or it cannot be read. Names the file.
+        CheckpointError: as ``from_bytes``, or the file cannot be read. Names the file.
     """
     try:
         data = Path(path).read_bytes()
@@ -210,7 +210,7 @@ def _json(value: Any) -> str:
 
 
 def _header_end(data: bytes) -> int:
-    """Where the header of safetensors ends: its length is in the first eight bytes."""
+    """Return the offset where the header of safetensors ends. The first eight bytes hold its length."""
     return 8 + int.from_bytes(data[:8], "little")
 
 

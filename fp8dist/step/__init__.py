@@ -1,1 +1,1 @@
-"""One optimizer step, from its first forward to its boundary, and what ties a manager to a job."""
+"""The optimizer step, from its first forward to its boundary, and the attachment of a manager to a job."""

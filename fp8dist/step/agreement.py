@@ -1,4 +1,4 @@
-"""What all ranks of a group must have alike before they train together: agreed on at ``attach``, through the store."""
+"""Agreement at ``attach``, through the store: all ranks of a group must have equal manifests before they train."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["agree", "require_groups"]
 
 
 def require_groups(settings: Settings, groups: Sequence[SyncGroup | None]) -> None:
-    """Raise ConfigurationError where there are several ranks, but no group was named."""
+    """Raise ConfigurationError if there are several ranks, but no group was given."""
     if settings.amax_sync and None in groups and world_size() > 1:
         raise ConfigurationError(
             f"{world_size()} ranks and no group: pass prepare(group=…) the ranks that share activations and "
@@ -35,23 +35,23 @@ def agree(
     weights: Mapping[Slot, WeightDescription],
     timeout: timedelta,
 ) -> dict[int, str]:
-    """Publish all manifests, then wait for the others'. COLLECTIVE, through the store.
+    """Publish all manifests, then compare them with the other ranks'. COLLECTIVE, through the store.
 
     Args:
-        also: JSON values that must be equal, beside the settings.
-        groups: of each arena.
-        weights: by weight slot, what the weight is as a whole: the same on all ranks, however it is sharded.
+        also: JSON values that must be equal on all ranks, besides the settings.
+        groups: the group of each arena.
+        weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
 
     Returns:
-        By id of an arena's sync, the digest of what its ranks have agreed on.
+        The digest of each agreed manifest, by id of an arena's sync.
 
     Raises:
-        ManifestMismatchError: on all ranks, if they differ.
+        ManifestMismatchError: on all ranks, if the manifests differ.
     """
     distinct = {id(group): group for group in groups}
     agreed = {**settings.describe(), **also, "groups": len(distinct)}
     publications = []
-    for group in distinct.values():  # One for all arenas of a group: ranks may have different numbers of them.
+    for group in distinct.values():  # One manifest per group: ranks may differ in their number of arenas.
         arenas = [_described(sync, weights) for sync, of in zip(syncs, groups) if of is group]
         if group is not None and group.size > 1:
             publications.append(publish_manifest(group, build_manifest(arenas, agreed)))

@@ -1,4 +1,4 @@
-"""What ties a manager to a job: its place on a device, hooks on optimizers, on DDP and on FSDP."""
+"""Attachment: ties a manager to a job. Places its state on a device, and hooks into optimizers, DDP and FSDP."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ logger = logging.getLogger("fp8dist")
 
 
 class Attachment:
-    """The ties of one manager. There are none until ``tie``; each ``tie`` replaces the last one's."""
+    """The attachment of one manager to its job. Empty until ``tie``; each ``tie`` replaces the previous one."""
 
     def __init__(self, cycle: StepCycle) -> None:
         self._cycle = cycle
@@ -59,7 +59,7 @@ class Attachment:
         self._guards: list[RemovableHandle | CompilationWatch] = []
         self._module: weakref.ref[nn.Module] | None = None
         self._told_of_torch = False
-        self._before: ShardedWeights | None = None  # What is known of weights, until a new tie has succeeded.
+        self._before: ShardedWeights | None = None  # Notes on weights, kept until a new tie succeeds.
 
     def tie(
         self,
@@ -70,18 +70,18 @@ class Attachment:
         by_optimizer: bool,
         timeout: timedelta,
     ) -> None:
-        """Place the state, agree with the other ranks, take weight amaxes, install hooks. COLLECTIVE.
+        """Place the state, agree with the other ranks, derive scales of cold weights, and install hooks. COLLECTIVE.
 
         Args:
-            model: the one that was prepared.
-            whole: the model as the loop calls it.
+            model: the prepared model.
+            whole: the model as the training loop calls it.
 
         Raises:
-            ManifestMismatchError: on all ranks, when they were prepared differently.
+            ManifestMismatchError: on all ranks, if ranks were prepared differently.
             ConfigurationError: the state does not fit the model as it is wrapped now.
         """
         cycle = self._cycle
-        reshard(fsdp2_modules(whole))  # One may still hold what an evaluation has gathered.
+        reshard(fsdp2_modules(whole))  # Modules may still hold weights that an evaluation has gathered.
         resharded = resharded_modules(whole)
         self._tell_of_torch(whole)
         _require_fitting(model, whole, resharded, optimizers, cycle)
@@ -107,7 +107,7 @@ class Attachment:
         self._install_hooks(whole, optimizers, scaler, by_optimizer)
 
     def _derive_scales(self, model: nn.Module, whole: nn.Module) -> None:
-        """Of weights that have none. COLLECTIVE."""
+        """Derive the scales of cold weights. COLLECTIVE."""
         cycle = self._cycle
         if cycle.settings.enabled:
             if cycle.settings.fp8_all_gather:
@@ -127,7 +127,7 @@ class Attachment:
             self._join_link = JoinLink(ddp, cycle)
 
     def _tell_of_torch(self, whole: nn.Module) -> None:
-        """Warn, once, if this torch lacks private state that is read of the wrappers that the model has."""
+        """Warn once if this torch lacks private state that fp8dist reads from the model's wrappers."""
         missing = [] if self._told_of_torch else unknown(whole)
         if missing:
             self._told_of_torch = True
@@ -135,20 +135,20 @@ class Attachment:
 
     @property
     def module(self) -> nn.Module | None:
-        """The model as the loop calls it, if it is tied."""
+        """The model as the training loop calls it; None if not attached."""
         return None if self._module is None else self._module()
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The DDP module, if it is tied to one."""
+        """The DDP module; None if not attached to one."""
         return None if self._join_link is None else self._join_link.ddp
 
     def untie(self) -> None:
-        """Undo ``tie``; the state stays. COLLECTIVE where the last sync found ranks to differ.
+        """Undo ``tie``, but keep the state. COLLECTIVE if the last sync found a difference between ranks.
 
         Raises:
             ConfigurationError: FSDP2 gathers weights in FP8.
-            DivergenceError: with policy "raise", when the last sync proved that ranks differ. Nothing was untied.
+            DivergenceError: with policy "raise", if the last sync proved that ranks differ. The manager stays attached.
         """
         cycle = self._cycle
         if cycle.sharded is not None:
@@ -162,7 +162,7 @@ class Attachment:
         self._untie()
 
     def restore(self, model: nn.Module) -> None:
-        """Undo ``tie``, if there is one, and the conversion of the model's Linears. Local; waits for a sync in flight.
+        """Undo ``tie``, if attached, and convert the model's FP8Linears back. Local; waits for a sync in flight.
 
         Raises:
             ConfigurationError: see ``fp8dist.restore``. Nothing was changed.
@@ -193,7 +193,7 @@ class Attachment:
         self._cycle.untie()
 
     def release(self) -> None:
-        """Take all hooks off. Local."""
+        """Remove all hooks. Local."""
         cycle = self._cycle
         for tie in (self._hooks, self._join_link, cycle.sharded, *self._guards):
             if tie is not None:
@@ -204,7 +204,7 @@ class Attachment:
 
 
 def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
-    """(sync, slot, this rank's weight or its part of it) of each FP8Linear."""
+    """Iterate over (sync, slot, this rank's whole or local weight) of each FP8Linear."""
     return ((sync, slot, local_part(weight)) for sync, slot, weight in _weights(model))
 
 
@@ -217,7 +217,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
 def _require_fitting(
     model: nn.Module, whole: nn.Module, resharded: set[nn.Module], optimizers: Sequence[Optimizer], cycle: StepCycle
 ) -> None:
-    """Raise ConfigurationError where the model as it is wrapped now, or an optimizer, does not fit the state. Local."""
+    """Raise ConfigurationError if the model as it is wrapped now, or an optimizer, does not fit the state. Local."""
     settings = cycle.settings
     if settings.check_every:
         require_checkable(whole)
@@ -232,7 +232,7 @@ def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Modu
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots[Role.WEIGHT].fqn
         if linear in resharded and "weight" not in linear._parameters:
-            raise ConfigurationError(f"{fqn}: FSDP1 took its weight away: wrap with use_orig_params=True")
+            raise ConfigurationError(f"{fqn}: FSDP1 has flattened its weight: wrap with use_orig_params=True")
         if managed_from_outside(linear, resharded, whole):
             raise ConfigurationError(
                 f"{fqn}: fully_shard() was called on a module around the prepared model: pass it as attach(module=…)"
@@ -252,9 +252,9 @@ def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Modu
 
 
 def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
-    """Parts of one weight, and copies that DDP keeps equal, must have one scale."""
+    """Raise ConfigurationError unless shards of one weight, and its DDP replicas, share a scale."""
     by_ddp = ddp_parameters(whole)
-    covered: set[tuple[int, int]] = set()  # Pairs are few, and weights and ranks many.
+    covered: set[tuple[int, int]] = set()  # Checked (holder, group) pairs: few, where weights are many.
     for sync, slot, weight in _weights(model):
         group, ddp = cycle.group_of(sync), by_ddp.get(id(weight))
         holder = ddp if ddp is not None else weight.device_mesh if is_dtensor(weight) else None
@@ -271,13 +271,13 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
-    """Whether it has been at work. Some have state before their first step, with a step count of 0."""
+    """True if the optimizer has stepped. Some have state before their first step, with a step count of 0."""
     counts = (state.get("step") if isinstance(state, Mapping) else None for state in optimizer.state.values())
     return any(count is None or bool(count > 0) for count in counts)
 
 
 def _described_weights(model: nn.Module) -> dict[Slot, WeightDescription]:
-    """Shapes are those of the Linears: sharding and tensor parallelism change the weights only."""
+    """Describe the weights by slot. Shapes are those of the Linears, because sharding changes the weights' shapes."""
     by_weight: dict[int, list[FP8Linear]] = {}
     for linear in fp8_linears(model):
         stored = stored_parameters(linear)
@@ -297,7 +297,7 @@ def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Te
 
 
 def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigurationError for an optimizer that was made before the model got the parameters that it has now."""
+    """Raise ConfigurationError for an optimizer that holds former parameters of the model."""
     current = {id(p) for module in (model, whole) for p in module.parameters()}
     known = ((p, each.fp8_slots) for each in fp8_linears(model) for p in each.fp8_slots.note.remembered)
     former = {id(p): (p, slots.slots[Role.WEIGHT].fqn) for p, slots in known if id(p) not in current}
@@ -312,8 +312,9 @@ def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Op
 
 
 def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[FP8Linear]:
-    """Warn of trainable FP8 weights that no optimizer holds. Strangers are told of quietly: they may be master copies
-    of such weights, or of another part of the model. Returns the Linears whose weights must then have masters."""
+    """Warn about trainable FP8 weights that no optimizer holds, and return the Linears whose weights must have master
+    copies. Log parameters that are not the model's at info level: they may be master copies, or another part of the
+    model."""
     if not optimizers:
         return []
     strangers = _strangers(model, whole, optimizers)
@@ -322,7 +323,7 @@ def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optim
     unheld = _unheld(model, optimizers)
     shapes = {parameter.shape for parameter in strangers}
     missing = {fqn_of(linear): weight for linear, weight in unheld.items() if weight.shape not in shapes}
-    # Masters may also be one flat tensor.
+    # Master copies may also be one flat tensor.
     if sum(weight.numel() for weight in missing.values()) > sum(parameter.numel() for parameter in strangers):
         logger.warning(
             "fp8dist: attach(optimizer=…): %d trainable FP8 weights are in none of the optimizers: %s. If another "
@@ -335,14 +336,14 @@ def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optim
 
 
 def _strangers(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Parameters of the optimizers that are not the model's."""
+    """Return the optimizers' parameters that are not the model's."""
     own = {id(parameter) for module in (model, whole) for parameter in module.parameters()}
     held = {id(parameter): parameter for _, parameter in _parameters(optimizers)}
     return [parameter for key, parameter in held.items() if key not in own and not is_lazy(parameter)]
 
 
 def _unheld(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[FP8Linear, Tensor]:
-    """Trainable FP8 weights that no optimizer holds."""
+    """Return the trainable FP8 weights that no optimizer holds."""
     held = {id(parameter) for _, parameter in _parameters(optimizers)}
     stored = ((linear, weight) for linear in fp8_linears(model) for weight in stored_parameters(linear)[:1])
     return {linear: weight for linear, weight in stored if weight.requires_grad and id(weight) not in held}
@@ -351,7 +352,7 @@ def _unheld(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[FP8Linear
 def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     default = next((p.device for p in model.parameters()), torch.device("cpu"))
     for linear in fp8_linears(model):
-        # Takes the views now: made in a compiled forward, they would be part of its graph.
+        # ``states`` creates the views now: created in a compiled forward, they would be part of its graph.
         device = compute_device(linear.weight, whole)
         backend, recipe = cycle.settings.backend, linear.fp8_slots.recipe
         if backend == "torch" and recipe.by == "block" and not torch_can(Scaling.BLOCKWISE, device):

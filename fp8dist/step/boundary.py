@@ -1,7 +1,7 @@
-"""Where a step ends: hooks on optimizers and on the loss scaler.
+"""Hooks on optimizers and on the loss scaler, which end a step.
 
-The optimizer's step is a place that every rank reaches whatever its modules did. An FP8 module's own
-backward is not: a rank that ran none would not launch, and the others would hang.
+Every rank reaches the optimizer's step, whichever of its modules ran. Not every rank reaches the backward of an FP8
+module: if the sync were launched there, a rank that ran none would not launch, and the others would hang.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["BoundaryHooks", "CompilationWatch"]
 
 _SCALER_STEP = GradScaler.step.__code__
 _SCALER_FRAMES = 8
-"""Calls between a scaler and the optimizer: its own helper, and what schedulers wrap around ``step``."""
+"""Maximum number of frames between a scaler and the optimizer: its helper, and schedulers' wrappers of ``step``."""
 
 
 class CompilationWatch:
-    """Tells the owner when torch.compile begins: a compiled forward has no place for a commit, nor has its first run.
+    """Tells the owner when torch.compile begins: neither a compiled forward nor its first run can commit a sync.
 
-    The watch goes with the owner.
+    The watch lives as long as the owner.
     """
 
     def __init__(self, owner: StepCycle) -> None:
-        # Here, because it takes a second: torch.optim has imported it, but not everybody has an optimizer.
+        # Imported here because it takes a second. torch's optimizers import it, too, but not every job has one.
         from torch._dynamo.callback import callback_handler
 
         self._handler = callback_handler
@@ -56,22 +56,22 @@ class CompilationWatch:
         weakref.finalize(owner, self.remove)
 
     def remove(self) -> None:
-        """End it."""
+        """Stop watching."""
         if self._callback in self._handler.start_callbacks:
             self._handler.remove_start_callback(self._callback)
 
 
 class BoundaryHooks:
-    """Hooks on the optimizers of one manager; the last one's step is the boundary.
+    """Hooks on the optimizers of one manager. The step of the last optimizer is the boundary.
 
-    Order of events in ``optimizer.step()``: pre-hook, closure, post-hook. With a closure the
-    backward runs inside, so the boundary is in the post-hook; without one it is in the pre-hook, and
-    the collective may run under the update.
+    Order of events in ``optimizer.step()``: pre-hook, closure, post-hook. With a closure, the backward runs inside, so
+    the boundary is in the post-hook. Without a closure, it is in the pre-hook, so that the collective can overlap the
+    update.
     """
 
     def __init__(self, owner: StepCycle, optimizers: Sequence[Optimizer], scaler: Any, is_boundary: bool) -> None:
         self._owner = owner
-        self._last = weakref.ref(optimizers[-1])  # It holds these hooks.
+        self._last = weakref.ref(optimizers[-1])  # Weak: the optimizer holds these hooks.
         self._is_boundary = is_boundary
         self._handles: list[RemovableHandle] = []
         before, after = untraced(weakly(self._before)), untraced(weakly(self._after))
@@ -81,10 +81,11 @@ class BoundaryHooks:
         self._restore_scaler = self._watch(scaler) if scaler is not None else None
         self._looked = scaler is not None
         self._stepped = False
-        self._others_stepped = False  # Since the last boundary: the last one may be skipped then, and is the boundary.
+        self._others_stepped = False  # Since the last boundary. If so, the last one's step is a boundary even if
+        # skipped.
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         if self._restore_scaler is not None:
@@ -121,12 +122,16 @@ class BoundaryHooks:
             self._owner.weights_changed()
 
     def _ends_step(self, optimizer: Optimizer) -> bool:
-        """Whether this step of an optimizer is the boundary: the last one's, if it or another may change parameters."""
+        """True if this step is the boundary: the last optimizer's, if it or another one may change parameters."""
         is_last = optimizer is self._last() and self._is_boundary
         return is_last and (self._others_stepped or is_real_step(optimizer))
 
     def _look_for_scaler(self) -> None:
-        """In the first step: a GradScaler that ``attach`` was not given is found where it calls the optimizer."""
+        """Find, in the first step, a GradScaler that ``attach`` was not given.
+
+        Searches the call stack for the scaler's ``step``: GradScaler has no hooks, and an optimizer step that it skips
+        runs no hooks.
+        """
         if self._looked:
             return
         self._looked = True
@@ -143,7 +148,8 @@ class BoundaryHooks:
             frame = frame.f_back
 
     def _watch(self, scaler: Any) -> Callable[[], None]:
-        """GradScaler has no hooks, and a skipped unfused step calls none of the optimizer's."""
+        """Replace the scaler's ``step``, and return a function that restores it. GradScaler has no hooks, and a step
+        that it skips runs none of the optimizer's hooks, unless the optimizer is fused."""
         watched = _WatchedStep(scaler, self)
         scaler.step = watched
         alive = weakref.ref(scaler)
@@ -156,7 +162,7 @@ class BoundaryHooks:
         return restore
 
     def scaler_steps(self, step: Callable[[], Any], optimizer: Any) -> Any:
-        """The scaler's ``step`` of an optimizer, which it may skip."""
+        """Run the scaler's ``step`` of an optimizer, and handle a step that the scaler skips."""
         self._stepped = False
         result = step()
         if not self._stepped and unwrap_optimizers(optimizer)[0] is self._last():
@@ -168,11 +174,11 @@ class BoundaryHooks:
 
 
 class _WatchedStep:
-    """In the place of a scaler's ``step``. Keeps neither scaler nor hooks alive; copies and pickles as the method."""
+    """Replaces a scaler's ``step``. Keeps neither scaler nor hooks alive. Copies and pickles as the original method."""
 
     def __init__(self, scaler: Any, hooks: BoundaryHooks) -> None:
         self._scaler, self._hooks = weakref.ref(scaler), weakref.ref(hooks)
-        self._own = scaler.__dict__.get("step")  # Somebody else's, which is not the class's.
+        self._own = scaler.__dict__.get("step")  # A ``step`` that other code has set on this instance.
 
     def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         scaler, hooks = self._scaler(), self._hooks()
@@ -189,5 +195,5 @@ class _WatchedStep:
 
 
 def _inside_own_step(optimizer: Optimizer) -> bool:
-    """Whether this is the ``super().step()`` of a step that called the hooks already."""
+    """True inside the ``super().step()`` of a step that has already called the hooks."""
     return any(frame.f_locals["self"] is optimizer for frame in step_frames()[1:])

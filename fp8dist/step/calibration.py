@@ -1,4 +1,4 @@
-"""A calibration: amaxes recorded in high precision, and everything else left as it was."""
+"""Calibration: records amaxes in high precision, and leaves everything else unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
     """See ``StateManager.calibrate``. COLLECTIVE on a clean exit.
 
     Args:
-        module: the model as the loop calls it.
+        module: the model as the training loop calls it.
     """
     cycle.require("calibrate()")
     cycle.settle()
@@ -32,7 +32,7 @@ def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
             "calibration: calibrate between two optimizer steps, or let the last backward reduce them "
             "(set_requires_gradient_sync(True))"
         )
-    reshard(sharded)  # Else what an evaluation has gathered hides the parameters that have gradients.
+    reshard(sharded)  # Otherwise, weights that an evaluation has gathered hide the parameters with gradients.
     pending = [sync.arena.pending.clone() for sync in cycle.syncs]
     untouched = Untouched(module)
     cycle.job.calibrating = True
@@ -50,13 +50,13 @@ def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
 
 
 class Untouched:
-    """Takes gradients off, and remembers buffers and generators, until ``put_back``.
+    """Removes gradients, and saves buffers and generator states, until ``put_back`` restores them.
 
-    Gradients come back as the same tensors with the same values: under DDP with ``gradient_as_bucket_view`` they are
-    views of buckets, which backwards inside a calibration fill.
+    Restores gradients as the same tensors with the same values: under DDP with ``gradient_as_bucket_view`` they are
+    views of buckets, which backwards inside a calibration overwrite.
 
     Args:
-        module: the model as the loop calls it. The generators are the CPU's, and those of the devices that it is on.
+        module: the model as the training loop calls it. Saves the generators of the CPU and of the model's GPUs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -76,7 +76,7 @@ class Untouched:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Everything is as it was."""
+        """Restore gradients, buffers and generator states."""
         for parameter, gradient, values in self._gradients:
             parameter.grad = gradient
             if gradient is not None and values is not None:

@@ -1,4 +1,4 @@
-"""The cycle of steps of one manager: boundaries, launches, commits."""
+"""StepCycle: the boundaries, launches and commits of one manager."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ logger = logging.getLogger("fp8dist")
 class StepCycle:
     """Drives all arenas of one manager through their steps.
 
-    Everything that communicates does so for all arenas in one order, which all ranks of any two groups
-    share, and is called at points of the program that all ranks reach.
+    Methods that communicate handle the arenas in one order, which is the same on all ranks, also for ranks of several
+    groups. They are called at points of the program that all ranks reach.
 
-    ``job``: what the manager is doing, of which this is the owner.
+    ``job``: the manager's current state, which this object owns.
     """
 
     def __init__(
@@ -70,22 +70,22 @@ class StepCycle:
     def _init_transient(self) -> None:
         """Job-specific state. Not copied or pickled."""
         self.sharded: ShardedWeights | None = None
-        self.steps: StepWatch | None = None  # Of the manager, which knows the model.
+        self.steps: StepWatch | None = None  # Set by the manager, which knows the model.
         self.watch: Watch | None = None
         self.waits = Waits()
         for sync in self.syncs:
             sync.waits = self.waits
         self.control = PrecisionControl(self.precisions, self.settings, self.job, self.syncs, self.groups)
         self.checker = Checker(self.syncs, self.groups, self.settings, self.job, self.control)
-        self._failure: SyncError | None = None  # Of a commit that a compilation made, for the next boundary to raise.
+        self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
         self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.
-        self._since = self.job.boundaries  # Passed before attach().
-        self._checked = 0  # Passed since attach(), at the last check that was due.
+        self._since = self.job.boundaries  # Boundaries passed before attach().
+        self._checked = 0  # Boundaries passed between attach() and the last check that was due.
         self._replays = 0
         self._polled: int | None = None  # Boundaries at the last poll without a graph.
         self._said_polled = False
         self.job.said_unsynced = False
-        self._step = 0  # As the watch counts: the arenas' step, and the boundaries since.
+        self._step = 0  # Step count of the watch: the arenas' step, plus boundaries since.
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("precisions", "settings", "job", "syncs", "groups")
@@ -96,14 +96,14 @@ class StepCycle:
         self._init_transient()
 
     def group_of(self, sync: ArenaSync) -> SyncGroup | None:
-        """The ranks that an arena was prepared for, attached or not."""
+        """Return the group that an arena was prepared for, attached or not."""
         return self.groups[self.syncs.index(sync)]
 
     # The phase -------------------------------------------------------------------------------------
 
     @property
     def activities(self) -> tuple[Activity, ...]:
-        """What is under way, beside plain training."""
+        """Activities in progress besides plain training."""
         found = {
             Activity.CAPTURING: self.captures,
             Activity.CALIBRATING: self.job.calibrating,
@@ -114,14 +114,14 @@ class StepCycle:
 
     @property
     def captures(self) -> bool:
-        """Whether this step goes into a CUDA graph."""
+        """True if this step is being captured into a CUDA graph."""
         return any(capturing(sync.arena.device) for sync in self.syncs)
 
     def require(self, call: str, switched_off: bool = False) -> None:
-        """Raise ConfigurationError where a call does not fit the phase (``step/order.py``). Local.
+        """Raise ConfigurationError if the current phase refuses a call (``step/order.py``). Local.
 
         Args:
-            switched_off: it needs ``attach`` also where FP8 is switched off.
+            switched_off: True if the call needs ``attach`` even with FP8 switched off.
         """
         shared = self.job.shared and (self.job.enabled or switched_off)
         require_order(call, self.job.tie, self.activities, shared)
@@ -129,10 +129,10 @@ class StepCycle:
     # Agreement -----------------------------------------------------------------------------------
 
     def agree(self, boundary: str, weights: Mapping[Slot, WeightDescription], timeout: timedelta) -> None:
-        """Agree with the other ranks on all that they must have alike. COLLECTIVE, through the store.
+        """Agree with the other ranks on everything that must be equal. COLLECTIVE, through the store.
 
         Args:
-            weights: by weight slot, what the weight is as a whole: the same on all ranks, however it is sharded.
+            weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
         """
         watch = None if self.watch is None else self.watch.describe()
         also = {"boundary": boundary, "watch": watch}
@@ -144,7 +144,7 @@ class StepCycle:
         self._count_from_state()
 
     def untie(self) -> None:
-        """Undo ``agree``: this rank shares its state with no other until it agrees again. The state stays. Local."""
+        """Undo ``agree``: this rank shares no state until it agrees again. Keeps the state. Local."""
         for sync in self.syncs:
             sync.group = None
             sync.watch(False)
@@ -158,31 +158,30 @@ class StepCycle:
     def derive_weight_scales(
         self, weights: Iterable[tuple[ArenaSync, Slot, Tensor]], which: Literal["cold", "all"]
     ) -> None:
-        """Set weight scales from the weights as they are now: see ``derive_weight_scales``. COLLECTIVE."""
+        """Set weight scales from the weights as they are now; see ``derive_weight_scales``. COLLECTIVE."""
         derive_weight_scales([sync for sync in self.syncs if self._scales_weights(sync)], weights, which)
 
     def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
-        """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE over their arenas: the ranks
-        of another one may see no reason."""
+        """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE over their arenas only: the
+        ranks of other arenas may have no reason to call it."""
         parts = [weight.part() for weight in weights]
         concerned = {id(sync) for sync, _, _ in parts}
         syncs = [sync for sync in self.syncs if id(sync) in concerned and self._scales_weights(sync)]
         derive_weight_scales(syncs, parts, "unfit")
 
     def _scales_weights(self, sync: ArenaSync) -> bool:
-        """Whether weights are cast with the scales of their slots: delayed ones, or those that all parts of a gathered
-        weight must share."""
+        """True if weights are cast with their slots' scales, which are delayed or shared by all shards of a weight."""
         recipe = sync.arena.recipe
         return recipe.delayed or (self.sharded is not None and recipe.by == "tensor")
 
     # The step ------------------------------------------------------------------------------------
 
     def boundary(self, hold: Tensor | None = None, calibrated: bool = False) -> None:
-        """A step ends here. COLLECTIVE: one all-reduce per arena, less those that were launched early.
+        """End a step. COLLECTIVE: one all-reduce per arena, except for syncs that were launched early.
 
         Args:
-            hold: non-zero: the loss scaler skips this step, which is then none. Read on the device.
-            calibrated: a calibration ends, which is no step of training.
+            hold: non-zero if the loss scaler skips this step, which then does not count. Read on the device.
+            calibrated: True at the end of a calibration, which is not a training step.
         """
         in_graph = self._begin_boundary()
         if not in_graph:
@@ -194,7 +193,7 @@ class StepCycle:
             self._end_boundary(calibrated, in_graph)
 
     def _begin_boundary(self) -> bool:
-        """Refuse a step that comes out of order, and commit what the last one left. Whether this goes into a graph."""
+        """Refuse a step out of order, and commit the last step. Return True if a CUDA graph captures this step."""
         self.require("a step")
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -209,9 +208,9 @@ class StepCycle:
         return in_graph
 
     def _act(self, calibrated: bool) -> None:
-        """Act on what the last sync proved, and check if that is due. COLLECTIVE in these cases."""
+        """Act on the verdicts of the last syncs, and run a check if one is due. COLLECTIVE in these cases."""
         passed = self.job.boundaries
-        self.job.boundaries += 1  # Before what may raise: who catches it goes on with the next step.
+        self.job.boundaries += 1  # First, because the rest may raise, and a loop may catch the error and go on.
         if self.settings.enabled:
             if not calibrated:
                 self.control.end_step()
@@ -219,7 +218,7 @@ class StepCycle:
         self._check_if_due(passed, in_step=True)
 
     def _launch(self, hold: Tensor | None, calibrated: bool) -> None:
-        """Start the sync of each arena, unless the step has started it. In a Join context the backwards do."""
+        """Launch the sync of each arena, unless it was launched early. In a Join context, backwards launch syncs."""
         for sync in self.syncs:
             if not sync.every_step:
                 sync.step_alone(hold)
@@ -227,12 +226,12 @@ class StepCycle:
                 sync.launch(hold, self.job.scaled)
 
     def _look(self, calibrated: bool, in_graph: bool) -> None:
-        """The numbers of a step that is watched. COLLECTIVE then."""
+        """Collect the watch's statistics, if this step is measured. COLLECTIVE then."""
         if not self.job.measuring:
             return
         if calibrated:
             for sync in self.syncs:
-                sync.watch(True)  # Anew: this is not of the step that is watched.
+                sync.watch(True)  # Restart, because a calibration is not the step to be measured.
         elif not (self.job.joined or in_graph):
             assert self.watch is not None
             jumps = self.watch.collect(self._step + 1, self.syncs)
@@ -240,7 +239,7 @@ class StepCycle:
                 self.checker.tell(Event("jump", self._step + 1, tuple(jump.slot for jump in jumps)))
 
     def _commit(self, hold: Tensor | None, in_graph: bool) -> None:
-        """What was launched is due now; commit it, unless a reader will. Local."""
+        """Make launched syncs due. Commit them now if ``update`` is "same_step", or if no reader can commit. Local."""
         for sync in self.syncs:
             sync.pass_boundary(hold, self.job.scaled)
         at_once = in_graph or (self._unseen_forwards() and not self.job.by_optimizer)
@@ -249,7 +248,7 @@ class StepCycle:
                 sync.settle()
 
     def _end_boundary(self, calibrated: bool, in_graph: bool) -> None:
-        """Count the step, and act on what it proved already. COLLECTIVE where that is a difference."""
+        """Count the step, and act on its immediate verdicts. COLLECTIVE if they show a difference."""
         if calibrated:
             self.waits.drop()
         elif not in_graph:
@@ -262,12 +261,12 @@ class StepCycle:
             self.checker.act_on_verdicts(self.job.joined, only_immediate=True)
 
     def settle(self) -> None:
-        """Commit what is due. Local."""
+        """Commit pending syncs. Local."""
         for sync in self.syncs:
             sync.settle()
 
     def set_precision(self, pattern: str, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> list[str]:
-        """See ``StateManager.set_precision``. Local: on all ranks alike."""
+        """See ``StateManager.set_precision``. Local: call it on all ranks alike."""
         self.settle()
         return self.control.change(pattern, gemms, to_high, steps)
 
@@ -280,7 +279,7 @@ class StepCycle:
         self._measure_next()
 
     def _measure_next(self) -> None:
-        """Whether the casts of the next step are measured. Compiled forwards are compiled for both."""
+        """Set whether the casts of the next step are measured. Compiled forwards are compiled for both cases."""
         due = self.settings.enabled and self.watch is not None and self.watch.is_due(self._step + 1)
         if due or self.job.measuring:
             self.job.measuring = due
@@ -294,7 +293,7 @@ class StepCycle:
     # CUDA graphs and checks ------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """The host's part of steps that were replayed, and what is due. COLLECTIVE where ``boundary`` is."""
+        """Do the host's work for replayed steps, and pending commits and checks. COLLECTIVE where ``boundary`` is."""
         self.require("poll()")
         self._warn_of_idle_poll()
         self.settle()
@@ -312,7 +311,7 @@ class StepCycle:
         self._check_if_due(self.job.boundaries, in_step=False)
 
     def _warn_of_idle_poll(self) -> None:
-        """Once. No error: a loop may leave a step out, and ranks must come to a poll alike."""
+        """Warn once about polls without a graph. No error, because a loop may skip a step, and all ranks must poll."""
         if self.job.captured or self.job.graphed or not self.settings.enabled or self._said_polled:
             return
         idle, self._polled = self._polled == self.job.boundaries, self.job.boundaries
@@ -325,15 +324,15 @@ class StepCycle:
             )
 
     def _check_if_due(self, boundaries: int, in_step: bool) -> None:
-        """Every ``check_every`` steps, before the next one ends: by then each rank has committed the last. COLLECTIVE
-        then.
+        """Run a check every ``check_every`` steps, before the next step ends: by then each rank has committed the last
+        step. COLLECTIVE if due.
 
-        Counted on the host since ``attach``, so that all ranks come here together. Not inside a Join context, where
-        ranks without data would not come.
+        Steps are counted on the host since ``attach``, so all ranks check together. Never checks inside a Join context,
+        where ranks without data would not take part.
 
         Args:
-            boundaries: passed when the last step had ended.
-            in_step: the next one is under way.
+            boundaries: number passed when the last step had ended.
+            in_step: True if the next step is in progress.
         """
         every, finished = self.settings.check_every, boundaries - self._since
         due = every and finished // every > self._checked // every
@@ -342,12 +341,12 @@ class StepCycle:
             self._check(Scope(), self.settings.check_policy, in_step)
 
     def check(self, scope: Scope, policy: Policy) -> DivergenceReport:
-        """Compare FP8 state, and what ``scope`` says, across the ranks. COLLECTIVE."""
+        """Compare FP8 state, and everything that ``scope`` selects, across the ranks. COLLECTIVE."""
         self.require("check()", switched_off=True)
         return self._check(scope, policy, in_step=False)
 
     def _check(self, scope: Scope, policy: Policy, in_step: bool) -> DivergenceReport:
-        """``in_step``: another step is under way, and what is found may have happened in it."""
+        """Run a check. ``in_step``: True if another step is in progress, so that a difference may come from it."""
         self.settle()
         if not self.settings.enabled:
             return self.checker.check(self.job.boundaries, scope, policy)
@@ -356,24 +355,24 @@ class StepCycle:
     # What hooks tell -------------------------------------------------------------------------------
 
     def compilation_begins(self) -> None:
-        """torch.compile is about to trace something, maybe a forward. Local."""
+        """Commit pending syncs, because torch.compile is about to trace, maybe a forward. Local."""
         self.job.compiled = True
         try:
             self.settle()
-        except SyncError as error:  # Dynamo would make an error of its own of it.
+        except SyncError as error:  # Raised later: Dynamo would wrap it in an error of its own.
             self._failure = error
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Some optimizer of the process is about to step. Local."""
+        """Handle the start of any optimizer's step in the process. Local."""
         if self.sharded is not None:
             self.sharded.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer, real: bool) -> None:
-        """It has stepped: FP8 casts of weights are stale. Local; after an attached one COLLECTIVE, where scales of
-        gathered weights follow at once.
+        """Handle the end of any optimizer's step: FP8 casts of weights are stale. Local. After an attached optimizer,
+        COLLECTIVE if scales of gathered weights follow at once.
 
         Args:
-            real: it may have changed parameters.
+            real: True if the step may have changed parameters.
         """
         self.job.invalidate_casts()
         if self.sharded is not None:
@@ -383,17 +382,17 @@ class StepCycle:
                 self.sharded.renew()
 
     def tell_others(self, text: str) -> None:
-        """This rank raises an error: ranks that miss it in a collective quote this text. Local."""
+        """Publish the text of this rank's error. Ranks that miss this rank in a collective quote the text. Local."""
         if self.job.attached and self.job.shared:
             leave_word(text)
 
     def scaler_found(self) -> None:
-        """A loss scaler is at work that ``attach`` was not given: as if it had been. Local."""
+        """Treat a loss scaler that ``attach`` was not given as if it had been. Local."""
         self.job.scaled = True
-        self.step_skipped()  # Earlier steps may have been, unseen.
+        self.step_skipped()  # Earlier steps may have been skipped unnoticed.
 
     def state_loaded(self, slots: Collection[Slot]) -> None:
-        """The state of these slots was loaded, or reset: FP8 casts are stale, and slots may be cold. Local."""
+        """Handle loaded or reset state of these slots: FP8 casts are stale, and slots may be cold. Local."""
         self.job.invalidate_casts()
         self._count_from_state()
         if self.steps is not None:
@@ -403,7 +402,7 @@ class StepCycle:
 
     @contextlib.contextmanager
     def weights_swapped(self) -> Iterator[None]:
-        """Weights are others inside, and those of before at the end. Local."""
+        """Context in which the caller swaps weights and puts them back: restores notes and scales at exit. Local."""
         notes = self.steps.kept_notes() if self.steps is not None else contextlib.nullcontext()
         scales = self.sharded.kept_scales() if self.sharded is not None else contextlib.nullcontext()
         growth = self.job.growth
@@ -416,19 +415,19 @@ class StepCycle:
             self.job.invalidate_casts()
 
     def weights_changed(self) -> None:
-        """An attached optimizer has stepped. Local."""
+        """Handle the end of an attached optimizer's step. Local."""
         self.job.invalidate_casts()
         if self._unseen_forwards():
             self.settle()
-        self._renews = self.sharded is not None  # By ``after_step``, which torch calls after an optimizer's own hooks.
+        self._renews = self.sharded is not None  # Read by ``after_step``, which runs after the optimizer's own hooks.
 
     def reuse_casts(self, allowed: bool) -> None:
-        """Whether weights stand still until the next call. Local."""
+        """Allow or forbid reuse of weight casts until the next call. Local."""
         self.job.reuse_casts = allowed
         self.job.invalidate_casts()
 
     def step_skipped(self) -> None:
-        """The loss scaler skipped the optimizer: drop non-finite amaxes, keep the others. Local."""
+        """Drop non-finite amaxes, but no others, because the loss scaler skipped the optimizer. Local."""
         self.settle()
         for sync in self.syncs:
             sync.drop_nonfinite()
@@ -436,9 +435,9 @@ class StepCycle:
     # Launches of communication hooks and of Join -----------------------------------------------------
 
     def launch_early(self) -> None:
-        """Launch before the boundary; the results of several launches merge. COLLECTIVE.
+        """Launch syncs before the boundary. The results of several launches merge. COLLECTIVE.
 
-        Not while calibrating, which commits on a clean exit only, and not after ``detach``.
+        Launches nothing while calibrating, which commits on a clean exit only, or after ``detach``.
         """
         if self.settings.enabled and not self.job.recording and not self.job.untied:
             for sync in self.syncs:
@@ -446,10 +445,10 @@ class StepCycle:
                     sync.launch()
 
     def launch_from_hook(self) -> None:
-        """``launch_early``, called by a communication hook, which may have outlived a ``detach``. COLLECTIVE.
+        """Call ``launch_early`` for a communication hook, which may have outlived a ``detach``. COLLECTIVE.
 
         Raises:
-            ConfigurationError: it comes out of order.
+            ConfigurationError: the call comes out of order.
         """
         if not self.job.untied:
             self.job.launches_early = True
@@ -458,23 +457,23 @@ class StepCycle:
                 self.launch_early()
 
     def launch_idle(self) -> None:
-        """Shadow the others' launch, for a rank without data. COLLECTIVE."""
+        """Shadow the other ranks' launch, on a rank without data. COLLECTIVE."""
         for sync in self.syncs:
             if sync.communicates and sync.every_step:
                 sync.launch_idle()
         self.waits.drop()
 
     def resync_after_join(self) -> None:
-        """Take over the state of the rank that is furthest, and end the Join context. COLLECTIVE."""
+        """Take over the state of the rank that is furthest ahead, and end the Join context. COLLECTIVE."""
         self.settle()
-        # Ranks without data have proved nothing: what the others know must be acted on before they part from them.
+        # Ranks without data have no verdicts. Act on those of the other ranks before taking over their state.
         self.checker.act_on_verdicts(True, raises=False)
         for sync in self.syncs:
             take_furthest(sync, self.precisions, self.control)
             if sync.phase is not Phase.IDLE:
                 sync.abandon()
         self.job.invalidate_casts()
-        # A rank without data has counted fewer steps, and decides by its counts when it takes part in what.
+        # A rank without data has counted fewer steps. These counts decide when ranks check, so make them equal.
         self._since, self._checked = self.job.boundaries, 0
         self._count_from_state()
         self.waits.drop()

@@ -1,4 +1,4 @@
-"""``Join``: ranks that run out of data before the others, and take over the others' state at the end."""
+"""``Join``: ranks that run out of data early take over the other ranks' state at the end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["take_furthest"]
 
 
 def take_furthest(sync: ArenaSync, precisions: Precisions, control: PrecisionControl) -> None:
-    """Everyone takes the state of the rank with the highest step counter: the arena, and which GEMMs of its modules are
-    in high precision, for how long. COLLECTIVE where the sync communicates."""
+    """Copy the state of the rank with the highest step counter to all ranks: the arena, and which GEMMs of its modules
+    run in high precision and for how long. COLLECTIVE if the sync communicates."""
     if not sync.communicates:
         return
     assert sync.group is not None
@@ -30,7 +30,7 @@ def take_furthest(sync: ArenaSync, precisions: Precisions, control: PrecisionCon
 
 
 def _broadcast_furthest(arena: Arena, group: SyncGroup) -> int:
-    """Everyone takes the state of the rank with the highest step counter; which one that is. COLLECTIVE."""
+    """Broadcast the arena of the rank with the highest step counter, and return that rank. COLLECTIVE."""
     me = group.ranks.index(group.rank)
     furthest = (arena.step.to(torch.int64) * group.size + me).view(1)
     dist.all_reduce(furthest, dist.ReduceOp.MAX, group=group.process_group)

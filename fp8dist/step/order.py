@@ -1,6 +1,6 @@
-"""Which calls fit which phase of a manager's life, and what a user reads who calls something out of order.
+"""The calls that each phase of a manager refuses, and the error messages for calls out of order.
 
-A phase is how the manager is tied to its job (``Tie``), and what is under way (``Activity``).
+A phase is the manager's tie to its job (``Tie``), plus the activities in progress (``Activity``).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from fp8dist.modules.job_state import Activity, Tie
 
 __all__ = ["require_order"]
 
-_AFTER_STEP = "a sync is under way, which that step ends: call it after one that is not skipped"
+_AFTER_STEP = "a sync is in flight until a step that is not skipped: call it after that step"
 _AGAIN = "call prepare() again"
-_ATTACH_FIRST = "call attach() first, which ties the ranks that share this state"
+_ATTACH_FIRST = "call attach() first, which connects the ranks that share this state"
 _LEAVE = "leave it first"
-_LEAVE_JOIN = "ranks without data would not come: call it outside of the context"
+_LEAVE_JOIN = "ranks without data would not take part: call it outside of the context"
 _OUTSIDE_GRAPH = "call it before the capture, or after it"
 _REPLAYED = "each replay would do it again: call it before the capture, or after it"
 
 _UNSHARED_ONLY = (Tie.PREPARED, Tie.DETACHED)
-"""Where only a manager whose state no other rank shares may take steps."""
+"""Phases in which a manager may take steps only if no other rank shares its state."""
 
 _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
     {
@@ -49,7 +49,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Tie.PREPARED: _ATTACH_FIRST,
             Tie.DETACHED: _ATTACH_FIRST,
             Tie.RESTORED: _AGAIN,
-            Activity.CALIBRATING: "it changes no parameter: step after it",
+            Activity.CALIBRATING: "a calibration changes no parameter: step after it",
         },
         "comm_hook": {
             Tie.PREPARED: _ATTACH_FIRST,
@@ -89,7 +89,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Activity.CAPTURING: _REPLAYED,
         },
         "watch()": {
-            Tie.ATTACHED: "it comes before attach(), where ranks agree about it",
+            Tie.ATTACHED: "call it before attach(), where ranks agree on it",
             Tie.RESTORED: _AGAIN,
         },
         "set_precision()": {Tie.RESTORED: _AGAIN, Activity.CAPTURING: _REPLAYED},
@@ -99,14 +99,14 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
         "saving state": {Activity.CAPTURING: _OUTSIDE_GRAPH},
     }
 )
-"""By call: the phases in which it is refused, and what to do instead. All else is allowed."""
+"""The phases that refuse each call, and what to do instead. All other phases allow it."""
 
 
 def require_order(call: str, tie: Tie, activities: Iterable[Activity], shared: bool) -> None:
-    """Raise ConfigurationError where a call does not fit the phase: names both, and says what to do.
+    """Raise ConfigurationError if the phase refuses a call. The message names both, and says what to do.
 
     Args:
-        shared: several ranks share the state. A manager whose state is its own may step without ``attach``.
+        shared: True if several ranks share the state. Otherwise, the manager may step without ``attach``.
     """
     refused = _REFUSED[call]
     phases: list[Tie | Activity] = [*activities]

@@ -1,7 +1,7 @@
-"""The steps of all torch optimizers of the process, as far as they concern one model's FP8 weights.
+"""StepWatch: watches the steps of all torch optimizers of the process that change one model's FP8 weights.
 
-Scales follow weights at boundaries. An optimizer that steps weights for which no boundary comes would train on with
-scales that stand still, while the loss falls: so its second step is refused.
+Scales follow weights at boundaries. If no boundary follows an optimizer's step, training would continue with outdated
+scales, while the loss falls. So the second such step raises an error.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ logger = logging.getLogger("fp8dist")
 
 _UNCHANGED_STEPS = 3
 _SAMPLED_WEIGHTS, _SAMPLED = 4, 4096
-"""Weights, and elements of each, that are compared before and after so many steps."""
+"""Number of weights, and of elements of each, that are compared before and after ``_UNCHANGED_STEPS`` steps."""
 
 
 class StepListener(Protocol):
-    """What hears of steps."""
+    """Receives the steps that a StepWatch observes."""
 
     job: JobState
 
     @property
     def captures(self) -> bool:
-        """Whether a CUDA graph is being captured."""
+        """True while a CUDA graph is captured."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Handle the start of an optimizer's step."""
 
     def after_step(self, optimizer: Optimizer, real: bool) -> None:
-        """It has stepped."""
+        """Handle the end of an optimizer's step. ``real``: True if the step may have changed parameters."""
 
     def tell_others(self, text: str) -> None:
-        """This rank raises: whoever waits for it should know why."""
+        """Publish the error that this rank raises, for the ranks that wait for this rank."""
 
 
 class StepWatch:
-    """Watches optimizers for the FP8Linears of one model, from ``prepare`` to ``restore``. Goes with its manager.
+    """Watches optimizers for one model's FP8Linears, from ``prepare`` to ``restore``. Lives as long as its manager.
 
-    A step nested in another optimizer's (Lookahead, SAM, ZeroRedundancyOptimizer) belongs to the outer one.
+    A step inside another optimizer's step (Lookahead, SAM, ZeroRedundancyOptimizer) belongs to the outer step.
     """
 
     def __init__(self, listener: StepListener, model: weakref.ref[nn.Module]) -> None:
-        self._listener = weakref.ref(listener)  # It holds this: GPU memory must not wait for a cycle to be found.
+        self._listener = weakref.ref(listener)  # Weak: a reference cycle would delay the release of GPU memory.
         self._model = model
         self._linears: tuple[weakref.ref[FP8Linear], ...] | None = None
         self._began = 0
         self._unrecorded: list[FP8Linear] = []
-        self._last: weakref.ref[Optimizer] | None = None  # Of the attached ones: its step may be the boundary.
+        self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: _Masters | None = None
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         alive = weakref.ref(self)
@@ -88,10 +88,10 @@ class StepWatch:
             register_optimizer_step_post_hook(untraced(after)),
         )
         for handle in self._handles:
-            retire_with(self, handle)
+            retire_with(self, handle)  # Never removes a hook inside a step: torch iterates over the hooks then.
 
     def remove(self) -> None:
-        """End it."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
@@ -105,15 +105,15 @@ class StepWatch:
         return [linear for linear in living if linear is not None]
 
     def expect_masters(self, linears: Sequence[FP8Linear], optimizer: Optimizer) -> None:
-        """Weights that are in no optimizer that ``attach`` was given, though it holds other parameters that may be
-        their master copies: whoever steps those writes to the weights. Local."""
+        """Check weights that no attached optimizer holds, although ``optimizer`` holds parameters that may be their
+        master copies: its steps must then change the weights. Local."""
         self._masters = _Masters(linears, optimizer)
 
     def attached(self, optimizers: Sequence[Optimizer]) -> None:
-        """``attach`` has placed the state, and derived the scales of cold weights. Local.
+        """Take notes, after ``attach`` has placed the state and derived the scales of cold weights. Local.
 
-        A weight that has changed since the last boundary stays marked as written: after an earlier ``attach`` its
-        slot is hot, and has the scale of the old weight.
+        A weight that has changed since the last boundary stays marked as written: after an earlier ``attach``, its slot
+        is hot and has the scale of the old weight.
         """
         model, self._masters = self._model(), None
         self._linears = () if model is None else tuple(map(weakref.ref, fp8_linears(model)))
@@ -128,16 +128,16 @@ class StepWatch:
                 note.mark_written()
 
     def detached(self) -> None:
-        """No optimizer is attached any more. Local."""
+        """Forget the attached optimizers. Local."""
         self._masters = self._last = None
         self._attached = weakref.WeakSet()
 
     def take_notes(self, after_step: bool = False) -> None:
-        """Scales are right for the weights as they are now. Local.
+        """Note that scales are right for the weights as they are now. Local.
 
         Args:
-            after_step: this is a boundary that the loop called for. What changed the weights before it was a step; but
-                where an optimizer was seen to step, what was written later was not.
+            after_step: True at a boundary that the loop requested. Earlier writes then count as an optimizer step,
+                except for writes after an optimizer step that was seen.
         """
         listener = self._listener()
         boundaries = -1 if listener is None else listener.job.boundaries - 1
@@ -151,7 +151,7 @@ class StepWatch:
 
     @contextlib.contextmanager
     def kept_notes(self) -> Iterator[None]:
-        """What is written to weights inside is undone there: notes stay. Local."""
+        """Restore the notes at exit. The caller undoes, inside the context, all its writes to weights. Local."""
         before = [(linear, linear.fp8_slots.note) for linear in self.linears]
         kept = [(note.awaited, note.written(linear)) for linear, note in before]
         try:
@@ -165,18 +165,18 @@ class StepWatch:
                     note.mark_written()
 
     def state_loaded(self, slots: Collection[Slot]) -> None:
-        """The state of these slots is right for the weights that the next forward finds. Local."""
+        """Note that state was loaded: these slots are right for the weights that the next forward finds. Local."""
         for linear in self.linears:
             if linear.fp8_slots.slots[Role.WEIGHT] in slots:
                 linear.fp8_slots.note.trust_next()
 
     def held_by(self, optimizer: Optimizer) -> list[FP8Linear]:
-        """The FP8Linears whose weights an optimizer holds."""
+        """Return the FP8Linears whose weights an optimizer holds."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = []
         for linear in self.linears:
             weight = linear._parameters.get("weight")
-            if id(weight) not in held:  # The usual case needs no more than this.
+            if id(weight) not in held:  # False in the usual case.
                 slots = linear.fp8_slots
                 if not any(id(p) in held for p in slots.note.holders(linear, slots.resharded)):
                     continue
@@ -202,7 +202,7 @@ class StepWatch:
         return job.by_optimizer and self._last is not None and self._last() is optimizer
 
     def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[FP8Linear]) -> None:
-        """Raise ConfigurationError if weights are about to be stepped for the second time since the last boundary."""
+        """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
         again = [each for each in held if each.fp8_slots.note.stepped_at == self._began]
         late = [linear for linear in again if _is_late(linear.fp8_slots, self._began)]
         if late:
@@ -218,7 +218,7 @@ class StepWatch:
         counts = real and not nested and not listener.captures
         if not nested:
             listener.job.stepping = False
-        unseen = compiled_any()  # Forwards that leave no notes.
+        unseen = compiled_any()  # Compiled forwards leave no notes.
         skipped = found_inf(optimizer)
         for linear in self.held_by(optimizer):
             note = linear.fp8_slots.note
@@ -234,7 +234,7 @@ class StepWatch:
 
 
 class _Masters:
-    """Whether an optimizer of other parameters changes the weights that it should: told at its fourth step."""
+    """Checks that an optimizer of master copies changes the FP8 weights. Warns at its fourth step if not."""
 
     def __init__(self, linears: Sequence[FP8Linear], optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -243,7 +243,7 @@ class _Masters:
         self._seen = [(weakref.ref(linear), _sample(linear)) for linear in linears[:_SAMPLED_WEIGHTS]]
 
     def told(self, optimizer: Optimizer) -> bool:
-        """Whether there is no more to tell. That optimizer is about to step. Waits for the device, once."""
+        """Check, before a step of ``optimizer``. Return True once the check is done. Waits for the device, once."""
         if optimizer is not self._optimizer() or not is_real_step(optimizer):
             return False
         self._steps += 1
@@ -266,13 +266,13 @@ def _sample(linear: FP8Linear) -> Tensor:
 
 
 def fqn_of(linear: FP8Linear) -> str:
-    """The name of a Linear in its model."""
+    """Return the fqn of a Linear in its model."""
     return linear.fp8_slots.slots[Role.INPUT].fqn
 
 
 def _is_late(slots: LinearSlots, boundaries: int) -> bool:
-    """Whether a weight that was stepped since the last boundary must not be stepped again: it is cast to FP8. Reads the
-    device if a loss scaler may have skipped that step. ``boundaries``: passed so far."""
+    """True if a weight that was stepped since the last boundary must not be stepped again, because it is cast to FP8.
+    Reads the device if a loss scaler may have skipped that step. ``boundaries``: number passed so far."""
     note, skipped = slots.note, slots.note.skipped
     used = note.used_at == boundaries or (compiled_any() and note.idle_at != boundaries)
     return used and slots.weight_sync.every_step and (skipped is None or not bool(skipped))

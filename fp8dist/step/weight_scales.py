@@ -1,4 +1,4 @@
-"""Scales of weights, derived from the weights themselves: where no step has told of them, or they were written to."""
+"""Derivation of weight scales from the weights themselves, if slots have no scale or weights were written to."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def derive_weight_scales(
     """Set weight scales from the weights as they are now. COLLECTIVE: one all-reduce per arena.
 
     Args:
-        syncs: of the arenas, in the order that all ranks share.
-        weights: (sync, slot, this rank's weight or its part of it); several may name one slot. What is in none of
-            ``syncs`` is left alone.
-        which: "cold": slots without a scale. "unfit": those, and where the weight has outgrown its scale or is less
-            than half as large as when it was seen last. "all". Histories of the last two are emptied, except of
-            cold slots: they told of other weights.
+        syncs: the arenas' syncs, in the order that all ranks share.
+        weights: (sync, slot, this rank's whole or local weight); several entries may name one slot. Entries whose sync
+            is not in ``syncs`` are ignored.
+        which: "cold": slots without a scale. "unfit": cold slots, and slots whose weight has outgrown its scale or is
+            less than half as large as when last seen; all slots, if the recipe is not delayed. "all": all slots.
+            "unfit" and "all" also clear the histories, which describe other weights; "unfit" keeps those of cold slots.
     """
     amaxes = {id(sync): torch.full_like(sync.arena.pending, DID_NOT_RUN) for sync in syncs}
     for sync, slot, weight in weights:
@@ -54,7 +54,7 @@ def derive_weight_scales(
 
 
 def _set_scales(sync: ArenaSync, bits: Tensor, which: Literal["cold", "unfit", "all"]) -> None:
-    """From the amaxes of all ranks, int32[n]."""
+    """Set scales from the amaxes of all ranks, int32[n]."""
     arena = sync.arena
     amax, where = bits.view(torch.float32), (bits >= 0) & (bits < INFINITY_BITS)
     if which == "unfit" and arena.recipe.delayed:

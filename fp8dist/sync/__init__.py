@@ -1,1 +1,1 @@
-"""Who shares state, the one collective per step, and which rank is missing when it fails."""
+"""Groups that share state, the one collective per step, and the search for missing ranks when it fails."""

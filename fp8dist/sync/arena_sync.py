@@ -6,10 +6,9 @@ Life of an arena's sync::
                       │    ▲
                       └────┘ launch again before the boundary: results merge
 
-A step that is captured into a CUDA graph goes through it once, on the host; what a replay proved is taken up by
-``poll``.
+A step that is captured into a CUDA graph passes these phases once, on the host. ``poll`` reads what replays proved.
 
-``settle`` is local: it waits for a collective that was started, and never starts one.
+``settle`` is local: it may wait for a collective in flight, but never starts one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.errors import ConfigurationError, SyncError
+from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
 from fp8dist.sync.groups import SyncGroup
-from fp8dist.sync.roll_call import roll_call
+from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.sync.waits import Waits, clock_of
-from fp8dist.text import ranks_text
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_SCALE_HIGH, WORD_SCALE_LOW, WORD_STEP, WORDS
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS, INFINITY_BITS
@@ -42,7 +40,7 @@ _NEUTRAL_WORD = torch.iinfo(torch.int32).min
 
 
 class Phase(enum.Enum):
-    """Where an arena is between two boundaries."""
+    """Where an arena's sync is between two boundaries."""
 
     IDLE = "idle"
     IN_FLIGHT = "in flight"
@@ -51,7 +49,7 @@ class Phase(enum.Enum):
 
 @dataclass
 class SyncCounters:
-    """What communication this arena caused, on this rank."""
+    """Communication of this arena on this rank. ``wait_s``: host time in seconds."""
 
     collectives: int = 0
     bytes: int = 0
@@ -59,8 +57,8 @@ class SyncCounters:
 
 
 class Evidence(NamedTuple):
-    """What this rank sent: header words, int32[4], and scales, float32[2, n]; and which counters the commit, or those
-    since the last poll, have raised: bool[3, n]."""
+    """What this rank sent: header words, int32[4], and scales, float32[2, n]. ``flags``, bool[3, n]: the counters that
+    the commit has raised, or all commits since the last poll."""
 
     words: Tensor
     scales: Tensor
@@ -68,12 +66,11 @@ class Evidence(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What one sync proved, or several that were replayed since a poll.
+    """What one sync proved, or all syncs that were replayed since a poll.
 
-    ``differs``: of "manifest", "step", "scale" those about which ranks disagreed. ``nonfinite``: an amax was not
-    finite. ``saturated``: a sharded weight was cast beyond its scale. ``tripped``: slots gave reason to fall back.
-    ``replays``: commits in CUDA graphs that this is about, and the ``collectives`` in them; 0 if it is about a step
-    that the host took.
+    ``differs``: the values of "manifest", "step", "scale" on which ranks disagreed. ``nonfinite``: an amax was not
+    finite. ``saturated``: a sharded weight was cast beyond its scale. ``tripped``: slots triggered a fallback.
+    ``replays``: number of commits replayed in CUDA graphs, and ``collectives`` in them; 0 for an eager step.
     """
 
     differs: tuple[str, ...]
@@ -87,12 +84,12 @@ class Proof(NamedTuple):
 class Verdict:
     """A Proof on its way to the host.
 
-    On CUDA the numbers are copied without blocking and read at the next boundary. ``evidence`` is kept
-    only when a launch before that boundary would overwrite it in the arena.
+    On CUDA the numbers are copied without blocking and read at the next boundary. ``evidence`` is set only if a launch
+    before that boundary would overwrite it in the arena.
     """
 
     def __init__(self, outcome: Tensor, tripped: Tensor | None = None) -> None:
-        """``tripped``: bool[n], None: nobody falls back."""
+        """``tripped``: bool[n]. None: no fallback is configured."""
         self.immediate = not outcome.is_cuda
         self._trips = tripped is not None
         if tripped is not None:
@@ -107,7 +104,7 @@ class Verdict:
                 self._event.record()
 
     def read(self) -> Proof:
-        """What it says; waits until it is there."""
+        """Return the Proof. Waits until it is on the host."""
         if not self.immediate:
             self._event.synchronize()
         counts = list(map(int, self._outcome.tolist()))
@@ -125,13 +122,13 @@ class Verdict:
 
 @dataclass
 class ArenaSync:
-    """An arena, the group that shares it, and what is in flight.
+    """An arena, the group that shares it, and its sync in flight.
 
-    ``group`` None: nobody shares it, and there is no collective (one rank, or ``amax_sync=False``). ``patterns``: which
-    modules it is of, as ``prepare(groups=…)`` named them; none for all others. ``owner``: what errors call the manager.
-    ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such graphs that the host knows of.
-    ``watched``: what this rank saw in a step is kept for ``take_seen``. ``waits``: of this arena, and of all others of
-    its manager.
+    ``group`` None: the state is not shared, and there is no collective (one rank, or ``amax_sync=False``).
+    ``patterns``: the patterns of ``prepare(groups=…)`` that select its modules; empty for the default group. ``owner``:
+    name of the manager in errors. ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such
+    graphs that the host has seen. ``watched``: what this rank saw in a step is kept for ``take_seen``. ``waits``:
+    shared by all arenas of the manager.
     """
 
     arena: Arena
@@ -148,36 +145,36 @@ class ArenaSync:
     _seen: Tensor | None = None
     _work: dist.Work | None = None
     _merged: Tensor | None = None
-    _in_graph: bool = False  # What is under way is being captured, or was, and the capture failed.
+    _in_graph: bool = False  # The sync in progress is being captured, or its capture failed.
     _polled: Tensor | None = None  # The arena's counters at the last poll.
     _hold: Tensor | None = None
     _drop_nonfinite: bool = False
 
     @property
     def communicates(self) -> bool:
-        """Whether a launch is a collective."""
+        """True if a launch is a collective."""
         return self.group is not None and self.group.size > 1
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says what all of the group see."""
+        """True on the one rank of the group that logs messages for all of its ranks."""
         return self.group is None or self.group.rank == min(self.group.ranks)
 
     @property
     def every_step(self) -> bool:
-        """Whether each step ends with a launch and a commit. Else scales are made just in time, and nobody asks for
-        more than what a watch collects."""
+        """True if each step ends with a launch and a commit. Otherwise scales are made just in time, and amaxes are
+        needed only by ``manager.watch``."""
         return self.arena.recipe.delayed or self.arena.fallback is not None
 
     def step_alone(self, hold: Tensor | None = None) -> None:
-        """A step of an arena that has nothing to launch. Local."""
-        if self.watched:  # Else nothing was recorded.
+        """End a step of an arena that has nothing to launch. Local."""
+        if self.watched:  # Otherwise nothing was recorded.
             self._keep_seen()
             self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.step.add_(1 if hold is None else hold.reshape(()) == 0)
 
     def watch(self, on: bool) -> None:
-        """Whether what this rank sees from now on is kept for ``take_seen``."""
+        """Start or stop keeping what this rank sees for ``take_seen``."""
         self.watched, self._seen = on, None
 
     def _keep_seen(self) -> None:
@@ -187,20 +184,20 @@ class ArenaSync:
                 amaxes = amaxes.index_copy(0, self.arena.shard_slots, self.arena.shards)
             seen = torch.cat([amaxes[None], self.arena.shares])
             self._seen = seen if self._seen is None else larger(self._seen, seen)
-            if not self.arena.lanes:  # Else the launch sends them.
+            if not self.arena.lanes:  # With lanes, the launch sends and clears them.
                 self.arena.shares.fill_(DID_NOT_RUN)
 
     def take_seen(self) -> Tensor:
-        """float32[3, n]: what this rank saw in the step that ends: amaxes, shares of saturated elements, of underflows;
-        -1: nothing. Once."""
+        """Return what this rank saw in the step that ends, and forget it: float32[3, n] of amaxes, shares of saturated
+        elements, and shares of underflows. -1: nothing seen."""
         seen, self._seen = self._seen, None
         assert seen is not None
         return seen
 
     def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
-        """Snapshot the arena and start its all-reduce. COLLECTIVE where ``communicates``.
+        """Snapshot the arena and start its all-reduce. COLLECTIVE if ``communicates``.
 
-        Before a boundary it may be called several times: the results merge.
+        May be called several times before a boundary: the results merge.
         """
         self.settle()
         self._collect()
@@ -215,14 +212,14 @@ class ArenaSync:
         self._reduce()
 
     def evidence(self) -> Evidence:
-        """What was sent at the last launch, and seen by the last commit, as copies."""
+        """Return copies of what the last launch sent and the last commit flagged."""
         return Evidence(self.arena.words.clone(), self.arena.sent.clone(), self.arena.flags.clone())
 
     def launch_idle(self) -> None:
-        """Take part in the others' launch without having anything to say. COLLECTIVE.
+        """Take part in the launch of the other ranks with a neutral message. COLLECTIVE.
 
-        For a rank that has run out of data: its step counter and scales are stale, so its header
-        words are the neutral element of MAX.
+        For a rank that has run out of data. Its step counter and scales are stale, so its header words are the neutral
+        element of MAX.
         """
         self.settle()
         self._collect()
@@ -242,7 +239,7 @@ class ArenaSync:
         self.phase = Phase.IN_FLIGHT
 
     def _collect(self) -> None:
-        """Bring a launched result home, merged with earlier ones of this step."""
+        """Wait for a launched result, and merge it with earlier results of this step."""
         if self.phase is not Phase.IN_FLIGHT:
             return
         self._wait()
@@ -263,42 +260,34 @@ class ArenaSync:
 
     @contextlib.contextmanager
     def failing_by_name(self, what: str = "") -> Iterator[None]:
-        """What a collective raises inside, a timeout say, becomes a SyncError that says whose it was.
+        """Convert an error of the collective in the block, such as a timeout, to a SyncError that names the manager.
 
-        What was launched is given up: the state stays that of the last commit.
+        The launched sync is abandoned: the state stays that of the last commit.
 
         Args:
-            what: was done. Default: the sync of this step.
+            what: description of the operation. Default: the sync of this step.
         """
-        start = time.perf_counter()
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self.abandon()
-            if not what:  # The step counter cannot be read while a graph is captured.
-                captured = capturing(self.arena.device)
-                what = "the captured FP8 sync" if captured else f"the FP8 sync of step {int(self.arena.step) + 1}"
-            raise self._failure(what, error, time.perf_counter() - start) from error
-
-    def _failure(self, what: str, error: Exception, seconds: float) -> SyncError:
         assert self.group is not None
-        ranks = self.group.ranks
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        return SyncError(
-            f"rank {self.group.rank}: {self.owner}: {what} with ranks {ranks_text(ranks)} failed after "
-            f"{seconds:.1f} s. {roll_call(ranks, error=error)} ({cause})"
-        )
+
+        def failed() -> str:
+            self.abandon()
+            if what:
+                return what
+            if capturing(self.arena.device):  # The step counter cannot be read.
+                return "the captured FP8 sync"
+            return f"the FP8 sync of step {int(self.arena.step) + 1}"
+
+        with failing_by_name(self.owner, failed, self.group.ranks):
+            yield
 
     def pass_boundary(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
-        """What was launched is due for commit; where ``hold`` is non-zero it will wait for the next one."""
+        """Mark the launched sync as due for commit. Where ``hold`` is non-zero, its amaxes wait for the next launch."""
         if self.phase is Phase.IN_FLIGHT:
             self.phase = Phase.DUE
             self._hold, self._drop_nonfinite = hold, drop_nonfinite
 
     def settle(self) -> None:
-        """Commit what is due. Local; does nothing when nothing is due."""
+        """Commit a sync that is due. Local. Does nothing if none is due."""
         if self._in_graph and not capturing(self.arena.device):
             self._forget_capture()
         if self.phase is not Phase.DUE:
@@ -326,13 +315,14 @@ class ArenaSync:
         return None if self.arena.fallback is None else self.arena.tripped
 
     def take_tripped(self) -> Tensor:
-        """bool[n]: the slots that gave reason to fall back. Once."""
+        """Return the slots that triggered a fallback, bool[n], and clear them."""
         tripped = self.arena.tripped.clone()
         self.arena.tripped.zero_()
         return tripped
 
     def trip(self, places: Sequence[int]) -> None:
-        """These slots gave reason to fall back before the state was saved; it is read at the next boundary. Local."""
+        """Mark slots that triggered a fallback before the state was saved. The mark is read at the next boundary.
+        Local."""
         if places and self.arena.fallback is not None:
             self.arena.tripped.copy_(self.arena.mask(places))
             self.verdict = Verdict(torch.zeros(OUTCOME, dtype=torch.bool, device="cpu"), self.arena.tripped.cpu())
@@ -344,12 +334,13 @@ class ArenaSync:
         )
 
     def _forget_capture(self) -> None:
-        """A capture ended in the middle of a step: what it launched never ran."""
+        """Reset the phase after a capture that ended in the middle of a step: its launch never ran."""
         self._work = self._merged = self._hold = None
         self.phase, self._in_graph = Phase.IDLE, False
 
     def poll(self) -> None:
-        """What replays proved since the last poll is the verdict now. Local; the last one must have been read."""
+        """Make what replays proved since the last poll the current verdict. Local. The previous verdict must have been
+        read."""
         arena, before = self.arena, self._polled
         self._polled = arena.counters.clone()
         if self.graphed:
@@ -359,8 +350,8 @@ class ArenaSync:
             arena.unpolled.zero_()
 
     def read_verdict(self) -> tuple[Proof, Evidence | None]:
-        """What the last sync proved, or the replays before the last poll, with the evidence if it is kept. It is there
-        once only."""
+        """Return what the last sync, or the replays before the last poll, proved, with the evidence if it was kept.
+        Clears the verdict."""
         assert self.verdict is not None
         proof, evidence = self.verdict.read(), self.verdict.evidence
         self.verdict = None
@@ -370,19 +361,19 @@ class ArenaSync:
         return proof, evidence
 
     def drop_nonfinite(self) -> None:
-        """Forget non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
+        """Drop non-finite amaxes that wait for a boundary (a loss scaler skipped the step)."""
         for bits in self._waiting():
             bits.masked_fill_(bits >= INFINITY_BITS, DID_NOT_RUN_BITS)
 
     def forget(self, where: Tensor) -> None:
-        """Forget history and waiting amaxes of the slots where bool[n] says so: they told of another tensor."""
+        """Clear history and waiting amaxes of the slots where bool[n] is True, because they describe another tensor."""
         self.arena.forget_history(where)
         self.arena.shards.masked_fill_(where[self.arena.shard_slots], DID_NOT_RUN)
         for bits in self._waiting():
             bits.masked_fill_(where, DID_NOT_RUN_BITS)
 
     def _waiting(self) -> list[Tensor]:
-        """Amaxes that no commit has taken yet, int32[n] each, to be changed in place."""
+        """Return the amaxes that are not committed yet, int32[n] each, to be changed in place."""
         self._collect()
         waiting = [self.arena.pending.view(torch.int32)]
         if self._merged is not None:
@@ -392,7 +383,7 @@ class ArenaSync:
         return waiting
 
     def abandon(self) -> None:
-        """Wait for what is in flight and throw it and all pending amaxes away, and what nobody has read yet."""
+        """Wait for the sync in flight, then drop it, all pending amaxes and the unread verdict."""
         self._wait()
         self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.shares.fill_(DID_NOT_RUN)
@@ -411,14 +402,14 @@ class ArenaSync:
 
 
 def larger(a: Tensor, b: Tensor) -> Tensor:
-    """Elementwise, of float32 that are amaxes or shares; NaN is the largest."""
+    """Return the elementwise maximum of amaxes or shares in float32. NaN is the largest."""
     return torch.maximum(a.view(torch.int32), b.view(torch.int32)).view(torch.float32)
 
 
 def all_reduce_max(tensor: Tensor, group: SyncGroup, counters: SyncCounters) -> dist.Work:
-    """Integer MAX over the group, started and counted. COLLECTIVE.
+    """Start an integer MAX over the group, and count it. COLLECTIVE.
 
-    Amax bits and header words are int32 for this: float MAX loses NaN on gloo and NCCL.
+    Amax bits and header words are sent as int32, because float MAX loses NaN on gloo and NCCL.
     """
     counters.collectives += 1
     counters.bytes += tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Groups: who shares an arena, and how they find out that they agree."""
+"""Groups: the ranks that share an arena, and how they agree on their manifests."""
 
 from __future__ import annotations
 
@@ -46,40 +46,41 @@ _AGREED = "agreed"
 _COMPLETE, _ASKED, _VERDICT = "complete", "asked", "verdict"
 
 _SHOWN_MANIFESTS = 8
-"""Manifests whose difference is told; of the others only who has them."""
+"""Number of manifests whose difference is reported. For further manifests only the ranks are named."""
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor, without importing what takes half a second: who has one has imported it."""
+    """True for a DTensor. Does not import torch.distributed.tensor, which takes half a second: if a DTensor exists, the
+    module is already imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def has_base(thing: object, name: str) -> bool:
-    """Whether a class of that name is among its classes: FSDP and ZeRO are known by name, because importing them takes
-    half a second, and who has one has imported it."""
+    """True if the object's class or one of its bases has this name. FSDP and ZeRO are recognised by name, because
+    importing them takes half a second."""
     return any(cls.__name__ == name for cls in type(thing).__mro__)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the object itself; any other tensor as it is."""
-    # Not to_local(): that of a Parameter is a new view.
+    """Return this rank's part of a DTensor (the same object each time), or any other tensor unchanged."""
+    # Not to_local(), which returns a new view of a Parameter.
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def world_size() -> int:
-    """Ranks of the job; 1 without torch.distributed."""
+    """Return the number of ranks of the job; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class SyncGroup:
     """The ranks that share an arena.
 
-    From a ProcessGroup, or from a DeviceMesh with all its axes flattened: for DP × TP × CP that is
-    right for every role. A mesh of several axes gets its communicator on first use of
-    ``process_group``, which is then collective.
+    Made from a ProcessGroup, or from a DeviceMesh with all its axes flattened. For DP × TP × CP the whole mesh is right
+    for every role. A mesh of several axes gets its communicator on first use of ``process_group``. That first use is
+    COLLECTIVE.
 
-    ``ranks`` are a range where they are equally spaced, as those of a mesh's axes are: no memory, however many.
+    ``ranks`` are a range if they are equally spaced, as on the axes of a mesh. A range needs no memory per rank.
     """
 
     def __init__(self, group: GroupLike) -> None:
@@ -91,7 +92,7 @@ class SyncGroup:
             if group.ndim > 1 and group.mesh_dim_names is None:
                 raise ConfigurationError("a DeviceMesh of several axes needs mesh_dim_names to be a group")
             self.mesh = group
-            # Sorted, as those of the process group that is made for it.
+            # Sorted, like the ranks of the process group that is made for the mesh.
             self.ranks: Sequence[int] = _compact(sorted(group.mesh.flatten().tolist()))
         elif isinstance(group, dist.ProcessGroup):
             self._process_group = weakref.ref(group)
@@ -106,7 +107,7 @@ class SyncGroup:
         """The communicator.
 
         Raises:
-            ConfigurationError: it was destroyed.
+            ConfigurationError: the process group was destroyed.
         """
         if self._process_group is None:
             assert self.mesh is not None
@@ -119,21 +120,21 @@ class SyncGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where small messages are put: the CPU where the group has a backend for it, else this process's GPU."""
+        """Device of small messages: the CPU if the group has a backend for it, else this process's GPU."""
         types = [device.type for device in self.process_group._device_types]
         if "cpu" in types or not types:
             return torch.device("cpu")
         return torch.device(types[0], torch.cuda.current_device())
 
     def gather(self, mine: Any) -> list[Any]:
-        """Everyone's object, in the order of ``ranks``. COLLECTIVE."""
+        """Return the objects of all ranks, in the order of ``ranks``. COLLECTIVE."""
         group = self.process_group
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, mine, group=group)
         return self.in_order(gathered)
 
     def in_order(self, gathered: Sequence[Any]) -> list[Any]:
-        """Results of a gather, which come in the order of group ranks, in the order of ``ranks``."""
+        """Return results of a gather, which are in the order of group ranks, in the order of ``ranks``."""
         by_rank = dict(zip(dist.get_process_group_ranks(self.process_group), gathered))
         return [by_rank[rank] for rank in self.ranks]
 
@@ -148,11 +149,11 @@ class SyncGroup:
 
     @functools.cached_property
     def identity(self) -> str:
-        """The same on all members, different for other sets of ranks."""
+        """A name that is the same on all members, and differs between sets of ranks."""
         return identity_of(self.ranks)
 
     def mesh_coordinates(self) -> dict[str, int] | None:
-        """This process's place on the mesh by axis name."""
+        """Return this process's coordinates on the mesh by axis name, or None."""
         if self.mesh is None:
             return None
         place = self.mesh.get_coordinate()
@@ -162,7 +163,7 @@ class SyncGroup:
         return dict(zip(names, place))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
-        return self  # A communicator is not state: a copied model may sync with the same ranks.
+        return self  # A communicator is not state: a copied model may use the same one.
 
     def __reduce__(self) -> Any:
         raise ConfigurationError(
@@ -172,11 +173,11 @@ class SyncGroup:
 
 
 def _instead(given: object) -> str:
-    """What to pass where no group was."""
+    """Return a hint on what to pass as a group instead."""
     if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
         return (
-            "It says that this rank is not in the group that new_group() made: a rank that is not in the group must "
-            "not prepare or check with it. Give it a group of its own"
+            "The value means that this rank is not in the group that new_group() made. Only members prepare and check "
+            "with a group: give this rank a group of its own"
         )
     if isinstance(given, str):
         return f"Pass dist.group.WORLD, or an axis of a DeviceMesh: mesh[{given!r}]"
@@ -186,7 +187,7 @@ def _instead(given: object) -> str:
 
 
 def identity_of(ranks: Sequence[int]) -> str:
-    """A name for the group of these ranks, in the order given."""
+    """Return a name for the group of these ranks, in the order given."""
     return hashlib.sha256(json.dumps(list(ranks)).encode()).hexdigest()[:16]
 
 
@@ -197,9 +198,9 @@ def _compact(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def absent(store: Any, ranks: Sequence[int], key_of: Callable[[int], str], most: int | None = None) -> list[int]:
-    """Those of ``ranks``, in their order, whose key is not in the store; ``most`` of them at most.
+    """Return the ranks whose key is not in the store, in order, and ``most`` of them at most.
 
-    They are few, and looked for by halves: all that are there cost one question.
+    Searches by halves, because few are absent: one query is enough if all keys are there.
     """
     found: list[int] = []
     parts = [ranks]
@@ -217,7 +218,7 @@ def absent(store: Any, ranks: Sequence[int], key_of: Callable[[int], str], most:
 
 @dataclass(frozen=True)
 class Publication:
-    """This rank's manifest as it was put into the store, waiting for the others'."""
+    """This rank's manifest as published in the store, before the ranks have agreed."""
 
     store: distributed_c10d.Store
     group: SyncGroup
@@ -226,14 +227,14 @@ class Publication:
 
 
 def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publication:
-    """Put this rank's digest into the job's store. Does not wait.
+    """Put the digest of this rank's manifest into the job's store. Does not wait.
 
-    The n-th publication of a rank meets the n-th of each other rank of the same ranks: the count is
-    kept in the store, so that no process-wide state is needed.
+    The n-th publication of a rank belongs to the n-th of every other rank of the group. The store counts them, so no
+    process-wide state is needed.
     """
     store = distributed_c10d.PrefixStore(f"fp8dist/{group.identity}", distributed_c10d._get_default_store())
     publication = Publication(store, group, manifest, store.add(f"count/{group.rank}", 1))
-    while store.check([_key(publication, _VERDICT)]):  # The others gave up on that round without this rank.
+    while store.check([_key(publication, _VERDICT)]):  # The others ended that round without this rank.
         publication = Publication(store, group, manifest, store.add(f"count/{group.rank}", 1))
     digest = manifest_digest(dict(manifest))
     store.set(_key(publication, "digest", group.rank), f"{digest} {socket.gethostname()}")
@@ -246,37 +247,37 @@ def publish_manifest(group: SyncGroup, manifest: Mapping[str, Any]) -> Publicati
 def agree_on_manifests(publications: Sequence[Publication], rounds: int, timeout: timedelta) -> None:
     """Wait until all ranks of these groups have published and agree. COLLECTIVE, through the store.
 
-    In each group the lowest rank compares and the others wait for its verdict. Whoever writes a verdict
-    first, the lowest rank or one that will wait no longer, has spoken for all: nobody goes on alone. With several
-    groups, a failure in one is passed on to the others.
+    In each group the lowest rank compares, and the others wait for its verdict. The first verdict in the store is final
+    for all ranks, so no rank continues alone. The lowest rank writes it, or a rank whose wait has timed out. With
+    several groups, a failure in one is passed on to the others.
 
-    Where all agree this is some ten operations on the store per group for each rank, the lowest too, however many they
-    are: equal digests are counted, not read. Single ranks are looked at on a failure only, by the lowest rank, and full
-    manifests travel only then.
+    If all agree, each rank needs about ten store operations per group, whatever the number of ranks: equal digests are
+    counted, not read. Only after a failure does the lowest rank read single digests and ask for full manifests.
 
     Args:
-        rounds: how many groups a failure may have to pass through to reach everyone; the same on all ranks.
-        timeout: how long to wait for the others, in all groups together. Verdicts may take twice that.
+        rounds: the number of groups that a failure may have to pass through to reach all ranks. The same on all ranks.
+        timeout: how long to wait for the other ranks, for all groups together. Verdicts may take twice as long.
 
     Raises:
-        ManifestMismatchError: on every rank; ranks differ, or one did not come in time.
+        ManifestMismatchError: on every rank, if ranks differ or one did not come in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    # Those that this rank leads come first: their other members must not wait for what it waits for elsewhere.
+    # Groups that this rank leads come first, so that their members need not wait for its other groups.
     in_order = sorted(publications, key=lambda p: min(p.group.ranks) != p.group.rank)
     failures = [text for p in in_order if (text := _agree(p, timeout, deadline)) is not None]
     for round_ in range(rounds):
         for publication in publications:
             _tell(publication, round_, failures)
         for publication in publications:
-            if not failures:  # One is enough to know, and those who know need not wait.
+            if not failures:  # One failure is enough.
                 failures += _told(publication, round_, timeout * 3)
     if failures:
         raise ManifestMismatchError(failures[0])
 
 
 def _tell(publication: Publication, round_: int, failures: Sequence[str]) -> None:
-    """Tell the group of a failure, or that this rank knows of none; the last of them to say so speaks for all."""
+    """Tell the group of a failure, or that this rank knows of none. The last rank without a failure writes that all
+    agree."""
     if failures:
         _write_once(publication, f"told-{round_}", failures[0])
     elif publication.store.add(_key(publication, f"well-{round_}"), 1) == publication.group.size:
@@ -293,8 +294,8 @@ def _told(publication: Publication, round_: int, timeout: timedelta) -> list[str
 
 
 def _agree(publication: Publication, timeout: timedelta, deadline: float) -> str | None:
-    """What is wrong in this group, or None. Members have until the deadline to come, the leader as long again at the
-    most to tell what differs."""
+    """Return what is wrong in this group, or None. Members must come before the deadline. After it, the leader has up
+    to the same time again to find out what differs."""
     leader, patience = min(publication.group.ranks), timeout.total_seconds()
     if publication.group.rank == leader:
         verdict = _write_once(publication, _VERDICT, _compare(publication, timeout, deadline, deadline + patience / 2))
@@ -304,7 +305,7 @@ def _agree(publication: Publication, timeout: timedelta, deadline: float) -> str
 
 
 def _follow(publication: Publication, leader: int, timeout: timedelta, deadline: float) -> str:
-    """Wait for the leader, showing it the manifest if it asks for it."""
+    """Wait for the leader's verdict, and show it this rank's manifest on request."""
     asked = _get(publication, _ASKED, _until(deadline))
     if asked is not None and publication.group.rank in json.loads(asked):
         publication.store.set(_key(publication, "manifest", publication.group.rank), json.dumps(publication.manifest))
@@ -315,7 +316,8 @@ def _follow(publication: Publication, leader: int, timeout: timedelta, deadline:
 
 
 def _compare(publication: Publication, timeout: timedelta, deadline: float, later: float) -> str:
-    """What the leader concludes. ``deadline``: for the others to come; ``later``: for them to show their manifests."""
+    """Return the leader's verdict. ``deadline``: for the other ranks to come. ``later``: for them to show their
+    manifests."""
     group, store = publication.group, publication.store
     complete = _get(publication, _COMPLETE, _until(deadline)) is not None
     mine = manifest_digest(dict(publication.manifest))
@@ -330,7 +332,7 @@ def _compare(publication: Publication, timeout: timedelta, deadline: float, late
 
 
 def _differences(publication: Publication, mine: str, deadline: float) -> str:
-    """All have published: who differs from this rank, and in what."""
+    """Return which ranks differ from this one, and in what, after all have published."""
     group, store = publication.group, publication.store
     told = store.multi_get([_key(publication, "digest", rank) for rank in group.ranks])
     hosts: dict[int, str] = {}
@@ -339,7 +341,7 @@ def _differences(publication: Publication, mine: str, deadline: float) -> str:
         digest, _, hosts[rank] = text.decode().partition(" ")
         if digest != mine:
             odd.setdefault(digest, []).append(rank)
-    # One odd rank per distinct manifest tells all there is to know.
+    # One rank per distinct manifest is enough.
     shown = list(odd.values())[:_SHOWN_MANIFESTS]
     store.set(_key(publication, _ASKED), json.dumps([ranks[0] for ranks in shown]))
     lines = []
@@ -371,17 +373,17 @@ def _key(publication: Publication, what: str, rank: int | None = None) -> str:
 
 
 def _write_once(publication: Publication, what: str, text: str) -> str:
-    """Write it, unless somebody has; what stands there now."""
+    """Write the text unless there is one, and return the text that is stored."""
     return publication.store.compare_set(_key(publication, what), "", text).decode()
 
 
 def _until(deadline: float) -> timedelta:
-    """From now; a little at least, so that what is there already is seen."""
+    """Return the time left, at least 0.1 s, so that a value that is already there is seen."""
     return timedelta(seconds=max(0.1, deadline - time.monotonic()))
 
 
 def _get(publication: Publication, what: str, timeout: timedelta, rank: int | None = None) -> str | None:
-    """The value, or None when it does not come in time."""
+    """Return the value, or None if it does not come in time."""
     key = _key(publication, what, rank)
     try:
         publication.store.wait([key], timeout)

@@ -1,7 +1,7 @@
-"""Attendance: who is still there after a collective has failed.
+"""Roll call: which ranks are missing after a collective has failed.
 
-A collective that fails tells a rank that something is wrong, not who is missing. So every rank that had one fail
-reports to the job's store, and one of them looks who has not, and writes that down for all.
+A failed collective does not say which ranks are missing. So each rank whose collective failed reports to the job's
+store. One of them looks for the ranks that did not report, and stores the result for all.
 """
 
 from __future__ import annotations
@@ -11,52 +11,53 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fp8dist.errors import SyncError
 from fp8dist.sync.groups import absent, identity_of
 from fp8dist.text import ranks_text
 
-__all__ = ["Attendance", "enrol", "leave_word", "roll_call"]
+__all__ = ["Attendance", "enrol", "failing_by_name", "leave_word", "roll_call"]
 
 GRACE = timedelta(seconds=3)
-"""How long a rank that has reported waits for the others: they find out a little later or earlier."""
+"""How long a rank that has reported waits for the others, which may notice the failure later."""
 
 REACH = 3.0
-"""Seconds within which the store must have answered once."""
+"""Seconds within which the store must answer for the first time."""
 
 PATIENCE = 4.0
-"""Seconds beyond the grace after which a roll call is given up. With REACH and GRACE the most it may take."""
+"""Seconds after the grace at which a roll call is given up. REACH + GRACE + PATIENCE is its maximum duration."""
 
 TURN, TURNS = 0.25, 8
 """Extra delay in seconds per reporting rank, so that one rank runs the search, and for how many ranks it grows."""
 
 SHOWN = 16
-"""So many missing ranks are named."""
+"""Maximum number of missing ranks that are named."""
 
 LINGER = 1.5
-"""Seconds that a rank which knows stays for those that do not yet: the store may end with it or with its agent."""
+"""Seconds that a rank with the result waits for the others, because the store may end with its process or agent."""
 
 _WORD = "word"
-"""Where in the job's store the last word of a rank is."""
+"""Key of a rank's last word in the job's store."""
 
 UNKNOWN = "A rank is gone, hangs, or did not come here"
 
 
 @dataclass(frozen=True)
 class Attendance:
-    """What a roll call found; ``str()`` is a sentence without a full stop.
+    """The result of a roll call. ``str()`` is a sentence without a full stop.
 
-    ``called``: how many ranks were called. ``missing``: those that did not report, the first of them if there are
-    ``more``; None if that is not known. ``hosts``: of missing ranks, where they are known. ``unreachable``: the store
-    that did not answer. ``early``: the collective failed before its time-out, so ranks that are well may be in it
-    still: in a ring only the neighbours of a dead rank see at once that it is gone. ``word``: of a rank of the
-    job, see ``leave_word``.
+    ``called``: number of ranks called. ``missing``: ranks that did not report, or the first of them if ``more`` is
+    True; None if unknown. ``hosts``: hosts of missing ranks, as far as known. ``unreachable``: the store that did not
+    answer. ``early``: the collective failed before its timeout, so "missing" ranks may still be waiting in it: in a
+    ring, only the neighbours of a dead rank notice at once. ``word``: the last word of a rank, see ``leave_word``.
     """
 
     called: int = 0
@@ -92,30 +93,31 @@ class Attendance:
 
 
 class Roll:
-    """The roll calls of one rank in one group. The n-th of a rank meets the n-th of each other."""
+    """The roll calls of one rank in one group. The n-th call of a rank belongs to the n-th call of every other."""
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], identity: str) -> None:
-        """``store``: torch's, or what does the same. ``ranks``: all of the group. ``identity``: of the group."""
+        """``store``: torch's store, or a similar object. ``ranks``: all ranks of the group. ``identity``: the group's
+        name."""
         self.reached = threading.Event()
         self.found: Attendance | None = None
         self._store, self._rank, self._ranks = store, rank, ranks
         self._group = f"roll/{identity}"
-        self._interval = max(0.1, len(ranks) / 20_000)  # So that the store has 20,000 questions a second at most.
+        self._interval = max(0.1, len(ranks) / 20_000)  # At most 20,000 queries per second.
 
     def call(self, grace: float) -> Attendance:
-        """Report, wait for the others, and tell who is missing. Needs a number of store operations that does not depend
-        on how many ranks there are, but that of one rank's search, which grows with their logarithm."""
+        """Report, wait for the others, and return which ranks are missing. The number of store operations does not
+        depend on the number of ranks, except on the rank that searches: there it grows with the logarithm."""
         call, verdict = self._report(grace)
         self.found = self._read(verdict)
         self._linger(call)
         return self.found
 
     def _report(self, grace: float) -> tuple[str, bytes]:
-        """The name of the call, and its verdict."""
+        """Return the name of the call, and its verdict."""
         store, rank = self._store, self._rank
         call = f"{self._group}/{store.add(f'{self._group}/calls/{rank}', 1)}"
         turn = store.add(f"{call}/came", 1)
-        # An answer came: a rank whose words arrive, but that hears nothing, is not there.
+        # The store has answered. A rank that can send but not receive counts as missing.
         self.reached.set()
         store.set(f"{call}/present/{rank}", "1")
         verdict = f"{call}/verdict"
@@ -128,7 +130,7 @@ class Roll:
         return call, store.compare_set(verdict, "", json.dumps(self._search(f"{call}/present")))
 
     def _linger(self, call: str) -> None:
-        """Stay, but not long, until all that came have heard the verdict."""
+        """Stay, for LINGER at most, until all ranks that came have read the verdict."""
         store, known, deadline = self._store, f"{call}/known", time.monotonic() + LINGER
         if store.add(f"{call}/heard", 1) >= store.add(f"{call}/came", 0):
             store.set(known, "1")
@@ -137,7 +139,7 @@ class Roll:
             time.sleep(self._interval)
 
     def _search(self, present: str) -> dict[str, Any]:
-        """The first ranks that are not present, and their hosts."""
+        """Return the first missing ranks, and their hosts."""
         missing = absent(self._store, self._ranks, lambda rank: f"{present}/{rank}", SHOWN + 1)
         shown = missing[:SHOWN]
         known = [rank for rank in shown if self._store.check([_host_of(rank)])]
@@ -147,19 +149,18 @@ class Roll:
 
     def _read(self, verdict: bytes) -> Attendance:
         said = json.loads(verdict)
-        missing = tuple(rank for rank in said["missing"] if rank != self._rank)  # This one has come late.
+        missing = tuple(rank for rank in said["missing"] if rank != self._rank)  # This rank came late.
         hosts = tuple((rank, host) for rank, host in said["hosts"])
         return Attendance(len(self._ranks), missing, said["more"], hosts, word=said.get("word"))
 
 
 def enrol() -> None:
-    """Tell the job's store on which host this rank is, so that a roll call can name it. Local: one store operation."""
+    """Store the host of this rank, so that a roll call can name it. Local: one store operation."""
     _job_store().set(_host_of(dist.get_rank()), socket.gethostname())
 
 
 def leave_word(text: str) -> None:
-    """Put into the job's store why this rank stops, for the roll calls of those that miss it. Local: one store
-    operation. Never raises."""
+    """Store why this rank stops, for the roll calls of ranks that miss it. Local: one store operation. Never raises."""
     with contextlib.suppress(Exception):  # Of many kinds, and all mean that the store is not there.
         _job_store().set(_WORD, f"rank {dist.get_rank()} raised: {text}")
 
@@ -167,17 +168,18 @@ def leave_word(text: str) -> None:
 def roll_call(
     ranks: Sequence[int] | None = None, grace: timedelta = GRACE, error: BaseException | None = None
 ) -> Attendance:
-    """Who is missing, after a collective has failed. Local: the others need not come, that is what it finds out.
+    """Find out which ranks are missing after a collective has failed. Local: ranks that do not call it count as
+    missing.
 
-    All ranks whose collective failed call it alike: the n-th call of a rank for these ranks meets the n-th of each
-    other, so none should call it on its own. It asks the store of the default process group, and takes ``grace``
-    as a rule and seven seconds more at the most, as a rank that knows stays a little until the others do; less if the
-    store is out of reach, or all have reported. Never raises.
+    Call it on all ranks whose collective failed, equally often, and not on a single rank: the n-th call of a rank for
+    these ranks belongs to the n-th call of every other. It uses the store of the default process group. It takes
+    ``grace`` as a rule and seven seconds more at most, because a rank that knows the result waits for the others. It is
+    faster if the store is out of reach or all ranks have reported. Never raises.
 
     Args:
-        ranks: the global ranks of the group whose collective failed. None: all of the job.
+        ranks: the global ranks of the group whose collective failed. None: all ranks of the job.
         grace: how long to wait for ranks that notice the failure later.
-        error: what the collective raised. If it does not speak of a time-out, others may notice much later.
+        error: the error of the collective. If it is not a timeout, others may notice much later.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Attendance()
@@ -190,13 +192,37 @@ def roll_call(
     return replace(found, early=error is not None and not _timed_out(error))
 
 
+@contextlib.contextmanager
+def failing_by_name(who: str, what: Callable[[], str], ranks: Sequence[int]) -> Iterator[None]:
+    """Convert an error of a collective in the block, such as a timeout, to a SyncError that names the missing ranks.
+
+    Args:
+        who: the owner of what is synchronised.
+        what: called after a failure, returns a description of the operation.
+        ranks: the global ranks that take part.
+    """
+    start = time.perf_counter()
+    try:
+        yield
+    except (torch.OutOfMemoryError, SyncError):
+        raise
+    except RuntimeError as error:
+        seconds = time.perf_counter() - start
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise SyncError(
+            f"rank {dist.get_rank()}: {who}: {what()} with ranks {ranks_text(ranks)} failed after {seconds:.1f} s. "
+            f"{roll_call(ranks, error=error)} ({cause})"
+        ) from error
+
+
 def _timed_out(error: BaseException) -> bool:
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
 
 
 def _in_time(roll: Roll, grace: float) -> Attendance | None:
-    """The roll call's result; None if the store did not answer. A call to it may hang, hence the thread."""
+    """Return the roll call's result, or None if the store did not answer. Runs in a thread, because a call to the store
+    may hang."""
     done = threading.Event()
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""How long a rank waits for others: host time on a CPU, time of the current stream on CUDA."""
+"""How long a rank waits for others, in host time on a CPU, in time of the current stream on CUDA."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 __all__ = ["KEPT", "Clock", "Moment", "Waits", "clock_of"]
 
 KEPT = 4096
-"""Steps whose waits are kept for who has not asked."""
+"""Maximum number of steps whose waits are kept."""
 
 
 class Moment(Protocol):
-    """A point of time that was noted, and may lie ahead: where a stream has not come to it."""
+    """A recorded point in time. It may lie in the future, if the stream has not reached it yet."""
 
     def ms_since(self, earlier: Moment) -> float:
-        """Milliseconds from an earlier moment of the same clock; waits until this one has come."""
+        """Return the milliseconds from an earlier moment of the same clock. Waits until this moment is reached."""
 
 
 Clock = Callable[[], Moment]
-"""Notes the present moment."""
+"""Returns the current moment."""
 
 
 class _OnHost:
@@ -38,7 +38,8 @@ class _OnHost:
 
 
 class _OnStream:
-    """When the device's current stream gets here. A wait for NCCL holds up the stream and not the host."""
+    """The time at which the device's current stream reaches this point. A wait for NCCL blocks the stream, not the
+    host."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -52,18 +53,18 @@ class _OnStream:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock by which a rank on this device waits."""
+    """Return the clock that measures waits on this device."""
     return (lambda: _OnStream(device)) if device.type == "cuda" else _OnHost
 
 
 class Waits:
-    """Waits of one rank, summed up by steps; of more than ``KEPT`` steps those of the newest.
+    """Waits of one rank, summed per step, for the newest ``KEPT`` steps.
 
-    Noting one costs two moments, whatever it is that is waited for, and reads nothing from the device.
+    Recording a wait takes two moments, and reads nothing from the device.
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[Moment, Moment]] = []  # Of the step that has not ended.
+        self._open: list[tuple[Moment, Moment]] = []  # Waits of the current step.
         self._ended: deque[list[tuple[Moment, Moment]]] = deque(maxlen=KEPT)
         self._lost = 0
 
@@ -77,18 +78,18 @@ class Waits:
             self._open.append((start, clock()))
 
     def end_step(self) -> None:
-        """What was waited for since the last call belongs to one step."""
+        """Assign all waits since the last call to one step."""
         self._lost += len(self._ended) == KEPT
         self._ended.append(self._open)
         self._open = []
 
     def drop(self) -> None:
-        """What was waited for since the last step belongs to none."""
+        """Drop the waits since the last step."""
         self._open = []
 
     def take(self) -> list[float]:
-        """Milliseconds, one number per step that has ended since the last call; NaN for those that are not kept any
-        more. Waits until the device has come to the end of the last one."""
+        """Return milliseconds, one number per step that ended since the last call; NaN for steps that are no longer
+        kept. Waits until the device has reached the end of the last wait."""
         lost, self._lost = self._lost, 0
         kept = [sum(end.ms_since(start) for start, end in step) for step in self._ended]
         self._ended.clear()

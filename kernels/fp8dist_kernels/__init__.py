@@ -1,8 +1,8 @@
-"""FP8 kernels: the plain-torch version of each, which is also the oracle of the fused ones.
+"""FP8 kernels. Each has a plain-torch version, which is the reference for the fused Triton version.
 
-Everything here takes and returns plain tensors. Nothing knows of slots, groups or modules.
+All functions take and return plain tensors and know nothing about slots, groups or modules.
 
-This file imports no torch: who checks flags asks it for names before anything heavy is loaded.
+This file does not import torch: code that checks flags reads these names before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["BACKENDS", "BLOCK", "GEMMS", "Gemm"]
 BACKENDS = ("auto", "triton", "torch", "reference")
 
 BLOCK = 128
-"""Rows of a weight, and elements of a row, that share a scale where blocks have scales."""
+"""Block size of block scaling: elements of a row that share a scale and, in square blocks, rows that share one."""
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
-"""The products of a Linear: ``y = x Wᵀ``, ``dx = dy W``, ``dW = dyᵀ x``."""
+"""The GEMMs of a Linear: ``y = x Wᵀ``, ``dx = dy W``, ``dW = dyᵀ x``."""

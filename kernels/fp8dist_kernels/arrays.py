@@ -1,4 +1,4 @@
-"""The FP8 state of n slots as flat arrays, and the rule that a step changes them by."""
+"""The FP8 state of n slots as flat arrays, and the rule by which a step updates them."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ TAKEN, NONFINITE, SATURATED = range(3)
 
 
 class UpdateRule(NamedTuple):
-    """How a commit makes scales of amaxes."""
+    """How a commit computes scales from amaxes."""
 
-    length: int  # Of the window.
+    length: int  # Length of the amax window, in entries.
     margin: int
     power_of_two: bool
-    just_in_time: bool  # Cold slots were cast with their own amax.
+    just_in_time: bool  # True: cold slots are cast with their own amax.
     algorithm: Literal["max", "most_recent", "none"]  # "none": the caller derives the scales.
 
 
 class StateArrays(NamedTuple):
-    """Tensors on one device. What a step changes comes first, then constants.
+    """Tensors on one device. Arrays that a step changes come first, then constants.
 
     ============= ================ ==========================================================
     pending       float32[n]       amax since the last launch; -1: did not run on this rank
     send          int32[8 + n]     header | bits of pending; reduced in place
     scales        float32[2, n]    scale and inv_scale; start at 1
-    sent          float32[2, n]    scales as they were at the last launch
+    sent          float32[2, n]    copy of scales at the last launch
     history       float32[n, P]    rings of ``rule.length`` entries (see ``rings``)
     block_max     float32[n, B]    the maximum of each block of a ring
-    amax          float32[n]       the newest amax that the history took
+    amax          float32[n]       the newest amax in the history
     cold          bool[n]          no positive finite amax committed yet
     counters      int64[3, n]      amaxes taken, non-finite amaxes, amaxes beyond the scale in use
-    words         int32[4]         header words; the step counter is one of them
-    flags         bool[3, n]       which of the counters went up at the last commit
-    shards        float32[m]       amax of this rank's part of m sharded weights
-    scratch       int64[4]         sums of a kernel's programs; 0 between launches
-    unpolled      int32[8]         of commits in CUDA graphs since the last poll: sums of outcomes, and collectives
+    words         int32[4]         header words; one of them is the step counter
+    flags         bool[3, n]       the counters that the last commit incremented
+    shards        float32[m]       amaxes of this rank's parts of m sharded weights
+    scratch       int64[4]         accumulators of a kernel's programs; 0 between launches
+    unpolled      int32[8]         totals since the last poll: outcomes of commits in CUDA graphs, and collectives
     fp8_max       float32[n]       the format's largest finite value
-    rounds_to_max float32[n]       the largest value that is rounded to it, not cut off
-    keys          int64[2n]        of the scales' digest
-    row_start     int64[n]         where a slot's ring starts
-    shard_slots   int64[m]         places of the sharded weights
-    shard_users   int64[m, w]      places of the input slots that tell whether a weight was used
-    shard_of      int32[n]         a slot's place in ``shards``; -1: it is not sharded
+    rounds_to_max float32[n]       the largest value that rounds to ``fp8_max``; larger values saturate
+    keys          int64[2n]        position keys of the scale digest
+    row_start     int64[n]         start of a slot's ring in the flattened history
+    shard_slots   int64[m]         indices of the sharded weights' slots
+    shard_users   int64[m, w]      indices of the input slots that show if a weight was used
+    shard_of      int32[n]         a slot's index into ``shards``; -1: not sharded
     ============= ================ ==========================================================
     """
 
@@ -83,7 +83,7 @@ class StateArrays(NamedTuple):
     def allocate(
         fp8_max: Sequence[float], rounds_to_max: Sequence[float], ring: RingShape, device: torch.device
     ) -> StateArrays:
-        """State of slots that have seen nothing, with these formats. No weight is sharded."""
+        """Return the initial state of slots with these formats. No weight is sharded."""
         n = len(fp8_max)
 
         def full(*shape: int, value: float, dtype: torch.dtype) -> Tensor:
@@ -114,7 +114,9 @@ class StateArrays(NamedTuple):
         )
 
     def with_shards(self, slots: Sequence[int], users: Sequence[Sequence[int]]) -> StateArrays:
-        """The same arrays, but these weights are sharded; ``users``: all rows of one length."""
+        """Return the same arrays, with the weights at the indices ``slots`` sharded.
+
+        ``users``: for each weight, the indices of its users' input slots, padded to equal length."""
         device = self.pending.device
         places = torch.tensor(slots, dtype=torch.int64, device=device)
         shard_of = torch.full_like(self.shard_of, -1)

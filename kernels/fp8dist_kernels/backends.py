@@ -1,4 +1,4 @@
-"""Which version of a kernel runs: Triton's, or plain torch."""
+"""Backend selection: Triton or plain torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fp8dist_kernels import BACKENDS
 __all__ = ["BACKENDS", "runs_fused", "why_not_triton"]
 
 _LEAST_CAPABILITY = (8, 9)
-"""FP8 conversions and products exist from Ada on."""
+"""FP8 conversions and products need compute capability 8.9 (Ada) or higher."""
 
 
 def runs_fused(backend: str, device: torch.device) -> bool:
-    """Whether tensors on ``device`` are worked on by ``fp8dist_kernels.triton``: with "triton" always, with "auto" on
-    GPUs that have FP8."""
+    """True if ``fp8dist_kernels.triton`` handles tensors on ``device``: with "triton" always, with "auto" on GPUs with
+    FP8."""
     return backend == "triton" or (backend == "auto" and device.type == "cuda" and why_not_triton(device) is None)
 
 
 @functools.cache
 def why_not_triton(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on ``device``; None if they can."""
+    """Return why Triton's kernels cannot run on ``device``, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type == "cpu":  # Read when kernels are imported, so it does not change later.
+    if device.type == "cpu":  # Triton reads it at import, so this result may be cached.
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else "it needs a GPU (or TRITON_INTERPRET=1, for tests)"
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""FP8 formats, tensor roles, and which role uses which format."""
+"""FP8 formats, tensor roles, and the format of each role."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["E4M3", "E5M2", "FORMATS", "Format", "Role", "formats_by_role"]
 
 
 class Role(str, enum.Enum):
-    """What a scaled tensor is to its module. Compares equal to its plain string."""
+    """The role of a scaled tensor in its module. Compares equal to its plain string."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -27,8 +27,8 @@ class Role(str, enum.Enum):
 class Format:
     """One FP8 encoding (OCP 8-bit floating point specification, revision 1.0).
 
-    ``max`` is the largest finite magnitude; larger finite values saturate to it. Those up to
-    ``rounds_to_max``, half a step above, would do so by rounding alone.
+    ``max`` is the largest finite magnitude; larger finite values saturate to it. Values up to ``rounds_to_max``, half a
+    step above ``max``, round to ``max`` and do not count as saturated.
     """
 
     name: str
@@ -51,7 +51,7 @@ _BY_RECIPE_FORMAT: Mapping[str, Mapping[Role, Format]] = MappingProxyType(
 
 
 def formats_by_role(name: str) -> Mapping[Role, Format]:
-    """The format of each role for ``"hybrid"`` (E4M3 forward, E5M2 gradients) or ``"e4m3"``.
+    """Return the format of each role for ``"hybrid"`` (E4M3 forward, E5M2 gradients) or ``"e4m3"``.
 
     Raises:
         KeyError: ``name`` is neither.

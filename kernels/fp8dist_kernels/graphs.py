@@ -1,8 +1,8 @@
-"""Graphs: forwards that Python does not see. Whether CUDA captures one now, and whether torch.compile has made one.
+"""Checks for CUDA graph capture and torch.compile, whose forwards bypass Python.
 
-What runs on the host runs once, when the graph is made; a replay repeats only what was done on tensors. So while
-capturing nothing may be read from the device, and what the host does at the end of a step waits for
-``StateManager.poll``. And a compiled forward cannot commit.
+Host code runs once, when the graph is made; a replay repeats only operations on tensors. So code must not read from
+the device during capture, and the host's work at the end of a step waits for ``StateManager.poll``. A compiled forward
+cannot commit.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ __all__ = ["capturing", "compiled_any"]
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether work for ``device`` goes into a CUDA graph now."""
+    """True if ``device`` is a CUDA device and the current stream is capturing a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def compiled_any() -> bool:
-    """Whether torch.compile has made a graph in this process.
+    """True if torch.compile has made a graph in this process.
 
-    A module that is compiled cannot say so: Dynamo allows it no side effect inside activation checkpointing. So ask
-    Dynamo, and take any graph for one of ours: it makes a commit earlier than need be, never later.
+    A compiled module cannot report itself: Dynamo allows no side effects inside activation checkpointing. So read
+    Dynamo's counters and treat any graph as ours. A false positive makes a commit earlier than necessary, never later.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

@@ -1,8 +1,8 @@
-"""The header of a sync's message: four words, followed by their complements.
+"""The header of a sync message: four words, then their bitwise complements.
 
-``send`` is int32[8 + n]: header, then the bits of ``pending``. After an integer MAX over ranks,
-``reduced(w) == ~reduced(~w)`` iff all ranks sent the same ``w``: the first gives the largest w, the second the
-complement of the smallest.
+``send`` is int32[8 + n]: the header, then the bits of ``pending``. After an integer MAX over ranks,
+``reduced(w) == ~reduced(~w)`` iff all ranks sent the same ``w``: the left side is the largest w, the right side the
+smallest.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ WORD_MANIFEST, WORD_STEP, WORD_SCALE_LOW, WORD_SCALE_HIGH = range(WORDS)
 
 
 def header_agreement(reduced: Tensor) -> Tensor:
-    """bool[4]: for each header word, whether all ranks sent the same. ``reduced``: int32[8 + n]."""
+    """Return bool[4]: for each header word, True if all ranks sent the same. ``reduced``: int32[8 + n]."""
     return reduced[:WORDS] == reduced[WORDS:HEADER].bitwise_not()

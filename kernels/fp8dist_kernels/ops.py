@@ -1,20 +1,20 @@
-"""The torch.library ops that FP8 modules and arenas are made of. Each picks its backend inside.
+"""The torch.library ops that FP8 modules and arenas call. Each op picks its backend inside.
 
-``fp8dist::quantize``          cast to FP8 with a slot's scale, recording its amax
-``fp8dist::quantize_rowwise``  cast with a scale for each row
-``fp8dist::quantize_blocks``   cast with a scale for each block
-``fp8dist::observe``           record an amax only
-``fp8dist::measure``           record which shares of a tensor a cast cut off, and lost
-``fp8dist::matmul``            scaled FP8 product, NT layout
-``fp8dist::launch``            snapshot of an arena for its collective
-``fp8dist::commit``            what follows from the collective's result
+``fp8dist::quantize``          cast to FP8 with a slot's scale and record the amax
+``fp8dist::quantize_rowwise``  cast with one scale per row
+``fp8dist::quantize_blocks``   cast with one scale per block
+``fp8dist::observe``           record the amax only
+``fp8dist::measure``           record the shares of elements that a cast saturates and flushes to zero
+``fp8dist::matmul``            scaled FP8 matrix product, NT layout
+``fp8dist::launch``            write an arena's state into the message of its collective
+``fp8dist::commit``            update the arena from the collective's result
 
-They change what their schemas say, and nothing else. Whether a slot is cold, or ranks agree, is read from device
-memory inside the op: a flag on the host would be burnt into compiled and captured graphs.
+Each op mutates only the arguments that its schema marks. Inside the op, device memory says if a slot is cold and if
+ranks agree: a flag on the host would be baked into compiled and captured graphs.
 
-``backend``: "triton", "torch" (``torch._scaled_mm`` and eager operations), "reference" (float32 products), or "auto":
-on GPUs that have FP8 Triton, but for products that ``torch._scaled_mm`` does faster; on a CPU "reference", the faster
-emulation.
+``backend``: "triton", "torch" (``torch._scaled_mm`` and eager operations), "reference" (float32 products), or "auto".
+"auto" uses Triton on GPUs with FP8, except for products that ``torch._scaled_mm`` computes faster. On a CPU it uses
+"reference", the faster emulation.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ _LIBRARY.define(
 
 
 def require_backend(backend: str, device: torch.device) -> None:
-    """Raise ValueError where ``backend`` cannot work on ``device``."""
+    """Raise ValueError if ``backend`` is not available on ``device``."""
     if backend == "triton" and why_not_triton(device) is not None:
-        raise ValueError(f'backend="triton" on {device}: {why_not_triton(device)}')
+        raise ValueError(f'backend="triton" is not available on {device}: {why_not_triton(device)}')
 
 
 def _version(backend: str, device: torch.device, of: Any) -> Any:
-    """The module that holds this backend's version of the kernels of ``of``."""
+    """Return the module with this backend's version of the functions in module ``of``."""
     if not runs_fused(backend, device):
         return of
     require_backend(backend, device)
-    # Here, because Triton may not be there.
+    # Imported here because Triton is optional.
     from fp8dist_kernels import triton as fused
 
     return fused.version_of(of)
@@ -123,7 +123,7 @@ def _measure(
 
 def _matmul(a: Tensor, *rest: Any, **options: Any) -> Tensor:
     kind = a.device.type
-    if torch.is_autocast_enabled(kind):  # Autocast would reach into the product and change its dtype.
+    if torch.is_autocast_enabled(kind):  # Autocast would change the product's dtype.
         with torch.autocast(kind, enabled=False):
             return _product(a, *rest, **options)
     return _product(a, *rest, **options)
@@ -182,7 +182,7 @@ def _commit(
 
 
 def _padded(tokens: Any) -> Any:
-    """Tokens in a transposed copy. ``tokens`` may be symbolic."""
+    """Return the row length of a transposed copy. ``tokens`` may be symbolic."""
     alignment = casts.TOKEN_ALIGNMENT
     return (tokens + alignment - 1) // alignment * alignment
 
@@ -260,35 +260,38 @@ _provide("commit", _commit, _commit_fake)
 quantize = torch.ops.fp8dist.quantize.default
 """``(x[tokens, features], scale, cold, pending, dtype, …) -> (rows, columns, inv_scale)``.
 
-``scale``, ``cold`` (bool) and ``pending`` are the 0-d places of one slot. With ``record`` the amax of x
-goes into ``pending``. A cold slot with ``just_in_time`` is cast with its own amax (scale 1 if that is 0 or
-not finite). With ``outgrown`` (a number above 0), so is an x that has outgrown the scale of a hot slot: its amax is
-finite, and ``amax * scale > outgrown * fp8_max`` in float32. The slot itself does not change, nor become cold.
-``inv_scale`` is a new 0-d tensor, the one these bytes were cast with: it stays right when a later commit
-changes the slot's scale."""
+``scale``, ``cold`` (bool) and ``pending`` are 0-d views of one slot. With ``record``, ``pending`` becomes the maximum
+of itself and the amax of x. With ``just_in_time``, x of a cold slot is cast with the scale of its own amax (1 if the
+amax is 0 or not finite). With ``outgrown`` (a number above 0), the same happens for a hot slot if x has outgrown its
+scale: the amax is finite, and ``amax * scale > outgrown * fp8_max`` in float32. The slot's own scale and ``cold`` do
+not change.
+
+``inv_scale`` is a new 0-d tensor, the inverse of the scale of this cast. It stays valid after a later commit changes
+the slot's scale.
+"""
 
 quantize_rowwise = torch.ops.fp8dist.quantize_rowwise.default
-"""``(x[tokens, features], dtype, …) -> (rows, inv_scale[tokens, 1], columns, inv_scale[features, 1])``: a scale for
-each row of either copy, from its own amax."""
+"""``(x[tokens, features], dtype, …) -> (rows, inv_scale[tokens, 1], columns, inv_scale[features, 1])``: cast with one
+scale per row of each copy, from the row's own amax."""
 
 quantize_blocks = torch.ops.fp8dist.quantize_blocks.default
-"""``(x[tokens, features], dtype, block=(1, 128) or (128, 128), …) -> (rows, inv_scale, columns, inv_scale)``: a scale
-for each block of either copy, from its own amax."""
+"""``(x[tokens, features], dtype, block=(1, 128) or (128, 128), …) -> (rows, inv_scale, columns, inv_scale)``: cast with
+one scale per block of each copy, from the block's own amax."""
 
 observe = torch.ops.fp8dist.observe.default
-"""``(x, pending)``: record the amax of x (any shape) in a slot's place."""
+"""``(x, pending)``: record the amax of x (any shape) in ``pending``, a 0-d view of a slot."""
 
 measure = torch.ops.fp8dist.measure.default
-"""``(x[tokens, features], inv_scale, dtype, saturated, underflow, block=…)``: record, in two 0-d places, which share of
-``x`` a cast with these scales saturates, and which it flushes to zero: see ``reference/shares.py``."""
+"""``(x[tokens, features], inv_scale, dtype, saturated, underflow, block=…)``: record, in two 0-d tensors, the shares of
+``x`` that a cast with these scales saturates and flushes to zero. See ``reference/shares.py``."""
 
 matmul = torch.ops.fp8dist.matmul.default
 """``(a[m, k], b[n, k], inv_scale_a, inv_scale_b, out_dtype, …) -> [m, n]``: ``a @ b.T + bias``, dequantised. The shapes
-of the inverse scales say how they apply: see ``reference/matmuls.py``."""
+of the inverse scales select the kind of scaling: see ``Scaling`` in ``reference/matmuls.py``."""
 
 launch = torch.ops.fp8dist.launch.default
-"""``(arrays, hold, …)``: see ``launch`` of ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""
+"""``(arrays, hold, …)``: see ``launch`` in ``reference/update.py``. ``arrays``: the fields of a ``StateArrays``."""
 
 commit = torch.ops.fp8dist.commit.default
-"""``(arrays, reduced, hold, …) -> bool[7]``: see ``commit`` of ``reference/update.py``. The keywords are those of an
+"""``(arrays, reduced, hold, …) -> bool[7]``: see ``commit`` in ``reference/update.py``. Keywords: fields of an
 ``UpdateRule``."""

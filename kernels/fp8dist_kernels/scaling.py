@@ -20,23 +20,22 @@ def scale_from_amax(
     where: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The scale to cast with, from the largest magnitude seen.
+    """Return the scale to cast with, given the largest magnitude.
 
-    ``(fp8_max / amax) / 2**margin`` in float32, each division IEEE; an infinite result becomes
-    float32's maximum; ``amax`` of 0, Inf or NaN keeps ``previous``. These are TransformerEngine's
-    numbers (``_default_sf_compute`` in its ``pytorch/quantization.py``), but for results below float32's
-    smallest normal, which become that, so that 1 / scale is finite. Elementwise; any shape.
+    ``(fp8_max / amax) / 2**margin`` in float32, with IEEE divisions. An infinite result becomes float32's maximum. An
+    ``amax`` of 0, Inf or NaN keeps ``previous``. The results equal TransformerEngine's (``_default_sf_compute`` in its
+    ``pytorch/quantization.py``), except that results below float32's smallest normal number become that number, so that
+    1 / scale is finite. Elementwise; any shape.
 
     Args:
         amax: float32, >= 0 or NaN.
         previous: float32, broadcastable to ``amax``: kept where ``amax`` gives no scale.
-        fp8_max: float32 tensor, the format's largest finite value. A tensor, because
-            ``python_float / tensor`` is computed by torch as a reciprocal and a multiplication,
-            which rounds twice.
+        fp8_max: float32 tensor, the format's largest finite value. A tensor, because torch computes
+            ``python_float / tensor`` as a reciprocal and a multiplication, which rounds twice.
         margin: the scale is divided by ``2**margin``. May be negative.
         power_of_two: round the scale down to a power of two.
-        where: bool: keep ``previous`` elsewhere.
-        out: written and returned; may be ``previous``.
+        where: bool: keep ``previous`` where False.
+        out: tensor for the result; may be ``previous``.
     """
     scale = torch.div(fp8_max, amax)
     if margin:
@@ -51,14 +50,16 @@ def scale_from_amax(
 
 
 def amax_behind_scale(scale: Tensor, fp8_max: Tensor, margin: int) -> Tensor:
-    """The amax that ``scale`` was made from, as far as it tells: a power of two was rounded down. float32, elementwise.
+    """Return the amax that gives ``scale``. Approximate for power-of-two scales, which were rounded down.
+
+    float32, elementwise.
 
     Args:
-        margin: that of the recipe that made it.
+        margin: the margin of the recipe that computed the scale.
     """
     return (fp8_max / 2.0**margin / scale).clamp(max=FLOAT32_MAX)
 
 
 def round_down_to_power_of_two(x: Tensor) -> Tensor:
-    """The largest power of two that is <= x, for positive normal float32 x: its exponent bits alone."""
+    """Return the largest power of two that is <= x, for positive normal float32 x: its exponent bits alone."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)

@@ -1,4 +1,4 @@
-"""``python -m launch.train_gpt``."""
+"""``python -m launch.train_gpt``: run the example job."""
 
 from __future__ import annotations
 

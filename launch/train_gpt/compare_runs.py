@@ -1,9 +1,9 @@
-"""Put two runs of the example job side by side.
+"""Compare two runs of the example job.
 
     python -m launch.train_gpt.compare_runs runs/fp32 runs/fp8
 
-Exits 1 when the final training losses are more than 2% apart, or when the ranks of a run ended up with
-different parameters or FP8 state.
+Exits with 1 if the final training losses differ by more than 2%, or if the ranks of a run ended with different
+parameters or FP8 state.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 0.02
-"""FP8 training follows high precision this closely on small models; a broken scale does not."""
+"""Allowed gap. FP8 training of small models stays within it; a broken scale exceeds it."""
 
 ROWS = {
-    "precision": "precision",
     "final training loss": "final_training_loss",
     "validation loss": "validation_loss",
     "tokens/s": "tokens_per_s",
@@ -29,23 +28,26 @@ ROWS = {
 
 
 def main(first: str, second: str) -> int:
-    """Print the table; the exit status."""
+    """Print the table and return the exit status."""
     runs = [json.loads(Path(folder, "summary.json").read_text(encoding="utf-8")) for folder in (first, second)]
     print(f"{'':36}{Path(first).name:>14}{Path(second).name:>14}")
     for label, key in ROWS.items():
-        print(f"{label:36}{_cell(runs[0][key]):>14}{_cell(runs[1][key]):>14}")
+        print(f"{label:36}{cell(runs[0][key]):>14}{cell(runs[1][key]):>14}")
     gap = runs[1]["final_training_loss"] / runs[0]["final_training_loss"] - 1
     print(f"gap between the final training losses: {gap:+.2%} (allowed: {TOLERANCE:.0%} either way)")
     same = all(run[key] is not False for run in runs for key in ("fp8_state_identical", "parameters_identical"))
     return 0 if same and abs(gap) <= TOLERANCE else 1
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any, none: str = "-") -> str:
+    """Return a value as text: four digits of a float, yes or no, and ``none`` for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:
-        return "-"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+        return none
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training text: bytes of a file, or of Python's own language reference."""
+"""The training text: the bytes of a file, or of Python's help topics."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from pathlib import Path
 __all__ = ["BadInput", "Text", "read_text"]
 
 HELD_OUT = 0.1
-"""Share of the text that is kept for validation: its last bytes."""
+"""Share of the text that is held out for validation, from its end."""
 
 
 class BadInput(Exception):
-    """What the caller asked for cannot be done; the message is one line for the terminal."""
+    """A mistake of the user. The message is one line for the terminal."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to learn from and bytes that training never sees."""
+    """The training bytes and the held-out validation bytes."""
 
     training: bytes
     validation: bytes
 
 
 def read_text(path: Path | None, context: int) -> Text:
-    """Read and split the text. None: the topics of Python's ``help()``, about 460,000 characters.
+    """Read and split the text.
+
+    Args:
+        path: a file, or None for the topics of Python's ``help()``, about 460,000 characters.
 
     Raises:
-        BadInput: no such file, or too little text for windows of ``context`` bytes.
+        BadInput: the file cannot be read, or is too short for windows of ``context`` bytes.
     """
     if path is None:
         from pydoc_data.topics import topics

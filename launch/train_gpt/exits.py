@@ -9,25 +9,25 @@ from typing import NoReturn
 __all__ = ["DIVERGED", "FAILED_COLLECTIVE", "LOSS_DIVERGED", "MISTAKE", "UNWRITTEN", "exit_with"]
 
 MISTAKE = 2
-"""Of a user's mistake in the flags, or an unusable file."""
+"""A mistake in the flags, or an unusable file."""
 
 UNWRITTEN = 3
-"""Exit status of a run that stopped because a checkpoint could not be written."""
+"""A checkpoint could not be written."""
 
 DIVERGED = 4
-"""Exit status of a run that stopped because its ranks differ."""
+"""The ranks differ: ``divergence.txt`` and ``divergence.json`` under ``--out`` say which ranks and tensors."""
 
 FAILED_COLLECTIVE = 5
-"""Exit status of a rank whose collective failed or timed out: another rank is gone, or hangs.
+"""A collective failed or timed out, because another rank is gone or hangs.
 
 The launcher knows it by the same number, in fp8dist/launcher/interface.py."""
 
 LOSS_DIVERGED = 6
-"""Exit status of a run that ``--loss-guard stop`` stopped."""
+"""``--loss-guard stop`` saw a loss that jumped or is not finite."""
 
 
 def exit_with(error: Exception) -> NoReturn:
-    """End with MISTAKE and the error on one line, told once per node."""
+    """Exit with MISTAKE. Local rank 0 prints the error on one line."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         line = " ".join(str(error).split())
         print(f"train_gpt: error: {line}", file=sys.stderr, flush=True)

@@ -4,21 +4,21 @@
     NPROC=2 launch/torchrun.sh --precision fp8 --update next_step    two ranks
     NPROC=4 launch/torchrun.sh --parallel hsdp --save-every 50       two shards, each on two ranks, and checkpoints
 
-CUDA and nccl where there are GPUs, the CPU and gloo where there are none. FP8 runs over bfloat16 on CUDA:
-torch.autocast's, or FSDP's mixed precision. On a CPU it is emulated, and 1.7 times slower than float32 in place of
-faster: there it runs over plain float32, within a tenth of the fastest choice and comparable with --precision fp32.
+Uses CUDA and nccl if there are GPUs, else the CPU and gloo. On CUDA, all but the FP8 modules run in bfloat16, by
+torch.autocast or FSDP's mixed precision. On a CPU, FP8 is emulated, 1.7 times slower than float32, and the rest of the
+model runs in float32. That is within a tenth of the fastest choice and comparable with --precision fp32.
 
-Writes ``metrics.jsonl`` (a JSON object per step) and ``summary.json`` into ``--out``. The data that a rank sees
-depends on seed, step and rank only, so two runs with one seed give the same bits.
+Writes ``metrics.jsonl`` (a JSON object per step) and ``summary.json`` to ``--out``. The data of a rank depends only on
+seed, step, rank and microbatch, so two runs with one seed give the same bits.
 
-``--save-every N`` saves checkpoints into ``checkpoints/step-…`` there, each whole or absent, and ``--resume auto`` goes
-on from the newest: with the same flags and ranks to the same bits as a run that was never interrupted. It may also have
-another ``--parallel`` or number of ranks. ``metrics.jsonl`` goes on as well. A job that torchrun has restarted
-(``MAX_RESTARTS`` of torchrun.sh) resumes by itself, if it saves.
+``--save-every N`` saves checkpoints to ``checkpoints/step-…`` under ``--out``, each of them complete or absent.
+``--resume auto`` resumes from the newest one. With the same flags and ranks, the resumed run gives the same bits as an
+uninterrupted run; another ``--parallel`` or number of ranks is allowed. ``metrics.jsonl`` is continued. A job that
+torchrun restarted (``MAX_RESTARTS`` of torchrun.sh) resumes automatically if it saves checkpoints.
 
-``exits.py`` has the exit statuses. When ranks differ (``--check-policy``), ``divergence.txt`` and ``divergence.json``
-in ``--out`` have the report, and so has torchelastic's error file. A run that stops writes no ``summary.json``;
-``metrics.jsonl`` ends with the last step that was done, or that the loss guard refused.
+``exits.py`` lists the exit statuses. If ranks differ (``--check-policy``), the report is in ``divergence.txt`` and
+``divergence.json`` under ``--out``, and in torchelastic's error file. A run that fails writes no ``summary.json``; its
+``metrics.jsonl`` ends with the last completed step, or the step that the loss guard refused.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ import fp8dist
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
 from fp8dist.settings import Settings
 from launch.train_gpt.checkpoints.checkpoints import Checkpoints, Loaded
+from launch.train_gpt.compare_runs import cell
 from launch.train_gpt.data import BadInput, Text
 from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN, exit_with
 from launch.train_gpt.faults.divergence import ErrorFile, forget_report, write_report
@@ -60,24 +61,24 @@ from launch.train_gpt.ranks import Ranks, digest_of, joined_ranks, meet_at_the_e
 from launch.train_gpt.recipes import fallback_of, overrides_of, recipe_of
 
 VALIDATION_BATCHES = 8
-"""Size of a validation, in batches of all ranks together."""
+"""Number of validation batches, over all ranks together."""
 
 TERMINATED = 128 + 15
-"""Exit status of a rank that torchrun has ended, as shells count SIGTERM."""
+"""Exit status of a rank that torchrun ended with SIGTERM (the shell convention)."""
 
 CALIBRATION = 1
-"""Marks the random stream of ``--calibrate-steps``: other windows than those of training (0)."""
+"""Random stream of ``--calibrate-steps``. Training uses stream 0, so the windows differ."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a step needs."""
+    """All objects that a training step needs."""
 
     options: Options
     ranks: Ranks
     parallel: Parallel
     model: GPT
-    module: nn.Module  # What the loop calls: the model, or what it is wrapped in.
+    module: nn.Module  # The training loop calls it: the model or its wrapper.
     optimizer: torch.optim.Optimizer
     manager: fp8dist.StateManager | None
     checkpoints: Checkpoints
@@ -91,18 +92,18 @@ class Job:
 
     @property
     def done(self) -> int:
-        """Steps that the checkpoint has seen."""
+        """The step of the loaded checkpoint, or 0."""
         return self.loaded.step
 
 
 def start(arguments: list[str]) -> int:
-    """Run the job, with torchelastic's error file; the exit status."""
+    """Run the job, write torchelastic's error file on failure, and return the exit status."""
     try:
         record(main, ErrorFile())(arguments)
-    except DivergenceError:  # Logged and written.
+    except DivergenceError:  # Already logged, and written to files.
         meet_at_the_end()
         return DIVERGED
-    except LossDiverged:  # Said.
+    except LossDiverged:  # Already printed.
         meet_at_the_end()
         return LOSS_DIVERGED
     except CollectiveFailed as error:
@@ -115,11 +116,11 @@ def start(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the job; a mistake of the caller's is one line and exit status 2.
+    """Run the job. A mistake of the user prints one line and exits with status 2.
 
     Raises:
         DivergenceError: on all ranks, after the report was written.
-        LossDiverged: on all ranks, after one of them has said so.
+        LossDiverged: on all ranks, after rank 0 has printed it.
         CollectiveFailed: a collective failed or timed out.
         CheckpointFailed: a checkpoint could not be written.
     """
@@ -149,7 +150,7 @@ def main(arguments: list[str]) -> None:
 
 
 def build(options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> Job:
-    """Model, optimizer and, for FP8, the manager of its state, as new or from a checkpoint. COLLECTIVE."""
+    """Build model, optimizer and, for FP8, the state manager, and load the checkpoint if there is one. COLLECTIVE."""
     checkpoints = Checkpoints(options, ranks)
     with watch.during("starting"):
         folder = checkpoints.find()
@@ -186,7 +187,7 @@ def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.St
         check_every=options.check_every,
         check_policy=options.check_policy,
         backend=options.backend,
-        skip=("lm_head",),  # A default; named here, it is no surprise that is warned of.
+        skip=("lm_head",),  # Skipped by default; naming it here avoids the warning.
         fp8_all_gather=_gathers_fp8(options),
         overrides=overrides_of(options, model),
         fallback=fallback_of(options),
@@ -196,7 +197,7 @@ def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.St
 def _attach(
     manager: fp8dist.StateManager, options: Options, module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Loaded
 ) -> None:
-    """With what is to be written about scales, and the steps that are still in high precision. COLLECTIVE."""
+    """Attach the manager, start monitoring, and apply the rest of ``--fp8-start-step``. COLLECTIVE."""
     if options.watch_every:
         manager.watch(
             options.watch_every,
@@ -208,12 +209,12 @@ def _attach(
         )
     manager.attach(module, optimizer=optimizer, timeout=timedelta(seconds=options.timeout))
     left = options.fp8_start_step - 1 - loaded.step
-    if left > 0 and not loaded.fp8:  # Else the FP8 state knows.
+    if left > 0 and not loaded.fp8:  # FP8 state in a checkpoint includes the override.
         manager.set_precision("*", "high", steps=left)
 
 
 def _gathers_fp8(options: Options) -> bool:
-    """Wherever it is possible, unless a flag says otherwise: ranks must share what weights are cast with."""
+    """Return the value of ``--fp8-all-gather``; without the flag, True if it is possible and ranks share amaxes."""
     if options.fp8_all_gather is not None:
         return options.fp8_all_gather
     settings = Settings.resolve(amax_sync=options.amax_sync)
@@ -225,7 +226,7 @@ def _bytes(text: bytes) -> Tensor:
 
 
 def run(job: Job) -> None:
-    """Calibrate, train, validate, sum up. COLLECTIVE."""
+    """Calibrate, train, validate and write the summary. COLLECTIVE."""
     _forget_earlier_run(job)
     _announce(job)
     if job.manager is not None and job.options.calibrate_steps and not job.loaded.fp8:
@@ -243,7 +244,7 @@ def run(job: Job) -> None:
     except DivergenceError:
         recorder.save_own()
         raise
-    except LossDiverged:  # On all ranks, so they can be asked.
+    except LossDiverged:  # All ranks raise it, so collectives still work.
         with job.watch.during("sharing losses"):
             recorder.flush()
         with job.watch.during("saving a checkpoint"):
@@ -258,15 +259,18 @@ def run(job: Job) -> None:
     if job.ranks.first:
         options = job.options
         if job.done >= options.last_step:
-            print(f"nothing was left to train: step {job.done} of {options.steps} was done before", file=sys.stderr)
+            print(f"nothing to train: step {job.done} of {options.steps} was already done", file=sys.stderr)
         elif options.last_step < options.steps:
-            print(f"stopped after step {options.last_step} of {options.steps}: --resume auto goes on", file=sys.stderr)
+            print(
+                f"stopped after step {options.last_step} of {options.steps}: continue with --resume auto",
+                file=sys.stderr,
+            )
         (job.options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         print(_as_table(summary), flush=True)
 
 
 def _forget_earlier_run(job: Job) -> None:
-    """Its results must not lie beside those of a run that stopped. The report of this job's own divergence stays."""
+    """Remove results of an earlier run from ``--out``. The divergence report stays if this job resumes or restarts."""
     (job.options.out / "summary.json").unlink(missing_ok=True)
     if not job.done and not job.ranks.restarts:
         forget_report(job.options.out)
@@ -285,13 +289,13 @@ def _announce(job: Job) -> None:
         print(f"{job.ranks.size // shard} replica(s), each sharded over {shard} rank(s)", file=sys.stderr)
     if job.manager is not None and job.ranks.device.type == "cpu":
         print(
-            f"FP8 is emulated on a CPU (backend {job.manager.settings.backend}): it is usually slower here",
+            f"FP8 is emulated on the CPU (backend {job.manager.settings.backend}): it is usually slower than fp32",
             file=sys.stderr,
         )
 
 
 def train(job: Job, recorder: Recorder) -> None:
-    """All steps. COLLECTIVE."""
+    """Run all training steps. COLLECTIVE."""
     options, during = job.options, job.watch.during
     for step in range(job.done + 1, options.last_step + 1):
         job.watch.step = step
@@ -304,7 +308,7 @@ def train(job: Job, recorder: Recorder) -> None:
                 with during("the loss guard"):
                     job.guard.observe(step, loss)
             except LossDiverged:
-                recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)  # What it stopped for.
+                recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)  # Record the loss that stopped the run.
                 raise
             update(job, step)
         recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)
@@ -323,7 +327,7 @@ def train(job: Job, recorder: Recorder) -> None:
 
 
 def gradients(job: Job, step: int) -> Tensor:
-    """Forward and backward of one optimizer step; this rank's mean loss, on the device. COLLECTIVE."""
+    """Run forward and backward of one optimizer step. Return this rank's mean loss, on the device. COLLECTIVE."""
     job.optimizer.zero_grad(set_to_none=True)
     microbatches = job.options.accumulate
     total = torch.zeros((), device=job.ranks.device)
@@ -335,7 +339,7 @@ def gradients(job: Job, step: int) -> Tensor:
 
 
 def update(job: Job, step: int) -> None:
-    """The optimizer's step. COLLECTIVE."""
+    """Clip the gradients and step the optimizer. COLLECTIVE."""
     with job.watch.during("clipping gradients"):
         job.parallel.clip(job.module, 1.0)
     job.injection.before_update(step)
@@ -353,7 +357,7 @@ def _backward(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def calibrate(job: Job, manager: fp8dist.StateManager) -> None:
-    """Give every slot an amax from high-precision passes, so that training starts warm. COLLECTIVE."""
+    """Give every slot an amax from high-precision passes, so that training starts with warm scales. COLLECTIVE."""
     with manager.calibrate():
         for step in range(job.options.calibrate_steps):
             with job.parallel.thrown_away(job.module):
@@ -362,9 +366,9 @@ def calibrate(job: Job, manager: fp8dist.StateManager) -> None:
 
 
 def settle_buckets(job: Job) -> None:
-    """Let DDP put its buckets into the order of the first backward, as an unbroken run has. COLLECTIVE.
+    """Run a backward so that DDP orders its buckets as in an uninterrupted run. COLLECTIVE.
 
-    The order decides how sums over three ranks or more are rounded. In high precision nothing is recorded.
+    The order affects the rounding of sums over three or more ranks. High precision keeps amaxes from being recorded.
     """
     with job.manager.no_fp8() if job.manager is not None else nullcontext():
         _backward(job, *training_batch(job, job.done, 0))
@@ -372,7 +376,7 @@ def settle_buckets(job: Job) -> None:
 
 
 def learning_rate_at(step: int, options: Options) -> float:
-    """Linear warm-up over a tenth of the run, then a cosine down to a tenth of the peak."""
+    """Return the learning rate: linear warm-up over a tenth of the run, then cosine decay to a tenth of the peak."""
     warm_up = max(1, options.steps // 10)
     if step <= warm_up:
         return options.learning_rate * step / warm_up
@@ -381,7 +385,10 @@ def learning_rate_at(step: int, options: Options) -> float:
 
 
 def training_batch(job: Job, step: int, microbatch: int, stream: int = 0) -> tuple[Tensor, Tensor]:
-    """Random windows; which ones depends on seed, stream, step, rank and microbatch only."""
+    """Return (tokens, targets), int64 [batch, context]: random windows of the training text.
+
+    They depend only on seed, stream, step, rank and microbatch.
+    """
     options = job.options
     random = np.random.default_rng([options.seed, stream, step, job.ranks.rank, microbatch])
     starts = random.integers(0, len(job.training) - options.context, options.batch_size)
@@ -396,14 +403,14 @@ def _windows(job: Job, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def validation_loss(job: Job) -> float:
-    """Mean loss over the first windows of the held-out text, dealt out to the ranks. COLLECTIVE."""
+    """Return the mean loss over the first windows of the held-out text, split across ranks. COLLECTIVE."""
     options, ranks = job.options, job.ranks
     last = len(job.validation) - options.context
     starts = torch.arange(0, last, options.context)[: VALIDATION_BATCHES * options.batch_size]
     sums = torch.zeros(2, device=ranks.device, dtype=torch.float64)  # losses, windows
     module = job.parallel.validates_with(job.module, job.model)
     module.eval()
-    # All ranks call the module equally often, because FSDP's forward is collective: who has no windows takes any.
+    # FSDP's forward is collective, so all ranks call the module equally often. A rank without windows repeats one.
     own, rounds = starts[ranks.rank :: ranks.size], -(-len(starts) // (ranks.size * options.batch_size))
     for round_ in range(rounds):
         part = own[round_ * options.batch_size :][: options.batch_size]
@@ -416,10 +423,14 @@ def validation_loss(job: Job) -> float:
 
 
 def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str, Any]:
-    """What the run came to. ``spent``: FP8 counters of this rank over the training steps. COLLECTIVE."""
+    """Return the contents of ``summary.json``. COLLECTIVE.
+
+    Args:
+        spent: increase of this rank's FP8 metrics over the training steps.
+    """
     options, ranks, manager = job.options, job.ranks, job.manager
     collectives = spent.get("fp8/collectives", 0.0)
-    steps = options.last_step - job.done  # Of this process. None, if the checkpoint was the last step's.
+    steps = options.last_step - job.done  # Steps of this process: 0 if the checkpoint is of the last step.
     final = sum(recorder.final_losses) / len(recorder.final_losses) if recorder.final_losses else None
     rate = steps * recorder.tokens_per_step / recorder.training_seconds if steps else 0.0
     parameters = digest_of(job.parallel.whole_parameters(job.module, job.model))
@@ -454,7 +465,7 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
 
 
 def _state_digest(manager: fp8dist.StateManager) -> str:
-    """SHA-256 of what a checkpoint would hold, less the keys: without amax_sync they are the ranks' own."""
+    """Return the SHA-256 of the FP8 state dict's values. Without amax_sync the keys differ between ranks."""
     digest = hashlib.sha256()
     for blob in manager.state_dict().values():
         digest.update(blob)
@@ -482,7 +493,6 @@ _LABELS = {
 
 
 def _as_table(summary: dict[str, Any]) -> str:
-    words = {True: "yes", False: "no", None: "none"}
     lines = []
     left_out: set[str] = set()
     if not summary["checks"] and not summary["divergences"]:
@@ -494,9 +504,7 @@ def _as_table(summary: dict[str, Any]) -> str:
     for key, label in _LABELS.items():
         if key in left_out:
             continue
-        value = summary[key]
-        text = words[value] if value is None or isinstance(value, bool) else f"{value:.10g}"
-        lines.append(f"{label + ':':58}{text}")
+        lines.append(f"{label + ':':58}{cell(summary[key], 'none')}")
     if summary["waiting"] is not None:
         lines += lines_of(summary["waiting"])
     return "\n".join(lines)

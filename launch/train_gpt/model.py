@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Attention, then a four times wider MLP, each added to the residual stream."""
+    """Attention, then an MLP with four times the width, each added to the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GPT(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """GPT-2's: 0.02 everywhere, less where a layer writes into the residual stream."""
+        """Initialize as GPT-2 does: std 0.02, scaled down for layers that write to the residual stream."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 writes_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
@@ -58,7 +58,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats per byte. Both arguments: int64 [batch, time]."""
+        """Return the mean cross entropy in nats per byte. Both arguments: int64 [batch, time]."""
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""How the ranks share the work: what the model is wrapped in, and what then differs in the loop."""
+"""The ``--parallel`` modes: how each wraps the model, and where the training loop differs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = ["Parallel", "parallel_of"]
 
 
 class Parallel:
-    """One process: the model as it is."""
+    """``--parallel none``: one process, the model is not wrapped. Base class of the other modes."""
 
     bf16_by_autocast: ClassVar[bool] = True
-    """Whether lower precision is autocast's. Else it is the wrapper's, which casts whole parameters."""
+    """True if autocast casts to bfloat16; False if the wrapper does, which casts whole parameters."""
 
     def __init__(self, options: Options, ranks: Ranks) -> None:
         self.gathered = GatheredBytes()
@@ -53,39 +53,39 @@ class Parallel:
         return None if self.options.parallel == "none" else dist.group.WORLD
 
     def wrap(self, model: GPT) -> nn.Module:
-        """What the loop calls. COLLECTIVE."""
+        """Return the module that the training loop calls. COLLECTIVE."""
         return model
 
     def precision(self) -> AbstractContextManager[Any]:
-        """What a forward runs under."""
+        """Return the context for a forward."""
         return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16 and self.bf16_by_autocast)
 
     def calls(self) -> AbstractContextManager[Any]:
-        """What forward and backward of a training step run under."""
+        """Return the context for the forward and backward of a training step."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """COLLECTIVE where ranks share gradients."""
+        """Run the backward. COLLECTIVE if ranks share gradients."""
         loss.backward()
 
     def local(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Gradients of the backward inside stay on the rank, to be added to those of the next."""
+        """Return a context in which a backward accumulates gradients without reducing them across ranks."""
         return nullcontext()
 
     def thrown_away(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Gradients of the backward inside are of no use."""
+        """Return a context for a backward whose gradients are discarded."""
         return nullcontext()
 
     def clip(self, module: nn.Module, max_norm: float) -> None:
-        """Scale all gradients down to a joint norm. COLLECTIVE where parameters are sharded."""
+        """Clip the global gradient norm to ``max_norm``. COLLECTIVE if parameters are sharded."""
         nn.utils.clip_grad_norm_(module.parameters(), max_norm)
 
     def validates_with(self, module: nn.Module, model: GPT) -> nn.Module:
-        """What a validation calls."""
+        """Return the module that validation calls."""
         return model
 
     def whole_parameters(self, module: nn.Module, model: GPT) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, by the model's own names. COLLECTIVE where parameters are sharded."""
+        """Yield every unsharded parameter under the model's own names. COLLECTIVE if parameters are sharded."""
         return model.named_parameters()
 
 
@@ -108,7 +108,7 @@ class DDP(Parallel):
 
 
 class FSDP1(Parallel):
-    """FullyShardedDataParallel, a unit per block."""
+    """FullyShardedDataParallel with one unit per block."""
 
     bf16_by_autocast = False
 
@@ -122,7 +122,7 @@ class FSDP1(Parallel):
             mixed_precision=precision,
             device_id=self.ranks.device,
             use_orig_params=True,
-            # With a mesh its state dicts hold DTensors, as FSDP2's do.
+            # With a mesh, state dicts hold DTensors like those of FSDP2.
             device_mesh=init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("shard",)),
         )
 
@@ -145,12 +145,12 @@ class FSDP1(Parallel):
     def whole_parameters(self, module: nn.Module, model: GPT) -> Iterator[tuple[str, Tensor]]:
         with FullyShardedDataParallel.summon_full_params(module, writeback=False):
             for name, parameter in module.named_parameters():
-                # A copy: the gathered storage must stay resizable, and does not once numpy has seen it.
+                # A copy: the gathered storage must stay resizable, and a numpy view prevents that.
                 yield name.replace("_fsdp_wrapped_module.", ""), parameter.detach().clone()
 
 
 class FSDP2(Parallel):
-    """``fully_shard`` over blocks and root, on a mesh of one axis, or of two (hsdp: replicate × shard). COLLECTIVE."""
+    """``fully_shard`` on each block and the root, over a 1-D mesh, or 2-D for hsdp (replicate × shard). COLLECTIVE."""
 
     bf16_by_autocast = False
 
@@ -162,7 +162,7 @@ class FSDP2(Parallel):
             self.mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         else:
             self.mesh = init_device_mesh(device, (ranks.size,), mesh_dim_names=("shard",))
-        for group in self.mesh.get_all_groups():  # torch gives those of an axis a time-out of its own.
+        for group in self.mesh.get_all_groups():  # torch gives the groups of mesh axes their own default timeout.
             distributed_c10d._set_pg_timeout(timedelta(seconds=options.timeout), group)
 
     @property
@@ -198,6 +198,6 @@ class FSDP2(Parallel):
 
 
 def parallel_of(options: Options, ranks: Ranks) -> Parallel:
-    """What ``--parallel`` names. COLLECTIVE."""
+    """Return the implementation of ``--parallel``. COLLECTIVE."""
     kinds: dict[str, type[Parallel]] = {"none": Parallel, "ddp": DDP, "fsdp1": FSDP1, "fsdp2": FSDP2, "hsdp": FSDP2}
     return kinds[options.parallel](options, ranks)

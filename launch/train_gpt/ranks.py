@@ -1,4 +1,4 @@
-"""Who is running: this process's rank, its device, and the few things that ranks tell each other."""
+"""This process's rank and device, and simple collectives between the ranks."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from torch import Tensor
 __all__ = ["Ranks", "digest_of", "joined_ranks", "leave", "mean_of", "meet_at_the_end"]
 
 PATIENCE = timedelta(seconds=10)
-"""How long a rank that is about to fail waits for the others to have written what they have to say."""
+"""How long a failing rank waits for the other ranks to write their files and messages."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all of the job."""
+    """This process's place in the job."""
 
     rank: int
     size: int
     device: torch.device
     backend: str | None  # None: no process group.
-    restarts: int = 0  # Of the job by torchrun, as far as any rank knows.
+    restarts: int = 0  # Restarts of the job by torchrun: the maximum over the ranks.
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes files and speaks."""
+        """True on rank 0, which writes files and prints."""
         return self.rank == 0
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """What each rank has given, of one shape. COLLECTIVE."""
+        """Return every rank's ``values``, in rank order. All ranks pass the same shape. COLLECTIVE."""
         if self.size == 1:
             return [values]
         parts = [torch.empty_like(values) for _ in range(self.size)]
@@ -47,18 +47,18 @@ class Ranks:
         return parts
 
     def mean(self, values: Tensor) -> Tensor:
-        """Elementwise mean over the ranks. COLLECTIVE."""
+        """Return the elementwise mean over the ranks. COLLECTIVE."""
         return mean_of(self.gather(values))
 
     def gather_texts(self, text: str) -> list[str]:
-        """What each rank has given. COLLECTIVE."""
+        """Return every rank's text, in rank order. COLLECTIVE."""
         texts = [text] * self.size
         if self.size > 1:
             dist.all_gather_object(texts, text)
         return texts
 
     def agree(self, digest: str) -> bool:
-        """Whether all ranks hold the same digest. COLLECTIVE."""
+        """Return True if all ranks hold the same digest. COLLECTIVE."""
         return len(set(self.gather_texts(digest))) == 1
 
 
@@ -67,8 +67,8 @@ def joined_ranks(parallel: str, timeout: timedelta, keeps: tuple[type[Exception]
     """Pick the device and, unless ``parallel`` is "none", join the process group. COLLECTIVE.
 
     Args:
-        timeout: of collectives.
-        keeps: after these errors the group is left as it is: it is needed still, or broken.
+        timeout: time limit of a collective.
+        keeps: errors that do not destroy the process group, because it is still needed or is broken.
     """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -92,7 +92,7 @@ def joined_ranks(parallel: str, timeout: timedelta, keeps: tuple[type[Exception]
 
 
 def _device_and_backend() -> tuple[torch.device, str]:
-    """One GPU per rank and nccl where there are enough; nccl refuses to share one, gloo does not."""
+    """Return nccl if each rank has a GPU of its own, else gloo, which allows ranks to share one."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -106,9 +106,9 @@ def _own_restarts() -> int:
 
 
 def _most_restarts(device: torch.device) -> int:
-    """How often torchrun has restarted the job. COLLECTIVE.
+    """Return how often torchrun restarted the job. COLLECTIVE.
 
-    The count is each agent's own: a node whose agent has restarted only because another's did still tells 0.
+    Each agent counts only its own restarts: 0 on a node that restarted because another node's agent did.
     """
     count = torch.tensor(_own_restarts(), device=device)
     dist.all_reduce(count, dist.ReduceOp.MAX)
@@ -116,23 +116,23 @@ def _most_restarts(device: torch.device) -> int:
 
 
 def meet_at_the_end() -> None:
-    """Wait, but not for ever, until all ranks have written their files, before one of them fails. COLLECTIVE.
+    """Wait up to PATIENCE until all ranks have written their files. COLLECTIVE.
 
-    torchrun ends the other ranks as soon as it sees that one has failed; all of them have the same status to tell.
+    torchrun kills the other ranks as soon as one fails. Ignoring SIGTERM lets every rank exit with its own status.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with contextlib.suppress(Exception):  # Another rank is gone already: there is nobody to wait for.
+    with contextlib.suppress(Exception):  # The barrier fails if another rank is already gone.
         work = dist.barrier(async_op=True)
         if work is not None:
             work.wait(PATIENCE)
 
 
 def leave(status: int = 0) -> NoReturn:
-    """End the process, without the interpreter's shutdown.
+    """Exit without the interpreter's shutdown.
 
-    A gloo thread lets go of the last collective's tensors some time after it is done, and DDP keeps those threads
-    alive past ``destroy_process_group``. When that happens while the interpreter shuts down, it aborts the process
-    (pytorch/pytorch pull request 179291): of runs that had succeeded, one in seven failed.
+    A gloo thread releases the tensors of the last collective some time after it completes, and DDP keeps these threads
+    alive past ``destroy_process_group``. A release during interpreter shutdown aborts the process (pytorch/pytorch pull
+    request 179291); without this function one in seven successful runs failed that way.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -140,15 +140,15 @@ def leave(status: int = 0) -> NoReturn:
 
 
 def mean_of(parts: Sequence[Tensor]) -> Tensor:
-    """Elementwise mean of what ``Ranks.gather`` gave.
+    """Return the elementwise mean of the result of ``Ranks.gather``.
 
-    Summed in the order of the ranks: that in which an all_reduce adds depends on how many values there are.
+    It sums in rank order, so the result is reproducible; an all_reduce's order depends on the number of values.
     """
     return functools.reduce(torch.add, parts) / len(parts)
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names and bytes."""
+    """Return the SHA-256 of the tensors' names and bytes."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(name.encode())

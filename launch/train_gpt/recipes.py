@@ -1,4 +1,4 @@
-"""From flags to recipes: of all Linears, of single ones, and when a module leaves FP8 by itself."""
+"""Build recipes, overrides and the fallback from the flags."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["fallback_of", "overrides_of", "recipe_of"]
 
 
 def recipe_of(options: Options) -> fp8dist.Recipe:
-    """What ``--recipe`` and the flags of its scales say."""
+    """Return the recipe of ``--recipe`` and its scale flags."""
     return _made(options.recipe, options)
 
 
 def overrides_of(options: Options, model: nn.Module) -> dict[str, fp8dist.Recipe | Literal["high"]]:
-    """What ``--high-first``, ``--high-last`` and, where they do not matter, ``--override`` say."""
+    """Return the overrides. ``--high-first`` and ``--high-last`` take precedence over ``--override``."""
     overrides: dict[str, fp8dist.Recipe | Literal["high"]] = {}
     if options.high_first or options.high_last:
         overrides.update(fp8dist.first_and_last(model, options.high_first, options.high_last))
@@ -29,7 +29,7 @@ def overrides_of(options: Options, model: nn.Module) -> dict[str, fp8dist.Recipe
 
 
 def fallback_of(options: Options) -> fp8dist.Fallback | None:
-    """What the ``--fallback-…`` flags say."""
+    """Return the Fallback of the ``--fallback-…`` flags, or None without ``--fallback-steps``."""
     if not options.fallback_steps:
         return None
     return fp8dist.Fallback(

@@ -32,7 +32,7 @@ def sha1_of_float32(tensor: Tensor) -> bytes:
 
 
 def digests() -> dict[str, float]:
-    """One core, 256 MB of bfloat16: medians of interleaved runs in ms."""
+    """Return medians of interleaved runs in ms, on one core, for 256 MB of bfloat16."""
     tensor = torch.randn(BYTES // 2).to(torch.bfloat16)
     words = tensor.view(torch.int64)
     digest = ContentDigest(tensor.device)
@@ -49,7 +49,7 @@ def digests() -> dict[str, float]:
 
 
 def check_of(tensors: int) -> dict[str, float]:
-    """A clean ``fp8dist.check`` of so many parameters of 100 elements: collectives, their bytes, ms. COLLECTIVE."""
+    """Return collectives, their bytes and ms of a clean ``fp8dist.check`` of ``tensors`` parameters. COLLECTIVE."""
     model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])
     reduced: list[int] = []
     original = dist.all_reduce
@@ -73,7 +73,7 @@ def check_of(tensors: int) -> dict[str, float]:
 
 
 def header_ms(slots: int) -> float:
-    """What the header adds to a step: digest, message words, the kept scales, reading it back."""
+    """Return the ms that the header adds to a step: digest, message words, kept scales, reading it back."""
     sync = manager_of(slots, amax_sync=False)._syncs[0]
     arena = sync.arena
 

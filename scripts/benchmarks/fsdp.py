@@ -37,7 +37,7 @@ TOKENS = 1024
 
 
 def sharded(layers: int, width: int, gather: bool, history_len: int = 1024) -> tuple[nn.Module, fp8dist.StateManager]:
-    """That many Linears, each a FSDP2 module."""
+    """Return a model of ``layers`` Linears, each its own FSDP2 module, and its manager."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     recipe = fp8dist.DelayedScaling(history_len=history_len)
@@ -49,7 +49,7 @@ def sharded(layers: int, width: int, gather: bool, history_len: int = 1024) -> t
 
 
 def once_ms(run: Callable[[], None]) -> float:
-    """From a barrier, once."""
+    """Return the ms of one run, starting from a barrier."""
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -57,14 +57,14 @@ def once_ms(run: Callable[[], None]) -> float:
 
 
 def sync() -> dict[str, Any]:
-    """One collective for all amaxes of a step against one for each weight."""
+    """Compare one collective for all amaxes of a step with one collective per weight."""
     model, manager = sharded(LAYERS, 32, gather=True)
     manager.attach(model)
     (arena_sync,) = manager._syncs
     scalars = [torch.ones(1) for _ in range(LAYERS)]
 
     def one_step() -> None:
-        arena_sync.arena.pending.fill_(0.1)  # Below the weights' own: they have not been written to.
+        arena_sync.arena.pending.fill_(0.1)  # Below the weights' own amaxes: the weights have not changed.
         arena_sync.arena.shards.fill_(0.1)
         manager.step()
 
@@ -87,7 +87,7 @@ def sync() -> dict[str, Any]:
 
 
 def train(mode: str) -> dict[str, Any]:
-    """Three steps of a model whose weights outweigh everything else."""
+    """Train three steps of a model whose weights take most of the memory."""
     layers, width = 12, 2048
     if mode == "bf16":
         os.environ["FP8DIST_ENABLED"] = "0"
@@ -105,7 +105,7 @@ def train(mode: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # Optimizer state and buffers come to be.
+    step()  # Creates optimizer state and buffers.
     reset_peak()
     with gathered.counting():
         step()
@@ -123,14 +123,14 @@ def train(mode: str) -> dict[str, Any]:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """This rank's parameters and the optimizer's state of them."""
+    """Yield this rank's parameters and their optimizer state."""
     state = [tensor for of in optimizer.state.values() for tensor in of.values() if isinstance(tensor, Tensor)]
     for tensor in [*model.parameters(), *state]:
         yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class LiveTensors(TorchDispatchMode):
-    """The most bytes that tensors took after any op; what ops take inside is not seen (that of a process is)."""
+    """Peak bytes of all tensors, sampled after each op. Temporaries inside an op are not counted."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class LiveTensors(TorchDispatchMode):
             self._see(tensor)
 
     def _see(self, tensor: Tensor) -> Tensor:
-        if not is_traceable_wrapper_subclass(tensor):  # Else it owns nothing: its inner tensors do.
+        if not is_traceable_wrapper_subclass(tensor):  # A wrapper subclass owns no memory; its inner tensors do.
             storage = tensor.untyped_storage()
             if storage._cdata not in self._storages:
                 self._storages[storage._cdata] = StorageWeakRef(storage)
@@ -169,7 +169,7 @@ def resident(what: str) -> float:
 
 
 def reset_peak() -> None:
-    """Let VmHWM start from now."""
+    """Reset VmHWM to the current value."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

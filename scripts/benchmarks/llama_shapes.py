@@ -1,7 +1,7 @@
 """The matrix products of Llama 3's layers, per GPU, without tensor parallelism.
 
-Attention's projections to queries, keys and values are one Linear here, and so are the two that go up in the MLP, as
-training frameworks have them.
+Queries, keys and values come from one Linear (qkv), and the two up projections of the MLP are one Linear, as in
+training frameworks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
 
 def shapes_of(tokens: int) -> list[Shape]:
-    """All products of one step with so many tokens, forward and backward."""
+    """Return all products of one step with ``tokens`` tokens, forward and backward."""
     shapes = []
     for model, layer, features, outputs in LINEARS:
         name = f"{model} {layer} {tokens}"

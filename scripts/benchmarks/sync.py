@@ -24,11 +24,11 @@ from fp8dist_kernels.formats import E4M3
 HISTORY = 1024
 PAIRS = 200
 RUN = 20
-"""Steps in a row of the back-to-back figure."""
+"""Consecutive steps in the back-to-back measurement."""
 
 
 class CountOps(TorchDispatchMode):
-    """Counts torch ops. On a GPU each of them is at least one kernel launch."""
+    """Counts torch ops. On a GPU, each op is at least one kernel launch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class CountOps(TorchDispatchMode):
 
 
 def manager_of(slots: int, amax_sync: bool = True) -> StateManager:
-    """A manager with that many slots and no modules."""
+    """Return a manager with this many slots and no modules."""
     model = torch.nn.Identity()
     manager = fp8dist.prepare(
         model, fp8dist.DelayedScaling(history_len=HISTORY), group=dist.group.WORLD, amax_sync=amax_sync
@@ -54,25 +54,25 @@ def manager_of(slots: int, amax_sync: bool = True) -> StateManager:
 
 
 def one_step(manager: StateManager) -> None:
-    """A step in which every slot has recorded an amax."""
+    """Run a step in which every slot has recorded an amax."""
     manager._syncs[0].arena.pending.fill_(1.0)
     manager.step()
 
 
 def timed(action: Callable[[], object]) -> float:
-    """ms of one call."""
+    """Return the time of one call in ms."""
     start = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - start)
 
 
 def average(action: Callable[[], object]) -> float:
-    """Mean ms of one call, over ``RUN`` calls in a row."""
+    """Return the mean time of one call in ms, over ``RUN`` consecutive calls."""
     return timed(lambda: [action() for _ in range(RUN)]) / RUN
 
 
 def measure(slots: int) -> dict[str, float]:
-    """Medians in ms of both sides and their ratio, after a barrier and back to back; ops of one step."""
+    """Return medians in ms of both sides and their ratio, after a barrier and back to back, and the ops of one step."""
     manager = manager_of(slots)
     bare = torch.zeros_like(manager._syncs[0].arena.send)
     for _ in range(20):
@@ -89,7 +89,7 @@ def measure(slots: int) -> dict[str, float]:
         dist.barrier()
         manager._syncs[0].arena.pending.fill_(1.0)
         ours.append(timed(manager.step))
-    # Without the collective: under a dispatch mode it would keep the process group alive for ever.
+    # Without the collective, which would keep the process group alive forever under a dispatch mode.
     unsynced = manager_of(slots, amax_sync=False)
     with CountOps() as counter:
         unsynced.step()

@@ -1,4 +1,4 @@
-"""The cost of torchao 0.9.0's delayed-scaling sync and update, for as many layers as in ``sync.py``.
+"""The cost of torchao 0.9.0's delayed-scaling sync and update, with the same number of layers as ``sync.py``.
 
 ``scripts/benchmarks/run`` starts it under torchrun, in a venv without fp8dist. Rank 0 prints one JSON object. 224
 Linears have 672 scaled tensors. History lengths are 16, torchao's default, and 1024.
@@ -26,7 +26,7 @@ LINEARS = 224
 
 
 def measure(history_len: int) -> dict[str, float]:
-    """Medians in ms of torchao's call and of a bare all-reduce of one float per tensor."""
+    """Return medians in ms of torchao's call and of a bare all-reduce of one float per tensor."""
     delayed = CastConfig(scaling_type=ScalingType.DELAYED)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(LINEARS)))
     config = Float8LinearConfig(

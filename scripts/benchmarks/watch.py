@@ -32,10 +32,10 @@ ROUNDS = 15
 """Pairs of steps that are timed."""
 
 STEPS = 60
-"""Of the runs whose casts are counted."""
+"""Steps of the runs whose casts are counted."""
 
 
-def _nothing(*_: object) -> None:  # A Mock would make calls of its own.
+def _nothing(*_: object) -> None:  # A Mock would add calls of its own.
     return None
 
 
@@ -49,7 +49,7 @@ def _no(*_: object) -> bool:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """As if there were no such checks."""
+    """Disable the checks inside the context."""
     with (
         mock.patch.object(StepWatch, "_before", _nothing),
         mock.patch.object(StepWatch, "_after", _nothing),
@@ -60,7 +60,7 @@ def unchecked() -> Iterator[None]:
 
 
 def python_calls(action: Callable[[], object]) -> int:
-    """Python functions that are called."""
+    """Return the number of Python function calls."""
     count = 0
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -82,7 +82,7 @@ def torch_ops(action: Callable[[], object]) -> int:
 
 
 def stepper(layers: int, width: int, tokens: int) -> Callable[[], None]:
-    """A training step of so many Linears, of this width."""
+    """Return a function that runs one training step of a model with ``layers`` Linears of this width."""
     net = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
     manager = fp8dist.prepare(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -99,7 +99,7 @@ def stepper(layers: int, width: int, tokens: int) -> Callable[[], None]:
 
 
 def compare(layers: int, width: int, tokens: int) -> dict[str, float]:
-    """Operations, Python calls and ms of a step with the checks, and the same without. Local."""
+    """Return operations, Python calls and ms of a step, with and without the checks. Local."""
     step = stepper(layers, width, tokens)
     for _ in range(3):
         step()
@@ -124,10 +124,11 @@ def compare(layers: int, width: int, tokens: int) -> dict[str, float]:
 
 
 def changed_casts(learning_rate: float, zeros: bool) -> tuple[int, int]:
-    """(casts of weights that had a scale and were cast with their own amax, all casts of weights) of a small GPT's run.
+    """Train a small GPT. Return (casts of weights that had a scale but were cast with their own amax, all weight
+    casts).
 
     Args:
-        zeros: the projections into the residual stream start at zero.
+        zeros: zero-initialise the projections into the residual stream.
     """
     torch.manual_seed(0)
     model = GPT(layers=3, width=128, heads=4, context=64)

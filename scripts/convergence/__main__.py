@@ -1,16 +1,15 @@
 """Train the example job's model in high precision and with each recipe, with the same seeds, and compare.
 
     scripts/convergence/run                              300 steps, 3 seeds, everything
-    scripts/convergence/run --keep                       also copy the results to scripts/results and into README.md
+    scripts/convergence/run --keep                       also copy the results to scripts/results and into the pages
     scripts/convergence/run --layers 3 --width 128       a smaller model: other flags are the example job's
 
-It may be interrupted and started again: runs that are finished in ``--out`` are not repeated.
+You can interrupt it and start it again: it does not repeat runs that are finished in ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -41,11 +40,11 @@ OURS = (
     *("--precision", "--recipe", "--high-gemms", "--seed", "--out", "--parallel"),
     *("--steps", "--save-every", "--resume"),
 )
-"""Flags of the example job that this program sets, or that would spoil a comparison."""
+"""Flags of the example job that this program sets itself, or that would make the runs incomparable."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it. Returns the exit status: 0 success; 1 a run failed; 2 a mistake in the flags."""
+    """Train and compare. Return the exit status: 0 success; 1 a run failed; 2 wrong flags."""
     own, flags = _parsed(arguments)
     tasks = _tasks(own, flags)
     signal.signal(signal.SIGTERM, _end)
@@ -59,13 +58,12 @@ def main(arguments: Sequence[str]) -> int:
         _say(str(error))
         return 1
     data = _collected(own, flags, tasks)
-    data["plot"] = _draw(data, own.out / results.PLOT)
     write(own.out / results.FILE, data)
     for text in (gaps(data), gradients(data), layers(data)):
         print(text)
-    _say(f"{own.out / results.FILE}{f' and {results.PLOT}' if data['plot'] else ''} written")
+    _say(f"{own.out / results.FILE} written")
     if own.keep:
-        _keep(own.out, data["plot"])
+        _keep(own.out)
     return 0
 
 
@@ -82,17 +80,17 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--steps", type=int, default=300, help="optimizer steps of each run")
     add("--seeds", type=int, default=3, help="number of seeds: 0, 1, …")
     add("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) // threads), help="runs side by side")
-    add("--out", type=Path, default=Path("runs/convergence"), help="folder for runs, results and the plot")
-    add("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS], help="what to train")
+    add("--out", type=Path, default=Path("runs/convergence"), help="folder for runs and results")
+    add("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS], help="variants to train")
     add("--gradients", action=argparse.BooleanOptionalAction, default=True, help="compare gradients too, with seed 0")
-    add("--keep", action="store_true", help="copy the results to scripts/results, and update the tables in README.md")
+    add("--keep", action="store_true", help="copy the results to scripts/results, and update the tables in the pages")
     own, flags = parser.parse_known_args(arguments)
     own.out = own.out.resolve()
     if min(own.steps, own.seeds, own.jobs) < 1:
         parser.error("--steps, --seeds and --jobs must be at least 1")
     taken = [flag for flag in flags if flag.split("=")[0] in OURS]
     if taken:
-        parser.error(f"{taken[0]} is not for this program: it sets it itself, or it would spoil the comparison")
+        parser.error(f"{taken[0]} is not for this program: it sets the flag itself, or the runs would be incomparable")
     return own, flags
 
 
@@ -121,7 +119,7 @@ def _require_usable(tasks: dict[tuple[str, int], Task]) -> None:
     """Check the flags of every run.
 
     Raises:
-        BadInput: the example job refuses one of them.
+        BadInput: the example job rejects a flag.
     """
     for (name, _), task in tasks.items():
         if name != "gradients":
@@ -156,7 +154,7 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
 
 
 def _commit() -> str:
-    """ "+" at its end: with changes."""
+    """Return the commit, with a trailing "+" if the checkout has uncommitted changes."""
     commit, changes = (
         subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
         for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
@@ -164,24 +162,12 @@ def _commit() -> str:
     return (commit or "not known") + ("+" if changes else "")
 
 
-def _draw(data: dict[str, Any], path: Path) -> bool:
-    if importlib.util.find_spec("matplotlib") is None:
-        _say("no plot: matplotlib is not installed (pip install 'fp8dist[plots]')")
-        return False
-    from scripts.convergence.plot import draw
-
-    draw(data, path)
-    return True
-
-
-def _keep(out: Path, plots: bool) -> None:
+def _keep(out: Path) -> None:
     folder = results.folder_of(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (results.FILE, results.PLOT) if plots else (results.FILE,):
-        shutil.copyfile(out / name, folder / name)
-    from scripts.benchmarks import results_tables
-
-    results_tables.main([])
+    shutil.copyfile(out / results.FILE, folder / results.FILE)
+    for program in ("scripts.pages", "scripts.pictures"):  # The figures and curves that pages show.
+        subprocess.run([sys.executable, "-m", program], cwd=ROOT, check=True)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic: final losses, gaps to FP32, and their spread over seeds."""
+"""Final losses, gaps to FP32, and their spread over seeds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from scripts.convergence.variants import REFERENCE, VARIANTS
 __all__ = ["Comparison", "Spread", "compare", "final_loss", "final_steps", "gap_percent", "mean_curve", "spread_of"]
 
 FINAL_SHARE = 10
-"""The final training loss is the mean over the last of this many parts of a run."""
+"""The final training loss is the mean over the last 1/FINAL_SHARE of a run."""
 
 
 class Spread(NamedTuple):
-    """Of one figure over seeds. ``deviation``: the sample's standard deviation; None for one seed."""
+    """Statistics of a figure over seeds. ``deviation``: the sample's standard deviation; None for one seed."""
 
     mean: float
     deviation: float | None
@@ -25,8 +25,8 @@ class Spread(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """One variant. Gaps are in percent of FP32's loss with the same seed, positive where FP32 is better; None: FP32 was
-    not run with these seeds."""
+    """Results of one variant. Gaps are in percent of FP32's loss with the same seed, positive if FP32 is better. A gap
+    is None if FP32 did not run with these seeds."""
 
     seeds: tuple[int, ...]
     training: Spread
@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
 
     @property
     def reached(self) -> str:
-        """Whether the goal was: by how many seeds, and by their mean."""
+        """Say if the gap stays within the goal: with every seed, on average, or not."""
         if self.goal is None or self.training_gap is None:
             return "-"
         gap = self.training_gap
@@ -47,22 +47,22 @@ class Comparison(NamedTuple):
 
 
 def final_steps(steps: int) -> int:
-    """How many steps the final training loss is a mean over."""
+    """Return the number of steps that the final training loss averages."""
     return max(1, steps // FINAL_SHARE)
 
 
 def final_loss(losses: Sequence[float]) -> float:
-    """Mean training loss of the last tenth of a run. Same seeds have the same batches, so they do not blur a gap."""
+    """Return the mean training loss of the last tenth of a run. A seed gives all variants the same batches."""
     return statistics.fmean(map(float, losses[-final_steps(len(losses)) :]))
 
 
 def gap_percent(loss: float, reference: float) -> float:
-    """How much higher a loss is, in percent of the reference."""
+    """Return how much higher a loss is than the reference, in percent of the reference."""
     return 100 * (loss - reference) / reference
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Mean, standard deviation, lowest and highest; all NaN if a value is not finite."""
+    """Return mean, standard deviation, lowest and highest; all NaN if a value is not finite."""
     if not all(map(math.isfinite, values)):
         return Spread(*4 * (math.nan,))
     deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -70,16 +70,16 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Mean at each step."""
+    """Return the mean at each step."""
     return [statistics.fmean(at_a_step) for at_a_step in zip(*curves, strict=True)]
 
 
 def compare(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Comparison]:
-    """Each variant against FP32, in the order of VARIANTS.
+    """Compare each variant with FP32, in the order of VARIANTS.
 
     Args:
-        runs: variant → seed → ``{"losses": [one per step], "validation_loss": …}``. A loss that is no number may be a
-            text: "nan".
+        runs: variant → seed → ``{"losses": [one per step], "validation_loss": …}``. A loss that is not finite may be
+            given as text, such as "nan".
     """
     reference = runs.get(REFERENCE, {})
     found = {}

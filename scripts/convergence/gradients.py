@@ -2,9 +2,9 @@
 
     python -m scripts.convergence.gradients --points 1 50 150 300 --steps 300 --seed 0 --out DIR
 
-``--points`` are numbers of steps; the other flags are the example job's. Writes DIR/gradients.json. At each point,
-copies of the model compute one batch that training never draws, with each recipe and in BF16. With a recipe everything
-but the GEMMs of Linears is in FP32, so that only FP8 makes a difference. Delayed scaling takes its scales from the next
+``--points`` are step numbers; the other flags are the example job's. Writes DIR/gradients.json. At each point, copies
+of the model compute one batch that training never uses, with each recipe and in BF16. With a recipe, everything except
+the GEMMs of Linears runs in FP32, so that all differences come from FP8. Delayed scaling takes its scales from the next
 batches of training.
 """
 
@@ -40,24 +40,24 @@ __all__ = ["Cosines", "Gradients", "compare", "cosine", "fp8_gradients", "gradie
 FILE = "gradients.json"
 
 MEASURED = 2
-"""The random stream of the measured batches: other windows than those of training, which is stream 0."""
+"""The random stream of the measured batches. Training uses stream 0, so the batches differ."""
 
 CALIBRATED_ON = 4
 """Number of batches from which delayed scaling takes its scales."""
 
 Loss = Callable[[nn.Module], Tensor]
-"""The loss of one batch by a model."""
+"""Computes the loss of one batch with a model."""
 
 
 class Gradients(NamedTuple):
-    """Of one loss: by the weights of Linears, and by what flows into modules of the residual stream."""
+    """Gradients of one loss: of the weights of Linears, and of the inputs of modules on the residual stream."""
 
     weights: dict[str, Tensor]
     inputs: dict[str, Tensor]
 
 
 class Cosines(NamedTuple):
-    """Between two sets of gradients. ``overall``: of all weights as one vector."""
+    """Cosines between two sets of gradients. ``overall``: of all weights as one vector."""
 
     weights: dict[str, float]
     inputs: dict[str, float]
@@ -71,12 +71,12 @@ def gradients_of(
     streams: Sequence[str],
     context: AbstractContextManager[object] | None = None,
 ) -> Gradients:
-    """Gradients of a model as it is; those that its parameters hold are replaced.
+    """Return the gradients of a model as it is. Replaces the ``.grad`` of its parameters.
 
     Args:
-        linears: fqns of the modules whose weights count.
-        streams: fqns of modules whose first input counts.
-        context: what the forward runs in, such as torch.autocast.
+        linears: fqns of the modules whose weight gradients to return.
+        streams: fqns of the modules whose input gradients (of the first input) to return.
+        context: the context manager around the forward, such as torch.autocast.
     """
     inputs: dict[str, Tensor] = {}
 
@@ -111,10 +111,10 @@ def fp8_gradients(
     streams: Sequence[str],
     calibration: Sequence[Loss] = (),
 ) -> Gradients:
-    """Gradients of a copy of the model that computes by a recipe.
+    """Return the gradients of a copy of the model that uses a recipe.
 
     Args:
-        calibration: losses of other batches, from which delayed scaling takes its scales; none: its slots are cold.
+        calibration: losses of other batches, from which delayed scaling takes its scales. If empty, its slots are cold.
     """
     twin = copy.deepcopy(model)
     manager = fp8dist.prepare(twin, recipe)
@@ -127,7 +127,7 @@ def fp8_gradients(
 
 
 def compare(found: Gradients, expected: Gradients) -> Cosines:
-    """Cosines, each in float64."""
+    """Return the cosines, each computed in float64."""
     flat, right = (
         torch.cat([side.weights[name].flatten().double() for name in expected.weights]) for side in (found, expected)
     )
@@ -141,7 +141,7 @@ def _cosines(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dic
 
 
 def cosine(found: Tensor, expected: Tensor) -> float:
-    """Of the angle between two tensors as vectors; 0 if one of them is zero, NaN if one has a NaN or an Inf."""
+    """Return the cosine of the angle between two tensors; 0 if one of them is zero, NaN if one has a NaN or an Inf."""
     left, right = found.flatten().double(), expected.flatten().double()
     if not (left.isfinite().all() and right.isfinite().all()):
         return math.nan
@@ -150,7 +150,7 @@ def cosine(found: Tensor, expected: Tensor) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it. A mistake in the flags prints one line and exits with status 2."""
+    """Measure and write the results. For wrong flags, print one line and exit with status 2."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--points", type=int, nargs="+", required=True)
     own, others = parser.parse_known_args(arguments)
@@ -175,13 +175,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
-    """The cases of one point: each recipe with all GEMMs in FP8, and with each of them alone."""
+    """Yield the cases of one point: each recipe with all GEMMs in FP8, and with each GEMM alone in FP8."""
     linears = [name for name, module in job.model.named_modules() if isinstance(module, nn.Linear)]
     linears.remove("lm_head")
     streams = [f"blocks.{number}" for number in range(job.options.layers)]
     measured = _loss(training_batch(job, step, 0, MEASURED))
     following = [_loss(training_batch(job, step + later, 0)) for later in range(1, CALIBRATED_ON + 1)]
-    twin = copy.deepcopy(job.model)  # Training does not notice what is measured.
+    twin = copy.deepcopy(job.model)  # A copy, so that measuring does not affect training.
     expected = gradients_of(twin, measured, linears, streams)
     autocast = torch.autocast(job.ranks.device.type, torch.bfloat16)
     yield _case("bf16", (), gradients_of(twin, measured, linears, streams, autocast), expected)
@@ -195,7 +195,7 @@ def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
 
 
 def _sets_of_gemms(kind: str) -> list[tuple[Gemm, ...]]:
-    """Which GEMMs are in FP8: all of them, each alone, and the example job's run with dgrad in high precision."""
+    """Return the sets of GEMMs to run in FP8: all, each alone, and (delayed scaling) all but dgrad."""
     sets: list[tuple[Gemm, ...]] = [GEMMS, *((gemm,) for gemm in GEMMS)]
     return [*sets, ("fprop", "wgrad")] if kind == "delayed" else sets
 

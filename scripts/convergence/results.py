@@ -1,15 +1,15 @@
-"""The file of results: what it holds, and whether it is right.
+"""The results file: format, reading and validation.
 
 ::
 
     {"schema": 1, "date": "2026-01-31T12:00:00Z", "commits": ["…"], "machine": "…", "versions": {"torch", …},
-     "steps": 300, "flags": ["--width", "128"], "plot": true,
+     "steps": 300, "flags": ["--width", "128"],
      "runs": {"fp32": {"0": {"losses": [one per step], "validation_loss": …, "tokens_per_s": …}, …}, …},
      "gradients": null or {"seed", "points": [{"step", "cases": [{"recipe", "fp8": ["fprop", …],
                    "weights": {fqn: cosine}, "inputs": {fqn: cosine}, "overall"}]}]}}
 
-``commits``: of which the runs are; one that ends with "+" had changes that are in none. ``plot``: whether there is one
-beside the file. Numbers that are none are texts: "nan", "inf".
+``commits``: the commits of the runs; a trailing "+" marks uncommitted changes. Numbers that are not finite are text:
+"nan", "inf".
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from typing import Any
 
 from scripts.convergence.variants import VARIANTS
 
-__all__ = ["FILE", "PLOT", "SCHEMA", "folder_of", "load", "problems_of"]
+__all__ = ["FILE", "SCHEMA", "folder_of", "load", "problems_of"]
 
 SCHEMA = 1
 FILE = "convergence.json"
-PLOT = "convergence.png"
 _TOP = {
-    **{"date": str, "machine": str, "steps": int, "plot": bool},
+    **{"date": str, "machine": str, "steps": int},
     **{"commits": list, "flags": list, "versions": dict, "runs": dict},
 }
 
 
 def folder_of(root: Path) -> Path:
-    """Where results are kept that pages are made of."""
+    """Return the folder of the published results, from which the pages are made."""
     return root / "scripts" / "results"
 
 
 def load(root: Path) -> dict[str, Any] | None:
-    """The results that are kept; None: there are none.
+    """Return the published results; None if there are none.
 
     Raises:
-        ValueError: the file is not one of results; says why.
+        ValueError: the file is not a results file. The message says why.
     """
     path = folder_of(root) / FILE
     if not path.exists():
@@ -53,7 +52,7 @@ def load(root: Path) -> dict[str, Any] | None:
 
 
 def problems_of(data: Any) -> list[str]:
-    """What is wrong with the content of a results file; nothing, if it is right."""
+    """Return the problems of a results file's content; empty if the content is valid."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         return [f"not results of schema {SCHEMA}"]
     found = [

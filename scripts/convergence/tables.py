@@ -10,17 +10,16 @@ from typing import Any
 
 from scripts.benchmarks.markdown import NOT_YET, table
 from scripts.convergence.comparison import Comparison, Spread, compare, final_steps
-from scripts.convergence.results import PLOT
 from scripts.convergence.variants import VARIANTS
 
-__all__ = ["CONVERGENCE_TABLES", "gaps", "gradients", "layers", "picture", "setting"]
+__all__ = ["CONVERGENCE_TABLES", "gaps", "gradients", "layers", "setting"]
 
 Results = Mapping[str, Any]
 Case = Mapping[str, Any]
 
 
 def setting(data: Results | None) -> str:
-    """What was run, where and when."""
+    """Return the table of settings: steps, flags, machine, versions, commit and date."""
     head = ["steps", "final training loss: mean over the last", "flags", "machine", "versions", "commit", "date"]
     if data is None:
         return table(head, [[NOT_YET, *["-"] * (len(head) - 1)]])
@@ -32,17 +31,12 @@ def setting(data: Results | None) -> str:
     return table(head, [[str(steps), last, text, data["machine"], versions, commits, data["date"][:10]]])
 
 
-def picture(data: Results | None) -> str:
-    """The plot, where there is one."""
-    return f"![Loss curves and gaps](scripts/results/{PLOT})\n" if data is not None and data["plot"] else ""
-
-
 def _short(commit: str) -> str:
     return commit[:10] + (" and changes" if commit.endswith("+") else "")
 
 
 def gaps(data: Results | None) -> str:
-    """Final losses of each variant, and its gap to FP32."""
+    """Return the table of final losses and gaps to FP32."""
     head = [
         *("variant", "seeds", "final training loss", "gap to FP32", "lowest to highest seed"),
         *("validation loss", "gap to FP32", "goal", "reached"),
@@ -71,7 +65,7 @@ def _row(name: str, found: Comparison | None) -> list[str]:
 
 
 def _spread(spread: Spread | None, form: str, unit: str = "") -> str:
-    """Mean and standard deviation."""
+    """Format mean and standard deviation."""
     if spread is None:
         return "-"
     deviation = "" if spread.deviation is None else f" ± {format(spread.deviation, form.lstrip('+'))}"
@@ -79,7 +73,8 @@ def _spread(spread: Spread | None, form: str, unit: str = "") -> str:
 
 
 def gradients(data: Results | None) -> str:
-    """Cosines to FP32's gradients by recipe and by what is in FP8: means over Linears, at each point."""
+    """Return the table of cosines to FP32's gradients by recipe and by GEMMs in FP8: means over Linears, at each
+    point."""
     points = _points(data)
     steps = [point["step"] for point in points] or ["N"]
     head = [
@@ -111,7 +106,7 @@ def gradients(data: Results | None) -> str:
 
 
 def layers(data: Results | None) -> str:
-    """Cosines to FP32's gradients at the last point, by Linear, then of what flows into each block."""
+    """Return the table of cosines to FP32's gradients at the last point, by Linear, then by input of each block."""
     points = _points(data)
     if not points:
         return table(["gradient of", "recipe"], [[NOT_YET, "-"]])
@@ -135,7 +130,7 @@ def _points(data: Results | None) -> Sequence[Results]:
 
 
 def _number(value: float | str) -> float:
-    """NaN is a text in the file; for a minimum it is the worst."""
+    """Read a number of the results file. NaN, stored as text, counts as -Inf, so that a minimum finds it."""
     return -math.inf if isinstance(value, str) or math.isnan(value) else value
 
 
@@ -147,7 +142,6 @@ CONVERGENCE_TABLES = MappingProxyType(
     {
         "convergence": gaps,
         "convergence-setting": setting,
-        "convergence-plot": picture,
         "gradients": gradients,
         "gradient-layers": layers,
     }

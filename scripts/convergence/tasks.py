@@ -1,4 +1,4 @@
-"""Programs that run side by side, each once: one that is finished is not run again."""
+"""Run programs in parallel. Skip the ones that are already finished."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class TaskFailed(Exception):
-    """A program ended with an error; the message has the end of what it said."""
+    """A program failed; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
 class Task:
     """A Python program that writes ``product`` into ``folder`` as its last act.
 
-    ``stamp``: what else its results depend on. A product counts only if it was made by the same program with the same
-    stamp: both are noted beside it, and ``about``, which may differ.
+    ``stamp``: everything else that its results depend on. A product counts as finished only if the same program made it
+    with the same stamp. Both are stored beside it, with ``about``, which may differ.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Task:
 
     @property
     def finished(self) -> bool:
-        """Whether what it makes is there."""
+        """True if the product exists and was made by this program with this stamp."""
         noted = self._noted()
         same = noted.get("program") == list(self.program) and noted.get("stamp") == dict(self.stamp)
         return same and (self.folder / self.product).exists()
 
     @property
     def made_by(self) -> dict[str, Any]:
-        """``about`` of the run that made what is there; empty if nothing is."""
+        """``about`` of the run that made the product; empty if there is no product."""
         return self._noted().get("about", {})
 
     def _noted(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Task:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start it anew; what an earlier run left is no product of this one."""
+        """Start the program. Delete the product of an earlier run first."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / self.product).unlink(missing_ok=True)
         note = {"program": self.program, "stamp": dict(self.stamp), "about": dict(self.about)}
@@ -63,10 +63,10 @@ class Task:
             return subprocess.Popen([sys.executable, *self.program], stdout=log, stderr=subprocess.STDOUT, cwd=_ROOT)
 
     def require_success(self, status: int) -> None:
-        """Do nothing.
+        """Check that the program succeeded.
 
         Raises:
-            TaskFailed: it ended otherwise than it should.
+            TaskFailed: its exit status is not 0, or the product is missing.
         """
         if status or not (self.folder / self.product).exists():
             said = (self.folder / LOG).read_text(errors="replace").strip().splitlines()[-3:]
@@ -74,12 +74,12 @@ class Task:
 
 
 def run_all(tasks: Sequence[Task], jobs: int, say: Callable[[str], None]) -> int:
-    """Run what is not finished, ``jobs`` at a time, in order. Returns how many were run.
+    """Run the tasks that are not finished, ``jobs`` at a time, in order. Return how many ran.
 
-    Those that run are ended before this returns by an exception.
+    On any exception, terminates the programs that are still running.
 
     Raises:
-        TaskFailed: one did; the others of this call are ended.
+        TaskFailed: a task failed.
     """
     waiting = [task for task in tasks if not task.finished]
     total, done, start = len(waiting), 0, time.monotonic()

@@ -12,7 +12,7 @@ REFERENCE = "fp32"
 
 
 class Variant(NamedTuple):
-    """``goal``: the largest gap of the final training loss to FP32, in percent; None: nothing is demanded."""
+    """``goal``: the largest allowed gap of the final training loss to FP32, in percent; None: no goal."""
 
     title: str
     flags: tuple[str, ...]

@@ -325,10 +325,10 @@ def test_bad_usage_exits_with_2(capsys: Capture) -> None:
 def test_one_path_or_two_kinds_of_paths_are_usage_errors(tmp_path: Path, capsys: Capture) -> None:
     path = write(weights(), tmp_path / "w")
     assert main(["check", path]) == 2
-    assert "two or more" in capsys.readouterr().err
+    assert "at least two" in capsys.readouterr().err
     state = saved_states(tmp_path, 1, lambda rank, manager: None)
     assert main(["check", path, state]) == 2
-    assert "like with like" in capsys.readouterr().err
+    assert "compare files of one kind" in capsys.readouterr().err
 
 
 def test_unreadable_input_is_one_line_that_names_the_file(tmp_path: Path, capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""The live check: every damaged bit is found and named, and healthy ranks are not accused."""
+"""The live check finds and names every damaged bit, and does not accuse healthy ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.ranks import RankPool
 
 
 class Target(NamedTuple):
-    """Memory to damage, and how a finding will call its elements."""
+    """Memory to damage, and the names of its elements in findings."""
 
     name: str
     kind: str
@@ -37,19 +37,19 @@ def _shaped(shape: Sequence[int]) -> Callable[[int], tuple[int, ...]]:
 
 
 def _places_in_window(manager: StateManager, slot: tuple[str, str], ring: Tensor) -> list[tuple[int, ...]]:
-    """Where each place of a ring shows in ``manager.amax_history``: found out by writing there."""
+    """Return where each index of the ring shows in ``manager.amax_history``, found by writing there."""
     places = []
     for place in range(len(ring)):
         kept = ring[place].item()
         ring[place] = 12345.0
         shown = (manager.amax_history(*slot) == 12345.0).nonzero().flatten().tolist()
-        places.append(tuple(shown) if shown else (place,))  # Beyond the window there is only the place itself.
+        places.append(tuple(shown) if shown else (place,))  # Outside the window, an index is its own name.
         ring[place] = kept
     return places
 
 
 def _targets(model: nn.Module, manager: StateManager) -> tuple[list[Target], list[Target]]:
-    """(of slots, of parameters)."""
+    """Return the targets (of slots, of parameters)."""
     arena = manager._syncs[0].arena
     of_slots = []
     for slot in SLOTS:
@@ -81,7 +81,7 @@ def _targets(model: nn.Module, manager: StateManager) -> tuple[list[Target], lis
 
 
 def _wrong(report: DivergenceReport, target: Target, odd: int, place: int, was: bytes, bad: bytes) -> str:
-    """What a report of one flipped bit got wrong; "" if nothing."""
+    """Return what a report of one flipped bit got wrong; "" if nothing."""
     if len(report.findings) != 1:
         return f"{len(report.findings)} findings"
     (f,) = report.findings
@@ -110,7 +110,7 @@ def _wrong(report: DivergenceReport, target: Target, odd: int, place: int, was: 
 
 
 def _flips(seed: int, count: int) -> tuple[list[str], Counter[str]]:
-    """So many random bits flipped, one at a time, each on a random rank; (what was reported wrongly, what was hit)."""
+    """Flip random bits, one at a time, each on a random rank. Return (wrong reports, the kinds that were hit)."""
     model, manager = prepared()
     pools = _targets(model, manager)
     chance = random.Random(seed)
@@ -120,7 +120,7 @@ def _flips(seed: int, count: int) -> tuple[list[str], Counter[str]]:
             odd, pool = chance.randrange(4), chance.randrange(2)
             target = chance.choice(pools[pool])
             nbytes = raw(target.tensor).numel()
-            is_bool = target.tensor.dtype is torch.bool  # Only one bit of a bool's byte means anything.
+            is_bool = target.tensor.dtype is torch.bool  # Only one bit of a bool's byte is significant.
             bit = 8 * chance.randrange(nbytes) if is_bool else chance.randrange(8 * nbytes)
             place = bit // 8 // target.tensor.dtype.itemsize
             was = element(target.tensor, place)
@@ -157,7 +157,7 @@ def _assert_all_found(pool: RankPool, seed: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_found_and_named_wherever_it_is(four_ranks: RankPool) -> None:
-    _assert_all_found(four_ranks, 11618, 24)  # A seed that hits each kind.
+    _assert_all_found(four_ranks, 11618, 24)  # This seed hits each kind.
 
 
 @pytest.mark.long
@@ -189,7 +189,7 @@ def test_a_damaged_manifest_or_step_word_is_named(four_ranks: RankPool, word: in
 
 
 def _clean_checks(count: int) -> tuple[int, list[str], tuple[tuple[str, int], ...]]:
-    """Checks of ranks that are alike, also in their NaN, Inf and -0.0; before each one some bits change on all."""
+    """Check equal ranks with equal NaN, Inf and -0.0. Before each check, some bits change on all ranks."""
     model, manager = prepared()
     pools = _targets(model, manager)
     special = [math.nan, math.inf, -math.inf, -0.0]
@@ -228,7 +228,7 @@ def test_clean_checks_raise_no_alarm_with_nan_inf_and_negative_zero(four_ranks: 
 
 
 class Two(nn.Module):
-    """Two parameters of one shape, and more than one block of a third."""
+    """Two parameters of one shape, and a third with several digest blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What differs between ranks by design is not compared, and said to be left out."""
+"""State that differs between ranks by design is not compared, and the report lists it as left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.training import batch, make_net
 
 
 def _seeded_differently(module: nn.Module) -> nn.Module:
-    """Each rank has its own numbers."""
+    """Each rank has different parameters."""
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank() + 1)))
@@ -31,7 +31,7 @@ def _fsdp1(use_orig_params: bool) -> Any:
     options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
     net[0] = FullyShardedDataParallel(net[0], **options)
     sharded = FullyShardedDataParallel(net, sharding_strategy=ShardingStrategy.FULL_SHARD, **options)
-    model = nn.Sequential(sharded, nn.Linear(16, 16))  # Beside something that the caller vouches for.
+    model = nn.Sequential(sharded, nn.Linear(16, 16))  # Next to a module that the caller declares as replicated.
     optimizer = torch.optim.AdamW(sharded.parameters())
     nn.init.ones_(model[1].weight), nn.init.ones_(model[1].bias)
     sharded(torch.randn(4, 16)).sum().backward()
@@ -59,7 +59,7 @@ def _fsdp2() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with pytest.raises(ConfigurationError, match="nothing to compare") as alone:  # Nothing has a replica.
+    with pytest.raises(ConfigurationError, match="nothing to compare") as alone:  # No tensor has a replica.
         fp8dist.check(model, policy="warn")
     beside = nn.Linear(16, 16)
     report = fp8dist.check(nn.Sequential(model, beside), group=dist.group.WORLD, policy="warn")
@@ -75,7 +75,7 @@ def test_shards_of_fsdp2_are_not_compared(two_ranks: RankPool) -> None:
 
 
 class _Experts(nn.Module):
-    """A dense layer that all ranks share, and experts of which each rank has its own."""
+    """A dense layer shared by all ranks, and experts that exist on one rank each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def _experts(how: str) -> Any:
         manager.attach(model, optimizer=optimizer)
     if how != "named":
         for step in range(2):
-            x, _ = batch(dist.get_rank(), step)  # Other data, other BatchNorm statistics on each rank.
+            x, _ = batch(dist.get_rank(), step)  # Each rank has other data and other BatchNorm statistics.
             model(x[:, :16]).sum().backward()
             optimizer.step()
     reports = []
@@ -133,7 +133,7 @@ def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm(two_ranks: Ran
             assert compared.get("slot", 0) == (3 if how == "prepared" else 0)
             if how != "named":
                 assert compared["gradient"] == 4
-                assert compared["optimizer"] == 12  # exp_avg, exp_avg_sq and step of each.
+                assert compared["optimizer"] == 12  # exp_avg, exp_avg_sq and step, for each parameter.
             reason = "that DDP was told to ignore" if how == "ignored by DDP" else "matching *.experts.*"
             assert any(text.startswith(f"4 parameters {reason}") for text in skipped) or (
                 how == "prepared" and "4 parameters that DDP was told to ignore" in skipped
@@ -141,7 +141,7 @@ def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm(two_ranks: Ran
 
 
 def _expert_of_one_rank_diverges() -> Any:
-    """With experts as above, damage to what is shared is still found."""
+    """With experts as above, damage to shared parameters is still found."""
     model = _Experts()
     if dist.get_rank() == 2:
         model.norm.weight.data[3] += 1
@@ -195,7 +195,7 @@ def _zero_redundancy() -> Any:
     if dist.get_rank() == 0:
         saved[0] = optimizer.state_dict()
     dist.broadcast_object_list(saved, src=0)
-    optimizer.load_state_dict(saved[0])  # As a resumed job does: now it shows the state of its own part.
+    optimizer.load_state_dict(saved[0])  # Like a resumed job: it then shows the state of its own part.
     owners = sorted(len(state or ()) for state in optimizer.state.values())
     report = fp8dist.check(model, optimizer=optimizer, policy="warn")
     return owners, report.findings, dict(report.compared), report.skipped

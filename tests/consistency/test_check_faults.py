@@ -1,4 +1,4 @@
-"""What follows when ranks differ: one message, all raise together, events, and files of evidence."""
+"""When ranks differ: one message, all ranks raise together, events, and report files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ A = ("a", "input")
 
 
 def _prepared(**settings: Any) -> tuple[nn.Module, StateManager]:
-    """A slot with three steps of history, and two parameters."""
+    """Return a model with two parameters and a slot with three steps of history."""
     torch.manual_seed(0)
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(6, 10))
@@ -51,7 +51,7 @@ def _damage(model: nn.Module, manager: StateManager, ranks: list[int]) -> None:
 
 
 def _with_policy(policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
-    """What a check that finds something does on this rank."""
+    """Return the outcome on this rank of a check that finds something."""
     every = {"check_every": 1, "check_policy": policy} if entry == "sync" else {}
     model, manager = _prepared(**every)
     reports: list[DivergenceReport] = []
@@ -73,7 +73,7 @@ def _with_policy(policy: str, entry: str, odd: list[int]) -> dict[str, Any]:
             elif entry == "manager.check":
                 result = manager.check(policy=policy)  # type: ignore[arg-type]
             else:
-                manager.step()  # check_every: the check after the third step comes as the fourth ends.
+                manager.step()  # check_every: the check after the third step runs when the fourth ends.
         except DivergenceError as error:
             result, raised = error.report, str(error)
     if result is None and reports:
@@ -121,7 +121,7 @@ def test_one_rank_of_the_majority_says_it_once_and_all_do_as_the_policy_says(
 
 
 def _raised_after_the_message() -> tuple[float, float]:
-    """(when this rank had logged, when it raised); the log of the one that speaks is slow."""
+    """Return (when this rank had logged, when it raised). Logging is slow on the reporting rank."""
     model, manager = _prepared()
     _damage(model, manager, [2])
     logged = 0.0
@@ -145,7 +145,7 @@ def _raised_after_the_message() -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_no_rank_raises_before_the_message_is_out(four_ranks: RankPool) -> None:
-    """torchelastic kills all ranks as soon as one has failed."""
+    """torchelastic kills all ranks as soon as one fails."""
     results = four_ranks.run(_raised_after_the_message)
     said = results[0][0]
     assert said > 0
@@ -182,7 +182,7 @@ def _with_evidence(folder: str, policy: str, entry: str, odd: list[int]) -> dict
 
 
 def _strict(text: str) -> Any:
-    """JSON, without the extensions that Python's parser takes."""
+    """Parse JSON without the extensions of Python's parser."""
 
     def refuse(name: str) -> Any:
         raise AssertionError(f"{name} is not JSON")
@@ -214,7 +214,7 @@ def test_the_report_and_both_sides_are_in_files(four_ranks: RankPool, tmp_path: 
         }
         for rank in (odd, reference)
     }
-    for rank in (odd, reference):  # What they held before anything was repaired.
+    for rank in (odd, reference):  # The values from before any repair.
         (near,) = held[rank]["parameter", "weight"]
         place = 2 * 10 + 3
         assert float(near["values"][place - near["from"]]) == results[rank]["value"]
@@ -328,7 +328,7 @@ def test_evidence_of_any_type_is_json(three_ranks: RankPool, tmp_path: Path) -> 
 
 
 def _raising_callback(entry: str) -> Any:
-    """What a callback raises on one rank concerns that rank alone: the message is out, nobody waits."""
+    """An exception in a callback on one rank affects only that rank: the message is logged, and no rank waits."""
     model, manager = _prepared(check_policy="warn")
     if dist.get_rank() == 1:
         manager.scale(*A).mul_(2)
@@ -383,7 +383,7 @@ def test_the_state_of_several_optimizers_is_compared(three_ranks: RankPool) -> N
 
 
 def _with_a_default_device() -> Any:
-    """A default device other than where things are, as cuda would be."""
+    """The default device differs from the model's, as cuda would."""
     model, manager = _prepared()
     torch.set_default_device("meta")
     try:

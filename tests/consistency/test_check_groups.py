@@ -1,4 +1,4 @@
-"""Who is compared with whom: replicas under tensor parallelism and HSDP, subgroups, and what a check costs."""
+"""Which ranks are compared: replicas under tensor parallelism and HSDP, subgroups; and the cost of a check."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
 HANG = 30.0
-"""Seconds after which a test says that ranks wait for each other. Some import DTensor for the first time here."""
+"""Seconds after which ranks count as hung. Some import DTensor here for the first time."""
 
 
 class Block(nn.Module):
@@ -58,7 +58,7 @@ def _names(report: DivergenceReport) -> list[Any]:
 
 
 def _tensor_parallel(shape: tuple[int, ...], damaged: list[int]) -> Any:
-    """Norms that drift on some ranks, in a model whose Linears are split over the last axis of a mesh."""
+    """Norms drift on some ranks, in a model whose Linears are split over the last axis of a mesh."""
     names = ("dp", "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = Block()
@@ -83,7 +83,7 @@ def test_a_norm_that_drifts_under_tensor_parallelism_is_found(four_ranks: RankPo
         assert names == [("parameter", "norm.weight", (rank,), reference, (3,)) for rank in damaged]
         assert coords == [{"tp": rank} for rank in damaged]
         assert findings == results[0][2]
-        # The norm's two, and the bias of the row-wise Linear.
+        # The norm's two parameters, and the bias of the row-wise Linear.
         assert compared == {"parameter": 3}
         assert skipped == ("3 parameters that are DTensors without a Replicate axis: each rank has its own",)
 
@@ -105,10 +105,10 @@ def _pairs() -> Callable[[], dist.ProcessGroup]:
 
 
 def _named_groups(damaged: list[int]) -> Any:
-    """Megatron's way: plain norms, replicated over the tensor-parallel group that the caller names."""
+    """Megatron's layout: plain norms, replicated over the tensor-parallel group that the caller names."""
     tp = _pairs()()
     model = Block()
-    with torch.no_grad():  # Shards: other numbers on each rank of the pair.
+    with torch.no_grad():  # Shards: other values on each rank of the pair.
         model.up.weight.add_(dist.get_rank())
         model.down.weight.add_(dist.get_rank())
     if dist.get_rank() in damaged:
@@ -132,7 +132,7 @@ def test_plain_norms_are_compared_over_the_group_that_is_named(
         assert findings == results[0][1]
         assert compared == {"parameter": 4}
         assert skipped == ("2 parameters not known to be replicated: name their group",)
-        if not damaged:  # The anchor's, who is with whom, those of the two labels, the verdict.
+        if not damaged:  # The anchor's, the exchange of groups, the two labels', the verdict.
             assert calls == ["all_reduce"] * 5
         assert seconds < 5
 
@@ -191,7 +191,8 @@ def test_of_four_replicas_the_odd_one_is_named(four_ranks: RankPool) -> None:
 
 
 def _views(view: str, odd: int) -> Any:
-    """All ranks make both meshes, and take part in both; one lays its DTensor out on the other, or otherwise."""
+    """All ranks create both meshes and take part in both; one rank places its DTensor on the other mesh or
+    differently."""
     usual = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
     mesh, placements = usual, [Replicate(), Shard(0)]
@@ -232,7 +233,7 @@ def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(
 
 
 def _replicated_twice(axis: str, damaged: int) -> Any:
-    """A DTensor that all four ranks hold alike, checked over the pairs of one axis of its mesh."""
+    """A DTensor replicated on all four ranks, checked over the pairs of one mesh axis."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Module()
     model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, [Replicate(), Replicate()]))
@@ -253,7 +254,7 @@ def test_a_tensor_replicated_over_two_axes_is_checked_over_either(
 
 
 def _uneven(vouched: bool, damaged: int | None) -> Any:
-    """Three ranks share, one is alone. ``vouched``: there is something that all four share, too."""
+    """Three ranks share, one is alone. ``vouched``: all four also share another parameter."""
     trio, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
     model = Block()
     if dist.get_rank() == 3:
@@ -280,7 +281,7 @@ def test_groups_of_different_sizes_with_one_rank_alone_are_not_left_waiting(
 
 
 def _same_ranks_twice() -> Any:
-    """Two communicators of the same ranks; ranks hold their parameters in another order."""
+    """Two communicators of the same ranks, whose parameters are in different orders."""
     first, second = _pairs()(), _pairs()()
     model = nn.Module()
     for name in ("ab", "ba")[dist.get_rank() % 2]:
@@ -293,7 +294,7 @@ def test_two_groups_of_the_same_ranks_meet_in_the_same_order_everywhere(four_ran
 
 
 def _pipeline() -> Any:
-    """Stages of a pipeline hold other things; within a stage two ranks share them."""
+    """Pipeline stages hold different modules; two ranks share each stage."""
     pair = _pairs()()
     stage = dist.get_rank() // 2
     model = nn.ModuleDict({f"stage{stage}": Block()})
@@ -313,7 +314,7 @@ def test_stages_of_a_pipeline_are_compared_each_for_itself(four_ranks: RankPool)
 
 
 def _subgroup() -> Any:
-    """Ranks 1, 2 and 3 check among themselves; rank 0 does something else."""
+    """Ranks 1, 2 and 3 run a check without rank 0."""
     group = dist.new_group([1, 2, 3])
     if dist.get_rank() == 0:
         return None
@@ -333,7 +334,7 @@ def test_a_subgroup_checks_by_itself_and_ranks_are_global(four_ranks: RankPool) 
 
 
 def _ddp_over_a_subgroup() -> Any:
-    """DDP keeps pairs equal, and the pairs train apart from each other."""
+    """DDP keeps pairs equal, and the pairs train separately."""
     pair = _pairs()()
     net = make_net(seed=dist.get_rank() // 2)
     model = nn.parallel.DistributedDataParallel(net, process_group=pair)
@@ -352,7 +353,7 @@ def test_ddp_over_subgroups_is_compared_within_each(four_ranks: RankPool) -> Non
 
 
 def _two_ddps() -> Any:
-    """Two parts, each in a DDP over other pairs."""
+    """Two modules, each in a DDP over different pairs."""
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -375,7 +376,7 @@ def test_two_ddps_over_other_groups_are_not_mixed_up(four_ranks: RankPool) -> No
 
 
 def _permuted_mesh(odd: int) -> Any:
-    """Ranks in a mesh in another order than in its process group, which sorts them."""
+    """A mesh whose order of ranks differs from its process group's, which is sorted."""
     mesh = DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("dp",))
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight), nn.init.ones_(model.bias)
@@ -411,7 +412,7 @@ def test_a_pattern_beats_what_ddp_says(two_ranks: RankPool) -> None:
 
 
 def _arenas_of_their_own(damaged: str) -> Any:
-    """FP8 state of experts is shared by pairs, that of all else by all."""
+    """Pairs share the FP8 state of experts; all ranks share the rest."""
     pair = _pairs()()
     model = nn.Module()
     model.block = nn.Module()
@@ -520,13 +521,13 @@ def _checked_every(every: int, boundary: str, ddp: bool) -> Any:
 def test_check_every_fires_after_so_many_steps_and_costs_nothing_in_between(
     two_ranks: RankPool, every: int, boundary: str, ddp: bool
 ) -> None:
-    # The check after step n comes when step n + 1 ends: by then each rank has committed the n-th.
+    # The check after step n runs when step n + 1 ends: by then each rank has committed step n.
     expected = [1 + bool(every and step and step % every == 0) for step in range(8)]
     assert two_ranks.run(_checked_every, every, boundary, ddp) == [(expected, sum(expected) - 8)] * 2
 
 
 def _diverging_parameter(policy: str) -> Any:
-    """A weight drifts on rank 2 after the third step; a check comes every second step."""
+    """A weight drifts on rank 2 after the third step; checks run every second step."""
     net = make_net()
     manager = fp8dist.prepare(
         net, DelayedScaling(history_len=3), group=dist.group.WORLD, check_every=2, check_policy=policy
@@ -555,7 +556,7 @@ def _diverging_parameter(policy: str) -> Any:
 def test_a_weight_that_drifts_is_raised_by_all_ranks_at_the_next_check(four_ranks: RankPool) -> None:
     results = four_ranks.run(_diverging_parameter, "raise", timeout=60)
     for raised, told, _ in results:
-        assert raised[0] == (4, "last.bias", (2,), 5, 3)  # In the fifth step; the check before ran in the third.
+        assert raised[0] == (4, "last.bias", (2,), 5, 3)  # In the fifth step; the previous check ran in the third.
         assert told[0] == ("diverged", 5)
         assert raised == results[0][0]
     assert [lines for *_, lines in results] == [len(results[0][0]), 0, 0, 0]
@@ -578,7 +579,7 @@ def test_a_weight_that_drifts_is_repaired_and_reported_once(four_ranks: RankPool
 
 
 def _good_at_different_steps() -> list[Any]:
-    """Ranks 0 and 1 have checked among themselves since all ranks did."""
+    """Ranks 0 and 1 have checked without the others since the last check of all ranks."""
     model, pair = Block(), _pairs()()
     fp8dist.check(model, group=dist.group.WORLD, step=3)
     if dist.get_rank() < 2:
@@ -593,6 +594,28 @@ def _good_at_different_steps() -> list[Any]:
 def test_the_last_good_step_is_one_that_was_good_on_all_ranks(four_ranks: RankPool) -> None:
     for found in four_ranks.run(_good_at_different_steps, timeout=60):
         assert found == [("step", (1,), 8, 3), ("parameter", (3,), 8, 3)]
+
+
+def _damaged_moment() -> list[Any]:
+    """Checks that do not compare the optimizer's state say nothing of it."""
+    torch.manual_seed(0)
+    model = Block()
+    optimizer = torch.optim.Adam(model.parameters())
+    model.norm.bias.grad = torch.ones_like(model.norm.bias)
+    optimizer.step()
+    world: Any = dist.group.WORLD
+    fp8dist.check(model, group=world, optimizer=optimizer, step=1)
+    if dist.get_rank() == 2:
+        optimizer.state[model.norm.bias]["exp_avg"][3] += 1
+    fp8dist.check(model, group=world, step=2)
+    with captured_log():
+        report = fp8dist.check(model, group=world, optimizer=optimizer, step=3, policy="warn")
+    return [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
+
+
+def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(_damaged_moment, timeout=60):
+        assert [(ranks, step, good) for _, ranks, step, good in found] == [((2,), 3, 1)]
 
 
 def _inside_join() -> Any:
@@ -613,7 +636,7 @@ def _inside_join() -> Any:
                 manager.check()
             except ConfigurationError as error:
                 refused += "Join" in str(error)
-            if step == 0:  # Both ranks are here: one that is not refused comes back.
+            if step == 0:  # Both ranks are here: a rank without an error returns.
                 with pytest.raises(ConfigurationError, match="Join"):
                     fp8dist.check(model)
     inside = manager._cycle.checker.checks - before

@@ -1,4 +1,4 @@
-"""Ranks that hold different things, or cannot look at theirs: a report, and nobody is left waiting."""
+"""Ranks with different contents, or that fail to read theirs: a report, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_order_of_parameters_does_not_matter(four_ranks: RankPool) -> None:
 
 
 class _Raises(nn.Module):
-    """A model that cannot be looked at."""
+    """A model that raises when it is inspected."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         raise KeyError("broken property")
@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_build_its_part_is_reported_by_all(four_ranks: RankPo
 
 
 def _same_name_twice(damage: bool) -> Any:
-    """``module`` is a name that wrappers use, and that a model may use, too."""
+    """``module`` is a name that wrappers use, and that a model may use too."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4))
     model.module = nn.Module()

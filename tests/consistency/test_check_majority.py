@@ -1,4 +1,4 @@
-"""Who is named: the odd ones against a majority, and nobody without one."""
+"""A check names the ranks that differ from a majority, or none if there is no majority."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.support.ranks import RankPool
 
 
 def _disagreeing(values: list[float], where: str) -> Any:
-    """One thing is ``values[rank]``; (kind, name, ranks, reference, sides, value, expected) of all findings."""
+    """Give one tensor the value ``values[rank]``. Return (kind, name, ranks, reference, sides, value, expected) of
+    findings."""
     mine = values[dist.get_rank()]
     model, manager = prepared(check_policy="warn")
     reports = []
@@ -62,7 +63,7 @@ PLACES = ("parameter", "slot", "sync")
 
 
 def _in_turn(cases: list[tuple[list[float], Findings, int]], first: int) -> pytest.MarkDecorator:
-    """Each case in one place, the next case in the next."""
+    """Distribute the cases over the places in turn."""
     return pytest.mark.parametrize(
         ("values", "expected", "speaker", "where"),
         [(*case, PLACES[i % 3]) for i, case in enumerate(cases, first)],
@@ -131,7 +132,7 @@ def test_ranks_damaged_in_different_tensors_are_each_named(three_ranks: RankPool
 
 
 def _hidden_behind_others() -> Any:
-    """Of 40 slots, rank 1 has 16 wrong ones of its own; in a later one rank 0 alone is wrong."""
+    """Of 40 slots, rank 1 has 16 wrong ones; in a later slot only rank 0 is wrong."""
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD, check_policy="warn")
     for place in range(40):

@@ -1,4 +1,4 @@
-"""A check on several ranks that has nothing to compare says so; on one rank it is consistent."""
+"""A check with nothing to compare raises an error on several ranks; on one rank it is consistent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass(two_ranks: RankPo
         assert "leave the check out" in said["shards"]
         assert "2 parameters matching *: left out" in said["left out"]
         assert "9 slots that this rank shares with no other" in said["state of its own"]
-        assert "give attach() the module that DDP made" in said["state of its own"]
+        assert "pass the DDP module to attach()" in said["state of its own"]
         assert "parameters" not in said["state alone"].split(":")[0]
         assert "9 slots that this rank shares with no other" in said["module"]
         assert said["switched off"] == [(True, {})] * 4
@@ -66,7 +66,7 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass(two_ranks: RankPo
 
 
 def _some_ranks() -> Any:
-    """Two of four ranks hold replicas: nobody is told that there is nothing."""
+    """Two of four ranks hold replicas, so no rank gets the error."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([3])]
     mine = pairs[max(0, dist.get_rank() - 1)]
     report = fp8dist.check(make_net(), groups={"*": mine})
@@ -88,7 +88,7 @@ def _check_every() -> str:
 
 
 def test_check_every_says_it_as_well(two_ranks: RankPool) -> None:
-    assert all("leave check() and check_every out" in text for text in two_ranks.run(_check_every))
+    assert all("otherwise do not use check() and check_every" in text for text in two_ranks.run(_check_every))
 
 
 def _without_gradients() -> Any:
@@ -115,4 +115,4 @@ def test_the_command_line_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFix
     for path in paths:
         save_file({}, path)
     assert main(["check", *paths]) == USAGE
-    assert "there is nothing to compare" in capsys.readouterr().err
+    assert "nothing to compare" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tier 0: what a sync proves, told with rank and slot although its commit has mended it."""
+"""Tier 0: damage that a sync proves is reported with rank and slot, although its commit has repaired it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.training import batch, fp8_count, make_net
 
 
 class _LateVerdict(fp8dist.sync.arena_sync.Verdict):
-    """Reads as on CUDA: at the next boundary, not at once."""
+    """Available at the next boundary, as on CUDA."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -29,7 +29,7 @@ class _LateVerdict(fp8dist.sync.arena_sync.Verdict):
 
 
 def _job(ddp: bool, update: str, late: bool, odd: int) -> dict[str, Any]:
-    """Six steps; before the fourth one scale is flipped on rank ``odd``. What was reported when, and what it cost."""
+    """Run six steps; before the fourth, flip one scale on rank ``odd``. Return reports, their times and their cost."""
     rank = dist.get_rank()
     net = make_net()
     recipe = DelayedScaling(history_len=4, update=update)
@@ -89,12 +89,12 @@ def test_a_flipped_scale_is_reported_at_the_next_sync_without_a_collective_befor
             if i != read_in:
                 assert names == ["all_reduce"], "nothing but the sync itself"
             assert syncs == 1
-        # The sync that carries the damage is the first thing in its step; what localises comes after it, or one later.
+        # The sync with the damage is the first collective of its step; localisation follows in it, or one step later.
         assert len(result["calls"][read_in][0]) > 1
 
 
 def _checked_before_the_verdict_is_read() -> Any:
-    """Flip, sync, and check() before the next boundary: what the sync proved is known by then."""
+    """Flip, sync, and check() before the next boundary: check() already knows what the sync proved."""
     model = nn.Module()
     recipe = DelayedScaling(history_len=2, update="next_step")
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, check_policy="warn")
@@ -114,13 +114,13 @@ def _checked_before_the_verdict_is_read() -> Any:
 
 
 def test_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool) -> None:
-    """A verdict is acted on at boundaries and in check()."""
+    """Boundaries and check() act on a verdict."""
     for events, _ in three_ranks.run(_checked_before_the_verdict_is_read):
         assert events == ["diverged"]
 
 
 def _check_fails(ranks: int) -> tuple[int, int]:
-    """(errors, steps) of nine boundaries with a check after every third that always raises."""
+    """Return (errors, steps) of nine boundaries, with a check after every third that always raises."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, check_every=3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -139,12 +139,12 @@ def _check_fails(ranks: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_who_catches_what_a_check_raised_goes_on(three_ranks: RankPool) -> None:
-    """The step after it is checked no more than any other."""
+    """The step after a caught error gets no additional check."""
     assert three_ranks.run(_check_fails, 3) == [(2, 7)] * 3
 
 
 def _one_rank_compiles(damaged: bool) -> list[int]:
-    """Next-step timing without hooks; rank 0 alone has compiled something. Steps at which a divergence was told."""
+    """Use next_step without hooks; only rank 0 has compiled a function. Return the steps that reported a divergence."""
     net = make_net()
     manager = fp8dist.prepare(
         net, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD, check_policy="warn"
@@ -165,7 +165,7 @@ def _one_rank_compiles(damaged: bool) -> list[int]:
 
 
 def test_ranks_act_on_a_verdict_together_though_one_has_compiled(three_ranks: RankPool) -> None:
-    """It commits earlier, and reads what the sync proved no earlier than the others: they would wait for each other."""
+    """The compiled rank commits earlier, but must not read verdicts earlier than the others, or ranks would hang."""
     told = three_ranks.run(_one_rank_compiles, True, timeout=60)
     assert told == [told[0]] * 3
     assert len(told[0]) == 1

@@ -1,4 +1,4 @@
-"""What a divergence looks like: to a person at 3 a.m., and to a program."""
+"""Divergence reports, for people and for programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _many(count: int, **more: Any) -> DivergenceReport:
 
 
 def _rows(report: DivergenceReport) -> tuple[dict[str, int], list[str]]:
-    """(where each column starts, the lines below the head)."""
+    """Return (where each column starts, the lines below the head)."""
     head, *rows = str(report).splitlines()[1:]
     names = ["step", "last good", "kind", "name", "ranks", "reference", "index", "value", "expected", "ULP", "what"]
     return {name: head.index(name) for name in names if name in head}, rows
@@ -140,7 +140,7 @@ def test_hundreds_of_ranks_are_counted() -> None:
     assert "1, 2, 3, 4, 5, 6, 7, 8 and 247 more" in text
     assert len(text.splitlines()) < 50
     assert max(map(len, text.splitlines())) < 250
-    assert "223 more" in text  # Of the places, 32 are shown.
+    assert "223 more" in text  # 32 differing elements are shown.
 
 
 def test_a_clean_report_says_what_was_compared_and_what_was_not() -> None:
@@ -247,9 +247,9 @@ def test_json_has_every_attribute() -> None:
         ([((0,), 1, ((1, 2, 3), (0,)))], 1),
         ([((0, 1), None, ((0,), (1,)))], 0),
         ([((2, 3), None, ((2,), (3,)))], 2),
-        # Rank 0 is wrong in one thing, rank 1 in another: rank 2 is right in both.
+        # Rank 0 is wrong in one tensor, rank 1 in another: rank 2 is right in both.
         ([((0,), 1, ((1, 2, 3), (0,))), ((1,), 0, ((0, 2, 3), (1,)))], 2),
-        # Rank 0 is odd somewhere, and nobody knows about the rest.
+        # Rank 0 differs in one tensor, and the rest has no majority.
         ([((0,), 1, ((1, 2), (0,))), ((0, 1, 2), None, ((0,), (1,), (2,)))], 1),
         ([], 0),
     ],

@@ -1,4 +1,4 @@
-"""Repair: the minority gets what the majority has, bit for bit, or nothing at all is touched."""
+"""Repair: the minority gets the majority's values, bit for bit, or nothing changes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.ranks import RankPool
 from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
 
 HANG = 30.0
-"""Seconds after which a test says that ranks wait for each other."""
+"""Seconds after which ranks count as hung."""
 
 
 def _scramble(tensor: Tensor, seed: int) -> None:
-    """Other bits everywhere, in place, whatever the strides."""
+    """Change all bits in place, for any strides."""
     tensor = tensor.detach()
     generator = torch.Generator().manual_seed(seed)
     if tensor.dtype is torch.bool:
@@ -59,7 +59,7 @@ class Varied(nn.Module):
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
         with torch.no_grad():
             self.plain[1, 1] = float("nan")
-            self.plain.view(torch.int32)[1, 1] += 5  # A payload.
+            self.plain.view(torch.int32)[1, 1] += 5  # Changes a NaN's payload.
             self.plain[0, 0] = -0.0
 
 
@@ -157,7 +157,7 @@ def _repair_slots(odd: int) -> Any:
         report = manager.check(policy="repair")
         again = manager.check(policy="warn")
     same = state_bits(manager) == healthy
-    for i, name in enumerate("abc"):  # And it works on.
+    for i, name in enumerate("abc"):  # Training continues.
         manager.record(name, "input", torch.tensor([0.5 + i]))
     manager.step()
     assert model is not None
@@ -187,7 +187,7 @@ def test_whole_slots_are_repaired(three_ranks: RankPool) -> None:
 
 
 def _repair_at_a_sync(odd: int | None, with_history: bool) -> Any:
-    """Policy "repair" of a running job: the sync finds the scale, and what else is wrong is mended with it."""
+    """Policy "repair" in a running job: the sync finds the scale, and the check repairs other damage with it."""
     model, manager = _slots(policy="repair")
     events: list[Any] = []
     manager.on_event(lambda event: events.append(event.report))
@@ -227,7 +227,7 @@ def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_bee
 
 
 def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
-    """Parameters with one value per rank; what is left of them after a repair that cannot be."""
+    """Return what is left of parameters with one value per rank after a repair that must fail."""
     model = nn.Module()
     for name, of_ranks in values.items():
         model.register_parameter(name, nn.Parameter(torch.full((3,), float(of_ranks[dist.get_rank()]))))
@@ -305,7 +305,7 @@ def test_more_than_a_thousand_tensors_are_all_repaired(three_ranks: RankPool) ->
 
 
 def _cannot_be_written() -> Any:
-    """Memory of the odd rank that refuses the copy: the others must not wait for it."""
+    """The odd rank's memory rejects the copy: the other ranks must not wait for it."""
     odd = dist.get_rank() == 2
     model = nn.Module()
     model.weight = nn.Parameter(torch.full((1,), 2.0 if odd else 1.0).expand(4))
@@ -325,7 +325,7 @@ def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting(thre
 
 
 def _sharing_memory() -> Any:
-    """Two parameters of the odd rank lie in the same memory: each copy succeeds, and the second spoils the first."""
+    """Two parameters of the odd rank share memory: each copy succeeds, and the second overwrites the first."""
     odd = dist.get_rank() == 2
     shared = torch.full((3,), 9.0)
     model = nn.Module()
@@ -341,14 +341,11 @@ def test_a_repair_is_believed_only_after_a_second_check(three_ranks: RankPool) -
     for findings, repaired, notes in three_ranks.run(_sharing_memory):
         assert findings == [("a", (2,), (0,))]
         assert repaired == ()
-        assert notes == (
-            "a repair was tried, this is what is left; it was begun for parameter a of 2 from 0; "
-            "parameter b of 2 from 0",
-        )
+        assert notes == ("these differences remain after a repair of parameter a of 2 from 0; parameter b of 2 from 0",)
 
 
 def _python_numbers() -> Any:
-    """An optimizer that counts in Python: there is no tensor to write to."""
+    """An optimizer whose step count is a Python number: there is no tensor to write to."""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     odd = dist.get_rank() == 2
@@ -385,7 +382,7 @@ def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused(th
 
 
 def _train(damaged_rank: int | None, entry: str) -> Any:
-    """Eight steps of DDP in FP8; after the fourth, all that one rank holds is scrambled, and repaired."""
+    """Run eight steps of DDP in FP8. After the fourth, scramble and repair everything on one rank."""
     net = make_net(seed=3)
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
     model = nn.parallel.DistributedDataParallel(net)
@@ -425,7 +422,7 @@ def test_training_after_a_repair_equals_the_undisturbed_run_bitwise(three_ranks:
 
 
 def _cast_after_repair(entry: str) -> Any:
-    """The odd rank has cast its wrong weight already when it is repaired."""
+    """The odd rank has already cast its wrong weight when it is repaired."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=2), group=dist.group.WORLD)
     model = nn.parallel.DistributedDataParallel(net)

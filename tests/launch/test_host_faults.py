@@ -1,7 +1,8 @@
 """Hosts that are cut off, half cut off, slow, ahead of the time, of another version, or started again under the job.
 
-Each has an address of its own (``tests/support/hosts.py``) and is started as README says. Ranks that survive end within
-``--timeout`` and MARGIN, each with one line that says where it was and who is missing; nothing is left of the job.
+Each has an address of its own (``tests/support/hosts.py``) and is started as docs/launching.md says. Ranks that survive
+end within ``--timeout`` and MARGIN, each with one line that says where it was and who is missing. Nothing is left of
+the job.
 """
 
 from __future__ import annotations

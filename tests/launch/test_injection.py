@@ -149,7 +149,7 @@ def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "kind": (["boom:1:2"], [], "argument --inject: kinds are scale, weight, nan, skip, "),
+    "kind": (["boom:1:2"], [], "argument --inject: KIND must be one of scale, weight, nan, skip, "),
     "form": (["weight:1"], [], "argument --inject: expected weight:RANK:STEP, got 'weight:1'"),
     "negative": (["weight:-1:2"], [], "argument --inject: expected weight:RANK:STEP"),
     "rank": (["weight:2:3"], [], "--inject weight:2:3: there is no rank 2, ranks are 0 to 1"),
@@ -158,16 +158,16 @@ MISTAKES = {
     "no sync": (
         ["kill-sync:1:3"],
         ["--precision", "bf16"],
-        "--inject kill-sync:1:3: needs --precision fp8, and this is",
+        "--inject kill-sync:1:3: needs --precision fp8, got",
     ),
-    "no stop": (["stop-sync:1:3"], ["--precision", "bf16"], "--inject stop-sync:1:3: needs --precision fp8, and this"),
+    "no stop": (["stop-sync:1:3"], ["--precision", "bf16"], "--inject stop-sync:1:3: needs --precision fp8, got bf16"),
     "own sync": (["kill-sync:1:3"], ["--no-amax-sync"], "--inject kill-sync:1:3: needs ranks that share amaxes"),
     "no save": (["kill-save:1:3"], [], "--inject kill-save:1:3: no checkpoint is saved at step 3; see --save-every"),
     "other save": (["kill-save:1:3"], ["--save-every", "2"], "no checkpoint is saved at step 3"),
-    "shard": (["weight:1:3"], ["--parallel", "fsdp2"], "--inject weight:1:3: shards have no replica that could tell"),
+    "shard": (["weight:1:3"], ["--parallel", "fsdp2"], "--inject weight:1:3: shards have no replica to compare with"),
     "second": (["weight:1:3", "skip:5:3"], [], "--inject skip:5:3: there is no rank 5"),
-    "scale": (["scale:1:3"], ["--precision", "bf16"], "--inject scale:1:3: needs --precision fp8, and this is bf16"),
-    "nan": (["nan:1:3"], ["--precision", "fp32"], "--inject nan:1:3: needs --precision fp8, and this is fp32"),
+    "scale": (["scale:1:3"], ["--precision", "bf16"], "--inject scale:1:3: needs --precision fp8, got bf16"),
+    "nan": (["nan:1:3"], ["--precision", "fp32"], "--inject nan:1:3: needs --precision fp8, got fp32"),
 }
 
 

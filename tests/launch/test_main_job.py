@@ -217,23 +217,23 @@ MISTAKES = {
     "value out of range": (["--steps", "0"], "--steps: must be at least 1"),
     "not a number": (["--margin", "much"], "--margin"),
     "not a choice": (["--parallel", "fsdp3"], "--parallel: invalid choice: 'fsdp3'"),
-    "one rank on two": (["--parallel", "none"], "--parallel none is for one rank, and there are 2"),
+    "one rank on two": (["--parallel", "none"], "--parallel none is for one rank, got 2"),
     "heads": (["--heads", "5"], "--width 192 is not a multiple of --heads 5"),
-    "width": (["--width", "20"], "multiples of 16"),
+    "width": (["--width", "20"], "a multiple of 16"),
     "no data": (["--data", "/no/such/file"], "--data /no/such/file: No such file or directory"),
     "data is a folder": (["--data", "/"], "--data /: Is a directory"),
     "short text": (["--data", "setup.cfg", "--context", "5000"], "--context 5000 needs at least 50011"),
-    "gather of ddp": (["--fp8-all-gather"], "--fp8-all-gather is for --parallel fsdp2 and hsdp, and this is ddp"),
+    "gather of ddp": (["--fp8-all-gather"], "--fp8-all-gather is for --parallel fsdp2 and hsdp, got ddp"),
     "gather of fp32": (
         ["--fp8-all-gather", "--parallel", "fsdp2", "--precision", "fp32"],
-        "--fp8-all-gather needs --precision fp8, and this is fp32",
+        "--fp8-all-gather needs --precision fp8, got fp32",
     ),
     "gather of local scales": (
         ["--fp8-all-gather", "--parallel", "hsdp", "--no-amax-sync"],
         "--fp8-all-gather needs amaxes that ranks share",
     ),
-    "sharding": (["--sharding", "grad_op"], "--sharding grad_op is for --parallel fsdp1, and this is ddp"),
-    "shards": (["--shard-size", "2"], "--shard-size is for --parallel hsdp, and this is ddp"),
+    "sharding": (["--sharding", "grad_op"], "--sharding grad_op is for --parallel fsdp1, got ddp"),
+    "shards": (["--shard-size", "2"], "--shard-size is for --parallel hsdp, got ddp"),
     "shard size": (["--parallel", "hsdp", "--shard-size", "3"], "--shard-size 3 does not divide the 2 ranks"),
     "bad out": (["--out", "setup.cfg/run"], "--out setup.cfg/run: Not a directory"),
 }
@@ -246,7 +246,7 @@ def test_a_mistake_is_one_line_and_exit_2() -> None:
 
 def test_torchrun_sh_tells_a_mistake_before_it_starts_a_rank() -> None:
     """One node with two ranks, and two nodes with one: both are two ranks."""
-    message = "--parallel none is for one rank, and there are 2"
+    message = "--parallel none is for one rank, got 2"
     assert_refused(start(TORCHRUN, "--parallel", "none"), message)
     nodes = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "NPROC": "1"}
     assert_refused(start(TORCHRUN, "--parallel", "none", **nodes), message)

@@ -29,7 +29,7 @@ SLOTS = sorted(f"{module}:{role}" for module in MODULES for role in ("input", "w
 PLANTED = "blocks.1.mlp_in:input"
 """Where ``--inject outlier`` plants it."""
 
-COLD = "slots had no amax yet in its first step"
+COLD = "slots had no amax in the first step"
 """What the library says of FP8 that begins without scales."""
 
 Runner = Callable[..., Run]
@@ -62,13 +62,16 @@ MISTAKES = {
     ),
     "gather of cut blocks": (BLOCKS_CUT, "--width must be a multiple of 128 times the 2 ranks"),
     "history of current": (["--recipe", "current", "--history-len", "16"], "--history-len is for delayed scaling"),
-    "margin of block": (["--recipe", "block", "--margin", "0"], "--margin is for delayed scaling, and this is block"),
+    "margin of block": (["--recipe", "block", "--margin", "0"], "--margin is for delayed scaling, got block"),
     "update of rowwise": (["--recipe", "rowwise", "--update", "next_step"], "--update is for delayed scaling"),
-    "no recipe": (["--override", "blocks.0.*=fast"], "--override: expected PATTERN=RECIPE, with one of delayed"),
+    "no recipe": (
+        ["--override", "blocks.0.*=fast"],
+        "--override: expected PATTERN=RECIPE, where RECIPE is one of delayed",
+    ),
     "no pattern": (["--override", "current"], "--override: expected PATTERN=RECIPE"),
     "a pattern twice": (["--override", "a=current", "--override", "a=block"], "--override a=… is given more than once"),
     "nothing left": (["--layers", "3", "--high-first", "2", "--high-last", "1"], "leave none of the --layers 3 in FP8"),
-    "no GEMM": (["--high-gemms", "fprop,bprop"], "--high-gemms: expected some of fprop, dgrad, wgrad"),
+    "no GEMM": (["--high-gemms", "fprop,bprop"], "--high-gemms: expected any of fprop, dgrad, wgrad"),
     "late start": (["--steps", "9", "--fp8-start-step", "10"], "--fp8-start-step 10 is beyond --steps 9"),
     "share": (["--fallback-steps", "5", "--fallback-saturated", "1.5"], "--fallback-saturated: must be a share"),
     "share alone": (["--fallback-underflow", "0"], "--fallback-underflow needs --fallback-steps"),

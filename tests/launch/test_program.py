@@ -60,9 +60,9 @@ def test_a_command_that_starts_nothing(capsys: pytest.CaptureFixture[str]) -> No
     for words, message in [
         ([], "name a program: fp8dist launch [-h] (PROGRAM | -m MODULE) [ARGUMENT …]"),
         (["-m"], "name a module after -m: fp8dist launch"),
-        (["--steps", "7"], "no such flag: --steps; the program's own come after it: fp8dist launch"),
-        (["no/such.py", "--help"], f"no such file: no/such.py, seen from {Path.cwd()}"),
-        ([""], "no such file: '', seen from"),
+        (["--steps", "7"], "no such flag: --steps; flags of the program come after its name: fp8dist launch"),
+        (["no/such.py", "--help"], f"no such file: no/such.py, in the current folder {Path.cwd()}"),
+        ([""], "no such file: '', in the current folder"),
     ]:
         status = main(["launch", *words])
         captured = capsys.readouterr()

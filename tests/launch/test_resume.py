@@ -210,14 +210,17 @@ def test_a_save_in_the_background_counts_when_it_is_done(
 
 
 MISTAKES = {
-    "nothing there": (["--resume", "no/such"], "--resume no/such: there is no whole checkpoint"),
+    "nothing there": (["--resume", "no/such"], "--resume no/such: there is no complete checkpoint"),
     "not whole": (
         ["--resume", "{out}/checkpoints/partial-step-00000008"],
-        "step-00000008: there is no whole checkpoint",
+        "step-00000008: there is no complete checkpoint",
     ),
-    "a run": (["--resume", "{out}"], "there is no whole checkpoint (a folder named step-… with a .metadata)"),
-    "afresh": (["--save-every", "4"], "has checkpoints, the newest is step-00000004: go on from it with --resume auto"),
-    "another's": (["--save-every", "4", "--resume", "{out}/other/step-00000002"], "has checkpoints of its own"),
+    "a run": (["--resume", "{out}"], "there is no complete checkpoint (a folder step-… with a file .metadata)"),
+    "afresh": (
+        ["--save-every", "4"],
+        "has checkpoints, the newest is step-00000004: resume from it with --resume auto",
+    ),
+    "another's": (["--save-every", "4", "--resume", "{out}/other/step-00000002"], "has checkpoints of another run"),
     "stop alone": (["--stop-after", "4"], "--stop-after needs --save-every"),
     "late stop": (["--stop-after", "9", "--steps", "8"], "--stop-after 9 is beyond --steps 8"),
     "async alone": (["--async-save"], "--async-save needs --save-every"),
@@ -337,7 +340,7 @@ def test_fp8_may_begin_later_and_end_earlier(tmp_path: Path) -> None:
         folder[precision] = str(tmp_path / precision / "checkpoints/step-00000006")
     begins = finish(tmp_path / "begins", ALONE, *TINY, "--precision", "fp8", "--resume", folder["fp32"])
     assert "has no FP8 state: scales start cold" in begins.output
-    assert "another precision: fp8 in place of fp32" in begins.output
+    assert "another precision: fp8 instead of fp32" in begins.output
     ends = finish(tmp_path / "ends", ALONE, *TINY, "--precision", "fp32", "--resume", folder["fp8"])
     assert len(begins.losses) == len(ends.losses) == STEPS - 6
 
@@ -358,7 +361,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     finish(tmp_path / "saved", ALONE, *TINY, "--save-every", "6", "--stop-after", "6")
     folder = str(tmp_path / "saved/checkpoints/step-00000006")
     done = start(ALONE, *TINY, "--width", "64", "--out", str(tmp_path / "new"), "--resume", folder)
-    assert_refused(done, f"--resume {folder}: saved with --width 32, and this is 64")
+    assert_refused(done, f"--resume {folder}: saved with --width 32, got 64")
 
 
 def _with_small_files(flags: list[str]) -> int:
@@ -387,4 +390,4 @@ def test_state_of_other_ranks_is_refused(tmp_path: Path) -> None:
     finish(tmp_path / "saved", RANKS, *TINY, *save, "--no-amax-sync")
     folder = str(tmp_path / "saved/checkpoints/step-00000006")
     done = start(ALONE, *TINY, "--out", str(tmp_path / "new"), "--resume", folder)
-    assert_refused(done, "it has FP8 state rank0, rank1, of 2 rank(s), and this job needs shared, on 1: ")
+    assert_refused(done, "has FP8 state rank0, rank1, of 2 rank(s), but this job needs shared, on 1: ")

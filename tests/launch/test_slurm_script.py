@@ -58,7 +58,7 @@ def test_the_first_of_very_many_nodes_is_the_master(tmp_path: Path) -> None:
 def test_a_job_whose_nodes_nobody_knows(tmp_path: Path, body: str) -> None:
     done = submitted(tmp_path, body)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "slurm.sbatch: error: scontrol names no host of nodes: set MASTER_ADDR to the first\n"
+    assert done.stderr == "slurm.sbatch: error: scontrol names no host of nodes: set MASTER_ADDR to the first node\n"
     assert submitted(tmp_path, body, MASTER_ADDR="node3").stdout.startswith("node3 ")
 
 
@@ -72,7 +72,7 @@ def test_a_task_has_the_cpus_of_the_job(tmp_path: Path, cpus: dict[str, str], op
 def test_the_repository_may_be_elsewhere(tmp_path: Path) -> None:
     done = submitted(tmp_path, "echo node1", "train.py", SLURM_SUBMIT_DIR="/at")
     assert (done.returncode, done.stdout) == (2, "")
-    said = "there is no /at/launch/torchrun.sh: set REPOSITORY to the folder of fp8dist"
+    said = "there is no /at/launch/torchrun.sh: set REPOSITORY to the clone of fp8dist"
     assert done.stderr == f"slurm.sbatch: error: {said}\n"
     done = submitted(tmp_path, "echo node1", "train.py", "--help", SLURM_SUBMIT_DIR="/at", REPOSITORY=str(ROOT))
     assert done.stdout.splitlines()[-3:] == [str(ROOT / "launch/torchrun.sh"), "train.py", "--help"]

@@ -1,4 +1,4 @@
-"""A weight's FP8 cast serves all microbatches of a step, and never longer than the weight stays what it was."""
+"""All microbatches of a step share a weight's FP8 cast, and a cast is never used after the weight changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINEARS = 3
 
 
 class Wandering(torch.optim.Optimizer):
-    """Calls its closure twice and moves the weights in between through ``.data``: nothing bumps their version."""
+    """Calls its closure twice and moves the weights in between through ``.data``, which bumps no version."""
 
     def __init__(self, parameters: Iterator[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -56,7 +56,7 @@ WITH_CLOSURE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class Run:
-    """Everything that reuse must not change, and how often weights were cast."""
+    """All results that reuse must not change, and the number of weight casts."""
 
     losses: list[bytes] = field(default_factory=list)
     gradients: list[Any] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Run:
 
 
 def count_weight_casts(net: nn.Module, patch: pytest.MonkeyPatch) -> list[int]:
-    """Addresses of the weights that are cast from now on, in order."""
+    """Record the addresses of the weights that are cast from now on, in order."""
     addresses = {m.weight.data_ptr() for m in net.modules() if isinstance(m, FP8Linear)}
     seen: list[int] = []
     original = LinearSlots.quantize
@@ -85,7 +85,7 @@ def train(make: Callable[[Any], torch.optim.Optimizer], reuse: bool, closure: bo
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3))
     optimizer = make(net.parameters())
     manager.attach(net, optimizer=optimizer)
-    if not reuse:  # Before every forward, whatever hooks have said.
+    if not reuse:  # Before every forward, regardless of hooks.
         net.register_forward_pre_hook(lambda *_: manager._job.invalidate_casts())
     run = Run()
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +137,7 @@ def test_closures_see_fresh_casts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW, fused", "SGD"])
 def test_forwards_with_grad_off_in_between_change_nothing(name: str) -> None:
-    """They cast anew each time: nobody tells when weights are swapped for an evaluation."""
+    """They cast each time, because swapping weights for an evaluation triggers no hook."""
     reused = train(OPTIMIZERS[name], reuse=True, closure=False, evaluate=True)
     assert reused == train(OPTIMIZERS[name], reuse=False, closure=False, evaluate=True)
     assert reused.casts == LINEARS * STEPS * (1 + MICROBATCHES)
@@ -167,7 +167,7 @@ def test_reuse_resumes_after_a_closure() -> None:
 
 
 def attached(**recipe: Any) -> tuple[Net, StateManager, torch.optim.Optimizer]:
-    """A net whose weight casts are reused."""
+    """Return a net whose weight casts are reused."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3, **recipe))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
@@ -176,13 +176,13 @@ def attached(**recipe: Any) -> tuple[Net, StateManager, torch.optim.Optimizer]:
 
 
 def fresh_output(net: Net, manager: StateManager, x: Tensor) -> bytes:
-    """What the net gives when no cast is reused. Records nothing."""
+    """Return the net's output without reusing a cast. Records nothing."""
     with torch.no_grad(), mock.patch.object(manager._job, "reuse_casts", False):
         return bits(net(x))
 
 
 def test_nothing_is_reused_without_an_attached_optimizer() -> None:
-    """Then nothing tells when weights change."""
+    """Without an attached optimizer, changes of weights cannot be detected."""
     net = make_net()
     manager = fp8dist.prepare(net)
     manager.attach(net)
@@ -195,7 +195,7 @@ def test_nothing_is_reused_without_an_attached_optimizer() -> None:
 
 
 def test_a_cast_without_its_transpose_does_not_serve_training() -> None:
-    """Forward with grad off needs no transposed copy and records nothing; training after it needs both."""
+    """A forward with grad off needs no transposed copy and records nothing; training after it needs both."""
     net, manager, _ = attached()
     twin, other, _ = attached()
     x, y = batch(0, 0)
@@ -210,7 +210,7 @@ def test_a_cast_without_its_transpose_does_not_serve_training() -> None:
 
 
 def test_a_cast_without_its_transpose_does_not_serve_a_later_backward() -> None:
-    """In one mode throughout, so that only the missing copy tells the two casts apart."""
+    """The mode never changes, so that only the missing copy distinguishes the two casts."""
     for recording in (False, True):
         gradients = []
         for look_first in (False, True):
@@ -229,7 +229,7 @@ def test_a_cast_without_its_transpose_does_not_serve_a_later_backward() -> None:
 def test_a_cast_of_an_evaluation_does_not_hide_the_amax_from_training() -> None:
     """eval() with grad on makes both copies and records nothing."""
     net, manager, _ = attached()
-    for linear in (net.first, net.branch, net.last):  # A user's own switch, past Module.train().
+    for linear in (net.first, net.branch, net.last):  # A user's own switch, without Module.train().
         linear.training = False
     x, _ = batch(0, 0)
     net(x)
@@ -263,12 +263,12 @@ def test_writes_that_nothing_can_see_need_refresh_weights() -> None:
         versions = [(w.data_ptr(), w._version) for w in weights(net)]
         write(net)
         assert [(w.data_ptr(), w._version) for w in weights(net)] == versions
-        assert bits(net(x)) == before  # As documented: nobody was told.
+        assert bits(net(x)) == before  # As documented: the write is not detected.
         manager.refresh_weights()
         after = bits(net(x))
         assert after == fresh_output(net, manager, x)
         assert after != before
-        # Scales follow from the new weights alone.
+        # The scales follow from the new weights alone.
         for name in ("first", "branch", "last"):
             weight = getattr(net, name).weight.detach()
             assert float(manager.scale(name, "weight")) == float(torch.tensor(448.0) / weight.abs().max())
@@ -285,7 +285,7 @@ def test_refresh_weights_forgets_what_other_weights_were_like() -> None:
     manager.refresh_weights()
     assert manager.amax_history("first", "weight").count_nonzero() == 0
     assert torch.equal(manager.amax_history("first", "input"), inputs_before)
-    # The scale survives the next step: only the new weights are in the window.
+    # The scale survives the next step: the window has only the new weights.
     amax = net.first.weight.detach().abs().max()
     net(x).sum().backward()
     optimizer.step()
@@ -365,7 +365,7 @@ EVENTS = [
 
 def test_a_cast_dies_at() -> None:
     for event in EVENTS:
-        net, manager, _optimizer = attached()  # It must stay alive: the manager holds it weakly.
+        net, manager, _optimizer = attached()  # Keep a reference: the manager holds the optimizer weakly.
         x, _ = batch(0, 0)
         before = bits(net(x))
         event(net, manager)
@@ -390,7 +390,7 @@ def test_a_cast_dies_at_an_attached_optimizer_that_is_not_the_boundary() -> None
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 def test_a_cast_dies_at_a_boundary_without_an_optimizer_step(update: str) -> None:
-    """The weights stand still, but the commit gives them another scale."""
+    """The weights do not change, but the commit changes their scale."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3, update=update))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -434,7 +434,7 @@ def test_tied_weights_are_cast_anew_after_a_step() -> None:
 
 
 def fresh_before_every_forward(module: nn.Module, job: Any) -> None:
-    """Reuse off, whatever hooks have said."""
+    """Disable reuse, regardless of hooks."""
     module.register_forward_pre_hook(lambda *_: job.invalidate_casts())
 
 
@@ -458,7 +458,7 @@ def _recreated_optimizer(reuse: bool, keep_old: bool) -> Any:
     kept = [old] if keep_old else []
     del old
     gc.collect()
-    new = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)  # A user's loop that forgot to attach it.
+    new = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)  # A user's loop that forgets to attach it.
     steps(new, 1)
     with pytest.raises(ConfigurationError, match=r"SGD is about to step 3 FP8 weights .* a second time"):
         steps(new, 1)
@@ -492,7 +492,7 @@ def _functional_calls(reuse: bool) -> Any:
 
 
 def test_functional_call_with_temporaries_under_accumulation() -> None:
-    """The next microbatch's temporary may lie where the last one's was, with the same version."""
+    """The next microbatch's temporary may have the same address and version as the last one's."""
     assert _functional_calls(True) == _functional_calls(False)
 
 
@@ -518,12 +518,12 @@ def _copied_part(reuse: bool) -> list[bytes]:
 
 
 def test_a_copied_part_that_is_trained_by_hand() -> None:
-    """Nothing tells a copy's modules when its weights change."""
+    """A copy's modules are not notified when its weights change."""
     assert _copied_part(True) == _copied_part(False)
 
 
 def test_weights_swapped_for_an_evaluation() -> None:
-    """The usual way of an EMA: copied in through ``.data``, evaluated, copied back."""
+    """The usual EMA evaluation: copy in through ``.data``, evaluate, copy back."""
     for training in (False, True):
         net, manager, _ = attached()
         net.train(training)
@@ -541,11 +541,11 @@ def test_weights_swapped_for_an_evaluation() -> None:
 
 
 def test_refresh_weights_between_backward_and_boundary() -> None:
-    """What the old weights recorded since the last boundary is forgotten, too."""
+    """Amaxes of the old weights since the last boundary are dropped too."""
     for forward_again in (False, True):
         net, manager, optimizer = attached()
         for group in optimizer.param_groups:
-            group["lr"] = 1e-30  # Changes nothing; with 0 it would be no step.
+            group["lr"] = 1e-30  # Changes nothing; a step with 0 would not count.
         x, _ = batch(0, 0)
         net(x).sum().backward()
         for weight in weights(net):

@@ -1,4 +1,5 @@
-"""Activation checkpointing of every kind: losses, gradients, parameters and FP8 state equal the plain run, bitwise."""
+"""Activation checkpointing of every kind: losses, gradients, parameters and FP8 state are bitwise those of a plain
+run."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.support.training import batch, bits, gradient_bits, histories, parame
 
 
 class Block(nn.Module):
-    """Linears between which values must be kept or recomputed."""
+    """Linears with values in between that must be kept or recomputed."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Stack(nn.Module):
-    """A Linear in front, two blocks that ``run`` may checkpoint, a Linear behind."""
+    """A Linear, two blocks that ``run`` may checkpoint, and another Linear."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ KINDS = {
 
 @dataclass
 class Log:
-    """Everything of a run that must not depend on checkpointing."""
+    """Everything in a run that must not depend on checkpointing."""
 
     losses: list[bytes] = field(default_factory=list)
     gradients: list[Any] = field(default_factory=list)
@@ -165,7 +166,7 @@ def test_equals_the_plain_run_without_microbatches(kind: str) -> None:
     [("reentrant", "current"), ("non-reentrant", "unit"), ("selective, FP8 products saved", "current")],
 )
 def test_equals_the_plain_run_with_scales_that_lag(kind: str, warmup: str) -> None:
-    """next_step and no reads: the commit happens in a forward, and the recomputation sees the same scales."""
+    """next_step without reads: the commit happens in a forward, and the recomputation uses the same scales."""
     recipe = {"update": "next_step", "warmup": warmup, "amax_algo": "most_recent"}
     checkpointed = train(KINDS[kind], 2, read_each_step=False, **recipe)
     assert checkpointed == train(plain, 2, read_each_step=False, **recipe)
@@ -203,7 +204,7 @@ def _run_that_must_recompute(kind: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective, nothing saved"])
 def test_these_tests_do_recompute(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four checkpointed Linears cast their input and weight again: else the tests above would show nothing."""
+    """Four checkpointed Linears cast input and weight again. Otherwise the tests above would prove nothing."""
     with monkeypatch.context() as patch:
         once = _run_that_must_recompute("plain", patch)
     with monkeypatch.context() as patch:
@@ -211,7 +212,7 @@ def test_these_tests_do_recompute(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_reentrant_records_in_its_recomputation_only() -> None:
-    """Its first forward runs with grad off; what a checkpointed module saw still enters the history."""
+    """Its first forward runs with grad off; the amaxes of a checkpointed module still enter the history."""
     stack = Stack(reentrant)
     manager = fp8dist.prepare(stack)
     (sync,) = manager._syncs
@@ -225,7 +226,7 @@ def test_reentrant_records_in_its_recomputation_only() -> None:
 
 @pytest.mark.parametrize("kind", ["non-reentrant", "selective, FP8 products saved"])
 def test_eval_between_forward_and_backward_loses_no_amax(kind: str) -> None:
-    """The first forward has recorded in training mode; that it is recomputed in eval() takes nothing away."""
+    """The first forward records in training mode; recomputing it in eval() loses nothing."""
     results = []
     for switch in (False, True):
         stack = Stack(KINDS[kind])

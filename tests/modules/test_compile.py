@@ -24,7 +24,7 @@ from tests.support.linear import BACKENDS, E4M3, E5M2, NONE, inputs
 from tests.support.training import bits, parameter_bits, state_bits
 
 WITHOUT_FP8_COMPARISON = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-"""test_schema compares arguments with allclose, which FP8 does not have."""
+"""test_schema compares arguments with allclose, which does not support FP8."""
 
 
 class Block(nn.Module):
@@ -166,7 +166,7 @@ def _train_mixed(update: str, compiled_from: int) -> Any:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.slow
 def test_compiled_after_eager_steps() -> None:
-    """What is due when a model is first compiled is committed before its forward runs."""
+    """A pending commit runs before the first compiled forward."""
     assert _train_mixed("next_step", 2) == _train_mixed("same_step", 6)
 
 
@@ -175,7 +175,7 @@ def test_compiled_after_eager_steps() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.long
 def test_inductor_traces_the_ops() -> None:
-    """It fuses what is around them, so losses are equal up to rounding only; amaxes and scales follow."""
+    """Inductor fuses the operations around the ops, so losses are equal up to rounding; amaxes and scales follow."""
     mine, theirs = _train_long("inductor", backend="torch"), _train_long(None, backend="torch")
     for a, b in zip(mine[0], theirs[0]):
         assert torch.frombuffer(bytearray(a), dtype=torch.float32).item() == pytest.approx(
@@ -186,7 +186,7 @@ def test_inductor_traces_the_ops() -> None:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """``torch.set_default_dtype``, for a while."""
+    """Set ``torch.set_default_dtype`` inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,4 +1,4 @@
-"""State that was saved by another recipe: refused, or converted. The expected scales are computed here, with NumPy."""
+"""State saved by another recipe: rejected or converted. The expected scales are computed here, with NumPy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _manager(**recipe: Any) -> tuple[nn.Module, StateManager]:
 
 @pytest.fixture
 def old() -> Iterator[StateManager]:
-    """Three steps of falling amaxes in which the second Linear never ran: its weight has attach's scale only."""
+    """Three steps of falling amaxes. The second Linear never ran: its weight has only attach's scale."""
     model, manager = _manager()
     for step in range(3):
         model[0](torch.full((4, 16), 7.5 - step)).mul(3.0 - step).sum().backward()  # type: ignore[operator]
@@ -54,7 +54,7 @@ def _scale(amax: np.float32, role: str, recipe: dict[str, Any]) -> np.float32:
 
 
 def _expected(manager: StateManager, recipe: dict[str, Any], fqn: str, role: str) -> np.float32:
-    """The scale of a slot by ``recipe``, from the window and the scale that it has under the old one."""
+    """Return a slot's scale under ``recipe``, from the window and scale under the old recipe."""
     scale = np.float32(manager.scale(fqn, role).item())
     window = manager.amax_history(fqn, role).numpy()[-recipe["history_len"] :]
     amax = window[-1] if recipe["amax_algo"] == "most_recent" else window.max()
@@ -91,7 +91,7 @@ def test_scales_are_those_of_the_new_recipe(old: StateManager, change: str, tmp_
     kept = [
         role for (fqn, role), state in results[0].items() if fqn == "0" and state["scale"] == before[fqn, role]["scale"]
     ]
-    assert kept == {"format": ["input", "weight"], "amax_algo": ["weight"]}.get(change, [])  # The weight stood still.
+    assert kept == {"format": ["input", "weight"], "amax_algo": ["weight"]}.get(change, [])  # The weight is unchanged.
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_decides_no_scale_may_differ(old: StateManager) -> None:
 
 
 def test_nothing_is_converted_where_nothing_has_changed(old: StateManager) -> None:
-    """So that a job may always say convert=True. A scale that was set by hand shows whether it was derived anew."""
+    """A job may always pass convert=True. A scale set by hand shows if it was derived again."""
     old.set_scale("0", "input", 3.0)
     for change in ({}, {"format": "e4m3"}):
         model, new = _manager(**change)
@@ -141,7 +141,7 @@ def test_nothing_is_converted_where_nothing_has_changed(old: StateManager) -> No
 
 def test_a_callable_reduces_the_windows(old: StateManager) -> None:
     def oldest(windows: Tensor) -> Tensor:
-        return windows[:, 1]  # Three of four entries are taken.
+        return windows[:, 1]  # Uses three of four entries.
 
     model, new = _manager(amax_algo=oldest)
     with pytest.raises(CheckpointError, match=r"amax_algo is 'max' there and '.*oldest' here"):
@@ -163,7 +163,7 @@ def test_training_goes_on_by_the_new_recipe(old: StateManager) -> None:
 
 @pytest.mark.parametrize("recipe", [CurrentScaling(format="e4m3"), RowwiseScaling(), BlockScaling()], ids=repr)
 def test_scales_that_are_made_just_in_time_fit_whatever_was_saved(old: StateManager, recipe: Recipe) -> None:
-    """Gradients of another format, too: nothing of them is kept. The other way there is nothing to go by."""
+    """Also for gradients of another format, which have no state. The reverse direction has no saved values to use."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     new = fp8dist.prepare(model, recipe)
     new.load_state_dict(old.state_dict())

@@ -59,5 +59,5 @@ def test_it_is_compiled_once_and_trains_as_in_eager_mode(compiler: str, update: 
     expected, mine = _train(None, update), _train(compiler, update)
     if compiler == "aot_eager":
         assert mine == expected
-    # Inductor's own kernels round differently, and then some FP8 values go to another neighbour.
+    # Inductor's kernels round differently, so some FP8 values differ.
     assert mine[0] == pytest.approx(expected[0], rel=0.02)

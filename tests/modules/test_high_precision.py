@@ -1,4 +1,4 @@
-"""Single GEMMs in high precision: those named are nn.Linear's bit for bit, the others stay what they were in FP8."""
+"""Single GEMMs in high precision: they equal nn.Linear's bit for bit, and the other GEMMs stay as in FP8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUBSETS = [subset for size in range(4) for subset in itertools.combinations(GEMM
 
 
 class Case(NamedTuple):
-    """Dtypes of input and weight; under autocast to bf16; with a bias; with a weight that trains."""
+    """Dtypes of input and weight; autocast to bf16; a bias; a trainable weight."""
 
     input: torch.dtype = torch.float32
     weight: torch.dtype = torch.float32
@@ -43,7 +43,7 @@ CASES = {
 
 
 class Result(NamedTuple):
-    """What a forward and a backward give; and how many FP8 products they were."""
+    """Results of a forward and a backward, and the number of FP8 products."""
 
     y: Tensor
     dx: Tensor
@@ -108,7 +108,7 @@ def test_what_is_named_is_as_nn_linear_has_it_and_the_rest_in_fp8(case: Case, ki
 
 
 def test_the_formulas() -> None:
-    """Not by way of nn.Linear's autograd: y = x Wᵀ + b, dx = dy W, dW = dyᵀ x."""
+    """Does not use nn.Linear's autograd: y = x Wᵀ + b, dx = dy W, dW = dyᵀ x."""
     for kind in KINDS:
         linear = prepared(Case(), kind(high_precision=("dgrad", "fprop", "wgrad")))
         x, dy = torch.randn(7, 144).requires_grad_(), torch.randn(7, 48)
@@ -120,7 +120,7 @@ def test_the_formulas() -> None:
 
 
 def copies_that_are_cast(linear: nn.Linear) -> dict[str, tuple[bool, bool]]:
-    """Of each tensor in a forward and a backward: whether as it is, and whether transposed."""
+    """Return for each tensor of a forward and a backward: if the plain and the transposed copy are cast."""
     slots, seen = linear.fp8_slots, {}
     original = slots.quantize
 
@@ -136,7 +136,7 @@ def copies_that_are_cast(linear: nn.Linear) -> dict[str, tuple[bool, bool]]:
 
 
 def test_what_a_gemm_in_high_precision_does_not_need_is_not_cast() -> None:
-    """Of each tensor the copies that its FP8 products multiply, and no others."""
+    """Each tensor gets exactly the copies that its FP8 products multiply."""
     for high, kind in (*zip(SUBSETS, itertools.cycle(KINDS)), *((("fprop",), kind) for kind in KINDS)):
         linear = prepared(Case(), kind(high_precision=high))
         wanted = {
@@ -152,7 +152,7 @@ def test_what_a_gemm_in_high_precision_does_not_need_is_not_cast() -> None:
 
 
 def test_training_with_delayed_scales_needs_only_what_is_cast() -> None:
-    """Slots whose tensor is in no FP8 product stay cold; the others have the scales that they have without it."""
+    """Slots whose tensor is in no FP8 product stay cold; other slots have the same scales as without the option."""
     for high in SUBSETS:
         linears = {subset: make(Case()) for subset in ((), high)}
         managers = {

@@ -1,4 +1,4 @@
-"""FP8Linear: its three products against an independent computation, its modes, and what prepare leaves alone."""
+"""FP8Linear: its three products against an independent computation, its modes, and modules that stay unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_three_products_of_a_cold_module(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_three_products_of_a_hot_module(backend: str) -> None:
-    """Scales come from earlier steps, so today's larger values saturate."""
+    """Scales come from earlier steps, so larger values saturate."""
     module, manager = linear(backend)
     first, dy_first = inputs(16, 48), inputs(16, 32, seed=3)
     module(first.requires_grad_()).backward(dy_first)
@@ -162,7 +162,7 @@ def test_a_wrong_number_of_features_is_refused() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_torch_autocast(backend: str) -> None:
-    """Same numbers as with an input that was cast by hand; gradients in the dtypes of what they belong to."""
+    """Same numbers as with a manually cast input; gradients have their tensors' dtypes."""
     module, manager = linear(backend, bias=True)
     by_hand, hand_manager = linear(backend, bias=True)
     x = inputs(7, 48).requires_grad_()
@@ -180,7 +180,7 @@ def test_torch_autocast(backend: str) -> None:
     assert torch.equal(x.grad, cast.grad.float())
     assert module.weight.grad.dtype == module.bias.grad.dtype == torch.float32
     assert gradient_bits(module) == gradient_bits(by_hand)
-    # In the weight's precision, not rounded to bfloat16 on the way.
+    # In the weight's precision, without rounding to bfloat16 first.
     assert_product(module.weight.grad, dequantised(dy, E5M2).t(), dequantised(cast, E4M3).t())
     assert roles(manager) == roles(hand_manager)
     assert roles(manager)["input"] == amax(cast)
@@ -188,7 +188,7 @@ def test_torch_autocast(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_inside_torch_autocast(backend: str) -> None:
-    """People do call backward inside the context: the products are the same."""
+    """Some users call backward inside the context: the products are the same."""
     gradients = []
     for inside in (False, True):
         module, _ = linear(backend)
@@ -224,7 +224,7 @@ def test_no_tokens(backend: str) -> None:
 
 
 def test_padding_changes_no_amax_and_no_gradient() -> None:
-    """The transposed copies are padded to 16 tokens; a module that gets the zeros itself must agree."""
+    """The transposed copies are padded to 16 tokens; a module that receives the zeros explicitly must agree."""
     for tokens in (1, 15, 16, 17, 33):
         short, manager = linear("reference")
         padded, _ = linear("reference")
@@ -273,7 +273,7 @@ def test_only_the_bias_is_trained() -> None:
 
 
 def test_several_forwards_before_one_backward() -> None:
-    """Each graph keeps its own bytes; amaxes are the largest of all calls; gradients add."""
+    """Each graph keeps its own bytes; amaxes are the maximum of all calls; gradients add up."""
     module, manager = linear()
     xs = [inputs(8, 48, seed=s) * s for s in (3, 1, 2)]
     dys = [inputs(8, 32, seed=10 + s) for s in (3, 1, 2)]
@@ -284,7 +284,7 @@ def test_several_forwards_before_one_backward() -> None:
         single.append(alone.weight.grad)
     ys = [module(x) for x in xs]
     torch.autograd.backward(ys, dys)
-    # Autograd may add the three in another order: float32 addition of three terms, each rounding once.
+    # Autograd may add the three in another order: float32 addition of three terms, with two roundings.
     assert single[0] is not None
     torch.testing.assert_close(module.weight.grad, single[0] + single[1] + single[2], rtol=1e-6, atol=1e-6)
     assert roles(manager)["input"] == max(map(amax, xs))
@@ -292,7 +292,7 @@ def test_several_forwards_before_one_backward() -> None:
 
 
 class Tied(nn.Module):
-    """Two Linears, one weight."""
+    """Two Linears that share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ def test_double_backward_is_refused() -> None:
 
 
 def test_a_commit_between_forward_and_backward_does_not_change_the_gradients() -> None:
-    """FP8 bytes carry the inv_scale that they were cast with, not a view of the live one."""
+    """FP8 bytes carry the inv_scale of their cast, not a view of the current one."""
     results = []
     for commit_between in (False, True):
         module, manager = linear()
@@ -513,7 +513,8 @@ def test_a_backend_that_cannot_be_is_refused_at_first_use(monkeypatch: pytest.Mo
 
 
 def test_gradients_come_in_the_order_of_nn_linear() -> None:
-    """DDP lays its buckets by it: another order changes sums of three ranks between the first step and the next."""
+    """DDP orders its buckets accordingly: another order changes sums of three ranks between the first step and the
+    next."""
     module, _ = linear(bias=True)
     order: list[str] = []
     for name, parameter in module.named_parameters():

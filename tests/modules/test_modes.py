@@ -27,7 +27,7 @@ from tests.support.training import bits, gradient_bits, state_bits
 
 
 def stepped() -> tuple[nn.Linear, StateManager]:
-    """A module that has trained for a step."""
+    """Return a module that has trained for a step."""
     module, manager = linear(bias=True)
     module(inputs(8, 48).requires_grad_()).sum().backward()
     manager.step()
@@ -52,7 +52,7 @@ def test_evaluation_records_nothing() -> None:
             with evaluating(module, mode):
                 y = module(inputs(8, 48, seed=4).mul(100).requires_grad_())
                 if y.requires_grad:
-                    y.sum().backward()  # The mode is the forward's: this records nothing either.
+                    y.sum().backward()  # The forward's mode counts: this records nothing either.
             assert roles(manager) == dict.fromkeys(("input", "weight", "grad_output"), NONE)
             assert state_bits(manager) == before
 
@@ -107,7 +107,7 @@ def test_no_fp8_equals_nn_linear_bitwise_and_records_nothing() -> None:
     assert gradient_bits(module) == gradient_bits(plain)
     assert set(roles(manager).values()) == {NONE}
     assert state_bits(manager) == before
-    assert not torch.equal(module(mine), y)  # On again.
+    assert not torch.equal(module(mine), y)  # FP8 is on again.
 
 
 def test_contexts_end_with_an_exception() -> None:
@@ -176,7 +176,7 @@ def test_calibrate_that_raises_commits_nothing_and_forgets() -> None:
 
 
 def test_calibration_starts_hot() -> None:
-    """After calibrating, FP8 uses the calibrated scale, not the tensor's own."""
+    """After calibration, FP8 uses the calibrated scale, not the tensor's own."""
     module, manager = linear("reference")
     with manager.calibrate():
         module(inputs(8, 48) * 2)
@@ -200,7 +200,7 @@ def test_switched_off_it_is_nn_linear() -> None:
 
 
 def test_first_forward_in_inference_mode_then_training() -> None:
-    """Nothing that the state or a weight cast is made of may be an inference tensor."""
+    """No tensor of the state or of a weight cast may be an inference tensor."""
     module, manager = linear("auto", update="next_step")
     twin, twin_manager = linear("auto", update="next_step")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, twin)]
@@ -217,7 +217,7 @@ def test_first_forward_in_inference_mode_then_training() -> None:
             optimizer.step()
             optimizer.zero_grad()
         with torch.inference_mode():
-            each(x)  # Commits what is due.
+            each(x)  # Commits a pending sync.
     assert torch.equal(module.weight, twin.weight)
     for role in ("input", "weight", "grad_output"):
         assert torch.equal(manager.scale("", role), twin_manager.scale("", role))
@@ -230,7 +230,7 @@ def test_a_copied_model_trains_on_its_own() -> None:
     other = fp8dist.get_manager(twin)
     assert other is not manager
     assert state_bits(other) == before
-    assert not twin.fp8_slots.note.written(twin)  # No forward of its own yet.
+    assert not twin.fp8_slots.note.written(twin)  # It has not run its own forward yet.
     twin(inputs(8, 48) * 9).sum().backward()
     other.step()
     assert state_bits(manager) == before

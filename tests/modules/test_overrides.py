@@ -1,4 +1,4 @@
-"""Recipes of single modules: which pattern counts, several recipes in one model and process, what is saved of them."""
+"""Recipes of single modules: which pattern wins, several recipes in one model and process, and what is saved."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ RECIPES: tuple[Recipe, ...] = (
 )
 
 ONE_OF_EACH = (CurrentScaling(), RowwiseScaling(format="hybrid", high_precision=("fprop",)), BlockScaling())
-"""Of those without state."""
+"""Settings of recipes without state."""
 
 MIXED: dict[str, Recipe | High] = {
     "first": CurrentScaling(power_of_two=True),
     "last": BlockScaling(format="hybrid"),
 }
-"""With a default of delayed scaling: three recipes in ``Net``."""
+"""With delayed scaling as default: three recipes in ``Net``."""
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -117,7 +117,7 @@ def _tied() -> nn.Module:
 def test_modules_that_share_a_weight_have_one_recipe() -> None:
     with pytest.raises(ConfigurationError, match="a and b share a weight: overrides must give both the same recipe"):
         fp8dist.prepare(_tied(), overrides={"b": CurrentScaling()})
-    # That the same values were written twice is no difference; nor is high precision of one of them.
+    # Writing the same values twice makes no difference, nor does high precision in one of them.
     manager = fp8dist.prepare(_tied(), overrides={"a": CurrentScaling(), "b": CurrentScaling()})
     assert recipes(manager) == {"a": CurrentScaling(), "b": CurrentScaling(), "c": DelayedScaling()}
     assert [slot.role for slot in manager.slots if slot.fqn == "b"] == ["grad_output", "input"]
@@ -128,7 +128,7 @@ def test_modules_that_share_a_weight_have_one_recipe() -> None:
 
 
 class Transformer(nn.Module):
-    """Two stacks, in the outer of which a list is nested; Linears outside them."""
+    """Two stacks, the outer one with a nested list, and Linears outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_first_and_last_of_a_sequential() -> None:
 
 
 def test_first_and_last_through_wrappers() -> None:
-    """Names are those that ``prepare`` will use."""
+    """The names are those that ``prepare`` uses."""
 
     class DistributedDataParallel(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -201,7 +201,7 @@ def test_all_layers_may_be_first_or_last(caplog: pytest.LogCaptureFixture) -> No
 
 
 class Watched:
-    """What went into and came back to each Linear of a model."""
+    """Records the inputs and gradients of each Linear of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {}
@@ -220,8 +220,8 @@ class Watched:
 
 
 def test_each_module_of_a_model_is_cast_by_its_recipe() -> None:
-    """Three recipes in one model: what is multiplied is what the oracle says of that module's recipe. Scales of the
-    delayed one are fed from the steps before."""
+    """With three recipes in one model, each module multiplies what the oracle of its recipe says. The delayed recipe
+    takes its scales from earlier steps."""
     model = make_net()
     default = DelayedScaling(history_len=4)
     manager = fp8dist.prepare(model, default, overrides=MIXED)
@@ -234,7 +234,7 @@ def test_each_module_of_a_model_is_cast_by_its_recipe() -> None:
             inputs, labels = batch(0, step)
             (model(inputs) - labels).square().mean().backward()
         for role in ("input", "weight", "grad_output"):
-            # Weights' scales are those of attach, before the first step; other slots are cold then.
+            # Weights have attach's scales before the first step; other slots are cold.
             if step > 0 or role == "weight":
                 scales[role] = numbers(manager.scale("branch", role)).copy()
             else:
@@ -258,7 +258,7 @@ def test_each_module_of_a_model_is_cast_by_its_recipe() -> None:
 
 
 class Job:
-    """One model and its training, step by step."""
+    """A model and its training, step by step."""
 
     def __init__(self, recipe: Recipe, overrides: dict[str, Recipe | High] | None = None, seed: int = 0) -> None:
         self.model = make_net(seed)
@@ -281,7 +281,7 @@ class Job:
 
 @pytest.mark.parametrize("second", [RECIPES[1], *ONE_OF_EACH], ids=repr)
 def test_two_managers_with_other_recipes_do_not_see_each_other(second: Recipe) -> None:
-    """Trained in turns, their losses, parameters and states are those of training alone, bit for bit."""
+    """Trained in turn, each gives the losses, parameters and state of training alone, bit for bit."""
     alone = [Job(RECIPES[0]), Job(second, seed=1)]
     for job in alone:
         for index in range(4):
@@ -295,7 +295,7 @@ def test_two_managers_with_other_recipes_do_not_see_each_other(second: Recipe) -
 
 
 def test_each_recipe_trains_another_way() -> None:
-    """No option is without effect on the losses, but for those that must not have one."""
+    """Every option affects the losses, except options that must not."""
     losses = {}
     for recipe in RECIPES:
         job = Job(recipe)
@@ -338,7 +338,7 @@ def test_the_order_of_gemms_does_not_matter() -> None:
 
 
 def saved_recipes(manager: StateManager) -> dict[str, Recipe]:
-    """Of each module, from the bytes of a checkpoint."""
+    """Return each module's recipe, from the bytes of a checkpoint."""
     (blob,) = manager.state_dict().values()
     saved, _ = from_bytes(blob, "a test")
     made = [Recipe.from_description(description) for description in saved["recipes"]]
@@ -363,10 +363,10 @@ def _median(windows: Tensor) -> Tensor:
 def test_strange_descriptions_are_refused() -> None:
     cases = [
         ({}, "there is no recipe None"),
-        ({"recipe": "MXScaling"}, "there is no recipe 'MXScaling'; there are DelayedScaling, CurrentScaling"),
+        ({"recipe": "MXScaling"}, "there is no recipe 'MXScaling'; the recipes are DelayedScaling, CurrentScaling"),
         ({"recipe": "Recipe"}, "there is no recipe 'Recipe'"),
         ({"recipe": ["CurrentScaling"]}, "there is no recipe"),
-        ({"recipe": "CurrentScaling", "margin": 0}, "CurrentScaling has no margin"),
+        ({"recipe": "CurrentScaling", "margin": 0}, "CurrentScaling has no field margin"),
         ({"recipe": "CurrentScaling", "format": "e5m2"}, "format must be one of"),
         ({"recipe": "DelayedScaling", "history_len": 2.0}, "history_len must be an integer"),
         ({"recipe": "BlockScaling", "high_precision": ["fprop", "bgrad"]}, "high_precision must be a tuple of"),
@@ -374,7 +374,7 @@ def test_strange_descriptions_are_refused() -> None:
         ({"recipe": "RowwiseScaling", "power_of_two": 1}, "power_of_two must be True or False"),
         (DelayedScaling(amax_algo=_median).describe(), "amax_algo must be one of"),
         ({"recipe": "BlockScaling", "high_precision": [["fprop"]]}, "high_precision must be a tuple of"),
-        ({"recipe": "CurrentScaling", 3: 4}, "CurrentScaling has no 3"),
+        ({"recipe": "CurrentScaling", 3: 4}, "CurrentScaling has no field 3"),
         ({"recipe": "CurrentScaling", "format": ["hybrid"]}, "format must be one of"),
     ]
     for description, message in cases:
@@ -405,7 +405,7 @@ def test_a_resume_of_a_mixed_model_is_bitwise() -> None:
 
 @pytest.mark.parametrize("recipe", ONE_OF_EACH, ids=repr)
 def test_delayed_state_goes_into_a_recipe_without_state(recipe: Recipe) -> None:
-    """What was saved is of no use there, and no obstacle: losses are those of a run that loaded none."""
+    """The saved state is ignored: losses equal those of a run that loaded none."""
     delayed = Job(RECIPES[0])
     for index in range(3):
         delayed.step(index)
@@ -439,7 +439,7 @@ def test_delayed_scaling_refuses_state_without_scales(recipe: Recipe) -> None:
 
 
 def test_an_override_more_or_less_is_another_recipe() -> None:
-    """The module that was delayed and is not any more, and the other way round; modules that stay are loaded."""
+    """One module switches from delayed scaling, another switches to it; unchanged modules are loaded."""
     mixed, plain = Job(RECIPES[0], MIXED), Job(RECIPES[0])
     for job in (mixed, plain):
         for index in range(3):

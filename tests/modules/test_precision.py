@@ -1,4 +1,4 @@
-"""set_precision: modules and GEMMs in high precision, for a while or for good."""
+"""set_precision: modules and GEMMs in high precision, temporarily or permanently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = ("fprop", "dgrad", "wgrad")
 
 
 class Run:
-    """A net that trains, and its manager; or a plain one."""
+    """A net in training and its manager, or a plain net."""
 
     def __init__(self, recipe: Recipe | None = None, **options: Any) -> None:
         self.net = make_net()
@@ -55,7 +55,7 @@ def test_all_in_high_precision_is_nn_linear_bitwise() -> None:
     assert run.fp8.set_precision("*", "high") == ("branch", "first", "last")
     assert [run.step() for _ in range(4)] == [plain.step() for _ in range(4)]
     assert parameter_bits(run.net) == parameter_bits(plain.net)
-    assert not any(any(window) for window in histories(run.fp8).values())  # Nothing was recorded: nobody comes back.
+    assert not any(any(window) for window in histories(run.fp8).values())  # Nothing is recorded: the switch is final.
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(history_len=4), CurrentScaling()])
@@ -71,7 +71,7 @@ def test_high_precision_for_some_steps_ends_by_itself(recipe: Recipe) -> None:
 
 
 def test_who_comes_back_has_scales() -> None:
-    """As if it had been in FP8: the amaxes of its last steps in high precision are in the histories."""
+    """As if it had stayed in FP8: the histories have the amaxes of its last steps in high precision."""
     steps = OBSERVED_STEPS + 5
     run = Run(DelayedScaling(history_len=64))
     run.fp8.set_precision("*", "high", steps=steps)
@@ -81,7 +81,7 @@ def test_who_comes_back_has_scales() -> None:
         seen.append(run.fp8.metrics()["fp8/cold_slots"])
     slots = len(run.fp8.slots)
     weights = sum(slot.role == "weight" for slot in run.fp8.slots)
-    assert seen[:6] == [slots - weights] * 6  # Weights had theirs at attach.
+    assert seen[:6] == [slots - weights] * 6  # Weights got their scales at attach.
     assert seen[6:] == [0] * OBSERVED_STEPS
     taken = [sum(entry > 0 for entry in window) for window in histories(run.fp8).values()]
     assert taken == [OBSERVED_STEPS] * slots
@@ -117,7 +117,7 @@ def test_right_back_nothing_is_cold() -> None:
 
 
 def test_only_some_gemms() -> None:
-    """dgrad in high precision: the gradients of the weights that no dgrad lies behind stay those of FP8."""
+    """dgrad in high precision: weight gradients that do not depend on a dgrad stay as in FP8."""
     run, other = Run(DelayedScaling(history_len=4)), Run(DelayedScaling(history_len=4))
     run.fp8.set_precision("*", "high", gemms=("dgrad",))
     assert run.fp8.high_precision("last") == ("dgrad",)
@@ -131,7 +131,7 @@ def test_only_some_gemms() -> None:
 
 
 def test_a_change_for_good_leaves_one_for_a_while_as_long_as_it_was() -> None:
-    """FP8 from step 4 on, but dgrad never: whichever is said first."""
+    """FP8 from step 4 on, but dgrad never, in either order of the calls."""
     for first in (True, False):
         run = Run(DelayedScaling(history_len=4))
         if first:
@@ -161,7 +161,7 @@ def test_a_recipes_own_gemms_can_be_taken_back() -> None:
 
 
 def test_a_weights_cast_is_not_used_past_a_change() -> None:
-    """In the middle of a step, between two microbatches."""
+    """The change comes in the middle of a step, between two microbatches."""
     run = Run(DelayedScaling(history_len=4))
     run.step()
     x, _ = batch(0, 5)
@@ -175,7 +175,7 @@ def test_a_weights_cast_is_not_used_past_a_change() -> None:
 
 
 def test_a_weight_of_another_dtype_than_the_input() -> None:
-    """FP8 takes it, so a module that falls back must, too: y and dx in the input's dtype, dW in the weight's."""
+    """FP8 supports it, so a fallback must too: y and dx in the input's dtype, dW in the weight's."""
     for dtype in (torch.float32, torch.bfloat16):
         net = nn.Linear(32, 16).to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
         manager = fp8dist.prepare(net, DelayedScaling(history_len=4)).attach()
@@ -273,7 +273,7 @@ def test_going_on_from_high_precision_without_calibration_warns_once() -> None:
         run.step()
         run.step()
     (text,) = [text for _, text in log]
-    assert "6 of 9 slots had no amax yet" in text
+    assert "6 of 9 slots had no amax in the first step" in text
 
 
 @pytest.mark.parametrize("how", ["calibrated", "high first", "new", "loaded"])
@@ -316,7 +316,7 @@ def test_a_step_costs_no_python_per_module_while_nothing_moves(monkeypatch: pyte
 
 
 def test_a_resume_by_a_recipe_with_other_gemms_follows_that_recipe() -> None:
-    """What nobody changed is not in the checkpoint: trained in high precision, it goes on in FP8."""
+    """The checkpoint has only changes: a module that was high by recipe continues in FP8 under a recipe without it."""
     before = Run(DelayedScaling(history_len=4, high_precision=ALL))
     for _ in range(3):
         before.step()
@@ -388,7 +388,7 @@ def test_compiled_models_follow() -> None:
 
 
 def _trained(alone: bool) -> tuple[list[tuple[str, ...]], str, int]:
-    """Rank 1 forgets set_precision, if ``alone``."""
+    """Rank 1 does not call set_precision, if ``alone``."""
     rank = torch.distributed.get_rank()
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=torch.distributed.group.WORLD)

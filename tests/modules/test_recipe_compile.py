@@ -1,4 +1,5 @@
-"""Each recipe under torch.compile and activation checkpointing: losses, gradients and weights are the eager ones."""
+"""Each recipe under torch.compile and activation checkpointing gives the losses, gradients and weights of eager
+mode."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[Recipe, Overrides]] = {
 
 
 class Block(nn.Module):
-    """Two Linears of ragged sizes with something between them."""
+    """Two Linears with irregular sizes and an operation in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Stack(nn.Module):
 
 
 def train(case: str, compiled: bool = False, checkpointed: bool = False) -> Any:
-    """Four steps of two microbatches each. Once compiled, nothing may be compiled again."""
+    """Four steps of two microbatches each. Nothing may be compiled twice."""
     recipe, overrides = CASES[case]
     stack = Stack(checkpointed)
     manager = fp8dist.prepare(stack, recipe, overrides=overrides)
@@ -107,7 +108,7 @@ def test_compiled_in_one_graph_it_trains_as_in_eager_mode(case: str, checkpointe
 
 
 def test_a_recomputed_forward_multiplies_the_same_bytes() -> None:
-    """Twice the products of forwards, in every recipe."""
+    """The forwards' products run twice, in every recipe."""
     for case, (recipe, overrides) in CASES.items():
         products = []
         for checkpointed in (False, True):

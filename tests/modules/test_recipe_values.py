@@ -1,4 +1,4 @@
-"""What each recipe multiplies, bit for bit, and how far its products may be from those of unrounded tensors."""
+"""The operands that each recipe multiplies, bit for bit, and error bounds of its products."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ SHAPES = [  # (tokens, in_features, out_features, dtype)
 
 
 def spread(lines: int, width: int, seed: int) -> Tensor:
-    """Magnitudes from 2**-24 to 2**12, -0.0, halves of FP8's smallest steps."""
+    """Magnitudes from 2**-24 to 2**12, -0.0, and halves of FP8's smallest steps."""
     return hard_values(lines, width, seed, finite=True)
 
 
 def extremes(lines: int, width: int, seed: int) -> Tensor:
-    """Lines of the largest and the smallest float32, of zeros of both signs, and of both beside each other."""
+    """Lines of the largest and smallest float32, of zeros of both signs, and combinations."""
     x = torch.randn(lines, width, generator=torch.Generator().manual_seed(seed))
     kinds = [3e38, 1e-30, 1e-38, 1e-45, 0.0, -0.0, 1.0]
     factors = torch.tensor([kinds[(line + seed) % len(kinds)] for line in range(lines)])
@@ -64,7 +64,7 @@ def zeros(lines: int, width: int, seed: int) -> Tensor:
 
 
 def not_finite(lines: int, width: int, seed: int) -> Tensor:
-    """One line has a NaN, one an Inf, one a -Inf, as far as there are lines."""
+    """One line has a NaN, one an Inf, one a -Inf, if there are enough lines."""
     x = spread(lines, width, seed)
     for line, value in enumerate((math.nan, math.inf, -math.inf)):
         x[(line * 3) % lines, (line * 5 + 1) % width] = value
@@ -84,7 +84,7 @@ def module(
 
 
 def run(linear: nn.Linear, x: Tensor, grad: Tensor) -> tuple[dict[str, Gemm], Tensor, Tensor, Tensor]:
-    """(what was multiplied, y, dx, dW) of a forward and a backward."""
+    """Return (the operands, y, dx, dW) of a forward and a backward."""
     x = x.detach().requires_grad_()
     linear.weight.grad = None
     with Gemms() as gemms:
@@ -109,7 +109,7 @@ def oracle(
 
 
 def test_the_oracle_knows_the_formats() -> None:
-    """Values that the specification's tables 1 and 2 list; a tie; saturation."""
+    """Values in the specification's tables 1 and 2; a tie; saturation."""
     assert (E4M3.max, E4M3.smallest, E4M3.decode(0x08), E4M3.decode(0x88)) == (448, 2.0**-9, 2.0**-6, -(2.0**-6))
     assert (E5M2.max, E5M2.smallest, E5M2.decode(0x04), E5M2.decode(0x7B)) == (57344, 2.0**-16, 2.0**-14, 57344)
     for format in (E4M3, E5M2):
@@ -129,7 +129,7 @@ def test_the_oracle_knows_the_formats() -> None:
     ],
 )
 def test_what_is_multiplied_is_what_the_oracle_says(recipe: Recipe, make: Any, shapes: Any) -> None:
-    """All operands of all products, and their inverse scales. A first step with delayed scaling is cast with the
+    """Compares all operands of all products and their inverse scales. The first step with delayed scaling uses the
     tensors' own amaxes."""
     for shape in shapes:
         tokens, in_features, out_features, dtype = shape
@@ -162,7 +162,7 @@ WINDOWS: Mapping[str, tuple[Any, Any]] = {
 }
 
 STEPS = (1.0, 40.0, 1e-3, 0.0, math.inf, 3.0, 1.0)
-"""Factors of the tensors of successive steps; Inf: one element is Inf."""
+"""Factors of the tensors in successive steps; Inf: one element is Inf."""
 
 
 def _of_step(factor: float, step: int) -> Iterator[Tensor]:
@@ -188,9 +188,9 @@ def _of_step(factor: float, step: int) -> Iterator[Tensor]:
 def test_delayed_scales_are_those_of_the_steps_before(
     algorithm: str, margin: int, power_of_two: bool, format: Any, update: Any
 ) -> None:
-    """Steps that saturate, flush to zero, are all zeros, and hold an Inf, which the window does not take. Where a
-    window gives 0 the scale stays what it was: 1, at first. The weight is written to in each step: a quarter and
-    more beyond its scale it is cast with its own."""
+    """Steps that saturate, underflow, are all zeros, or contain an Inf, which the window ignores. If the window gives
+    0, the scale stays as it was: 1 at first. Each step writes to the weight: beyond 1.25 times its scale, it is cast
+    with its own."""
     given, choose = WINDOWS[algorithm]
     recipe = DelayedScaling(
         history_len=3, amax_algo=given, margin=margin, power_of_two=power_of_two, format=format, update=update
@@ -237,7 +237,7 @@ Exact = npt.NDArray[np.float64]
 
 
 def cast_bound(x: Exact, operand: Operand) -> Exact:
-    """How far what an operand stands for may be from the tensor ``x`` that was cast, elementwise.
+    """Return the largest elementwise error of an operand against the tensor ``x`` that was cast.
 
     With ``s`` the scale: ``t = fl(x s) = x s (1 + d1)`` and ``inv = fl(1 / s) = (1 + d2) / s``, ``|d| <= u = 2**-24``.
     Rounding ``t`` to the nearest FP8 number adds ``|r| <= max(e |t|, q / 2)``: ``e = 2**-(mantissa bits + 1)`` where
@@ -252,7 +252,7 @@ def cast_bound(x: Exact, operand: Operand) -> Exact:
 
 
 def product_bound(a: Exact, b: Exact, operands: tuple[Operand, Operand], dtype: torch.dtype) -> Exact:
-    """How far ``a @ b.T`` in FP8 may be from that product of the unrounded tensors, elementwise.
+    """Return the largest elementwise error of ``a @ b.T`` in FP8 against the product of the unrounded tensors.
 
     With ``A`` and ``B`` the bounds of the casts, the exact product of the casts is off by at most
     ``A |b|.T + |a| B.T + A B.T``: for normal numbers ``(ea + eb + ea eb) |a| |b|.T``. Summing k products in float32, in
@@ -272,25 +272,25 @@ def normal(lines: int, width: int, seed: int) -> Tensor:
 
 
 def positive(lines: int, width: int, seed: int) -> Tensor:
-    """Nothing cancels: the bound is a fixed share of each result."""
+    """Positive terms do not cancel, so the bound is a fixed share of each result."""
     return torch.rand(lines, width, generator=torch.Generator().manual_seed(seed)).to(DEVICE) + 0.5
 
 
 def ranging(lines: int, width: int, seed: int) -> Tensor:
-    """Many elements are subnormal in FP8, or 0."""
+    """Many elements are 0 or subnormal in FP8."""
     generator = torch.Generator().manual_seed(seed)
     powers = torch.randint(-16, 1, (lines, width), generator=generator).to(DEVICE)
     return normal(lines, width, seed) * torch.exp2(powers)
 
 
 def of_gemms(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, tuple[Exact, Exact]]:
-    """Both operands of each product, unrounded."""
+    """Return both operands of each product, unrounded."""
     x_, w_, g_ = (numbers(t).astype(np.float64) for t in (x, weight, grad))
     return {"fprop": (x_, w_), "dgrad": (g_, w_.T), "wgrad": (g_.T, x_.T)}
 
 
 def excess(result: Tensor, a: Exact, b: Exact, operands: tuple[Operand, Operand]) -> Exact:
-    """Error of a result, in units of its bound."""
+    """Return the error of a result in units of its bound."""
     bound = product_bound(a, b, operands, result.dtype)
     error: Exact = np.abs(numbers(result).astype(np.float64) - a @ b.T) / bound
     return error
@@ -299,8 +299,8 @@ def excess(result: Tensor, a: Exact, b: Exact, operands: tuple[Operand, Operand]
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ONE_OF_TWO)
 def test_products_are_within_what_rounding_allows(recipe: Recipe) -> None:
-    """y, dx and dW against float64 products of the tensors before they were cast; delayed scaling also in a second
-    step, with scales that were committed, for the same tensors."""
+    """Compares y, dx and dW with float64 products of the uncast tensors; delayed scaling also in a second step, with
+    committed scales, for the same tensors."""
     for make, dtype in (
         (normal, torch.float32),
         (normal, torch.bfloat16),
@@ -322,8 +322,8 @@ def test_products_are_within_what_rounding_allows(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("recipe", ONE_OF_TWO)
 def test_the_bound_of_products_is_sharp_enough_to_see_a_wrong_scale(recipe: Recipe) -> None:
-    """Of positive tensors: one inverse scale, doubled, breaks the bound in every line that it belongs to, and nowhere
-    else. Of normal ones: an operand that is not transposed breaks it."""
+    """Positive tensors: doubling one inverse scale breaks the bound in all of its lines, and nowhere else. Normally
+    distributed tensors: an operand that is not transposed breaks the bound."""
     tensors = (positive(128, 128, 1), positive(128, 128, 2), positive(128, 128, 3))
     gemms, *_ = run(module(recipe, tensors[1])[0], tensors[0], tensors[2])
     expected, exact = oracle(recipe, *tensors), of_gemms(*tensors)
@@ -354,7 +354,7 @@ def test_the_bound_of_products_is_sharp_enough_to_see_a_wrong_scale(recipe: Reci
 
 
 def test_the_bound_of_products_is_nearly_reached() -> None:
-    """Where every sum has one term, rounding errors cannot cancel."""
+    """If every sum has one term, rounding errors cannot cancel."""
     for kind in (DelayedScaling, CurrentScaling):
         for format in ("hybrid", "e4m3"):
             generator = torch.Generator().manual_seed(4)
@@ -373,15 +373,16 @@ def test_the_bound_of_products_is_nearly_reached() -> None:
 
 
 def decibels(exact: Exact, got: Exact) -> float:
-    """Signal to quantisation noise ratio."""
+    """Return the signal to quantisation noise ratio."""
     return 20 * math.log10(float(np.linalg.norm(exact) / np.linalg.norm(exact - got)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ONE_OF_TWO)
 def test_signal_to_noise_is_at_least_that_of_torchaos_tests(recipe: Recipe, record_property: Any) -> None:
-    """Of normally distributed tensors: 25 dB of casts, 18 dB of y, 17 dB of gradients (the limits of torchao's FP8
-    tests). All recipes reach 31.5 dB of casts to E4M3, 25.6 to E5M2; 28.5 of y; 24.6 of gradients (28.5 in E4M3)."""
+    """With normally distributed tensors: 25 dB for casts, 18 dB for y, 17 dB for gradients (the limits of torchao's FP8
+    tests). All recipes reach 31.5 dB for casts to E4M3, 25.6 for E5M2; 28.5 for y; 24.6 for gradients (28.5 in
+    E4M3)."""
     tensors = (normal(256, 512, 1), normal(384, 512, 2) / 512**0.5, normal(256, 384, 3))
     gemms, *results = run(module(recipe, tensors[1])[0], tensors[0], tensors[2])
     expected, exact = oracle(recipe, *tensors), of_gemms(*tensors)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each product of parts is the product of the whole, and the ranks of the axis share its scales."""
+"""Tensor parallelism: products of parts equal the whole product, and the ranks of the axis share its scales."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _check_products(name: str) -> None:
             ("up", "input"): n, ("up", "weight"): full["up.weight"], ("up", "grad_output"): dz,
             ("down", "input"): h, ("down", "weight"): full["down.weight"], ("down", "grad_output"): g,
         }  # fmt: skip
-        # Every slot's newest amax is that of the whole tensor, whichever rank holds the largest element.
+        # Every slot's newest amax is the whole tensor's, whichever rank holds the largest element.
         assert last_amaxes(manager) == {slot: amax(tensor) for slot, tensor in seen.items()}
         if (
             index and layout.dtype is torch.float32
@@ -72,7 +72,7 @@ def _assert_gemms(
     results: tuple[Tensor, Tensor, Tensor, Tensor],
     gradients: tuple[Tensor, Tensor],
 ) -> None:
-    """Outputs and gradients of up and down, against products of the whole dequantised operands."""
+    """Compare outputs and gradients of up and down with products of the whole dequantised operands."""
     for name, y, dx, dy in zip(("up", "down"), results[:2], results[2:], gradients):
         a, w, g = (fp8[name, role] for role in ("input", "weight", "grad_output"))
         assert_affine(y, a, w, full.get(f"{name}.bias"))
@@ -103,7 +103,7 @@ def _first_step_alone() -> None:
     for slot in (("up", "input"), ("up", "weight"), ("down", "weight"), ("down", "grad_output")):
         assert manager.amax_history(*slot).tolist() == own.amax_history(*slot).tolist()
         assert float(manager.scale(*slot)) == float(own.scale(*slot))
-    # Of others each rank sees a part; the cold casts of parts round a little differently.
+    # Of other slots each rank sees a part; cold casts of parts round slightly differently.
     torch.testing.assert_close(manager.amax("down", "input"), own.amax("down", "input"), rtol=0.1, atol=0)
 
 
@@ -115,7 +115,7 @@ def test_first_step_has_the_amaxes_of_a_single_process(two_ranks: RankPool) -> N
 
 
 def _one_linear(weight: Placement, bias: Placement, input: Placement, rows: int) -> None:
-    """The second of two steps, on [rows, 32]."""
+    """Return the second of two steps, on [rows, 32]."""
     mesh = mesh_of((2,), ("tp",))
     torch.manual_seed(4)
     linear = nn.Linear(32, 64)
@@ -159,5 +159,5 @@ def _one_linear(weight: Placement, bias: Placement, input: Placement, rows: int)
 def test_any_number_of_tokens(
     two_ranks: RankPool, weight: Placement, bias: Placement, input: Placement, rows: int
 ) -> None:
-    """With one token and sharded tokens one rank has none."""
+    """One token, sharded over two ranks: one rank has none."""
     two_ranks.run(_one_linear, weight, bias, input, rows)

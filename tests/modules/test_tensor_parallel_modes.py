@@ -1,4 +1,4 @@
-"""Tensor parallelism: what is refused, high precision, and loops other than the plainest."""
+"""Tensor parallelism: unsupported uses, high precision, and other training loops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 
 
 class Inner(nn.Module):
-    """A Linear with a name."""
+    """A Linear inside a module."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def _high_precision(name: str, how: str) -> None:
         x = forward_backward(model, layout, 0)
     expected = forward_backward(plain, layout, 0)
     pairs = [(model.z, plain.z), (model.y, plain.y), (x.grad, expected.grad)]
-    if how != "calibrate":  # Which leaves the parameters' gradients as they were: there were none.
+    if how != "calibrate":  # calibrate leaves parameter gradients unchanged: there were none.
         pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters())]
     for mine, theirs in pairs:
         assert mine is not None
@@ -264,7 +264,7 @@ def _accumulated() -> None:
             assert last[name, "weight"] == weights[name]
     report = manager.check(parameters=True)
     assert report.consistent, str(report)
-    assert report.compared["parameter"] == 3  # The norm's two and the row-wise bias.
+    assert report.compared["parameter"] == 3  # The norm's two parameters and the row-wise bias.
 
 
 def test_accumulation(two_ranks: RankPool) -> None:
@@ -280,7 +280,7 @@ def _interrupted() -> None:
             if broken and index == 1:
                 handle = model.down.register_forward_pre_hook(_fail)
                 with pytest.raises(KeyError):
-                    forward_backward(model, layout, 0)  # Recorded already in step 0, and no larger than step 1's.
+                    forward_backward(model, layout, 0)  # Already recorded in step 0, and no larger than step 1's.
                 handle.remove()
                 model.zero_grad()
             forward_backward(model, layout, index)

@@ -1,6 +1,6 @@
-"""Weights that somebody writes to after ``attach`` are cast with a scale that fits them, at once and everywhere.
+"""Weights that change after ``attach`` other than by the optimizer are cast with a fitting scale, at once.
 
-The rule: just in time beyond 2 times the scale, beyond 1.25 times for a weight that was written to.
+The rule: just in time beyond 2 times the scale, or beyond 1.25 times for a weight that was written to.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tests.support.training import bits, make_net, parameter_bits, state_bits
 
 FP8_MAX = 448.0
 BOUND = 0.08
-"""Relative error of three Linears in a row; E4M3 rounds by up to 6 % each element. A saturated one is off by 28 % and
+"""Relative error of three consecutive Linears. E4M3 changes each element by up to 6 %. Saturation causes 28 % and
 more."""
 
 
 def error_of(net: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Relative error of the output."""
+    """Return the relative error of the output."""
     with torch.no_grad():
         expected = reference(x)
         return float((net(x) - expected).norm() / expected.norm())
 
 
 def casts_in(action: Callable[[], object]) -> list[float]:
-    """The inverse scales of the casts of weights inside."""
+    """Record the inverse scales of weight casts inside."""
     seen: list[float] = []
     quantize = LinearSlots.quantize
 
@@ -75,7 +75,7 @@ def attached(recipe: DelayedScaling | None = None) -> tuple[nn.Sequential, State
         ("mul_", 8.0, True),
         ("mul_", 0.01, False),
         ("mul_", 1e-4, False),
-        ("mul_", 1e-6, True),  # E4M3 would make zeros of it.
+        ("mul_", 1e-6, True),  # E4M3 would flush it to zero.
         (".data", 1.3, False),
         (".data", 1.9, False),
         (".data", 2.1, True),
@@ -106,7 +106,7 @@ def test_a_weight_is_cast_with_its_own_amax_where_it_has_outgrown_its_scale(
     own = float(torch.tensor(FP8_MAX) / torch.tensor(amax))
     (inv_scale,) = casts_in(lambda: net(x).sum().backward())
     assert inv_scale == float(torch.reciprocal(torch.tensor(own if just_in_time else scale)))
-    # Nothing has become cold, nothing has a flag: the slot's own scale follows at the boundary.
+    # No slot has become cold or has a flag: the scale follows at the boundary.
     assert float(manager.scale("0", "weight")) == scale
     manager.step()
     assert float(manager.scale("0", "weight")) == own
@@ -127,7 +127,7 @@ def test_the_very_next_forward_is_right() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("layer", ["all", "first"])
 def test_what_written_weights_make_of_later_inputs_fits_at_once(training: bool, layer: str) -> None:
-    """After steps that have given every slot its scale."""
+    """After steps that gave every slot a scale."""
     net = make_net()
     manager = fp8dist.prepare(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -149,16 +149,16 @@ def test_what_written_weights_make_of_later_inputs_fits_at_once(training: bool, 
     plain(x).square().mean().backward()
     for (name, ours), expected in zip(net.named_parameters(), plain.parameters()):
         if layer == "first" and name.startswith("first"):
-            continue  # Its own growth comes back through the loss alone: clipped for one step.
+            continue  # Its own growth returns only through the loss: it saturates for one step.
         assert ours.grad is not None
         assert expected.grad is not None
-        # E5M2, and ReLUs that flip: a model without history is as far off. Where casts saturate it is 0.95 and more.
+        # E5M2, and ReLUs that flip: a model without history has the same error. Saturation causes 0.95 and more.
         assert float((ours.grad - expected.grad).norm() / expected.grad.norm()) < 0.4
 
 
 @pytest.mark.parametrize("forgets", ["step", "lr 0", "manual step"])
 def test_a_write_that_no_forward_has_recorded_is_not_forgotten(forgets: str) -> None:
-    """An optimizer's step, or a boundary, between the write and the next forward."""
+    """An optimizer step or a boundary comes between the write and the next forward."""
     net = make_net()
     manager = fp8dist.prepare(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -223,13 +223,13 @@ def test_a_model_that_was_written_to_dies_without_the_garbage_collector() -> Non
 
 
 def test_a_copys_weights_are_watched_from_its_making_on() -> None:
-    """As those of an EMA, which nobody attaches."""
+    """For example an EMA's weights, without attach."""
     net, manager, x = attached()
     ema = torch.optim.swa_utils.AveragedModel(net, avg_fn=lambda average, new, count: new)
     assert casts_in(lambda: ema(x).sum().backward()) == casts_in(lambda: net(x).sum().backward())
     with torch.no_grad():
         net[0].weight.mul_(1.5)
-    for _ in range(2):  # The first one only counts.
+    for _ in range(2):  # The first forward only notes the versions.
         ema.update_parameters(net)
     assert error_of(ema.eval(), net, x) < BOUND
     assert ema.module[0].fp8_slots.note.written(ema.module[0])  # type: ignore[union-attr,index]
@@ -267,7 +267,7 @@ def test_a_parametrizations_original_is_watched() -> None:
 
 
 def test_state_that_was_loaded_fits_the_weights_that_come_whatever_was_loaded_first() -> None:
-    """A resumed run is bitwise the other, though its weights were written to."""
+    """A resumed run is bitwise equal, although its weights were written to."""
 
     def run(order: str) -> Any:
         net, manager, x = attached(DelayedScaling(history_len=4))
@@ -280,7 +280,7 @@ def test_state_that_was_loaded_fits_the_weights_that_come_whatever_was_loaded_fi
             optimizer.zero_grad()
 
         step()
-        with torch.no_grad():  # Between 1.25 and 2 times the scale: cast otherwise, if it counts as written to.
+        with torch.no_grad():  # Between 1.25 and 2 times the scale: cast differently if it counts as written to.
             net[0].weight.mul_(1.6)
         net[0].fp8_slots.note.take(net[0], False)  # type: ignore[union-attr]  # As an optimizer's step leaves it.
         saved = copy.deepcopy((net.state_dict(), manager.state_dict()))
@@ -315,7 +315,7 @@ def test_swapped_weights_leave_training_as_it_was() -> None:
                 assert error_of(net.eval(), lambda _: reference, x) < BOUND
                 net[0].weight.copy_(own)
             net.train()
-        net[0].weight.data.mul_(1.6)  # Unseen, and not enough for a weight that nobody has written to.
+        net[0].weight.data.mul_(1.6)  # Undetected, and too small for a weight without a known write.
         net(x).sum().backward()
         optimizer.step()
         return parameter_bits(net), state_bits(manager)
@@ -330,7 +330,7 @@ def test_swapped_weights_leave_training_as_it_was() -> None:
 
 
 def _wrapped(kind: str) -> tuple[nn.Module, StateManager]:
-    """(what is called, its manager), with attached state."""
+    """Return (the wrapped model, its manager), attached."""
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD, fp8_all_gather=kind == "fsdp2 gather")
     called: nn.Module = net
@@ -347,7 +347,7 @@ def _wrapped(kind: str) -> tuple[nn.Module, StateManager]:
 
 
 def _grown_everywhere(kind: str, write: str) -> tuple[float, float, bool]:
-    """Errors of the output after the weights grew by 8, in eval and in training, and whether ranks agree."""
+    """Return the output errors after weights grew by 8, in eval and in training, and whether ranks agree."""
     called, manager = _wrapped(kind)
     reference = make_net()
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -406,7 +406,7 @@ def test_parts_of_a_weight_under_tensor_parallelism(two_ranks: RankPool) -> None
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_forwards_look_at_no_version() -> None:
-    """Beyond 2 a weight is cast with its own amax, whether anybody knows of the write; no recompilation by versions."""
+    """Beyond 2, a weight is cast with its own amax even without a known write. Versions cause no recompilation."""
     torch._dynamo.reset()
     net, manager, x = attached()
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)

@@ -321,9 +321,9 @@ def test_a_damaged_state_changes_nothing() -> None:
     for damage in cases:
         guard = guard_after([1.0] * 3)
         before = guard.state_dict()
-        with pytest.raises(CheckpointError, match="no state of a LossGuard"):
+        with pytest.raises(CheckpointError, match="not the state of a LossGuard"):
             guard.load_state_dict({**before, **damage})
-        with pytest.raises(CheckpointError, match="no state of a LossGuard"):
+        with pytest.raises(CheckpointError, match="not the state of a LossGuard"):
             guard.load_state_dict({})
         assert guard.state_dict() == before
 

@@ -329,7 +329,7 @@ def test_truncation_is_seen(tmp_path: Path, legacy: bool) -> None:
         _refused(path)
     path.write_bytes(data + b"x")
     if legacy:
-        _refused(path, "1 bytes more")
+        _refused(path, "1 bytes after its last storage")
 
 
 def test_files_without_checksums(tmp_path: Path) -> None:
@@ -537,18 +537,18 @@ def test_indexes_that_unfold_without_end(tmp_path: Path, where: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"shape": (1 << 40,), "stride": (1,)}, "wants more than its storage"),
-        ({"shape": (1 << 40,), "stride": (0,)}, "wants more than its storage"),
+        ({"shape": (1 << 40,), "stride": (1,)}, "needs more than its storage"),
+        ({"shape": (1 << 40,), "stride": (0,)}, "needs more than its storage"),
         ({"shape": (1 << 62,) * 3, "stride": (0,) * 3}, "no tuple of sizes"),
         ({"shape": (-1,), "stride": (1,)}, "no tuple of sizes"),
         ({"shape": (2,), "stride": (-1,)}, "no tuple of sizes"),
         ({"shape": (2, 2), "stride": (1,)}, "strides"),
-        ({"shape": (4,), "stride": (1,), "offset": 1}, "wants more"),
+        ({"shape": (4,), "stride": (1,), "offset": 1}, "needs more"),
         ({"shape": (4,), "stride": (1,), "offset": -1}, "no tuple of sizes"),
         ({"shape": ("4",), "stride": (1,)}, "no tuple of sizes"),
         ({"shape": (1,) * 65, "stride": (1,) * 65}, "no tuple of sizes"),
         ({"shape": (4,), "stride": (1,), "numel": 1 << 50}, "no tuple of sizes"),
-        ({"shape": (5,), "stride": (1,), "numel": 5}, "wants more"),
+        ({"shape": (5,), "stride": (1,), "numel": 5}, "needs more"),
         ({"shape": (4,), "stride": (1,), "key": "9"}, "no record data/9"),
         ({"shape": (4,), "stride": (1,), "key": "../a"}, "no record"),
     ],

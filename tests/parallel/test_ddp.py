@@ -1,4 +1,4 @@
-"""DistributedDataParallel on real ranks: one FP8 collective per step, whatever DDP is told to do."""
+"""DistributedDataParallel on real ranks: one FP8 collective per step, with all options of DDP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HISTORY = 8
 
 @dataclass(frozen=True)
 class Job:
-    """One training run; every rank gets the same one."""
+    """One training run; the same on all ranks."""
 
     ddp: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """The results of one rank."""
 
     losses: list[float]
     parameters: dict[str, bytes]
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
-    """torch's hook; DDP refuses it by name where there is no NCCL."""
+    """Like torch's hook, which DDP rejects by name without NCCL."""
     return bf16_compress_hook(state, bucket)
 
 
@@ -140,7 +140,7 @@ def _train(job: Job) -> Outcome:
 
 
 def assert_agree(outcomes: Sequence[Outcome], length: int = HISTORY) -> None:
-    """All ranks hold the same parameters and state, and the state is what all their amaxes together give."""
+    """All ranks hold the same parameters and state, and the state follows from all ranks' amaxes."""
     first = outcomes[0]
     for other in outcomes[1:]:
         assert other.parameters == first.parameters
@@ -166,7 +166,7 @@ PLAIN = [
         Job(ddp={"broadcast_buffers": True}, batchnorm=True, accumulate=2, no_sync=True), id="broadcast buffers"
     ),
     pytest.param(Job(hook="bf16", ddp={"find_unused_parameters": True}, skipping=True), id="user's bf16 hook, unused"),
-    # One bucket: with several, PowerSGD's own callbacks race on gloo and hang, without fp8dist too (torch 2.13).
+    # One bucket: with several, PowerSGD's callbacks race on gloo and hang, even without fp8dist (torch 2.13).
     pytest.param(Job(hook="powersgd", accumulate=2, no_sync=True), id="user's PowerSGD hook, no_sync"),
 ]
 
@@ -265,7 +265,7 @@ def test_comm_hook_allows_frozen_parameters_that_are_not_fp8() -> None:
 
 @dataclass(frozen=True)
 class Uneven:
-    """How many batches each rank has, and what it does with them."""
+    """The number of batches of each rank, and how it uses them."""
 
     batches: tuple[int, ...]
     accumulate: int = 1
@@ -279,7 +279,7 @@ class Uneven:
 
 
 class TwoHeads(Net):
-    """Returns two tensors, so that backward enters the graph in two places."""
+    """Returns two tensors, so that backward enters the graph at two places."""
 
     def forward(self, x: Tensor, skip: bool = False) -> Any:
         h = torch.relu(self.first(x))
@@ -326,7 +326,7 @@ def _train_uneven(job: Uneven) -> Outcome:
     with counted_collectives() as calls, Join([ddp, manager]):
         losses = _epoch(job, ddp, optimizer, recorder, job.batches[rank], 0)
     in_join = fp8_count(calls, manager)
-    assert manager._cycle.waits._open == []  # What was waited for in there is of no step to come.
+    assert manager._cycle.waits._open == []  # Waits inside Join do not count for later steps.
     recorder.end_data(counts=job.accumulate > 1 and not job.no_sync)
     optimizer.zero_grad()
     if job.joined_twice:
@@ -353,7 +353,7 @@ def assert_joined(job: Uneven, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         assert outcome.fp8_collectives == [synced]
         assert outcome.steps == longest // job.accumulate
-    # An exhausted rank's incomplete step was sent where its backwards were synced; the step itself is the others'.
+    # An exhausted rank's incomplete step was sent where its backwards were synced; only the other ranks take the step.
     complete = [replace_amaxes(o, longest // job.accumulate) for o in outcomes]
     assert_agree(complete)
 
@@ -393,7 +393,7 @@ def test_join_on_three_ranks(three_ranks: RankPool, job: Uneven) -> None:
 
 
 def test_training_goes_on_after_join(two_ranks: RankPool) -> None:
-    """A second Join the other way round, then even steps with one collective each: nobody's state is stale."""
+    """A second Join with the roles swapped, then even steps with one collective each: no rank has outdated state."""
     job = Uneven((2, 4), update="next_step", joined_twice=True, afterwards=2)
     outcomes = two_ranks.run(_train_uneven, job)
     first, second = outcomes
@@ -401,14 +401,14 @@ def test_training_goes_on_after_join(two_ranks: RankPool) -> None:
     assert first.parameters == second.parameters
     assert first.steps == second.steps == 4 + 4 + 2
     assert first.histories["first", "input"].count(0.0) == 0
-    # The last two entries are the even steps: both ranks' amaxes.
+    # The last two entries are the even steps, with both ranks' amaxes.
     for slot, window in first.histories.items():
         expected = [max(first.amaxes[i][slot], second.amaxes[i][slot]) for i in (-2, -1)]
         assert window[-2:] == expected
 
 
 def _damaged_in_its_last_step() -> list[tuple[int, str]]:
-    """Under next_step a verdict is read a boundary later, and rank 1 has none: it only takes part in the others'."""
+    """Under next_step a verdict is read one boundary later. Rank 1 has none: it only takes part in the others'."""
     rank = dist.get_rank()
     net = make_net()
     recipe = DelayedScaling(history_len=HISTORY, update="next_step")
@@ -483,7 +483,7 @@ def test_step_on_ranks_needs_attach(two_ranks: RankPool) -> None:
 
 
 def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
-    """Amaxes of one rank alone do not explain the state: else these tests would pass without any sync."""
+    """Amaxes of one rank alone do not explain the state. Otherwise these tests would pass without any sync."""
     outcomes = two_ranks.run(_train, Job())
     with pytest.raises(AssertionError):
         assert_agree([outcomes[0], replace(outcomes[1], amaxes=[])])
@@ -494,7 +494,7 @@ def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
 
 
 def _damaged_with_hook(update: str, policy: str) -> Any:
-    """Six steps; before the third, one scale is damaged on rank 1."""
+    """Run six steps; before the third, damage one scale on rank 1."""
     rank = dist.get_rank()
     net = make_net()
     recipe = DelayedScaling(history_len=HISTORY, update=update)  # type: ignore[arg-type]
@@ -522,7 +522,7 @@ def _damaged_with_hook(update: str, policy: str) -> Any:
 
 @pytest.mark.parametrize(("update", "policy"), [("same_step", "warn"), ("next_step", "raise")])
 def test_a_damaged_scale_is_reported_under_an_early_launch(three_ranks: RankPool, update: str, policy: str) -> None:
-    """Under next_step the next launch starts before anybody reads the verdict on the last one."""
+    """Under next_step the next launch starts before the last sync's verdict is read."""
     results = three_ranks.run(_damaged_with_hook, update, policy)
     for findings, raised, *shared in results:
         assert findings == [(3, "scale", "first:input", (1,), 0)]
@@ -602,7 +602,7 @@ def _refreshed_after_an_early_launch() -> tuple[list[float], float]:
     ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     manager.attach(ddp, optimizer=optimizer)
-    ddp(batch(dist.get_rank(), 0)[0]).sum().backward()  # Launches.
+    ddp(batch(dist.get_rank(), 0)[0]).sum().backward()  # Launches the sync.
     net.first.weight.data.mul_(1e-3)
     manager.refresh_weights()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel (FSDP1): the numbers of DDP, with the memory of a shard."""
+"""FullyShardedDataParallel (FSDP1) gives DDP's numbers with the memory of a shard."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.slow
     ids=["SHARD_GRAD_OP", "NO_SHARD", "one unit, next_step", "no_sync", "frozen"],
 )
 def test_on_two_ranks_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, job: Job) -> None:
-    """Adding two numbers has one order."""
+    """The sum of two numbers does not depend on their order."""
     sharded = two_ranks.run(train, job)
     replicated = two_ranks.run(train, replace(job, strategy=""))
     for mine, theirs in zip(sharded, replicated):
@@ -60,7 +60,8 @@ def test_on_two_ranks_fsdp1_is_ddp_to_the_bit(two_ranks: RankPool, job: Job) -> 
 
 
 def test_gradient_clipping(two_ranks: RankPool) -> None:
-    """The norm of shards is summed up in another order: the factor may differ by an ULP, and so then do casts."""
+    """The norm of shards is summed in another order, so the factor may differ by an ULP, and then casts may differ
+    too."""
     job = Job(clip=0.5, steps=2, optimizer=FOREACH)
     sharded, replicated = two_ranks.run(train, job), two_ranks.run(train, replace(job, strategy=""))
     unclipped = two_ranks.run(train, replace(job, clip=0.0, optimizer=SGD))
@@ -72,7 +73,8 @@ def test_gradient_clipping(two_ranks: RankPool) -> None:
 
 
 def test_on_three_ranks(three_ranks: RankPool) -> None:
-    """The first step is the same to the bit; then sums of three in another order tip single elements by an FP8 step."""
+    """The first step is bitwise equal. Later, sums of three numbers in another order change single elements by an FP8
+    step."""
     sharded = three_ranks.run(train, Job("FULL_SHARD"))
     replicated = three_ranks.run(train, Job(""))
     for mine, theirs in zip(sharded, replicated):
@@ -84,7 +86,7 @@ def test_on_three_ranks(three_ranks: RankPool) -> None:
 
 
 def test_mixed_precision(two_ranks: RankPool) -> None:
-    """Amaxes are those of the bfloat16 tensors that the modules multiply; the recorder sees the same ones."""
+    """Amaxes are those of the bfloat16 tensors that the modules multiply, which the recorder sees too."""
     outcomes = two_ranks.run(train, Job(precision=BF16, optimizer=FOREACH, steps=3))
     assert_synced(outcomes)
     rounded = float(make_blocks().blocks[0].up.weight.detach().bfloat16().abs().max())  # type: ignore[union-attr]
@@ -100,8 +102,8 @@ def test_mixed_precision(two_ranks: RankPool) -> None:
 
 
 def _saved_fp8(strategy: str) -> tuple[list[int], int, float]:
-    """Numbers of elements of the FP8 tensors that a forward keeps for its backward, whether they are still those of
-    weights, and the loss of the second step, whose backward derived them anew."""
+    """Return the sizes of the FP8 tensors that a forward saves for backward, whether they still hold the weights, and
+    the loss of the second step, whose backward recomputed them."""
     with quiet():
         built = build(Job(strategy))
     loss = built.backward(0)
@@ -116,7 +118,7 @@ def _saved_fp8(strategy: str) -> tuple[list[int], int, float]:
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         x, target = tokens(dist.get_rank(), 1)
-        output = built.module(torch.cat([x, x, x]))  # 48 tokens: no tensor of tokens is as large as a weight.
+        output = built.module(torch.cat([x, x, x]))  # 48 tokens: no activation is as large as a weight.
     weights = sum(1 for tensor in kept if tensor.numel() == 32 * 64)
     loss_of(output[:2], target).backward()
     held = [linear.fp8_slots._cast for linear in built.net.modules() if isinstance(linear, FP8Linear)]
@@ -203,7 +205,7 @@ def _flat_parameters() -> str:
 
 
 def test_flat_parameters_are_refused(two_ranks: RankPool) -> None:
-    """Their weights are no parameters any more, and have no memory between forwards."""
+    """Their weights are not parameters, and have no memory between forwards."""
     assert all("use_orig_params" in text for text in two_ranks.run(_flat_parameters))
 
 
@@ -231,5 +233,5 @@ def _interrupted(broken: bool) -> Any:
 
 
 def test_training_goes_on_after_a_failed_forward(two_ranks: RankPool) -> None:
-    """The failed forward had the same batch as the next one: nothing it recorded is larger."""
+    """The failed forward had the same batch as the next one, so its amaxes are not larger."""
     assert two_ranks.run(_interrupted, True) == two_ranks.run(_interrupted, False)

@@ -1,4 +1,4 @@
-"""FSDP1's communication hook: the early launch, and what must not break it."""
+"""FSDP1's communication hook: the early launch, and errors that it must survive."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_comm_hook_gives_the_state_of_the_boundary_launch(two_ranks: RankPool, j
         assert_bitwise(mine, theirs)
         assert mine.syncs == [synced] * job.steps
         assert theirs.syncs == [1] * job.steps
-        # A unit per block, and the root has no parameters.
+        # One unit per block; the root has no parameters.
         assert mine.inner_calls == (2 * job.steps if job.hook == "inner" else 0)
     assert_synced(early)
 
 
 def test_activation_checkpointing(two_ranks: RankPool) -> None:
-    """Reentrant checkpointing runs a backward for each block inside of the backward: each launches, and they merge."""
+    """Reentrant checkpointing runs a backward per block inside the backward: each launches a sync, and they merge."""
     plain = two_ranks.run(train, Job(steps=2))
     for how in CheckpointImpl:
         late = two_ranks.run(train, Job(checkpointing=how, steps=2))
@@ -60,7 +60,7 @@ def test_activation_checkpointing(two_ranks: RankPool) -> None:
 
 
 def _fails_once(hook: str, where: str) -> list[Any]:
-    """The second backward fails, on all ranks alike; then training goes on."""
+    """The second backward fails on all ranks; then training continues."""
     with quiet():
         built = build(Job(hook=hook))
 
@@ -72,7 +72,7 @@ def _fails_once(hook: str, where: str) -> list[Any]:
             x, target = tokens(dist.get_rank(), step)
             x.requires_grad_()
             output = built.module(x)
-            # At the end of backward the gradients of the second block have been reduced.
+            # At the end of backward, the gradients of the second block have been reduced.
             (output if where == "start" else x).register_hook(fail)
             with pytest.raises(KeyError):
                 loss_of(output, target).backward()
@@ -88,14 +88,14 @@ def _fails_once(hook: str, where: str) -> list[Any]:
 
 @pytest.mark.parametrize("where", ["start", "end"])
 def test_a_failed_backward_does_not_break_the_next_one(two_ranks: RankPool, where: str) -> None:
-    """It failed for the batch that then came again: nothing is recorded that would not be."""
+    """The failed batch is repeated, so it records no other amaxes."""
     with_hook, without_it = two_ranks.run(_fails_once, "ours", where), two_ranks.run(_fails_once, "", where)
     assert with_hook == without_it
     assert with_hook[0] == with_hook[1]
 
 
 def _fails_in_reduction(inner: bool) -> list[Any]:
-    """The inner hook raises once, in the first unit that it is called for."""
+    """The inner hook raises once, in the first unit that calls it."""
     with quiet():
         built = build(Job())
     calls = []
@@ -125,13 +125,13 @@ def _fails_in_reduction(inner: bool) -> list[Any]:
 
 
 def test_a_failed_reduction_launches_nothing(two_ranks: RankPool) -> None:
-    """FSDP1 itself cannot go on after that; but no rank is left waiting in a collective of ours."""
+    """FSDP1 itself cannot continue after this error, but no rank may hang in one of our collectives."""
     assert two_ranks.run(_fails_in_reduction, True) == [[[1, "failed"], 0]] * 2
     assert two_ranks.run(_fails_in_reduction, False) == [[[1, 1, 1, 1], 0]] * 2
 
 
 def _damaged(hook: str, update: str) -> Any:
-    """A scale is damaged on one rank before the third of five steps."""
+    """Damage a scale on one rank before the third of five steps."""
     with quiet():
         built = build(Job(hook=hook, update=update))
     raised = []

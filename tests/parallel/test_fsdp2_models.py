@@ -1,4 +1,4 @@
-"""Models and options that FSDP2 users have: skipped, tied and frozen modules, prefetching, checkpointing, one rank."""
+"""Models and options of FSDP2 users: skipped, tied and frozen modules, prefetching, checkpointing, one rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_skipped_modules_are_as_under_ddp(two_ranks: RankPool, skip: Any, update: str) -> None:
-    # A rank that runs a module alone is alone in its collectives under FSDP2: so one FSDP module, as users must.
+    # Under FSDP2 a rank that runs a module alone would hang in its collectives. So there is one FSDP module, as for
+    # users.
     alone = any((1 - rank, step) not in skip for rank, step in skip)
     if alone and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         pytest.skip("this FSDP2 cannot reduce gradients of modules that a rank skipped")
@@ -118,7 +119,7 @@ MODELS = {
     "frozen": Frozen,
     "checkpoint": Checkpointed,
     "reentrant checkpoint": Reentrant,
-    "checkpoint_wrapper": Deep,  # One inside of FSDP's module, one outside.
+    "checkpoint_wrapper": Deep,  # One wrapper inside FSDP's module, one outside.
     "prefetch": Deep,
     "kept after backward": Deep,
     "dim 1": Deep,
@@ -186,7 +187,7 @@ def _run(kind: str, parallel: str, precision: str = "fp8") -> tuple[Any, ...]:
 
 
 def _lm_kind(model: nn.Module) -> str:
-    """What the tied head multiplies with."""
+    """Return the kind of weight that the tied head multiplies with."""
     if not isinstance(model, TiedEmbedding):
         return ""
     seen: list[str] = []
@@ -197,7 +198,7 @@ def _lm_kind(model: nn.Module) -> str:
 
 @pytest.fixture(scope="module")
 def under_ddp(two_ranks: RankPool) -> Callable[[str], list[tuple[Any, ...]]]:
-    """What DDP gives for a kind; options that are FSDP2's alone share a run."""
+    """Return DDP's results for a kind. Options that only FSDP2 has share a run."""
     return cache(lambda kind: two_ranks.run(_run, kind, "ddp"))
 
 
@@ -213,7 +214,7 @@ def test_models_and_options_are_as_under_ddp(
         assert mine[2] == other[2]
         assert mine[3] == other[3]
         if kind == "tied embedding":
-            assert mine[5] == "Parameter"  # An Embedding uses it too: gathered in high precision.
+            assert mine[5] == "Parameter"  # An Embedding also uses it, so it is gathered in high precision.
         assert "FP8Weight" in mine[4]
 
 
@@ -235,7 +236,7 @@ def test_reentrant_checkpointing_is_as_without_reentrance(two_ranks: RankPool) -
     ids=lambda recipe: type(recipe).__name__,
 )
 def test_one_rank_is_as_without_fsdp2(recipe: Recipe) -> None:
-    """Blocks too, and some that end beyond the weight: nobody else has the rest of them."""
+    """Includes blocks, also some that extend beyond the weight: no other rank holds the rest of them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     runs = []
@@ -262,7 +263,7 @@ def test_one_rank_is_as_without_fsdp2(recipe: Recipe) -> None:
                 model.last.weight.mul_(8)
             if parallel == "none":
                 manager.refresh_weights()
-                # Only the changed one is derived anew under FSDP2.
+                # Only the changed scale is derived again under FSDP2.
             losses.append(float(nn.functional.mse_loss(model(x), y).detach()))
             runs.append((losses[:4], {name: bits(value) for name, value in full(model).items()}, losses[4]))
         finally:
@@ -273,7 +274,7 @@ def test_one_rank_is_as_without_fsdp2(recipe: Recipe) -> None:
 
 
 def _kept_bytes(fp8_all_gather: bool, reshard: bool) -> tuple[int, int]:
-    """Bytes saved for backward, by kind: (FP8 of a weight's size, other FP8)."""
+    """Return the bytes saved for backward, by kind: (FP8 with a weight's size, other FP8)."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 192, bias=False), nn.ReLU(), nn.Linear(192, 64, bias=False))
     manager = fp8dist.prepare(

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers: FP8 bytes of whole weights with shared scales, uneven and empty shards, bytes on the wire."""
+"""FSDP2's all-gather: FP8 bytes of whole weights with shared scales, uneven and empty shards, bytes on the wire."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.slow
 
 
 def expected_bytes(weight: Tensor, scale: Tensor) -> bytes:
-    """The cast of a whole weight, from the formula alone."""
+    """Return the cast of a whole weight, from the formula alone."""
     return bits((weight.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn))
 
 
 class Watch:
-    """What each FP8Linear holds as its weight when it is used, in forward and in backward."""
+    """Records the weight that each FP8Linear uses, in forward and in backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[tuple[str, str], list[tuple[type, bytes, bytes, torch.dtype]]] = {}
@@ -40,7 +40,7 @@ class Watch:
 
     def _note(self, name: str, when: str, weight: Any) -> None:
         if isinstance(weight, FP8Weight):
-            # Clones: numpy pins the memory that it has seen, and FSDP could not free it.
+            # Clones: numpy pins the memory of its arrays, and FSDP could not free it.
             held = (FP8Weight, bits(weight.rows.clone()), bits(weight.inv_scale), weight.dtype)
         else:
             held = (type(weight), b"", b"", weight.dtype)
@@ -62,7 +62,7 @@ class Watch:
 
 
 def _gathered(job: Job) -> int:
-    """Train; at every use of a weight its bytes are the cast of the whole weight."""
+    """Train, and assert at every use of a weight that its bytes are the cast of the whole weight."""
     model, called, manager, optimizer = build(job)
     assert manager is not None
     watch = Watch(model)
@@ -80,7 +80,7 @@ def _gathered(job: Job) -> int:
                 assert inv_scale == bits(torch.reciprocal(scales[name]))
                 assert dtype == (job.shard.get("mp_policy") or MixedPrecisionPolicy(torch.float32)).param_dtype
                 checked += 1
-        # The first layer's input needs no gradient, so its weight is not used in backward.
+        # The first layer's input needs no gradient, so backward does not use its weight.
         assert len(watch.seen) == 2 * len(scales) - 1
         watch.seen.clear()
         optimizer.step()
@@ -112,7 +112,7 @@ def test_gathered_bytes_of_uneven_shards(three_ranks: RankPool) -> None:
 
 
 def test_uneven_shards_train_as_ddp(three_ranks: RankPool) -> None:
-    # Under SGD the drift of plain float32 between DDP and FSDP2 is that of the sum's order: 1 or 2 ulp of a gradient.
+    # Under SGD, float32 differs between DDP and FSDP2 only by the order of summation: 1 or 2 ulp of a gradient.
     job = Job(model="mlp", optimizer="sgd", steps=4)
     ours = three_ranks.run(train, job)
     assert ours[0].parameter_bits == ours[1].parameter_bits == ours[2].parameter_bits
@@ -120,7 +120,7 @@ def test_uneven_shards_train_as_ddp(three_ranks: RankPool) -> None:
     high = three_ranks.run(train, replace(job, fp8_all_gather=False))
     ddp = three_ranks.run(train, replace(job, parallel="ddp"))
     for mine, other, third in zip(ours, high, ddp):
-        assert mine.losses == other.losses  # What travels as FP8 is what would have been cast here: bit for bit.
+        assert mine.losses == other.losses  # A gathered FP8 weight equals a local cast, bit for bit.
         assert mine.state == other.state
         assert mine.parameter_bits == other.parameter_bits
         assert mine.losses == pytest.approx(third.losses, rel=1e-5)
@@ -128,7 +128,7 @@ def test_uneven_shards_train_as_ddp(three_ranks: RankPool) -> None:
 
 
 def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
-    """One process acts as one rank of many; no data moves."""
+    """One process acts as one of many ranks; no data moves."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -140,7 +140,7 @@ def _in_fake_world(rank: int, ranks: int) -> dict[str, Any]:
         manager._cycle.agree = lambda *a: setattr(manager._cycle, "attached", True)  # type: ignore[method-assign]
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         manager.attach(model, optimizer=optimizer)
-        # Nobody else answers: give the scales that all ranks would have.
+        # No other rank answers: provide the scales that all ranks would give.
         for name in fp8_linears(model):
             manager.set_scale(name, "weight", 100.0)
         sizes, local_amax = {}, {}
@@ -184,7 +184,7 @@ def _sixteen_rows() -> tuple[list[int], set[bool]]:
     shard(model)
     manager.attach(model)
     parts = [local_part(linear.weight) for linear in fp8_linears(model).values()]
-    # What FSDP2 does with parts to move and to pad them; on this machine it moves none.
+    # The operations that FSDP2 uses to move and pad parts. On this machine it moves none.
     moved = [part.to("meta") for part in parts] + [part.new_zeros(6, 16) for part in parts]
     moved += [part.narrow(0, 0, 1) for part in parts] + [part.cpu() for part in parts]
     model(torch.randn(4, 32)).sum().backward()
@@ -270,7 +270,7 @@ def test_cpu_offload_changes_no_number(two_ranks: RankPool) -> None:
 
 
 def _fill(model: nn.Module) -> None:
-    """The same whole weights however they are sharded."""
+    """Set the same whole weights for any sharding."""
     for i, (_, parameter) in enumerate(model.named_parameters()):
         whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.1
         with torch.no_grad():

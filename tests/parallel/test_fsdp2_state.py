@@ -1,4 +1,4 @@
-"""The FP8 state of FSDP2 jobs: what it is made of, that it is proved equal, calibrated, saved and resumed."""
+"""The FP8 state of FSDP2 jobs: its contents, proof of equality, calibration, saving and resuming."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ pytestmark = pytest.mark.slow
 
 
 def drift(one: Outcome, other: Outcome) -> float:
-    """Largest difference of any parameter."""
+    """Return the largest difference of any parameter."""
     return max(float((one.parameters[n] - other.parameters[n]).abs().max()) for n in one.parameters)
 
 
 def assert_as_ddp(pool: RankPool, job: Job, factor: float) -> None:
-    """Ours differs from DDP as float32 does: the gradients' sums have another order, and nothing else."""
+    """Ours differs from DDP only as float32 does, by the order of summation of gradients."""
     ours = pool.run(train, job)
     for other in ours[1:]:
         assert other.parameter_bits == ours[0].parameter_bits
         assert other.state == ours[0].state
     high = pool.run(train, replace(job, fp8_all_gather=False))
-    assert ours[0].losses == high[0].losses  # Whether weights travel as FP8 changes no bit.
+    assert ours[0].losses == high[0].losses  # An FP8 all-gather changes no bit.
     assert ours[0].state == high[0].state
     assert ours[0].parameter_bits == high[0].parameter_bits
     ddp = pool.run(train, replace(job, parallel="ddp"))
-    assert ours[0].losses[0] == ddp[0].losses[0]  # Before any gradient was reduced.
+    assert ours[0].losses[0] == ddp[0].losses[0]  # Before the first gradient reduction.
     plain = pool.run(train, replace(job, precision="fp32"))
     plain_ddp = pool.run(train, replace(job, precision="fp32", parallel="ddp"))
     usual = drift(plain[0], plain_ddp[0])
@@ -63,7 +63,7 @@ def assert_as_ddp(pool: RankPool, job: Job, factor: float) -> None:
     assert ours[0].losses == pytest.approx(ddp[0].losses, rel=1e-6)
 
 
-# Measured on this seed: 0.5 to 2 times float32's own drift. 4 leaves room for other builds of torch.
+# On this seed, 0.5 to 2 times float32's own drift. 4 leaves room for other builds of torch.
 
 
 def test_three_ranks_differ_from_ddp_no_more_than_float32_does(three_ranks: RankPool) -> None:
@@ -80,7 +80,8 @@ def test_four_ranks_differ_from_ddp_no_more_than_float32_does(four_ranks: RankPo
 
 
 class LocalAmaxes:
-    """What each FP8Linear saw on this rank: inputs and gradients by hooks, weights from the whole parameters."""
+    """Records the amaxes of each FP8Linear on this rank: inputs and gradients by hooks, weights from whole
+    parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: Amaxes = {}
@@ -213,7 +214,7 @@ def _damaged() -> str:
         except DivergenceError as error:
             message = str(error)
     optimizer.zero_grad()
-    step(2)  # And the job goes on.
+    step(2)  # The job continues.
     step(3)
     report = manager.check(policy="warn")
     assert report.consistent, str(report)
@@ -269,7 +270,7 @@ def test_calibrate_takes_whole_weights_and_changes_none(two_ranks: RankPool) -> 
         assert same
         assert amaxes == expected == other[1]
         assert inputs["first"] == other[3]["first"]
-        # Weights are dequantised ones: E4M3 rounds each by 1/16 at most.
+        # The weights are dequantised: E4M3 changes each by at most 1/16.
         assert inputs == pytest.approx(other[3], rel=0.1)
         assert pending == {-1.0}
         assert steps == 1
@@ -320,7 +321,7 @@ def _resumed(job: Job, fp8_first: bool, optimizer_name: str) -> tuple[Any, Any]:
     [("same_step", "adamw", True), ("next_step", "adamw", False), ("next_step", "sgd", True)],
 )
 def test_a_resumed_job_goes_on_bitwise(two_ranks: RankPool, update: str, optimizer: str, fp8_first: bool) -> None:
-    # AdamW's first steps make these weights grow beyond their scales: those must not be derived anew on loading.
+    # AdamW's first steps make these weights outgrow their scales. Loading must not derive the scales again.
     for uninterrupted, resumed in two_ranks.run(_resumed, Job(update=update), fp8_first, optimizer):
         assert resumed[0] == uninterrupted[0]
         assert resumed[1] == uninterrupted[1]

@@ -1,4 +1,4 @@
-"""What a reviewer broke of the FP8 all-gather: writes that nobody noticed, ranks left alone, weights kept gathered."""
+"""Regressions of the FP8 all-gather: unnoticed writes, ranks that communicate alone, weights that stay gathered."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _share_after_setting_state() -> float:
     fresh = torch.optim.AdamW(run.called.parameters(), lr=1e-3)
     run.manager.attach(run.called, optimizer=fresh)
     set_model_state_dict(run.called, model)
-    # torch steps a fresh optimizer once, with a learning rate of 0, to have a state to load into.
+    # torch steps a fresh optimizer once with a learning rate of 0, to create state for loading.
     set_optimizer_state_dict(run.called, fresh, get_optimizer_state_dict(run.called, run.optimizer))
     return max(run.saturated().values())
 
@@ -110,7 +110,7 @@ def test_the_step_that_makes_optimizer_state_hides_no_write(two_ranks: RankPool)
 
 
 class Experts(nn.Module):
-    """One expert per rank."""
+    """A model with one expert per rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Experts(nn.Module):
 
 
 def _experts(trouble: str) -> list[float]:
-    """Rank 0's expert is cold, or is written to; rank 1's is not."""
+    """Rank 0's expert is cold or was written to; rank 1's is not."""
     mesh = mesh_of((2, 1), ("ep", "edp"))
     torch.manual_seed(0)
     model = Experts()
@@ -157,7 +157,7 @@ def test_an_expert_of_one_rank_leaves_no_rank_alone(two_ranks: RankPool, trouble
 
 
 def _validated(how: str) -> list[float]:
-    """Losses of steps with a validation before each but the first."""
+    """Return the losses of steps, with a validation before each step except the first."""
     run = Running(Job(reshard=False))
     losses = []
     for step in range(3):
@@ -169,7 +169,7 @@ def _validated(how: str) -> list[float]:
 
 
 def test_validation_in_inference_mode_changes_no_loss(two_ranks: RankPool) -> None:
-    """Weights stay gathered from it until the next step's backward."""
+    """Weights stay gathered from the validation until the next step's backward."""
     without, inferred = (two_ranks.run(_validated, how) for how in ("none", "inference"))
     assert without == inferred
 
@@ -201,7 +201,7 @@ class Two(nn.Module):
 
 
 def _input_gradients(tensor_parallel: bool) -> float:
-    """How much of dx changes when a weight's scale changes between forward and backward."""
+    """Return how much dx changes when a weight's scale changes between forward and backward."""
     mesh = mesh_of((2, 1), ("dp", "tp"))
     gradients = []
     for change in (False, True):
@@ -225,13 +225,13 @@ def _input_gradients(tensor_parallel: bool) -> float:
 
 @pytest.mark.parametrize("tensor_parallel", [False, True])
 def test_gathered_bytes_keep_their_meaning_under_tensor_parallelism(two_ranks: RankPool, tensor_parallel: bool) -> None:
-    """Powers of two of a scale change bytes by rounding of subnormals only."""
+    """Scaling by a power of two changes bytes only where subnormals are rounded."""
     for change in two_ranks.run(_input_gradients, tensor_parallel):
         assert change < 0.02
 
 
 class Around(nn.Module):
-    """Holds the prepared model."""
+    """A module that contains the prepared model."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_a_root_outside_of_the_model_must_be_named(two_ranks: RankPool) -> None:
 
 
 class TiedOutside(nn.Module):
-    """The prepared part shares a weight with an embedding beside it."""
+    """The prepared part shares a weight with an embedding outside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_a_weight_that_is_tied_outside_of_the_model_stays_in_high_precision(two_
 
 
 def _amaxes(swap: bool) -> dict[str, bytes]:
-    """A step in which other weights are evaluated between backward and the optimizer's step."""
+    """Run a step in which other weights are evaluated between backward and the optimizer step."""
     run = Running(Job(optimizer="sgd"))
     for _ in range(2):
         run.loss().backward()
@@ -315,7 +315,7 @@ def test_an_evaluation_of_other_weights_leaves_no_amax(two_ranks: RankPool) -> N
 
 
 def _kept_bytes() -> dict[str, int]:
-    """What autograd keeps in dense tensors of a weight's shape, by mode."""
+    """Return the bytes that autograd keeps in dense tensors of a weight's shape, by mode."""
     run = Running(Job())
     shapes = {tuple(linear.weight.shape) for linear in fp8_linears(run.model).values()}
     kept = {}
@@ -341,7 +341,7 @@ def test_no_mode_keeps_whole_weights_until_backward(two_ranks: RankPool) -> None
 
 
 def _high_precision_gradients() -> float:
-    """Of parameters in no_fp8(), against plain products with the dequantised weights."""
+    """Compare gradients in no_fp8() with plain products of the dequantised weights."""
     run = Running(Job(model="mlp"))
     weights = {}
 
@@ -376,7 +376,7 @@ def test_gradients_in_high_precision_are_right(two_ranks: RankPool) -> None:
 
 
 def _casts(microbatches: int) -> tuple[int, int]:
-    """(weight casts of a step under tensor parallelism, in a plain model)."""
+    """Return (weight casts of a step under tensor parallelism, in a plain model)."""
     counts = []
     for tensor_parallel in (True, False):
         mesh = mesh_of((2,), ("tp",))

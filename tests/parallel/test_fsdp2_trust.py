@@ -1,4 +1,4 @@
-"""When a sharded weight's scale is taken as right: after loading, after attaching again, after bad weights."""
+"""When a sharded weight's scale is trusted: after loading, after another attach, after bad weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_loading_nothing_vouches_for_nothing(two_ranks: RankPool) -> None:
 
 
 def _loaded(then_attach: bool) -> tuple[dict[str, bytes], float]:
-    """The state of a job whose weights have outgrown their scale, in a new job; and the next loss."""
+    """Return the state of a job whose weights have outgrown their scales, in a new job, and the next loss."""
     first, second = Running(Job(optimizer="adamw")), Running(Job(optimizer="adamw"))
     for _ in range(2):
         first.step()
@@ -95,7 +95,7 @@ def test_good_weights_after_bad_ones_have_a_scale_that_fits(two_ranks: RankPool)
 
 
 def _gathered_by_hand() -> tuple[str, list[float]]:
-    """A weight that was zero gets its scale in a forward; gathered before, it would have none."""
+    """A weight that was zero gets its scale in a forward. Gathered before that, it has none."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
     nn.init.zeros_(model[1].weight)
@@ -132,7 +132,7 @@ def _failing(window: Any) -> Any:
 
 
 def test_a_conversion_that_fails_changes_nothing() -> None:
-    """Even where a user's callable is what fails."""
+    """The failing function is a user's callable."""
 
     def trained(algorithm: Any) -> fp8dist.StateManager:
         torch.manual_seed(0)

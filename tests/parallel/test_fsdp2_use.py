@@ -1,4 +1,4 @@
-"""What users do with an FSDP2 model besides stepping: state dicts, copies, evaluation, checkpointing, mistakes."""
+"""Uses of an FSDP2 model besides stepping: state dicts, copies, evaluation, checkpointing, mistakes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _round_trip(kind: str) -> tuple[Any, ...]:
 def test_state_dicts_load_again(two_ranks: RankPool, kind: str) -> None:
     for before, after, losses, locals_ in two_ranks.run(_round_trip, kind):
         assert before == after
-        # Not bitwise: the scales were those of older weights, and now follow from these.
+        # Not bitwise: the former scales came from older weights, the new ones come from these.
         assert [ours for ours, _ in losses] == pytest.approx([plain for _, plain in losses], rel=0.02)
         assert locals_ == {"FP8Shard"}
 
@@ -189,7 +189,7 @@ def _manual(parallel: str) -> tuple[list[float], dict[str, bytes]]:
     losses = []
     for index in range(4):
         losses.append(_step(called, optimizer, index))
-        if index >= 2:  # An evaluation of the weights after the update, before the step ends.
+        if index >= 2:  # An evaluation of the updated weights, before the step ends.
             with torch.no_grad():
                 called(batch(9, index)[0])
         manager.step()
@@ -239,7 +239,7 @@ class _Raise(torch.autograd.Function):
 
 
 def test_an_exception_in_forward_and_going_on(two_ranks: RankPool) -> None:
-    # In backward FSDP2 itself does not recover (its training state stays PRE_BACKWARD).
+    # FSDP2 itself does not recover from an error in backward (its training state stays PRE_BACKWARD).
     for losses, parameters, plain_losses, plain_parameters in two_ranks.run(_fails_in_forward, "forward"):
         assert losses == plain_losses
         assert parameters == plain_parameters
@@ -269,7 +269,7 @@ def test_detach_and_restore_are_refused_and_do_no_harm(two_ranks: RankPool) -> N
 
 
 def _moves() -> tuple[list[float], list[float]]:
-    job = Job(model="mlp")  # Its shards are uneven on three ranks: FSDP2 pads them anew.
+    job = Job(model="mlp")  # Uneven shards on three ranks: FSDP2 pads them again.
     _, called, _, optimizer = _started(job)
     _, plain, _, plain_optimizer = _started(job)
     for move in (lambda: called.to("cpu"), called.float, called.cpu, called.zero_grad):
@@ -379,5 +379,5 @@ def _back_in_fp8() -> set[str]:
 
 
 def test_a_gathered_weight_that_comes_back_into_fp8_keeps_its_scale(two_ranks: RankPool) -> None:
-    """It is looked at whenever it is gathered."""
+    """The scale is checked whenever the weight is gathered."""
     assert two_ranks.run(_back_in_fp8) == [{"input", "grad_output"}] * 2

@@ -1,4 +1,4 @@
-"""Sharded weights that something other than the optimizer writes to: their scales follow, or the user is told."""
+"""Sharded weights changed by something other than the optimizer: their scales adapt, or the user gets a warning."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ WRITES: dict[str, Callable[[Running], None]] = {
 
 
 def _step_against_float32(run: Running) -> float:
-    """The loss of a step, over that of the same weights in float32. E4M3 rounds each number by 6 % at most."""
+    """Return a step's loss over the loss of the same weights in float32. E4M3 changes each number by at most 6 %."""
     plain = seeded(run.job.model)
     plain.load_state_dict(full(run.model))
     x, y = batch(dist.get_rank(), run.index)
@@ -98,8 +98,8 @@ def test_scales_follow_weights_that_were_written_to(two_ranks: RankPool, job: Jo
     for shares, scales, fitting, windows, inputs, loss, counted, state in outcomes:
         assert max(shares.values()) < FITS
         assert scales == fitting
-        assert all(not any(window) for window in windows.values())  # It told of other weights.
-        assert sum(1 for amax in inputs if amax) == 3  # Inputs' windows stay.
+        assert all(not any(window) for window in windows.values())  # The window held amaxes of other weights.
+        assert sum(1 for amax in inputs if amax) == 3  # The windows of inputs stay.
         assert loss == pytest.approx(1, abs=0.1)
         assert counted == 0
         assert state == outcomes[0][-1]
@@ -126,10 +126,10 @@ def _unseen(job: Job) -> tuple[Any, ...]:
 def test_data_without_refresh_is_counted_and_told(two_ranks: RankPool) -> None:
     outcomes = two_ranks.run(_unseen, Job(update="next_step", optimizer="sgd"))
     for rank, (shares, counted, log, events, _scales, _fitting) in enumerate(outcomes):
-        assert max(shares.values()) > 0.1  # The test would be void otherwise.
+        assert max(shares.values()) > 0.1  # Otherwise the test would prove nothing.
         assert counted == 3
         told = [entry for entry in log if "beyond" in entry[1]]
-        assert len(told) == (rank == 0)  # One rank speaks.
+        assert len(told) == (rank == 0)  # One rank logs it.
         for level, message in told:
             assert level == logging.WARNING
             assert "branch" in message
@@ -181,7 +181,7 @@ def _unshard_after_a_change(per_module: bool) -> list[str]:
     assert isinstance(weight, FP8Weight)
     module.reshard()
     found.append(type(run.model.branch.weight).__name__)
-    run.step()  # And the job goes on.
+    run.step()  # The job continues.
     return found
 
 
@@ -221,7 +221,7 @@ def _zero_weights(job: Job) -> tuple[Any, ...]:
     run.manager.reset()
     run.manager.attach(run.called, optimizer=run.optimizer)
     found, scales = [], []
-    # In a third step DDP, which need not share its casts, gives outgrown weights scales of their own.
+    # In a third step, DDP need not share its casts and gives outgrown weights their own scales.
     for _ in range(2):
         found.append(run.step())
         scales.append(run.scales()["branch"])
@@ -234,17 +234,17 @@ def test_zero_initialised_weights_are_cast_with_a_shared_scale(two_ranks: RankPo
     ours = two_ranks.run(_zero_weights, job)
     theirs = two_ranks.run(_zero_weights, replace(job, parallel="ddp"))
     for mine, other in zip(ours, theirs):
-        assert mine[0] == other[0]  # Losses: the second depends on the cast of the first update.
+        assert mine[0] == other[0]  # Losses: the second depends on the cast after the first update.
         assert mine[3] == other[3]
         assert mine[1][1:] == other[1][1:]
-        # The words of the last header are of the scales before: under DDP those of cold slots are never set.
+        # The last header's words are of earlier scales: under DDP those of cold slots are never set.
         assert {n: b for n, b in mine[2].items() if n != "0.words"} == {
             n: b for n, b in other[2].items() if n != "0.words"
         }
         assert 1.0 not in mine[1][1:]
 
 
-# While weights are gathered: after an evaluation with reshard_after_forward=False they stay so. ---------------------
+# Writes while weights are gathered: after an evaluation with reshard_after_forward=False. ---------------------------
 
 
 def _while_gathered(what: str) -> tuple[str, dict[str, float], dict[str, float], float]:
@@ -282,7 +282,7 @@ def test_refresh_weights_takes_the_sharded_weights_while_they_are_gathered(two_r
 
 
 def _written_while_gathered() -> tuple[list[dict[str, float]], list[bool]]:
-    """Share of 448s in evaluations: before and after the weights are written to, and after they were resharded."""
+    """Return the share of 448s in evaluations: before and after a write to the weights, and after resharding."""
     run = Running(Job(reshard=False, optimizer="sgd"))
     run.step()
     x, _ = batch(0, 0)

@@ -1,4 +1,4 @@
-"""Meshes of two axes: tensor parallelism × FSDP2, and HSDP (replicate × shard). All four ranks share one state."""
+"""Meshes with two axes: tensor parallelism × FSDP2, and HSDP (replicate × shard). All four ranks share one state."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ STEPS = 5
 
 
 def _train(job: Job, steps: int = STEPS) -> Any:
-    """(losses, windows, state, whole parameters) as plain values."""
+    """Return (losses, windows, state, whole parameters) as plain values."""
     built = build(job)
     losses = []
     with watched_reductions() as reductions:
         for step in range(steps):
             losses += built.step(step)
         state = state_bits(built.manager)
-    # Counted from the first step's end: deriving weight scales has the size of the pending amaxes alone.
+    # Count from the end of the first step: deriving weight scales uses a collective of the same size.
     assert reductions.of(built.manager) == [WORLD] * steps
     if job.layout != "ddp":
         assert {p.device_mesh.ndim for _, p in built.named() if isinstance(p, DTensor)} == {2}
@@ -61,8 +61,8 @@ def _same_bits(mine: Any, theirs: Any) -> None:
 
 
 def test_tp_with_fsdp2_is_what_one_process_computes(four_ranks: RankPool) -> None:
-    """Cast by the same scales the operands are the same, but for sums that round differently: those sometimes tip an
-    element to the next FP8 number, 2⁻³ of it away, one of hundreds in a sum."""
+    """With equal scales the operands are equal, except where sums round differently: such a sum sometimes changes an
+    element to the neighbouring FP8 number, 2⁻³ away, one of hundreds in a sum."""
     job = Job(optimizer="sgd", warmup="unit")
     results = four_ranks.run(_train, job)
     plain = train_plain(2, STEPS, OPTIMIZERS["sgd"])
@@ -71,7 +71,7 @@ def test_tp_with_fsdp2_is_what_one_process_computes(four_ranks: RankPool) -> Non
         assert losses == pytest.approx([step[rank // 2] for step in plain.losses], rel=2e-3)
         for slot, window in plain.windows.items():
             assert windows[slot][-STEPS:] == pytest.approx(window, rel=2e-2), slot
-        for name in LINEARS:  # Before any update weights are the same to the bit, wherever their parts lie.
+        for name in LINEARS:  # Before the first update weights are bitwise equal, in any layout.
             assert windows[name, "weight"][-STEPS] == plain.windows[name, "weight"][0]
         for name, parameter in plain.parameters.items():
             moved = (parameter - initial[name].detach()).norm()
@@ -121,7 +121,7 @@ def _drifted(damaged: int, name: str) -> Any:
 def test_drift_across_the_tensor_parallel_axis_is_found(
     four_ranks: RankPool, damaged: int, ranks: tuple[int, ...], name: str
 ) -> None:
-    """Two replicas differ, and nobody knows which is right."""
+    """Two replicas differ, and there is no majority."""
     for findings in four_ranks.run(_drifted, damaged, name):
         assert findings == [("parameter", name, ranks, None)]
 

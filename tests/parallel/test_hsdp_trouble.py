@@ -1,4 +1,4 @@
-"""Meshes of two axes, when something goes wrong or several things go on at once."""
+"""Meshes with two axes: errors, and several jobs in one process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _interrupted(layout: str, broken: bool) -> Any:
 
 
 def test_training_goes_on_after_a_failed_forward(four_ranks: RankPool) -> None:
-    """The failed forward had the same batch as the next one: nothing it recorded is larger."""
+    """The failed forward had the same batch as the next one, so its amaxes are not larger."""
     assert four_ranks.run(_interrupted, "tp", True) == four_ranks.run(_interrupted, "tp", False)
 
 
@@ -111,7 +111,7 @@ def test_calibration_and_high_precision(four_ranks: RankPool, fp8_all_gather: bo
 
 
 def _submeshes() -> None:
-    """Two models on two ranks each, and one on all: three managers in one process, stepped in turn."""
+    """Two models on two ranks each, and one on all ranks: three managers in one process, stepped in turn."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     rank = dist.get_rank()
     whole_run = build(Job("hsdp", optimizer="sgd"))
@@ -141,7 +141,7 @@ def _submeshes() -> None:
 
 
 def _interrupted_free(job: Job) -> Any:
-    """What the state becomes when nothing else runs in the process."""
+    """Return the state without other jobs in the process."""
     built = build(job)
     for step in range(2):
         built.step(step)
@@ -153,7 +153,7 @@ def test_managers_on_several_meshes_do_not_meet(four_ranks: RankPool) -> None:
 
 
 def _copied() -> None:
-    """FSDP2 refuses to copy what it has sharded: the copy is made before."""
+    """FSDP2 cannot copy a sharded model, so the copy comes first."""
     mesh = mesh_of((2, 2), ("replicate", "shard"))
     model = make_blocks()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)
@@ -179,7 +179,7 @@ def test_a_copy_made_before_sharding_has_its_own_state(four_ranks: RankPool) -> 
 
 
 def _permuted() -> None:
-    """A mesh whose ranks are in no order: places on the mesh decide who gets what."""
+    """A mesh with ranks in arbitrary order: the position on the mesh determines a rank's part."""
     mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
     model = make_blocks()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh, fp8_all_gather=True)

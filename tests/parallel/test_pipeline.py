@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each stage has a manager of its own, and nothing of FP8 crosses stages."""
+"""Pipeline parallelism: each stage has its own manager, and stages share no FP8 state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FirstStage(nn.Module):
 
 
 class LastStage(nn.Module):
-    """One Linear, and one that stays as it is."""
+    """One FP8 Linear, and one that stays in high precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """The results of one rank."""
 
     losses: list[list[float]]
     histories: dict[SlotName, list[float]]
@@ -92,8 +92,8 @@ def _wrapped(model: nn.Module, wrapper: str) -> nn.Module:
 
 
 def _stage(module: nn.Module, stage: int) -> PipelineStage:
-    """Told of the shapes: else it finds out by a forward and a backward of uninitialised memory and ones, which would
-    be recorded (and under which DDP's reducer fails, fp8dist or not; torch 2.13)."""
+    """Pass the shapes. Otherwise the stage infers them with a forward and backward of uninitialised memory and ones,
+    which would be recorded (and in which DDP's reducer fails, even without fp8dist; torch 2.13)."""
     group = mesh_of((2, 2), ("pp", "dp")).get_group("pp")
     sizes = [(32, 48), (48, 16)][stage]
     x, y = (torch.empty(16 // MICROBATCHES, size) for size in sizes)
@@ -150,17 +150,15 @@ def _assert_separate(outcomes: list[Outcome], weights_seen: bool) -> None:
         assert len(first.histories) == slots
         expected = expected_histories(list(first.histories), [o.amaxes for o in of_stage], HISTORY)
         for outcome in of_stage:
-            # One sync per step, of the stage's two ranks, and nothing else: no slot of another stage fits in.
+            # One sync per step, over the stage's two ranks, with the size of this stage's slots.
             assert outcome.reductions == [(ranks, 4 * (8 + slots))] * STEPS
             assert outcome.state == first.state
             assert outcome.consistent
             for slot, window in expected.items():
-                if (
-                    weights_seen or slot[1] != "weight"
-                ):  # FSDP2's gathered weights are FP8 when a module's hook sees them.
+                if weights_seen or slot[1] != "weight":  # FSDP2's gathered weights are FP8 when a module's hook runs.
                     assert outcome.histories[slot] == window, slot
             assert min(outcome.histories["up" if stage == 0 else "down", "weight"][-STEPS:]) > 0
-        # The amaxes of the two ranks differ, so their maximum is no rank's own.
+        # The amaxes of the two ranks differ, so a maximum cannot come from one rank alone.
         assert of_stage[0].amaxes != of_stage[1].amaxes
         assert first.keys == of_stage[1].keys
         assert all(key.startswith("ranks") for key in first.keys)
@@ -184,7 +182,7 @@ def test_stages_under_fsdp2_with_fp8_all_gather(four_ranks: RankPool) -> None:
 
 
 def _one_stage_alone() -> tuple[int, dict[SlotName, list[float]]]:
-    """The first stage makes a step more than the last, and checks itself, while that does nothing."""
+    """The first stage takes an additional step and checks itself, while the last stage is idle."""
     mesh = mesh_of((2, 2), ("pp", "dp"))
     stage = mesh.get_local_rank("pp")
     model: nn.Module = FirstStage() if stage == 0 else LastStage()

@@ -1,4 +1,4 @@
-"""DDP under all recipes: what is synchronised, how much of it, and what proves that ranks are alike."""
+"""DDP under all recipes: the contents and size of the sync, and the proof that ranks are equal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | High], list[int]]] = {
 
 
 def _trained(name: str) -> tuple[list[float], dict[str, bytes], dict[str, str], int]:
-    """Counts its collectives itself: forward and backward have none, a step those of RECIPES and no other."""
+    """Counts collectives: forward and backward have none, and a step has only those in RECIPES."""
     recipe, overrides, reduced = RECIPES[name]
     model, called, manager, optimizer = build(Job("ddp", recipe=recipe, overrides=overrides))
     assert manager is not None
@@ -70,7 +70,7 @@ def _trained(name: str) -> tuple[list[float], dict[str, bytes], dict[str, str], 
 
 
 def _of_attach(recipe: Recipe, overrides: dict[str, Recipe | High]) -> int:
-    """Delayed scales of weights are derived there, once per arena."""
+    """Attach derives delayed scales of weights, once per arena."""
     return sum(each != "high" and each.delayed for each in {recipe, *overrides.values()})
 
 
@@ -90,7 +90,7 @@ def test_each_recipe_under_ddp(two_ranks: RankPool, name: str) -> None:
 
 
 def _checked(recipe: Recipe, damaged: int) -> tuple[int, int, list[tuple[str, str]]]:
-    """Steps until a check raises, checks (the first of them of ranks that agree), and what it found."""
+    """Return the steps until a check raises, the number of checks (the first on equal ranks), and the findings."""
     model, called, manager, optimizer = build(
         Job("ddp", optimizer="sgd", recipe=recipe, settings={"check_every": 2, "check_policy": "raise"})
     )
@@ -132,8 +132,8 @@ def _joined(name: str) -> tuple[int, dict[str, bytes], bool]:
             nn.functional.mse_loss(called(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert manager.high_precision("first") == ()  # On the rank without data as well.
-    for index in range(2):  # All together again.
+    assert manager.high_precision("first") == ()  # On the rank without data too.
+    for index in range(2):  # All ranks train again.
         x, y = batch(dist.get_rank(), index)
         nn.functional.mse_loss(called(x), y).backward()
         optimizer.step()
@@ -163,7 +163,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def _prepared_otherwise(other: str, odd: int) -> tuple[str, float, str]:
-    """What attach says when one rank is the odd one out; how long it takes; and what it says when all are alike."""
+    """Return attach's message if one rank differs, its duration, and the message if all ranks are equal."""
 
     def attach(settings: dict[str, Any]) -> str:
         model = make_net()
@@ -185,7 +185,7 @@ def test_a_rank_with_other_recipes_is_named(three_ranks: RankPool, other: str, o
     for text, seconds, afterwards in three_ranks.run(_prepared_otherwise, other, odd):
         for word in OTHERS[other][1]:
             assert word in text
-        assert seconds < 4  # Nobody waited in vain.
+        assert seconds < 4  # No rank timed out.
         assert afterwards == ""
         assert ("against rank(s) 2 " if odd else "against rank(s) 1, 2 ") in text
 
@@ -212,7 +212,7 @@ def _alone_to_high_precision(name: str) -> tuple[int, list[tuple[str, tuple[int,
 
 @pytest.mark.parametrize(("name", "step"), [("current, one delayed", 2), ("current", 4)])
 def test_a_rank_that_alone_changes_precision_is_found(two_ranks: RankPool, name: str, step: int) -> None:
-    """At the next sync; where no step has one, by the next check."""
+    """At the next sync; by the next check if steps have no sync."""
     for at, findings in two_ranks.run(_alone_to_high_precision, name):
         assert at == step
         assert {kind for kind, _ in findings} == {"manifest"}

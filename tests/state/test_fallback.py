@@ -1,4 +1,4 @@
-"""Fallback: a module whose tensors do not fit FP8 goes to high precision, on all ranks at the same step, and back."""
+"""Fallback: modules whose tensors do not fit FP8 switch to high precision and back, on all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULES = ("first", "branch", "last")
 
 
 class Job:
-    """A net that trains on this rank; ``plant`` hurts the input of ``branch`` at one step."""
+    """A net that trains on this rank; ``hurt`` changes the input of ``branch`` at given steps."""
 
     def __init__(self, recipe: Recipe, fallback: Fallback, group: Any = None, **options: Any) -> None:
         self.net = make_net()
@@ -43,9 +43,9 @@ class Job:
         return None if how is None else (how(args[0].clone()), *args[1:])
 
     def step(self, rank: int = 0) -> tuple[str, ...]:
-        """Train a step; the modules that were in high precision in it."""
+        """Train a step. Return the modules that were in high precision in it."""
         self.before = {name: self.manager.high_precision(name) for name in MODULES}
-        x, y = batch(rank, 0)  # The same one: no amax grows by much.
+        x, y = batch(rank, 0)  # Always the same batch, so no amax grows much.
         (self.net(x) - y).square().mean().backward()
         self.done += 1
         self.optimizer.step()
@@ -54,7 +54,7 @@ class Job:
 
 
 def outlier(x: Tensor) -> Tensor:
-    """Two elements, far beyond what the scale was made for: cut off."""
+    """Two elements far beyond the scale: they saturate."""
     x[0, :2] = 1e4
     return x
 
@@ -65,7 +65,7 @@ def infinite(x: Tensor) -> Tensor:
 
 
 def faint(x: Tensor) -> Tensor:
-    """All but one are far below the largest."""
+    """All elements but one are far below the largest."""
     x *= 1e-6
     x[0, 0] = 10.0
     return x
@@ -90,7 +90,7 @@ def test_a_saturated_share_beyond_the_limit() -> None:
 
 
 def test_a_share_at_the_limit_is_none_beyond_it() -> None:
-    """2 of 8 x 48 elements; float32 of that share is the limit."""
+    """2 of 8 x 48 elements; the limit is this share in float32."""
     share = (torch.tensor(2.0) / torch.tensor(8.0 * 48)).item()
     for limit, falls in ((share, False), (share * (1 - 1e-6), True)):
         job = Job(DelayedScaling(history_len=4), Fallback(steps=3, saturated=limit))
@@ -112,7 +112,7 @@ def test_underflow(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_a_nonfinite_amax(recipe: Recipe) -> None:
-    """Inf spreads to whatever reads it; everything that saw it falls back."""
+    """Inf spreads to every tensor computed from it, and all affected modules fall back."""
     job = Job(recipe, Fallback(steps=2))
     job.hurt[3] = infinite
     with captured_log():
@@ -120,7 +120,7 @@ def test_a_nonfinite_amax(recipe: Recipe) -> None:
             job.step()
         weights = copy.deepcopy(job.net.state_dict())
         job.step()
-        job.net.load_state_dict(weights)  # As a loop that undoes a bad step.
+        job.net.load_state_dict(weights)  # Like a loop that undoes a bad step.
         high = [job.step() for _ in range(3)]
     assert "branch" in high[0]
     assert high[0] == high[1]
@@ -128,7 +128,7 @@ def test_a_nonfinite_amax(recipe: Recipe) -> None:
 
 
 def test_trouble_that_goes_on_starts_the_steps_anew() -> None:
-    """In high precision a non-finite amax is still seen: its tensors are observed."""
+    """In high precision, tensors are still observed, so a non-finite amax still counts."""
     job = Job(DelayedScaling(history_len=4), Fallback(steps=2))
     job.hurt.update({3: infinite, 4: infinite})
     with captured_log():
@@ -171,13 +171,13 @@ def test_who_is_in_high_precision_for_longer_stays_as_long() -> None:
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 def test_who_comes_back_does_not_remember_the_outlier(update: Any) -> None:
-    """It would be the maximum of a long window, and all else would be lost beside it."""
+    """Otherwise the outlier would stay the maximum of a long window, and all other values would underflow."""
     job = Job(DelayedScaling(history_len=64, update=update), Fallback(steps=3, underflow=0.2))
-    job.hurt[4] = lambda x: outlier(x) + 1e8 * (x == 1e4)  # Cut off by this cast; what follows would drown in it.
+    job.hurt[4] = lambda x: outlier(x) + 1e8 * (x == 1e4)  # This cast saturates; later casts would underflow.
     with captured_log():
         high = [job.step() for _ in range(14)]
     fell = next(step for step, modules in enumerate(high) if modules)
-    steps = 3 if update == "same_step" else 4  # The step that was under way had the same trouble.
+    steps = 3 if update == "same_step" else 4  # The step already in progress had the same outlier.
     assert high[fell : fell + steps] == [("branch",)] * steps
     assert not any(high[fell + steps :])
     assert job.manager.amax_history("branch", "input").max() < 100
@@ -198,7 +198,7 @@ def test_both_users_of_a_tied_weight() -> None:
 
 
 def test_next_step_falls_back_a_step_later() -> None:
-    """What a sync proved is read at the next boundary, on all ranks."""
+    """The next boundary reads what a sync proved, on all ranks."""
     job = Job(DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2, saturated=0.004))
     job.hurt[3] = outlier
     with captured_log():
@@ -222,7 +222,7 @@ def test_a_resume_in_the_middle_of_a_fallback_is_bitwise() -> None:
 
 
 def test_a_resume_between_trouble_and_its_consequence_is_bitwise() -> None:
-    """Under next_step what a sync proved is read a step later: it is saved until then."""
+    """Under next_step a fallback follows one step after its cause; a save in between keeps it."""
     recipe, fallback = DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2, saturated=0.004)
     unbroken, resumed = Job(recipe, fallback), Job(recipe, fallback)
     unbroken.hurt[3] = outlier
@@ -247,7 +247,7 @@ def test_without_a_policy_nothing_is_measured() -> None:
 
 
 def test_what_is_loaded_does_not_fall_back_for_what_was_before() -> None:
-    """A loop that goes back to a checkpoint, before anybody has read what the last sync proved."""
+    """A loop returns to a checkpoint before the last sync's result is read."""
     job = Job(DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2))
     job.step()
     weights, state = copy.deepcopy(job.net.state_dict()), job.manager.state_dict()
@@ -277,7 +277,7 @@ def test_mistakes() -> None:
         ({"underflow": -0.1}, "underflow must be a share"),
         ({"underflow": float("nan")}, "underflow must be a share"),
         ({"underflow": True}, "underflow must be a share"),
-        ({"nonfinite": False}, "nothing would ever count"),
+        ({"nonfinite": False}, "it would never trigger"),
     ]
     for arguments, says in cases:
         with pytest.raises(ConfigurationError, match=says):
@@ -302,13 +302,14 @@ def _one_rank_hurts(recipe: Recipe, hurt: str) -> tuple[list[tuple[str, ...]], l
 
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda recipe: type(recipe).__name__)
 def test_an_outlier_on_one_rank_sends_the_module_back_on_all(two_ranks: RankPool, recipe: Recipe) -> None:
-    """At the same step, back after K, and in the sync's one collective: two words more per slot."""
+    """The switch happens at the same step, ends after K, and uses the sync's one collective: two more words per
+    slot."""
     hurt = "outlier" if recipe.delayed else "faint"
     first, second = two_ranks.run(_one_rank_hurts, recipe, hurt)
     assert first[0] == second[0] == [()] * 3 + [("branch",)] * 2 + [()] * 2
     assert first[1] == second[1] == [("fallback", 3)]
     assert first[2] == second[2] == [4 * (8 + 3 * 9)] * 7
-    assert [first[3], second[3]] == [1, 0]  # One rank says it.
+    assert [first[3], second[3]] == [1, 0]  # One rank logs it.
 
 
 def _other_limits() -> str:
@@ -329,7 +330,7 @@ def test_ranks_with_other_limits_are_told(two_ranks: RankPool) -> None:
 
 
 def _experts_of_their_own() -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], str]:
-    """``branch`` is an expert that only this rank has: what it does is no business of the other's."""
+    """``branch`` is an expert that only this rank has, so its fallback does not affect the other rank."""
     rank = dist.get_rank()
     own = [dist.new_group([r]) for r in range(2)][rank]
     job = Job(DelayedScaling(history_len=4), Fallback(steps=2), group=dist.group.WORLD, groups={"branch": own})
@@ -356,14 +357,14 @@ def test_an_expert_that_one_rank_has_falls_back_alone(two_ranks: RankPool) -> No
 
 
 def _in_a_join_context(update: Any) -> tuple[list[tuple[str, ...]], str]:
-    """Rank 0 has data for two steps more, and trouble in the last one."""
+    """Rank 0 has data for two more steps, and an outlier in the last one."""
     rank = dist.get_rank()
     net = make_net()
     manager = fp8dist.prepare(
         net, DelayedScaling(history_len=4, update=update), group=dist.group.WORLD, fallback=Fallback(steps=2)
     )
     ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes nothing; with 0 it would be no step.
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes nothing; a step with 0 would not count.
     manager.attach(ddp, optimizer=optimizer)
 
     def step(index: int) -> None:

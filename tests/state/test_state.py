@@ -1,4 +1,4 @@
-"""Random lives of a state manager against the oracle: steps, copies, saves, loads, other history lengths."""
+"""Random sequences of steps, copies, saves, loads and history lengths, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Life:
         return model, manager
 
     def apply(self, action: str, argument: Any) -> None:
-        """One event, for both."""
+        """Apply one event to both."""
         if action in ("step", "record only"):
             for (fqn, role), values in argument.items():
                 self.manager.record(fqn, role, torch.tensor(values))
@@ -136,10 +136,10 @@ class _Life:
         model, manager = self._new()
         load(manager)
         self.model, self.manager = model, manager
-        self.waiting = {}  # Amaxes that wait for a boundary are not saved.
+        self.waiting = {}  # Pending amaxes are not saved.
 
     def check(self) -> None:
-        """Bitwise."""
+        """Compare bitwise."""
         assert state_of(self.manager) == self.oracle.state()
 
 
@@ -148,7 +148,7 @@ def _live(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> None:
     for action, argument in life:
         lived.apply(action, argument)
     lived.check()
-    # What was restored also goes on right: the window must be where the oracle has it.
+    # The restored state must also continue correctly: its window position must be the oracle's.
     for step in range(lived.recipe["history_len"] + 1):
         lived.apply("step", {slot: [0.5 + step] for slot in SLOTS})
         lived.check()
@@ -165,7 +165,7 @@ def test_random_lives(recipe: dict[str, Any], life: list[tuple[str, Any]]) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(2))  # For two workers.
+@pytest.mark.parametrize("part", range(2))  # Split for two workers.
 @given(recipe=recipes, life=lives)
 @settings(max_examples=1000 // 2, database=None, **RELAXED)
 def test_many_random_lives(part: int, recipe: dict[str, Any], life: list[tuple[str, Any]]) -> None:
@@ -278,7 +278,7 @@ def test_reset_forgets_everything(update: str) -> None:
 
 
 def test_saturation_is_counted_where_the_scale_was_fixed() -> None:
-    """A cold slot is cast just in time and cannot saturate; a hot one whose amax doubles does."""
+    """A cold slot is cast just in time and cannot saturate; a hot slot whose amax doubles does."""
     model, manager = _manager(history_len=1)
     for amax in (1000.0, 900.0, 2000.0, 500.0, 1500.0):
         _step(manager, amax)
@@ -290,7 +290,7 @@ def test_saturation_is_counted_where_the_scale_was_fixed() -> None:
 
 
 def test_a_steady_amax_does_not_saturate() -> None:
-    """amax * (448 / amax) may round to just above 448, which casts to 448: nothing is lost."""
+    """amax * (448 / amax) may round to slightly above 448, which casts to 448 without loss."""
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2))
     values = [of_bits(0x3F800000 + 7919 * i) for i in range(200)]
@@ -305,7 +305,7 @@ def test_a_steady_amax_does_not_saturate() -> None:
 
 @pytest.mark.parametrize(("format", "limit"), [("e4m3", 464.0), ("e5m2", 61440.0)])
 def test_an_amax_that_rounds_to_the_largest_number_does_not_saturate(format: str, limit: float) -> None:
-    """Half a step above that number it still does; the next float32 is cut off."""
+    """An amax half a step above the largest number does not saturate, the next float32 does."""
     for amax, saturated in ((limit, 0), (of_bits(bits_of(limit) + 1), 1)):
         model = nn.Module()
         manager = fp8dist.prepare(model, DelayedScaling(history_len=2))
@@ -322,7 +322,7 @@ def test_loading_throws_away_what_waits(update: str) -> None:
     _step(manager, 1.0)
     saved = manager.state_dict()
     before = state_of(manager)
-    _step(manager, 2.0)  # In flight under next_step.
+    _step(manager, 2.0)  # Pending under next_step.
     manager.record("b", "input", torch.tensor([3.0]))
     manager.load_state_dict(saved)
     assert state_of(manager) == before
@@ -347,7 +347,7 @@ def test_a_state_dict_does_not_change_afterwards() -> None:
 
 
 def test_partial_loads_keep_the_other_slots() -> None:
-    """Non-strict: slots that the checkpoint lacks stay as they are, those it has beyond are ignored."""
+    """Non-strict: slots missing from the checkpoint keep their state, and extra slots are ignored."""
     small_model = nn.Module()
     small = fp8dist.prepare(small_model, DelayedScaling(history_len=2))
     small.register("b", "input", "e4m3")

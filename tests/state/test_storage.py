@@ -1,4 +1,4 @@
-"""State files: round trips, atomic writes, and every kind of damage refused by name."""
+"""State files: round trips, atomic writes, and an error for every kind of damage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _prepared(history_len: int = 3, layers: int = 2) -> tuple[nn.Module, StateMa
 
 @pytest.fixture
 def trained() -> tuple[nn.Module, StateManager]:
-    """A model after four steps, one with a NaN, one without its second layer."""
+    """Return a model after four steps, one with a NaN, one without its second layer."""
     model, manager = _prepared()
     generator = torch.Generator().manual_seed(0)
     for step in range(4):
@@ -55,7 +55,7 @@ def saved(trained: tuple[nn.Module, StateManager], tmp_path: Path) -> Path:
 
 @cache
 def _used() -> tuple[nn.Module, StateManager]:
-    """A model after a step, for all that is refused: none of it may change it."""
+    """Return a model after a step. No failed load may change it."""
     model, manager = _prepared()
     model(torch.ones(2, 16)).sum().backward()
     manager.step()
@@ -63,7 +63,7 @@ def _used() -> tuple[nn.Module, StateManager]:
 
 
 def _refused(path: Path, strict: bool = True, named: bool = True) -> str:
-    """The error of loading ``path``; nothing was changed by it."""
+    """Return the error of loading ``path``, and assert that nothing changed."""
     _, manager = _used()
     before, steps = state_of(manager), manager.steps
     with pytest.raises(CheckpointError) as caught:
@@ -164,7 +164,7 @@ def test_a_failed_write_leaves_the_old_file(
 def test_a_reader_never_sees_half_a_file(
     trained: tuple[nn.Module, StateManager], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is written, the name still holds the old state, and the new one is on the same file system."""
+    """During the write, the name still refers to the old state. The new file is on the same file system."""
     _, manager = trained
     old = saved.read_bytes()
     written: list[Path] = []
@@ -196,7 +196,7 @@ def _header_length(content: bytes) -> int:
 
 
 def test_a_flipped_byte_anywhere_is_found(saved: Path) -> None:
-    """Positions in the length, in the JSON header, in the padding and in the numbers."""
+    """Flips bytes in the length, the JSON header, the padding and the numbers."""
     content = saved.read_bytes()
     header = _header_length(content)
     rng = random.Random(0)
@@ -261,7 +261,7 @@ class _Bomb:
 
 
 def test_no_pickle(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle is refused without being run; our own files are read without unpickling anything."""
+    """A pickle is rejected without being executed; our own files need no unpickling."""
     bomb = tmp_path / "bomb"
     crater = tmp_path / "crater"
     bomb.write_bytes(pickle.dumps(_Bomb(crater)))
@@ -290,13 +290,13 @@ def test_no_pickle(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def _rewritten(manager: StateManager, path: Path, **changes: Any) -> Path:
-    """A file with a valid checksum whose content was changed."""
+    """Return a file with valid checksum and changed content."""
     path.write_bytes(_blob({**saved_of(manager), **changes}))
     return path
 
 
 def _blob(state: dict[str, Any]) -> bytes:
-    """A state as bytes with a valid checksum, whatever is in it."""
+    """Return a state as bytes with a valid checksum, for any content."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     text = json.dumps({name: value for name, value in state.items() if name not in tensors})
     checksum = storage._checksum(text, tensors)
@@ -306,7 +306,7 @@ def _blob(state: dict[str, Any]) -> bytes:
 def test_bytes_are_those_of_a_file_and_the_same_for_the_same_state(
     trained: tuple[nn.Module, StateManager], saved: Path
 ) -> None:
-    """Whoever compares or merges checkpoints compares bytes; safetensors itself orders metadata at random."""
+    """Users who compare or merge checkpoints compare bytes; safetensors orders metadata at random."""
     _, manager = trained
     blobs = {manager.state_dict()["shared"] for _ in range(20)}
     assert blobs == {saved.read_bytes()}
@@ -461,7 +461,7 @@ def test_a_model_without_slots_can_be_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def _own_states(kind: str, folder: str) -> Any:
-    """(keys of state_dict, what it is, as loaded from all ranks' keys merged, and from one checkpoint of DCP)."""
+    """Return (keys of state_dict, its content, loaded from all ranks' keys merged, loaded from one DCP checkpoint)."""
     rank = torch.distributed.get_rank()
     alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
     world = torch.distributed.group.WORLD
@@ -492,7 +492,7 @@ def _own_states(kind: str, folder: str) -> Any:
     return sorted(state), state_of(manager), [state_of(m) for m in (merged, stored)]
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own.
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings.
 @pytest.mark.parametrize("kind", ["amax_sync", "groups", "shared"])
 def test_each_rank_loads_its_own_state_back(two_ranks: RankPool, kind: str, tmp_path: Path) -> None:
     results = two_ranks.run(_own_states, kind, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Mistakes that would train on silently are said, or refused."""
+"""Mistakes that would otherwise go unnoticed in training warn or raise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.training import batch, make_net
 
 
 def _warnings(mistake: str) -> list[str]:
-    """What is logged, with backwards before and after ``attach``."""
+    """Return the log of backwards before and after ``attach``."""
     net = make_net()
     with captured_log() as log:
         manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
@@ -91,7 +91,7 @@ def test_going_back_to_fewer_ranks_is_refused_with_an_fp8_all_gather(four_ranks:
 
 
 def _beside_a_ddp() -> str:
-    """The DDP is of a teacher; the prepared model is this rank's own."""
+    """The DDP wraps a teacher; the prepared model is local to this rank."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     student = make_net()
     manager = fp8dist.prepare(student, group=alone)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Where a step ends: one optimizer or several, re-created ones, GradScaler, Accelerate's wrapper."""
+"""Step boundaries: one optimizer or several, re-created optimizers, GradScaler, Accelerate's wrapper."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_with_several_optimizers_the_last_ones_step_is_the_boundary(two_ranks: R
 
 
 def test_a_weight_cast_does_not_outlive_the_first_of_two_optimizers() -> None:
-    """Between the two steps the weights have changed already: a forward there must cast them anew."""
+    """The weights change between the two steps: a forward there must cast them again."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY))
     first = torch.optim.SGD([p for p in net.parameters() if p.ndim == 2], lr=1.0, fused=True)
@@ -109,7 +109,7 @@ def _recreated_optimizer() -> tuple[list[int], int]:
     new = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     manager.attach(ddp, optimizer=new)
     step(new)
-    step(old)  # Lost its hook.
+    step(old)  # This optimizer has no hook any more.
     step(new)
     return counts, manager.steps
 
@@ -164,7 +164,7 @@ def test_step_is_refused_when_an_attached_optimizer_is_the_boundary() -> None:
 
 
 class _NoHooks:
-    """Steps, but cannot be hooked."""
+    """Steps, but has no hooks."""
 
     def step(self) -> None: ...
 
@@ -193,7 +193,7 @@ def test_bad_attach_arguments_are_refused() -> None:
 
 
 def _backwards_warnings(update: str, caplog: pytest.LogCaptureFixture, steps: int) -> list[str]:
-    """Warnings of a loop that updates its weights behind torch's back and never calls manager.step()."""
+    """Return the warnings of a loop that updates weights without an optimizer and never calls manager.step()."""
     net = nn.Linear(16, 16, bias=False)
     fp8dist.prepare(net).attach(net)
     x = torch.ones(1, 16)
@@ -211,7 +211,7 @@ def _backwards_warnings(update: str, caplog: pytest.LogCaptureFixture, steps: in
 
 @pytest.mark.slow
 def test_one_warning_when_weights_change_without_a_boundary(caplog: pytest.LogCaptureFixture) -> None:
-    assert _backwards_warnings("in place", caplog, 2) == []  # One change may be an optimizer's that a boundary follows.
+    assert _backwards_warnings("in place", caplog, 2) == []  # Maybe an optimizer's, whose boundary follows.
     (text,) = _backwards_warnings("in place", caplog, 80)
     assert "manager.step()" in text
     assert _backwards_warnings(".data", caplog, FIRST_LOOK - 1) == []
@@ -225,7 +225,7 @@ def test_one_warning_when_weights_change_without_a_boundary(caplog: pytest.LogCa
 
 @dataclass(frozen=True)
 class Scaled:
-    """A run with a loss scaler in which one rank's loss is infinite once."""
+    """A run with a loss scaler, in which one rank's loss is infinite once."""
 
     optimizer: str
     give_scaler: bool
@@ -309,14 +309,14 @@ def test_a_skipped_step_is_no_boundary(two_ranks: RankPool, job: Scaled) -> None
         assert outcome.histories[2] == outcome.histories[1]
     assert first.state == second.state
     assert first.parameters == second.parameters
-    # Finite amaxes of the skipped step count for the next one; non-finite ones are forgotten.
+    # Finite amaxes of the skipped step count for the next one; non-finite amaxes are dropped.
     outcomes = [first, second]
     windows = outcomes[0].histories[-1]
     assert [outcome.nonfinite for outcome in outcomes] == [[0.0] * job.steps] * 2
     skipped = [outcome.amaxes[job.inf_at] for outcome in outcomes]
     merged = []
     for outcome in outcomes:
-        # A comm hook has merged the ranks' amaxes before anybody knew: there a slot is forgotten on all ranks.
+        # A comm hook has already merged the ranks' amaxes, so the slot is dropped on all ranks.
         seen = skipped if job.hook else [outcome.amaxes[job.inf_at]]
         steps = [dict(amaxes) for i, amaxes in enumerate(outcome.amaxes) if i != job.inf_at]
         after = steps[job.inf_at]
@@ -361,7 +361,7 @@ def _train_with_accelerate(accumulate: int) -> tuple[list[int], int, dict[str, b
 
     try:
         os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "0")  # Accelerate asks, although the process group exists.
+        os.environ.setdefault("MASTER_PORT", "0")  # Accelerate requires it, although the process group exists.
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         net = make_net()
         manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD)

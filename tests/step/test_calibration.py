@@ -1,4 +1,4 @@
-"""calibrate(): scales from high-precision passes, and nothing else is changed."""
+"""calibrate(): takes scales from high-precision passes and changes nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.training import batch, bits, histories, make_net, parameter_b
 
 
 class Noisy(nn.Module):
-    """Everything that a pass may change: a BatchNorm, dropout, a buffer that a forward replaces."""
+    """Contains everything that a pass may change: a BatchNorm, dropout, a buffer that a forward replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Noisy(nn.Module):
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
-    """Bits of parameters, gradients and buffers, and the states of the generators."""
+    """Return the bits of parameters, gradients and buffers, and the generators' states."""
     return {
         "parameters": parameter_bits(model),
         "gradients": {name: None if p.grad is None else bits(p.grad) for name, p in model.named_parameters()},
@@ -66,7 +66,7 @@ def test_nothing_else_changes(gradients: bool, raises: bool) -> None:
     manager.attach(optimizer=optimizer)
     if gradients:
         loss_of(model, 0).backward()
-        manager.reset()  # Of which amaxes wait.
+        manager.reset()  # Drops the pending amaxes.
     before, held = everything(model), {name: p.grad for name, p in model.named_parameters()}
     cold = manager.metrics()["fp8/cold_slots"]
     buffer, state = model.calls, copy.deepcopy(optimizer.state_dict())
@@ -87,7 +87,7 @@ def test_nothing_else_changes(gradients: bool, raises: bool) -> None:
 
 
 def test_amaxes_are_those_of_high_precision_passes() -> None:
-    """An independent look at them, over three batches; and the next forward is in FP8 with scales that follow."""
+    """Compares with an independent computation over three batches; the next forward uses FP8 with the new scales."""
     net, twin = make_net(), make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
     manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
@@ -131,7 +131,7 @@ def test_a_step_inside_is_refused() -> None:
         with_a_step_inside()
     assert parameter_bits(net) == before
     loss_of(net, 0).backward()
-    optimizer.step()  # And now it may.
+    optimizer.step()  # Allowed after the context.
     assert manager.steps == 1
 
 
@@ -171,21 +171,21 @@ def _on_ranks(how: str) -> tuple[bool, list[int], dict[Any, list[float]], bool]:
         module = DistributedDataParallel(net, gradient_as_bucket_view=how == "bucket views")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     manager.attach(module, optimizer=optimizer)
-    loss_of(module, 0, rank).backward()  # Gradients that wait for an optimizer's step.
+    loss_of(module, 0, rank).backward()  # These gradients wait for an optimizer step.
     manager.reset()
     before = everything(_local(module))
     with counted_collectives() as calls, manager.calibrate():
         for index in range(2):
             loss_of(module, index, rank).backward()
     same = everything(_local(module)) == before
-    optimizer.step()  # With the gradients of before.
+    optimizer.step()  # Uses the gradients from before.
     expected = {name: 0 for name, p in module.named_parameters() if p.grad is None}
     fp8 = [size for name, size in zip(calls.names, calls.sizes) if name == "all_reduce" and size == 4 * (8 + 9)]
     return same, fp8, histories(manager), not expected
 
 
 def _local(module: nn.Module) -> nn.Module:
-    """DTensors as what this rank has of them."""
+    """Return this rank's part of a DTensor; other tensors unchanged."""
     plain = nn.Module()
     for number, parameter in enumerate(module.parameters()):
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -208,7 +208,7 @@ def test_ranks_share_the_amaxes_in_one_collective(two_ranks: RankPool, how: str)
 
 
 def _after_an_evaluation(gather: bool) -> tuple[bool, bool]:
-    """FSDP2 leaves its outermost module gathered after a forward without a backward."""
+    """FSDP2 leaves its outermost module unsharded after a forward without a backward."""
     rank = dist.get_rank()
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, fp8_all_gather=gather)
@@ -264,7 +264,7 @@ def test_gradients_that_wait_for_a_reduction_are_not_mixed_in(two_ranks: RankPoo
 
 
 class Trained:
-    """The main job's model after some hundred steps in FP32 on real text, and one more batch."""
+    """The example job's model after about a hundred FP32 steps on real text, and one more batch."""
 
     def __init__(self, steps: int = 200) -> None:
         text = torch.frombuffer(bytearray(read_text(None, 32).training), dtype=torch.uint8)
@@ -290,14 +290,15 @@ def trained() -> Trained:
 
 
 def first_gradient(trained: Trained, manage: str) -> Tensor:
-    """The gradient of the first step, as one vector: in FP32 ("none"), in FP8 with scales of 1 ("unit"), or calibrated.
+    """Return the gradient of the first step as one vector: in FP32 ("none"), in FP8 with scales of 1 ("unit") or
+    calibrated.
 
-    The loss is divided by 4096: gradients are as small as those of a mean over many more tokens.
+    The loss is divided by 4096, so that gradients are as small as for a mean over many more tokens.
     """
     model = copy.deepcopy(trained.model)
     if manage != "none":
         manager = fp8dist.prepare(model, DelayedScaling(warmup="unit"))
-        # As a job that goes on from a checkpoint without FP8 state: no weight amaxes of attach either.
+        # Like a job resumed from a checkpoint without FP8 state: drop the weight amaxes of attach too.
         if manage == "calibrated":
             before = everything(model)
             with manager.calibrate():
@@ -310,10 +311,10 @@ def first_gradient(trained: Trained, manage: str) -> Tensor:
 
 @pytest.mark.slow
 def test_calibration_takes_away_the_error_of_the_first_step(trained: Trained) -> None:
-    """With scales of 1 small gradients are lost to FP8's smallest numbers."""
+    """With scales of 1, small gradients underflow in FP8."""
     with captured_log():
         exact, unit, calibrated = (first_gradient(trained, manage) for manage in ("none", "unit", "calibrated"))
     errors = [float((gradient - exact).norm() / exact.norm()) for gradient in (unit, calibrated)]
     print(f"\nfirst gradient: error with scales of 1 {errors[0]:.3f}, calibrated {errors[1]:.3f}")
     assert errors[0] > 0.3
-    assert errors[1] < 0.06  # Of an E5M2 gradient, an E4M3 weight and input: each rounds by some 3 %.
+    assert errors[1] < 0.06  # An E5M2 gradient, an E4M3 weight and input: each adds about 3 %.

@@ -1,4 +1,4 @@
-"""detach: undoes attach, keeps the state bit for bit, and may be followed by another attach."""
+"""detach: undoes attach, keeps the state bit for bit, and allows another attach."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> flo
 
 
 def _trained(update: str, wrapper: str, breaks: bool) -> Any:
-    """Losses, state before and after the break, and state and parameters at the end."""
+    """Return losses, state before and after the break, and state and parameters at the end."""
     net, manager = _prepared(update)
     model = _wrapped(net, wrapper)
     optimizer = SGD(model.parameters(), lr=0.05)
@@ -65,7 +65,7 @@ def _trained(update: str, wrapper: str, breaks: bool) -> Any:
         manager.detach()
         assert state_bits(manager) == before
         assert sum(isinstance(module, FP8Linear) for module in net.modules()) == 3
-        if wrapper == "ddp":  # Another wrapper.
+        if wrapper == "ddp":  # Use another wrapper.
             model = _wrapped(net, wrapper)
         optimizer = SGD(model.parameters(), lr=0.05)
         manager.attach(model, optimizer=optimizer)
@@ -90,7 +90,7 @@ def _after_detach(update: str) -> Any:
     ddp = DistributedDataParallel(net)
     optimizer, scaler = SGD(ddp.parameters(), lr=0.05), torch.amp.GradScaler("cpu", enabled=False)
     untouched = len(ddp._forward_hooks), dict(vars(scaler))
-    of_others = list(callback_handler.start_callbacks)  # Of this process: managers of other tests may die meanwhile.
+    of_others = list(callback_handler.start_callbacks)  # Managers of other tests may be deleted meanwhile.
     manager.attach(ddp, optimizer=optimizer, scaler=scaler)
     for index in range(2):
         _step(ddp, optimizer, index)
@@ -113,7 +113,7 @@ def _after_detach(update: str) -> Any:
         manager.step()
     with pytest.raises(ConfigurationError, match=r"attach\(\) first"):
         manager.check()
-    manager.detach()  # There is nothing left to do.
+    manager.detach()  # A second detach does nothing.
     return state_bits(manager) == state
 
 
@@ -130,7 +130,7 @@ def _with_comm_hook() -> Any:
     ddp.register_comm_hook(None, fp8dist.ddp.comm_hook(manager))
     _step(ddp, optimizer, 0)
     _loss(ddp, 1).backward()
-    with pytest.raises(ConfigurationError, match="a sync is under way, which that step ends: call"):
+    with pytest.raises(ConfigurationError, match="a sync is in flight until a step that is not skipped: call"):
         manager.detach()
     optimizer.step()
     optimizer.zero_grad()
@@ -221,7 +221,7 @@ def test_restore_takes_a_wrapper(two_ranks: RankPool) -> None:
 
 
 def _error(model: nn.Module) -> float:
-    """Of the last layer, relative to high precision."""
+    """Return the error of the last layer, relative to high precision."""
     linear, x = model[-1], batch(0, 9)[0]  # type: ignore[index]
     x = x[:, : linear.in_features]
     with torch.no_grad():
@@ -232,7 +232,7 @@ def _error(model: nn.Module) -> float:
 @pytest.mark.parametrize("detaches", [True, False])
 @pytest.mark.parametrize("change", ["loaded", "trained"])
 def test_weights_that_changed_while_nothing_was_attached_are_not_cut_off(change: str, detaches: bool) -> None:
-    """attach derives the scales of cold slots only: those of hot ones are of weights that are gone."""
+    """attach derives only the scales of cold slots; hot slots have scales of outdated weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32))
     manager = fp8dist.prepare(model)

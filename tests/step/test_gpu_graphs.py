@@ -1,4 +1,4 @@
-"""A training step in a CUDA graph: the same bits as step by step."""
+"""A training step in a CUDA graph gives the same bits as eager steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.support.training import batch, bits, make_net, parameter_bits, state_
 pytestmark = [needs_gpu, pytest.mark.slow]
 
 EAGER, REPLAYED = 4, 8
-"""Steps before the capture (in both runs), and after it."""
+"""Numbers of steps before the capture (in both runs) and after it."""
 
 
 class _Job:
-    """A prepared model, its optimizer, and tensors that its data are copied into."""
+    """A prepared model, its optimizer, and static tensors for the data."""
 
     def __init__(self, update: Any, optimizer: str) -> None:
         self.model = make_net().to(DEVICE)

@@ -1,5 +1,5 @@
-"""A training step as a CUDA graph: no decision on the host, and ``poll()`` does the host's part. On an emulated graph;
-the real one is in tests/*/test_gpu_*.py."""
+"""A training step as a CUDA graph decides nothing on the host; ``poll()`` does the host's part. Uses an emulated graph;
+tests/*/test_gpu_*.py use real ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARM_UP, REPLAYS = 2, 6
 
 
 class _Job:
-    """A net with a static batch, as capture needs it."""
+    """A net with a static batch, as a capture requires."""
 
     def __init__(
         self, momentum: float = 0.9, check_every: int = 0, group: Any = None, check_policy: Any = None, **recipe: Any
@@ -46,7 +46,7 @@ class _Job:
         self.loss = torch.zeros(())
 
     def load(self, step: int) -> None:
-        """The next batch into the same memory; later ones are larger, so that scales must follow."""
+        """Copy the next batch into the static memory. Later batches are larger, so that scales must adapt."""
         x, y = batch(0, step)
         self.x.copy_(x * (1 + step))
         self.y.copy_(y)
@@ -59,7 +59,7 @@ class _Job:
         self.loss = loss.detach()
 
     def tensors(self) -> list[Tensor]:
-        """Everything that a capture by emulation changes and should not."""
+        """Return everything that the emulated capture changes and the caller must restore."""
         state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
         arenas = [t for sync in self.manager._syncs for t in sync.arena.arrays]
         return [*self.net.parameters(), *self.net.buffers(), *state, *arenas]
@@ -104,7 +104,7 @@ def _replayed(job: _Job) -> list[float]:
 @pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("update", "warmup"), [("same_step", "current"), ("next_step", "unit")])
 def test_replays_are_steps(update: str, warmup: str, backend: str) -> None:
-    """Losses, parameters and FP8 state bit for bit as in eager mode, scales and step counter included."""
+    """Losses, parameters and FP8 state equal eager mode bit for bit, including scales and step counter."""
     eager, graphed = (_Job(update=update, warmup=warmup, backend=backend) for _ in range(2))
     assert _replayed(graphed) == _eager(eager)
     assert state_of(graphed.manager) == state_of(eager.manager)
@@ -115,9 +115,9 @@ def test_replays_are_steps(update: str, warmup: str, backend: str) -> None:
 
 
 def test_captured_while_cold() -> None:
-    """Hot or cold is decided by each replay: a graph that was captured with cold slots uses their scales once they have
-    some."""
-    eager, graphed = (_Job(momentum=0.0) for _ in range(2))  # Momentum begins on the host, in torch's SGD.
+    """Each replay decides if a slot is hot or cold: a graph captured with cold slots uses their scales once they
+    exist."""
+    eager, graphed = (_Job(momentum=0.0) for _ in range(2))  # torch's SGD begins momentum on the host.
     graph = _captured(graphed)
     for step in range(4):
         for job in (eager, graphed):
@@ -130,7 +130,7 @@ def test_captured_while_cold() -> None:
 
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether verdicts are read as on CUDA: not before the next boundary or poll."""
+    """Return True if verdicts are read as on CUDA: not before the next boundary or poll."""
     if request.param:
         original = fp8dist.sync.arena_sync.Verdict.__init__
 
@@ -157,7 +157,7 @@ def _warm(job: _Job) -> None:
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 def test_poll_tells_what_a_replay_saw(update: str, late: bool) -> None:
-    """Once, with its step and its slots, also when the next replay has run already."""
+    """Reports once, with step and slots, even if the next replay has already run."""
     job = _Job(update=update)
     events = _events(job)
     named: list[Any] = []
@@ -170,21 +170,21 @@ def test_poll_tells_what_a_replay_saw(update: str, late: bool) -> None:
             job.x[0, 0] = torch.inf
             before = [t.detach().clone() for t in job.tensors()]
         graph.replay()
-        if step == WARM_UP + 1:  # Its parameters are ruined: go on from those before it.
+        if step == WARM_UP + 1:  # Its parameters are ruined: restore the earlier ones.
             with torch.no_grad():
                 for tensor, old in zip(job.net.parameters(), before):
                     tensor.copy_(old)
             for state in job.optimizer.state.values():
                 state["momentum_buffer"].zero_()
         job.manager.poll()
-        job.manager.poll()  # Once more does no harm.
+        job.manager.poll()  # A second poll does nothing.
     assert events == [("nonfinite", WARM_UP + 2)]
     assert named[0]
     assert job.manager.metrics()["fp8/nonfinite_amaxes"] > 0
 
 
 def test_two_graphs_of_one_job(late: bool) -> None:
-    """Whichever is replayed: what it saw is told, what it did is counted."""
+    """Each replay of either graph is reported and counted."""
     job = _Job()
     events = _events(job)
     _warm(job)
@@ -202,7 +202,7 @@ def test_two_graphs_of_one_job(late: bool) -> None:
 
 
 def test_two_steps_in_a_graph(late: bool) -> None:
-    """What the first of them saw is told as well."""
+    """Events of the first step are reported too."""
     job = _Job(momentum=0.0)
     events = _events(job)
     named: list[Any] = []
@@ -232,7 +232,7 @@ def test_two_steps_in_a_graph(late: bool) -> None:
 
 @pytest.mark.parametrize("update", ["next_step"])
 def test_a_capture_that_failed_leaves_nothing_behind(update: str, late: bool) -> None:
-    """Adam that is not capturable, say, raises after the boundary. Steps go on one by one, or another is captured."""
+    """For example, a non-capturable Adam raises after the boundary. Eager steps or another capture can follow."""
     eager, failed = _Job(update=update), _Job(update=update)
     for job in (eager, failed):
         _warm(job)
@@ -241,7 +241,7 @@ def test_a_capture_that_failed_leaves_nothing_behind(update: str, late: bool) ->
     refuses = mock.patch.object(torch.optim.SGD, "_init_group", side_effect=RuntimeError("not capturable"))
     with refuses, EmulatedGraph().capture(), pytest.raises(RuntimeError, match="not capturable"):
         failed.step()
-    with torch.no_grad():  # On a GPU nothing has run.
+    with torch.no_grad():  # On a GPU, nothing has run during the capture.
         for tensor, old in zip(failed.tensors(), before):
             tensor.copy_(old)
     for step in range(WARM_UP, WARM_UP + 2):
@@ -261,7 +261,7 @@ def test_a_capture_that_failed_leaves_nothing_behind(update: str, late: bool) ->
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 def test_only_forward_and_backward_in_the_graph(update: str) -> None:
-    """As ``make_graphed_callables`` has it: the optimizer's step commits, for no replay does."""
+    """As with ``make_graphed_callables``: the optimizer's step commits, because no replay does."""
     eager, graphed = (_Job(update=update, momentum=0.0) for _ in range(2))
     for job in (eager, graphed):
         _warm(job)
@@ -288,7 +288,7 @@ def test_only_forward_and_backward_in_the_graph(update: str) -> None:
 
 
 def test_eager_steps_go_on_after_replays() -> None:
-    """Casts that were made before replays are not used after them."""
+    """Eager steps do not use casts made before replays."""
     eager, graphed = _Job(), _Job()
     _eager(eager)
     _replayed(graphed)
@@ -301,7 +301,7 @@ def test_eager_steps_go_on_after_replays() -> None:
 
 
 def test_checks_become_due_by_polls(late: bool) -> None:
-    """After every second step, replayed or not, and once each."""
+    """Checks run after every second step, replayed or eager, once each."""
     job = _Job(check_every=2)
     checked: list[tuple[int, bool]] = []
     job.manager._cycle._check = lambda scope, policy, in_step: checked.append((job.manager.steps, in_step))  # type: ignore
@@ -316,10 +316,10 @@ def test_checks_become_due_by_polls(late: bool) -> None:
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 def test_a_capture_before_poll_is_refused(update: str) -> None:
-    """What the last eager step left, a commit or a verdict, must not get into a graph."""
+    """A pending commit or verdict of the last eager step must not get into a graph."""
     job = _Job(update=update)
     job.step()
-    if update == "same_step":  # As on CUDA, where a verdict is read later.
+    if update == "same_step":  # As on CUDA, where verdicts are read later.
         (sync,) = job.manager._syncs
         sync.verdict = fp8dist.sync.arena_sync.Verdict(torch.zeros(7, dtype=torch.bool))
     with EmulatedGraph().capture(), pytest.raises(ConfigurationError, match=r"call manager.poll\(\) before"):
@@ -346,8 +346,8 @@ def test_a_copy_has_seen_no_replays() -> None:
 
 
 def _graphed_ranks(update: str, fault: bool, replays_per_poll: int) -> Any:
-    """Two steps, then replays whose collective is in the graph; before the fourth, rank 1's scale of a slot is
-    damaged."""
+    """Run two steps, then replays with the collective in the graph. Damage rank 1's scale of a slot before the fourth
+    replay."""
     job = _Job(update=update, group=dist.group.WORLD, check_policy="warn")
     found: list[Any] = []
     job.manager.on_event(
@@ -369,7 +369,7 @@ def _graphed_ranks(update: str, fault: bool, replays_per_poll: int) -> Any:
 
 @pytest.mark.parametrize(("update", "replays_per_poll"), [("same_step", 2), ("next_step", 1)])
 def test_ranks_that_replay(three_ranks: RankPool, update: str, replays_per_poll: int) -> None:
-    """The sync is in the graph: state equal on all ranks, each collective counted."""
+    """The sync is in the graph: state is equal on all ranks, and each collective is counted."""
     results = three_ranks.run(_graphed_ranks, update, False, replays_per_poll)
     attach = 1
     for found, state, collectives, steps in results:

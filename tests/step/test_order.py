@@ -1,5 +1,5 @@
-"""Every call of a manager in every phase of its life: refused with a text that helps, or allowed, and then it leads to
-the phase that ARCHITECTURE says."""
+"""Every call of a manager in every phase of its life: it raises an error that helps, or leads to the phase that
+ARCHITECTURE.md specifies."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.support.training import batch, make_net
 
 ROOT = Path(__file__).parents[2]
 
-# What a message says of each phase. Its second half names the columns of TABLE.
+# The text of each phase in messages. The second half names the columns of TABLE.
 WHERE = {
-    "alone": "",  # Prepared, and no other rank shares the state.
+    "alone": "",  # Prepared, and the state is not shared with other ranks.
     "prepared": "before attach()",
     "attached": "after attach()",
     "in step": "between a backward and the optimizer's step",
@@ -40,7 +40,7 @@ WHERE = {
     "restored": "after restore()",
 }
 
-# x: refused. -: nothing to try.
+# x: raises. -: not applicable.
 #                    alone prep att step calib join capt det rest
 TABLE = """
 attach()               .     .   .    .    x     x    x   .   x
@@ -95,17 +95,17 @@ class _Job:
 
     @property
     def phase(self) -> str:
-        """As ARCHITECTURE names it."""
-        activities = self.manager._cycle.activities  # A calibration may come before the step that ends a sync.
+        """Return the phase, by its name in ARCHITECTURE.md."""
+        activities = self.manager._cycle.activities  # A calibration may come before the step that completes a sync.
         return (activities[0] if activities else self.manager._job.tie).name.lower().replace("_", " ")
 
     def inside(self, context: Any) -> str:
-        """The phase inside a context."""
+        """Return the phase inside a context."""
         with context:
             return self.phase
 
     def quiet_hook(self) -> Any:
-        """A communication hook that launches, and reduces no gradients."""
+        """A communication hook that launches the sync but reduces no gradients."""
         return fp8dist.ddp.comm_hook(self.manager, lambda *_: None)  # type: ignore[arg-type, return-value]
 
     def call(self, name: str) -> Any:
@@ -165,13 +165,13 @@ def _in_phase(phase: str) -> Iterator[_Job]:
 
 
 def _tried(phase: str) -> list[tuple[str, str | None, str, str]]:
-    """(call, message of ConfigurationError, phase before, phase after) of each call."""
+    """Yield (call, message of ConfigurationError, phase before, phase after) of each call."""
     found: list[tuple[str, str | None, str, str]] = []
     left = [call for call, of in REFUSED if of == phase]
     while left:
         with _in_phase(phase) as job:
             refused = True
-            while left and refused:  # What was refused has changed nothing.
+            while left and refused:  # A call that raised has changed nothing.
                 call, before, message = left.pop(0), job.phase, None
                 try:
                     inside = job.call(call)
@@ -183,7 +183,7 @@ def _tried(phase: str) -> list[tuple[str, str | None, str, str]]:
 
 
 def _transitions() -> set[tuple[str, str, str]]:
-    """(from, by, to) as ARCHITECTURE draws them."""
+    """Return (from, call, to) of the transitions that ARCHITECTURE.md draws."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
     drawing = text.split("## Life of a manager")[1].split("```")[1]
     found = set()
@@ -228,7 +228,7 @@ def test_poll_without_a_graph_warns_once() -> None:
     with captured_log() as log:
         for _ in range(2):
             manager.step()
-            manager.poll()  # Before a capture, say.
+            manager.poll()  # For example before a capture.
     assert not log
     with captured_log() as log:
         manager.poll()
@@ -283,7 +283,7 @@ def _calibrated_before_the_step() -> tuple[bool, int]:
 
 
 def test_a_calibration_counts_though_a_sync_is_under_way(two_ranks: RankPool) -> None:
-    """A step that a loss scaler skips may leave one."""
+    """A step that a loss scaler skips may leave a pending sync."""
     assert two_ranks.run(_calibrated_before_the_step) == [(True, 2)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Optimizer steps for which no boundary comes are refused; nested, repeated and empty ones are not counted."""
+"""Optimizer steps without a boundary raise; nested, repeated and empty steps do not count."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_attaching_the_new_optimizer_is_enough() -> None:
 
 
 def test_what_needs_no_steps_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frozen or foreign parameters, recipes whose scales are made just in time, and FP8 that is switched off."""
+    """Frozen or foreign parameters, recipes with just-in-time scales, and disabled FP8."""
     for recipe, enabled in ((CurrentScaling(), "1"), (DelayedScaling(), "0")):
         monkeypatch.setenv("FP8DIST_ENABLED", enabled)
         net = make_net()
@@ -89,7 +89,7 @@ def test_what_needs_no_steps_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Lookahead(Optimizer):
-    """Steps another optimizer, and is one."""
+    """An optimizer that steps another optimizer."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -122,13 +122,13 @@ def test_a_nested_step_without_a_boundary_is_refused_once() -> None:
     fp8dist.prepare(net).attach(net)
     outer = Lookahead(SGD(net.parameters(), lr=0.1))
     _backward(net)
-    outer.step()  # Two steps of the same weights, one inside the other.
+    outer.step()  # Two nested steps of the same weights.
     with pytest.raises(ConfigurationError, match=r"^Lookahead is about to step 3 FP8 weights"):
         outer.step()
 
 
 class Wrapped(SGD):
-    """A subclass that calls its parent's step, which has hooks of its own once an SGD was made."""
+    """A subclass that calls its parent's step, which has its own hooks once an SGD exists."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -147,7 +147,7 @@ def test_a_step_that_calls_its_parents_is_one_boundary() -> None:
 
 
 def test_a_step_that_raised_is_not_around_later_ones() -> None:
-    """The outer one's end is never told; what comes after it is judged."""
+    """The outer step never ends in torch's hooks; later steps are checked as usual."""
     net = make_net()
     fp8dist.prepare(net).attach(net)
     optimizer = SGD(net.parameters(), lr=0.1)
@@ -175,15 +175,15 @@ def test_a_step_with_a_learning_rate_of_0_is_no_boundary() -> None:
     optimizer.param_groups[0]["lr"] = torch.tensor(0.0)
     optimizer.step()
     assert manager.steps == 0
-    optimizer.param_groups[1]["lr"] = 1e-3  # One group is enough.
+    optimizer.param_groups[1]["lr"] = 1e-3  # One group with a learning rate is enough.
     optimizer.step()
     assert manager.steps == 1
-    # What was recorded before has not been lost.
+    # Earlier amaxes are not lost.
     assert manager.amax("first", "input") == batch(0, 0)[0].abs().max()
 
 
 def _optimizer_state_before_the_first_step() -> Any:
-    """Rank 0 alone looks at the optimizer's state, as who saves an empty checkpoint does."""
+    """Rank 0 alone reads the optimizer's state, like a user who saves an empty checkpoint."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
     ddp = DistributedDataParallel(net)
@@ -235,7 +235,7 @@ def test_a_step_inside_backward_needs_a_manual_boundary() -> None:
 
 
 def test_a_step_that_a_scaler_skipped_on_the_device_is_not_counted() -> None:
-    """A fused optimizer is called also then. Boundaries are only called for when parameters change here."""
+    """torch calls a fused optimizer even for a skipped step. A step counts only if parameters change."""
     net = make_net()
     manager = fp8dist.prepare(net)
     optimizer = SGD(net.parameters(), lr=0.01, fused=True)
@@ -290,7 +290,7 @@ def _recreated_on_rank_1() -> str:
 
 @pytest.mark.slow
 def test_the_others_quote_the_rank_that_raised() -> None:
-    pool = RankPool(2)  # Of its own: a connection that timed out is of no use to others.
+    pool = RankPool(2)  # Its own pool: others cannot use a connection that timed out.
     try:
         first, second = pool.run(_recreated_on_rank_1)
     finally:
@@ -301,7 +301,7 @@ def test_the_others_quote_the_rank_that_raised() -> None:
 
 
 def test_a_manager_may_die_while_an_optimizer_steps() -> None:
-    """Its hooks are in a dict that torch iterates over then."""
+    """The manager's hooks are in a dict that torch iterates over at that time."""
     holder = [fp8dist.prepare(make_net())]
     net = make_net()
     manager = fp8dist.prepare(net)
@@ -318,12 +318,12 @@ def test_a_manager_may_die_while_an_optimizer_steps() -> None:
     assert manager.steps == 1
     count = len(global_hooks)
     kept = [fp8dist.prepare(make_net()) for _ in range(3)]
-    assert len(global_hooks) <= count + 3  # What the dead one left is gone.
+    assert len(global_hooks) <= count + 3  # The dead manager's hooks are gone.
     assert len(kept) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of Dynamo's own imports.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # From Dynamo's own imports.
 def test_a_compiled_step_is_a_boundary_too() -> None:
     net = make_net()
     manager = fp8dist.prepare(net)
@@ -338,7 +338,7 @@ def test_a_compiled_step_is_a_boundary_too() -> None:
 
 @pytest.mark.parametrize("copies", [True, False], ids=["of a copy", "masters"])
 def test_an_optimizer_of_a_copy_of_the_model_is_told_of_at_its_fourth_step(copies: bool) -> None:
-    """Its parameters may be master copies of the model's, and then the weights change with them."""
+    """Its parameters may be master copies of the model's, in which case the weights change with them."""
     net = make_net()
     others = [parameter.detach().clone().requires_grad_() for parameter in net.parameters()]
     manager = fp8dist.prepare(net)

@@ -1,4 +1,4 @@
-"""same_step against next_step: the same numbers bit for bit, committed at another time."""
+"""same_step and next_step give the same numbers bit for bit, but commit at different times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 10
 
 
 class CheckpointedNet(Net):
-    """The middle Linear is recomputed in backward, the reentrant way."""
+    """The middle Linear is recomputed in backward, with reentrant checkpointing."""
 
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
         h = torch.relu(self.first(x))
@@ -33,7 +33,7 @@ class CheckpointedNet(Net):
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop with one peculiarity."""
+    """A training loop with one special feature."""
 
     accumulate: int = 1
     no_sync: bool = False
@@ -46,7 +46,7 @@ class Loop:
 
 @dataclass
 class Curve:
-    """What must not depend on the timing."""
+    """Results that must not depend on the timing."""
 
     train: list[bytes]
     evaluation: list[bytes]
@@ -60,7 +60,7 @@ def _phases(manager: StateManager) -> set[str]:
 
 
 def _curve(update: str, loop: Loop) -> Curve:
-    """Train on this rank, or alone where there are no ranks. The state is read at the very end only."""
+    """Train on this rank, or in a single process. Reads the state only at the end."""
     ranks = dist.is_initialized()
     rank = dist.get_rank() if ranks else 0
     net = make_net()
@@ -76,7 +76,7 @@ def _curve(update: str, loop: Loop) -> Curve:
         for micro in range(loop.accumulate):
             silent = ranks and loop.no_sync and micro < loop.accumulate - 1
             with model.no_sync() if silent else contextlib.nullcontext():  # type: ignore[operator]
-                # Magnitudes grow and shrink: a scale that is a step late or early changes the losses.
+                # Magnitudes grow and shrink, so a scale that is a step late or early changes the losses.
                 x, y = batch(rank, loop.accumulate * step + micro)
                 loss = nn.functional.mse_loss(model(x * 2.0 ** (step % 7)), y)
                 if loop.switch_before_backward:
@@ -90,7 +90,7 @@ def _curve(update: str, loop: Loop) -> Curve:
         if loop.evaluate and step % 3 == 1:
             model.eval()
             with torch.no_grad():
-                # On one rank only: a commit is local.
+                # On one rank only, because a commit is local.
                 if rank == 0:
                     curve.evaluation.append(bits(net(batch(7, step)[0] * 50)))
             model.train()
@@ -110,7 +110,7 @@ NO_GRADIENT = pytest.mark.filterwarnings("ignore:None of the inputs have require
 
 
 def assert_same_curves(same: Curve, late: Curve) -> None:
-    assert len(set(same.train)) == len(same.train)  # It trains.
+    assert len(set(same.train)) == len(same.train)  # The losses change: the model trains.
     assert late.train == same.train
     assert late.evaluation == same.evaluation
     assert late.parameters == same.parameters
@@ -147,7 +147,7 @@ def test_two_ranks_train_the_same(two_ranks: RankPool, name: str) -> None:
 
 @NO_GRADIENT
 def test_a_commit_at_the_wrong_time_would_be_seen() -> None:
-    """The scales of these runs matter: with another window the losses are others."""
+    """The scales of these runs matter: another window gives other losses."""
     assert _curve("same_step", Loop()).train != _curve("same_step", Loop(history_len=1)).train
 
 
@@ -189,7 +189,7 @@ def _stepped(update: str) -> tuple[Net, StateManager, torch.optim.Optimizer]:
 
 
 def _raw(manager: StateManager) -> tuple[str, int, float]:
-    """(phase, step counter, scale of one slot), without the read that would commit."""
+    """Return (phase, step counter, scale of one slot), without a read that would commit."""
     (sync,) = manager._syncs
     place = next(i for s, i in sync.arena.index.items() if (s.fqn, s.role) == ("first", "input"))
     return sync.phase.value, int(sync.arena.step), float(sync.arena.scale[place])
@@ -253,7 +253,7 @@ def test_a_save_commits_what_is_due(tmp_path: Any) -> None:
 
 
 def test_two_boundaries_without_a_reader_commit_twice() -> None:
-    """The next boundary commits the last one before it launches."""
+    """Each boundary commits the previous sync before it launches the next."""
     _, manager, optimizer = _stepped("next_step")
     optimizer.step()
     assert _raw(manager)[:2] == ("due", 1)

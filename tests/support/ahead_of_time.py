@@ -1,10 +1,9 @@
-"""Kernels compiled for GPUs that are not here, exactly as they would be launched there.
+"""Compile kernels for GPUs that this machine lacks, exactly as they would be launched there.
 
-The functions of ``fp8dist_kernels.triton`` run with tensors of the CPU, but where they launch a kernel, Triton compiles
-it instead, for the GPU asked for and specialised for these arguments. Nothing is executed, so memory that is never
-touched costs nothing.
+The functions of ``fp8dist_kernels.triton`` run with CPU tensors. Instead of launching a kernel, Triton compiles it for
+the requested GPU, specialised for these arguments. Nothing is executed, so untouched memory costs nothing.
 
-Must run in a process without TRITON_INTERPRET, so tests ask for a report of a process of its own::
+Must run in a process without TRITON_INTERPRET, so tests request a report from a separate process::
 
     report = compiled("tests.kernels.compiled.casts")     # a module with a function ``launch()``
 """
@@ -27,12 +26,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 SHARED_MEMORY_LIMIT = 232_448
-"""Bytes of shared memory that a block of a Hopper or Blackwell (data centre) GPU may have."""
+"""Bytes of shared memory per block on a data centre GPU of the Hopper or Blackwell generation."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one GPU. ``case``: what it was launched for."""
+    """One kernel for one GPU. ``case``: a name for the arguments of its launch."""
 
     case: str
     kernel: str
@@ -45,12 +44,13 @@ class Compiled:
     sass: str
 
     def count(self, pattern: str, of: str = "sass") -> int:
-        """How often a regular expression occurs in its machine code or its PTX."""
+        """Return how often a regular expression occurs in the machine code or the PTX."""
         return len(re.findall(pattern, getattr(self, of)))
 
 
 def compiled(module: str, capability: int = 90, timeout: float = 230.0) -> list[Compiled]:
-    """What ``launch()`` of ``module`` launches, compiled for a GPU of this capability (90: Hopper, 100: Blackwell)."""
+    """Return the kernels that ``launch()`` of ``module`` launches, compiled for a capability (90: Hopper, 100:
+    Blackwell)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory(prefix="fp8dist-compiled-") as folder:
         environment["TRITON_CACHE_DIR"] = folder
@@ -62,7 +62,7 @@ def compiled(module: str, capability: int = 90, timeout: float = 230.0) -> list[
 
 
 def table(kernels: list[Compiled]) -> str:
-    """Registers and shared memory, one line a kernel."""
+    """Return registers and shared memory, one line per kernel."""
     lines = [f"{'kernel':28} {'case':44} {'sm':>4} {'warps':>5} {'regs':>5} {'shared':>8} {'stack':>6}"]
     for one in kernels:
         lines.append(
@@ -73,7 +73,7 @@ def table(kernels: list[Compiled]) -> str:
 
 
 class Compiler:
-    """Stands where Triton launches. ``case`` names what is compiled next."""
+    """Replaces Triton's launcher. ``case`` names the next kernels."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -82,14 +82,14 @@ class Compiler:
 
     @contextmanager
     def naming(self, case: str) -> Iterator[None]:
-        """What is launched inside is called ``case``."""
+        """Name the kernels that are launched inside ``case``."""
         self.case = case
         yield
         self.case = ""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Launches compile inside."""
+        """Compile launches inside instead of running them."""
         import triton
         from triton.runtime.jit import JITFunction
 
@@ -124,7 +124,7 @@ class Compiler:
 
 
 class _Elsewhere:
-    """A driver of a GPU that is not here."""
+    """A Triton driver for a GPU that this machine lacks."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability

@@ -1,4 +1,4 @@
-"""What casts are tested with: hard values, all kinds of strides, poisoned memory, FP8 rounding from its definition."""
+"""Helpers for tests of casts: difficult values, strides of all kinds, poisoned memory, reference FP8 rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECIAL = (-0.0, 0.0, 1e-7, -1e-7, 6e4, -6e4, 448.0, 464.0, 465.0, 2.0**-9, 2.0*
 
 
 def hard_values(tokens: int, features: int, seed: int = 0, finite: bool = False) -> Tensor:
-    """float32 [tokens, features]: magnitudes from far below to far above what FP8 holds, special values strewn in."""
+    """Return float32 [tokens, features]: magnitudes from far below to far above FP8's range, with special values."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, features, generator=generator) * torch.exp2(
         torch.randint(-24, 12, (tokens, features), generator=generator).float()
@@ -81,17 +81,17 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def codes(fp8: Tensor) -> Tensor:
-    """Bytes, with all NaN alike: compiled code has one NaN, the interpreter and torch keep signs."""
+    """Return the bytes, with all NaN alike: compiled code has one NaN, but the interpreter and torch keep signs."""
     if fp8.dtype.itemsize > 1:
         return torch.where(fp8.isnan(), 0x7FC00000, fp8.view(torch.int32))
     return torch.where(fp8.float().isnan(), 0xFF, fp8.view(torch.uint8).int())
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """Bitwise, but for the kind of NaN; shapes, types and strides as well."""
+    """Compare bitwise, except for the kind of NaN; shapes, dtypes and strides too."""
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), index
-        if a.numel() > max(a.shape, default=1):  # Else strides mean nothing.
+        if a.numel() > max(a.shape, default=1):  # Strides mean nothing for other shapes.
             assert a.stride() == b.stride(), index
         if not torch.equal(codes(a), codes(b)):
             place = (codes(a) != codes(b)).nonzero()[0].tolist()
@@ -99,7 +99,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written shows: as NaN, or as -1."""
+    """Fill new memory with NaN or -1, so that elements that are never written show."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -116,13 +116,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def _numbers(dtype: torch.dtype) -> tuple[float, ...]:
-    """All finite numbers >= 0 of an FP8 format, by code."""
+    """Return all finite numbers >= 0 of an FP8 format, by code."""
     values = (value_of(bytes([code]), dtype) for code in range(128))
     return tuple(value for value in values if math.isfinite(value))
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """``value`` in FP8: to nearest, ties to even codes, too large to the largest; Inf and NaN become NaN."""
+    """Round ``value`` to FP8: to nearest, ties to even codes, saturating; Inf and NaN become NaN."""
     if not math.isfinite(value):
         return math.nan
     numbers, magnitude = _numbers(dtype), abs(value)

@@ -1,4 +1,4 @@
-"""A model that has something of everything, to be damaged and checked."""
+"""A model with parameters of many types, for tests that damage it and check it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DTYPES = (
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Of the parameter of that type."""
+    """Return the name of the parameter of this dtype."""
     return f"p_{str(dtype).removeprefix('torch.')}"
 
 
 def random_bytes(dtype: torch.dtype, shape: Sequence[int], seed: int) -> Tensor:
-    """Any bits at all, NaN and Inf among them; the same on all ranks."""
+    """Return random bits, including NaN and Inf; the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).bool()
@@ -44,12 +44,12 @@ def random_bytes(dtype: torch.dtype, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def prepared(**settings: Any) -> tuple[nn.Module, StateManager]:
-    """A model with parameters of many types, and a few slots that have seen seven steps."""
+    """Return a model with parameters of many types and a few slots after seven steps, and its manager."""
     model = nn.Module()
     for i, dtype in enumerate(DTYPES):
         value = random_bytes(dtype, (5, 7), i)
         model.register_parameter(name_of(dtype), nn.Parameter(value, requires_grad=False))
-    # More than two blocks of the digest.
+    # More than two digest blocks.
     model.large = nn.Parameter(random_bytes(torch.bfloat16, (3, 100_003), 99), requires_grad=False)
     model.scalar = nn.Parameter(torch.tensor(0.1))
     manager = fp8dist.prepare(model, DelayedScaling(history_len=HISTORY), group=dist.group.WORLD, **settings)
@@ -64,5 +64,5 @@ def prepared(**settings: Any) -> tuple[nn.Module, StateManager]:
 
 
 def whole_world(model: nn.Module) -> DivergenceReport:
-    """The user's line: everything, over all ranks."""
+    """Check everything over all ranks, as a user would."""
     return fp8dist.check(model, group=dist.group.WORLD, policy="warn")

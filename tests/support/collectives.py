@@ -1,4 +1,4 @@
-"""Counting collectives from outside the library."""
+"""Count collectives from outside the library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FUNCTIONS = (
 
 @dataclass
 class Calls:
-    """What was called, in order, with the bytes of the first tensor."""
+    """The calls in order, with the bytes of their first tensors."""
 
     names: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Calls:
 def counted_collectives() -> Iterator[Calls]:
     """Record every Python call into torch.distributed's communicating functions.
 
-    DDP's reducer communicates from C++ and is not seen: what is counted is what Python code asks for.
+    Does not see DDP's reducer, which communicates from C++. Counts what Python code asks for.
     """
     calls = Calls()
 
@@ -68,7 +68,7 @@ def counted_collectives() -> Iterator[Calls]:
 
 
 class CountingAllGather:
-    """FSDP2's all-gather, counted."""
+    """Counts FSDP2's all-gathers."""
 
     def __init__(self, log: list[int]) -> None:
         self.log = log
@@ -77,6 +77,6 @@ class CountingAllGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """The output counts: what all ranks send."""
+        """Log the bytes of the output: what all ranks send together."""
         self.log.append(output_tensor.numel() * output_tensor.element_size())
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -1,7 +1,7 @@
-"""Numbers as bytes: values, distances and single-bit flips, written from the formats' definitions alone.
+"""Numbers as bytes: values, distances and bit flips, written from the formats' definitions alone.
 
-Shares no code with the library, and none of torch's conversions: FP8 as in Micikevicius et al., "FP8 formats for deep
-learning" (2022), and for the fnuz kinds Noune et al., "8-bit numerical formats for deep neural networks" (2022).
+Shares no code with the library and uses none of torch's conversions: FP8 as in Micikevicius et al., "FP8 formats for
+deep learning" (2022), and for the fnuz kinds Noune et al., "8-bit numerical formats for deep neural networks" (2022).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STRUCT: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 def _small_float(bits: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """Sign, exponent, mantissa; without anything that is not finite."""
+    """Decode sign, exponent and mantissa. Finite values only."""
     sign = -1.0 if bits >> (exponent_bits + mantissa_bits) else 1.0
     exponent = (bits >> mantissa_bits) & ((1 << exponent_bits) - 1)
     mantissa = (bits & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
@@ -83,24 +83,24 @@ _DECODERS: Mapping[torch.dtype, Callable[[int], float]] = MappingProxyType(
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: uint8[nbytes], a view."""
+    """Return the memory of a contiguous tensor: uint8[nbytes], a view."""
     assert tensor.is_contiguous()
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def flip(tensor: Tensor, bit: int) -> None:
-    """Flip a bit of a contiguous tensor, in place; it flips back by the same call."""
+    """Flip a bit of a contiguous tensor in place. The same call flips it back."""
     raw(tensor)[bit // 8] ^= 1 << (bit % 8)
 
 
 def element(tensor: Tensor, place: int) -> bytes:
-    """The bytes of one element of a contiguous tensor."""
+    """Return the bytes of one element of a contiguous tensor."""
     size = tensor.dtype.itemsize
     return bytes(raw(tensor)[place * size : (place + 1) * size].tolist())
 
 
 def value_of(data: bytes, dtype: torch.dtype) -> Any:
-    """The number that these bytes stand for."""
+    """Return the number that these bytes encode."""
     if dtype in _DECODERS:
         return _DECODERS[dtype](int.from_bytes(data, "little"))
     if dtype is torch.complex64:
@@ -111,21 +111,21 @@ def value_of(data: bytes, dtype: torch.dtype) -> Any:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equal as a person reads them: NaN is NaN, and 0.0 is not -0.0."""
+    """True if two values are equal: NaN equals NaN, and 0.0 differs from -0.0."""
     return type(a) is type(b) and repr(a) == repr(b)
 
 
 @cache
 def _ladder(dtype: torch.dtype) -> Mapping[float, int]:
-    """All numbers of an 8-bit format, in order, each with its place; +0 and -0 share one."""
+    """Return all numbers of an 8-bit format in order, each with its index. +0 and -0 share an index."""
     values = {value_of(bytes([i]), dtype) for i in range(256)}
     return {v: i for i, v in enumerate(sorted(v for v in values if not math.isnan(v)))}
 
 
 def ulp_between(a: bytes, b: bytes, dtype: torch.dtype) -> int | None:
-    """How many steps lie between two numbers; None where there is no such thing.
+    """Return the number of representable steps between two numbers; None if not defined.
 
-    Formats of 8 bits: counted on the list of all their numbers. Wider ones: by their magnitude bits.
+    8-bit formats count on the list of all their numbers, wider formats by magnitude bits.
     """
     if dtype is torch.bool or dtype.is_complex:
         return None

@@ -1,8 +1,8 @@
-"""Processes forked from one that has imported torch and the example job: they start in a tenth of a second.
+"""Fork ranks from a process that has imported torch and the example job: they start in a tenth of a second.
 
-``RANKS`` and ``ALONE`` stand for torchrun.sh and ``python -m launch.train_gpt`` in ``tests/support/main_job.py``: real
-ranks with torch's environment variables and a store in this process, as torchrun's agent has it. What torchrun itself
-does is tested with torchrun.
+``RANKS`` and ``ALONE`` stand for torchrun.sh and ``python -m launch.train_gpt`` in ``tests/support/main_job.py``. They
+are real ranks with torch's environment variables and a store in this process, like the store of torchrun's agent.
+torchrun itself is tested separately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRELOADED = "tests.support.preloaded"
 
 
 def context() -> ForkServerContext:
-    """Of processes that have imported what ``preloaded.py`` imports."""
+    """Return a fork server that has imported the modules of ``preloaded.py``."""
     made = mp.get_context("forkserver")
     made.set_forkserver_preload([PRELOADED])
     return made
@@ -42,9 +42,9 @@ def run(
     timeout: float = 120,
     main: Callable[[list[str]], int] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """The example job with these flags, on so many ranks; None: without torchrun's environment variables.
+    """Run the example job with these flags on this many ranks; None: without torchrun's environment variables.
 
-    Its exit status is that of the first rank that failed. ``main``: what each rank does in place of the job.
+    The exit status is that of the first rank that failed. ``main``: a function that each rank runs instead of the job.
     """
     from torch.distributed import TCPStore
 
@@ -73,8 +73,8 @@ def run(
 
 
 def _statuses(processes: Sequence[Any], deadline: float) -> list[int | None]:
-    """Of each process, the first that failed first; None: it was still there. As torchrun does, the others are
-    terminated when one has failed."""
+    """Return each process's exit status, the first to fail first; None: still running. When one fails, terminates the
+    others, as torchrun does."""
     running, ends = list(processes), []
     while running and time.monotonic() < deadline:
         wait([process.sentinel for process in running], deadline - time.monotonic())
@@ -102,8 +102,8 @@ def _rank(
     os.environ.update(environment)
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # Whole lines: all ranks write into one file.
-    tqdm.set_lock(threading.RLock())  # Its own would be a semaphore that nobody removes.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # Line-buffered: all ranks write to one file.
+    tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore that would leak.
     faulthandler.dump_traceback_later(seconds)
     from launch.train_gpt.job import start
     from launch.train_gpt.ranks import leave

@@ -1,10 +1,10 @@
-"""The network between hosts as a program: packets arrive late, as over a long cable.
+"""A program that simulates the network between hosts and delays packets.
 
     python forwarder.py DEVICE PID=ADDRESS…
 
-makes a TUN device of that name in the network namespace of each process, and carries IPv4 packets between them. It
-reads commands from stdin, answers each with "done", and ends when stdin does: "latency SECONDS", "plug ADDRESS",
-"unplug ADDRESS". The kernel's own ``tc netem`` does the same where it exists.
+creates a TUN device of that name in the network namespace of each process, and forwards IPv4 packets between them. It
+reads commands from stdin ("latency SECONDS", "plug ADDRESS", "unplug ADDRESS"), answers each with "done", and exits at
+the end of stdin. It replaces the kernel's ``tc netem`` where that is missing.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from collections import deque
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 CLONE_NEWNET = 0x40000000
-DESTINATION = slice(16, 20)  # Of an IPv4 header.
+DESTINATION = slice(16, 20)  # In an IPv4 header.
 SPIN = 0.0002
-"""Seconds before a packet is due in which the program does not sleep: a sleep overshoots by about as much."""
+"""Seconds of busy waiting before a packet is due, because a sleep overshoots by about as much."""
 
 
 def main() -> None:
-    """Carry packets until stdin ends."""
+    """Forward packets until stdin ends."""
     device, *ports = sys.argv[1:]
     devices: dict[bytes, int] = {}
     for port in ports:
         pid, _, address = port.partition("=")
         devices[socket.inet_aton(address)] = make_device(int(pid), device)
-    with contextlib.suppress(OSError):  # Late packets would look like a longer cable.
+    with contextlib.suppress(OSError):  # Delays of this process would look like network latency.
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     print("up", flush=True)
     carry(devices)
 
 
 def make_device(pid: int, name: str) -> int:
-    """A TUN device in the network namespace of a process; its file descriptor."""
+    """Create a TUN device in the network namespace of a process. Return its file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/proc/{pid}/ns/net", "rb") as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
@@ -53,11 +53,11 @@ def make_device(pid: int, name: str) -> int:
 
 
 def carry(devices: dict[bytes, int]) -> None:
-    """Packets from each device to that of their destination, so much later."""
+    """Forward packets to the device of their destination, after the latency."""
     address_of = {descriptor: address for address, descriptor in devices.items()}
     unplugged: set[bytes] = set()
     latency = 0.0
-    under_way: deque[tuple[float, int, bytes]] = deque()  # when it is due, where, what; all wait equally long
+    under_way: deque[tuple[float, int, bytes]] = deque()  # (due time, destination, packet); all have the same delay
     commands = sys.stdin.fileno()
     pending = b""
     while True:
@@ -82,7 +82,7 @@ def carry(devices: dict[bytes, int]) -> None:
                         unplugged.discard(socket.inet_aton(value))
                     print("done", flush=True)
                 continue
-            with contextlib.suppress(BlockingIOError, OSError):  # Nothing left, or the device is down.
+            with contextlib.suppress(BlockingIOError, OSError):  # Nothing left to read, or the device is down.
                 while True:
                     packet = os.read(descriptor, 65536)
                     to = packet[DESTINATION]

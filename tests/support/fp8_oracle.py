@@ -1,7 +1,7 @@
-"""What each recipe must multiply, bit for bit: an oracle that shares no code with the library, nor torch's FP8 casts.
+"""The operands that each recipe must multiply, bit for bit. Shares no code with the library or torch's FP8 casts.
 
-FP8 is written from the fields of its codes (OCP 8-bit Floating Point Specification, revision 1.0, section 5.1: tables 1
-and 2), casts from the docstrings of the recipes. All of it is numpy: float32 arithmetic there is IEEE's.
+FP8 follows the fields of its codes (OCP 8-bit Floating Point Specification, revision 1.0, section 5.1: tables 1 and 2),
+casts follow the docstrings of the recipes. Uses numpy only: its float32 arithmetic is IEEE's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 
 @dataclass(frozen=True)
 class FP8:
-    """One encoding: a sign, an exponent and a mantissa field. ``largest``: the code of the largest finite number; all
-    codes above it are Inf or NaN."""
+    """One encoding: sign, exponent and mantissa fields. ``largest``: the code of the largest finite number; all codes
+    above it are Inf or NaN."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -34,7 +34,7 @@ class FP8:
     largest: int
 
     def decode(self, code: int) -> float:
-        """The number of a code from 0 to 255; those that are not finite are not asked for."""
+        """Return the number of a finite code from 0 to 255."""
         assert code & 0x7F <= self.largest
         exponent = (code & 0x7F) >> self.mantissa_bits
         mantissa = (code & ((1 << self.mantissa_bits) - 1)) / (1 << self.mantissa_bits)
@@ -48,17 +48,17 @@ class FP8:
 
     @property
     def smallest(self) -> float:
-        """The smallest number above 0, which is the distance of all subnormal numbers."""
+        """The smallest number above 0, which is the spacing of subnormal numbers."""
         return self.decode(1)
 
     @property
     def unit_roundoff(self) -> float:
-        """The largest relative error of rounding to nearest, of what is not subnormal."""
+        """The largest relative error of rounding a normal number to nearest."""
         return 2.0 ** -(self.mantissa_bits + 1)
 
     def encode(self, x: Array) -> npt.NDArray[np.uint8]:
-        """Codes of float32 numbers: to nearest, ties to the even code; beyond the format its largest number; the sign
-        of 0 stays; NaN as 0x7F."""
+        """Return the codes of float32 numbers: to nearest, ties to even, saturating. Keeps the sign of 0. NaN becomes
+        0x7F."""
         numbers = _numbers(self)
         middles = (numbers[:-1] + numbers[1:]) / 2  # Exact in float64.
         magnitude = np.abs(x.astype(np.float64))
@@ -68,7 +68,7 @@ class FP8:
         return np.where(np.isnan(x), np.uint8(0x7F), code | np.where(np.signbit(x), 0x80, 0).astype(np.uint8))
 
     def decoded(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-        """The numbers of finite codes."""
+        """Return the numbers of finite codes."""
         magnitude = _numbers(self)[codes & 0x7F]
         return np.where(codes & 0x80, -magnitude, magnitude)
 
@@ -79,17 +79,17 @@ E5M2 = FP8(exponent_bits=5, mantissa_bits=2, bias=15, largest=0x7B)  # S.11111.0
 
 @cache
 def _numbers(format: FP8) -> npt.NDArray[np.float64]:
-    """All finite numbers >= 0, by code."""
+    """Return all finite numbers >= 0, by code."""
     return np.array([format.decode(code) for code in range(format.largest + 1)])
 
 
 def formats(name: str) -> Mapping[str, FP8]:
-    """The format of each role."""
+    """Return the format of each role."""
     return {"input": E4M3, "weight": E4M3, "grad_output": {"hybrid": E5M2, "e4m3": E4M3}[name]}
 
 
 def current_scale(amax: Array, format: FP8, power_of_two: bool, margin: int = 0) -> Array:
-    """``(max / amax) / 2**margin`` in float32, elementwise; 1 where ``amax`` is 0, Inf or NaN."""
+    """Return ``(max / amax) / 2**margin`` in float32, elementwise; 1 where ``amax`` is 0, Inf or NaN."""
     with np.errstate(all="ignore"):
         scale = np.float32(format.max) / amax / np.float32(2.0**margin)
     scale = np.clip(scale, SMALLEST_NORMAL, FLOAT32_MAX)
@@ -101,7 +101,7 @@ def current_scale(amax: Array, format: FP8, power_of_two: bool, margin: int = 0)
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix [lines, contracted] in FP8, and one inverse scale for each block of ``block`` elements."""
+    """A matrix [lines, contracted] in FP8, with one inverse scale per block of ``block`` elements."""
 
     codes: npt.NDArray[np.uint8]
     inv_scale: Array  # [lines of blocks, blocks of a line]
@@ -109,11 +109,11 @@ class Operand:
     format: FP8
 
     def dequantised(self) -> npt.NDArray[np.float64]:
-        """Its numbers, exactly."""
+        """Return its exact numbers."""
         return self.format.decoded(self.codes) * self.spread(self.inv_scale)
 
     def spread(self, of_blocks: Array) -> npt.NDArray[np.float64]:
-        """What belongs to blocks, for each element."""
+        """Expand values of blocks to elements."""
         return _spread(of_blocks, self.block, self.codes.shape).astype(np.float64)
 
 
@@ -123,25 +123,25 @@ def _spread(of_blocks: Array, block: tuple[int, int], shape: tuple[int, ...]) ->
 
 
 def cast(x: Array, format: FP8, block: tuple[int, int], power_of_two: bool, scale: Array | None = None) -> Operand:
-    """A matrix in FP8. ``scale``: float32, one of each block; None: of the blocks' own amaxes."""
+    """Cast a matrix to FP8. ``scale``: float32, one per block; None: computed from the blocks' own amaxes."""
     lines, width = x.shape
     grid = (-(-lines // block[0]), -(-width // block[1]))
     if scale is None:
         amax = np.zeros(grid, np.float32)
         for i, j in np.ndindex(grid):
             part = x[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
-            amax[i, j] = np.abs(part).max()  # A NaN wins.
+            amax[i, j] = np.abs(part).max()  # NaN propagates.
         scale = current_scale(amax, format, power_of_two)
     each = _spread(np.broadcast_to(scale, grid), block, x.shape)
     with np.errstate(all="ignore"):
         scaled = x * each
         inv_scale = np.float32(1) / np.broadcast_to(scale, grid)
-    scaled = np.where(np.isinf(x), np.float32(np.nan), scaled)  # Only what was finite saturates.
+    scaled = np.where(np.isinf(x), np.float32(np.nan), scaled)  # Inf becomes NaN; only finite values saturate.
     return Operand(format.encode(scaled), inv_scale, block, format)
 
 
 def block_shape(by: By, weight: bool, shape: tuple[int, ...]) -> tuple[int, int]:
-    """What of a matrix [lines, contracted] has a scale of its own."""
+    """Return the shape of the blocks of a matrix [lines, contracted] that have their own scale."""
     if by == "tensor":
         return shape[0], shape[1]
     if by == "row":
@@ -158,11 +158,11 @@ def operands(
     power_of_two: bool,
     scales: Mapping[str, Array] | None = None,
 ) -> dict[str, tuple[Operand, Operand]]:
-    """Both operands of each GEMM of a Linear, ``a @ b.T``.
+    """Return both operands of each GEMM of a Linear, ``a @ b.T``.
 
     Args:
         x: [tokens, in_features]; ``weight`` [out_features, in_features]; ``grad_output`` [tokens, out_features].
-        scales: of each role; None: of the tensors' own amaxes.
+        scales: the scale of each role; None: computed from the tensors' own amaxes.
     """
     by_role = formats(format)
 

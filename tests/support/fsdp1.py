@@ -1,4 +1,4 @@
-"""Two blocks in FullyShardedDataParallel, or in DDP to compare with."""
+"""Two blocks in FullyShardedDataParallel, or in DDP for comparison."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """The results of one rank."""
 
     losses: list[float]
     parameters: dict[str, bytes]
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class Buffered(nn.Module):
-    """The blocks, and a buffer of its own."""
+    """The blocks plus a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Buffered(nn.Module):
 
 
 def clean_fqn(name: str) -> str:
-    """A name without those of wrappers."""
+    """Return a name without the prefixes of wrappers."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -95,13 +95,13 @@ class Built:
 
     def backward(self, index: int) -> float:
         x, target = tokens(dist.get_rank(), index)
-        x.requires_grad_()  # Reentrant checkpointing has no backward without.
+        x.requires_grad_()  # Reentrant checkpointing needs an input with grad.
         loss = loss_of(self.module(x), target)
         loss.backward()
         return float(loss.detach())
 
     def full(self) -> dict[str, bytes]:
-        """All parameters. COLLECTIVE."""
+        """Return all parameters, unsharded. COLLECTIVE."""
         summon = (
             FullyShardedDataParallel.summon_full_params(self.module, writeback=False)
             if isinstance(self.module, FullyShardedDataParallel)
@@ -187,7 +187,7 @@ def train(job: Job) -> Outcome:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """FSDP warns of NO_SHARD's end."""
+    """Suppress FSDP's deprecation warning of NO_SHARD."""
     import warnings
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What a Linear multiplies in FP8: the arguments of its products, as they are dispatched."""
+"""Records the operands of a Linear's FP8 products as they are dispatched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Gemm", "Gemms", "assert_gemm", "numbers"]
 
 
 class Gemm(NamedTuple):
-    """One product ``a @ b.T``: copies of its operands, and its result."""
+    """One product ``a @ b.T``: copies of its operands, and the result."""
 
     a: Tensor
     b: Tensor
@@ -27,7 +27,7 @@ class Gemm(NamedTuple):
 
 
 class Gemms(TorchDispatchMode):
-    """Notes all FP8 products that are computed inside, in their order: fprop, then dgrad, then wgrad."""
+    """Records all FP8 products inside, in order: fprop, then dgrad, then wgrad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class Gemms(TorchDispatchMode):
 
 
 def numbers(x: Tensor) -> npt.NDArray[np.float32]:
-    """The elements of a tensor of any float type, as float32 on the CPU."""
+    """Return the elements of a tensor of any float dtype, as float32 on the CPU."""
     array: npt.NDArray[np.float32] = x.detach().float().cpu().numpy()
     return array
 
 
 def assert_gemm(gemm: Gemm, expected: tuple[Operand, Operand], what: str) -> None:
-    """Its operands are the expected ones: bits, but for the kind of NaN. Contracted tokens are padded with zeros to a
-    multiple of 16."""
+    """Assert that the operands are bitwise the expected ones, except for the kind of NaN. Contracted tokens are padded
+    with zeros to a multiple of 16."""
     _assert_operand(gemm.a, gemm.inv_scale_a, expected[0], f"{what} a")
     _assert_operand(gemm.b, gemm.inv_scale_b, expected[1], f"{what} b")
 

@@ -1,8 +1,8 @@
-"""A CUDA graph without CUDA: what was done on tensors is recorded, and can be done again on the same memory.
+"""Emulates CUDA graphs without CUDA: records tensor operations, and replays them on the same memory.
 
-As with the real thing, Python runs once, at the capture; a replay repeats each operation on the tensors that it had,
-and writes what it gives into the tensors that it gave. So whatever a step decides on the host shows as a difference.
-(Unlike the real thing, operations do run while they are captured: state is to be put back after it.)
+As with real graphs, Python runs only during the capture. A replay repeats each operation with its original inputs and
+writes the results to its original outputs, so decisions of a step on the host show as differences. Unlike real graphs,
+operations also run during the capture: the caller must restore state afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class EmulatedGraph(TorchDispatchMode):
-    """Records inside ``capture()``; ``replay()`` as often as wanted."""
+    """Records inside ``capture()``; ``replay()`` may run any number of times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class EmulatedGraph(TorchDispatchMode):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """The library sees a capture inside."""
+        """Record inside. The library sees a capture."""
         with ExitStack() as stack:
             stack.enter_context(mock.patch("fp8dist.sync.arena_sync.all_reduce_max", self._all_reduce_max))
             for module in ("sync.arena_sync", "step.cycle", "modules.linear_slots"):
@@ -49,7 +49,7 @@ class EmulatedGraph(TorchDispatchMode):
             yield
 
     def _all_reduce_max(self, tensor: Tensor, group: Any, counters: Any) -> Any:
-        """A collective is recorded only: other ranks may capture at another time."""
+        """Record a collective without running it, because other ranks may capture at another time."""
 
         def reduce(given: Tensor) -> Tensor:
             dist.all_reduce(given, dist.ReduceOp.MAX, group=group.process_group)
@@ -60,7 +60,7 @@ class EmulatedGraph(TorchDispatchMode):
         return mock.Mock()
 
     def replay(self) -> None:
-        """All of it again."""
+        """Replay all recorded operations."""
         with torch.no_grad():
             for function, args, kwargs, results in self._calls:
                 given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -69,7 +69,7 @@ class EmulatedGraph(TorchDispatchMode):
                         old.copy_(new)
 
     def _tolist(self, original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """An operation may look at memory of the CPU, which on a GPU it does in a kernel. Who calls it may not."""
+        """Let operations read CPU memory, as a kernel would on a GPU, but reject reads by their callers."""
 
         def tolist(tensor: Tensor) -> Any:
             assert self._inside, "a tensor was read on the host"

@@ -1,4 +1,4 @@
-"""The example job on a lab of hosts, started as README says: once on each."""
+"""The example job on a lab of hosts, started once on each host, as docs/launching.md says."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ TIMEOUT = 10
 """Seconds of ``--timeout``."""
 
 START = 90.0
-"""Seconds for the job to start and to reach a fault, on a machine that does other things too."""
+"""Seconds for the job to start and to reach a fault, on a busy machine."""
 
 
 class HostedJob:
-    """The example job, or another program, one rank on each host of a lab."""
+    """The example job or another program, one rank on each host of a lab."""
 
     def __init__(
         self, lab: Lab, out: Path, *flags: str, program: Sequence[str] = (), cwd: Path | None = None, **variables: str
     ) -> None:
         """
         Args:
-            flags: of the example job, stronger than those of TINY and TIMEOUT.
-            program: what torchrun.sh starts instead of the example job, and all its arguments.
-            cwd: where it is started, if not in the repository's root.
-            variables: of the environment, on all hosts.
+            flags: flags of the example job; they override TINY and TIMEOUT.
+            program: the program that torchrun.sh starts instead of the example job, with its arguments.
+            cwd: the working directory; default: the repository's root.
+            variables: environment variables on all hosts.
         """
         out.mkdir(exist_ok=True)
         self.lab, self.out, self._cwd = lab, out, cwd
@@ -39,32 +39,32 @@ class HostedJob:
         self._launchers: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, host: Host, clone: Path = ROOT, **variables: str) -> None:
-        """Start it on one host, from this clone of the repository and with variables on this host only."""
+        """Start the job on one host, from this clone, with environment variables for this host only."""
         first, *_ = hosts = self.lab.hosts
         nodes = {"NNODES": str(len(hosts)), "NODE_RANK": str(host.index), "MASTER_ADDR": first.name, "NPROC": "1"}
         common = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **nodes, **self._variables, **variables}
         command = [str(clone / "launch/torchrun.sh"), *self._words]
-        script = f'cd "$0" && exec "$@" >>{self.log(host)} 2>&1'  # nsenter has left the current folder.
+        script = f'cd "$0" && exec "$@" >>{self.log(host)} 2>&1'  # nsenter changes the working directory.
         self._launchers[host.name] = host.start(
             ["bash", "-c", script, str(self._cwd or clone), *command], TMPDIR=str(self.out), **common
         )
 
     def start_all(self) -> HostedJob:
-        """Start it on all hosts."""
+        """Start the job on all hosts."""
         for host in self.lab.hosts:
             self.start(host)
         return self
 
     def log(self, host: Host) -> Path:
-        """What was said on that host."""
+        """Return the path of the host's log."""
         return self.out / f"{host.name}.log"
 
     def said(self, host: Host) -> str:
-        """All that was said on that host so far."""
+        """Return the host's log so far."""
         return self.log(host).read_text() if self.log(host).exists() else ""
 
     def await_words(self, host: Host, pattern: str, seconds: float = START) -> re.Match[str]:
-        """Wait until that host has said it."""
+        """Wait until the host's log matches the pattern."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.said(host), re.MULTILINE)) is None:
             assert time.monotonic() < deadline, f"{host.name} did not say {pattern!r}:\n{self.said(host)}"
@@ -72,11 +72,11 @@ class HostedJob:
         return found
 
     def await_stop(self, host: Host, fault: str) -> int:
-        """Wait until the fault has stopped that host's rank; its process number there."""
+        """Wait until the fault has stopped the host's rank. Return its PID there."""
         return int(self.await_words(host, rf"--inject {fault}: SIGSTOP; kill -CONT (\d+)")[1])
 
     def statuses(self, deadline: float) -> list[int]:
-        """Wait for the launchers on all hosts; their exit status."""
+        """Wait for the launchers on all hosts. Return their exit statuses."""
         ends = []
         for host in self.lab.hosts:
             try:
@@ -86,7 +86,7 @@ class HostedJob:
         return ends
 
     def finish(self, seconds: float = START) -> Run:
-        """Wait for a clean end everywhere; what rank 0 has written."""
+        """Wait for a clean end on all hosts. Return what rank 0 has written."""
         ends = self.statuses(time.monotonic() + seconds)
         said = "\n".join(map(self.said, self.lab.hosts))
         assert ends == [0] * len(ends), f"{ends}\n{said}"
@@ -94,12 +94,12 @@ class HostedJob:
         return read_run(self.out / "run", said)
 
     def assert_gone(self) -> None:
-        """Nothing is left of the job, not even a zombie."""
+        """Assert that no process of the job is left, not even a zombie."""
         for host in self.lab.hosts:
             assert host.wait_until_idle(5) == [], host.name
 
     def last_words(self, host: Host) -> str:
-        """The one line that the host's rank has ended with."""
+        """Return the single line with which the host's rank ended."""
         lines = re.findall(rf"^rank {host.index}: .+$", self.said(host), re.MULTILINE)
         assert len(lines) == 1, self.said(host)
         assert "Traceback" not in self.said(host)
@@ -107,7 +107,7 @@ class HostedJob:
 
 
 def assert_same(run: Run, other: Run) -> None:
-    """Bit for bit."""
+    """Assert that two runs are bitwise equal."""
     assert run.losses == other.losses
     for key in ("validation_loss", "parameters_sha256"):
         assert run.summary[key] == other.summary[key]

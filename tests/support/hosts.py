@@ -1,9 +1,9 @@
-"""A lab of hosts on one machine: each with its own address, name, processes and cable.
+"""A lab of hosts on one machine: each host has its own address, name, processes and network cable.
 
-A host is a set of Linux namespaces (network, processes, mounts, name), held by its process 1. Nothing of them is named
-in the file system, and the kernel takes all of it back when that process ends, which it does when the test process
-does, however that ends. Hosts are joined by veth pairs and a bridge, in a namespace that is the switch; or, where
-packets are to be late, by ``tests/support/forwarder.py`` and a TUN device on each host.
+A host is a set of Linux namespaces (network, processes, mounts, name), held by its process 1. The namespaces have no
+names in the file system, and the kernel removes them when process 1 ends, which happens when the test process ends,
+even by a crash. veth pairs and a bridge, in a namespace that acts as the switch, connect the hosts. If packets must be
+late, ``tests/support/forwarder.py`` and a TUN device on each host replace them.
 
     with Lab(3) as lab:
         lab.hosts[0].run(["hostname"])
@@ -34,7 +34,7 @@ PROGRAMS = ("ip", "iptables", "tc", "unshare", "nsenter", "ps")
 TUN = "/dev/net/tun"
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
-# All that a lab asks of the kernel, in namespaces that are gone at once.
+# Tries everything that a lab asks of the kernel, in temporary namespaces.
 _TRY = """
 ip link add port type veth &&
 iptables -n -L INPUT &&
@@ -42,7 +42,7 @@ ip link set lo up &&
 tc qdisc add dev lo root tbf rate 8mbit burst 256kb latency 1s
 """
 
-# Process 1 of a host. Orphans are its children, and the kernel buries those of a parent that ignores SIGCHLD.
+# Process 1 of a host. Orphans become its children. The kernel reaps children of a parent that ignores SIGCHLD.
 _HOLD = """
 import signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -52,7 +52,7 @@ sys.stdin.read()
 
 
 def why_not(delayed: bool = False) -> str | None:
-    """Why this machine cannot have a ``Lab``; None: it can."""
+    """Return why this machine cannot run a ``Lab``; None if it can."""
     if sys.platform != "linux":
         return "namespaces are Linux's"
     if os.geteuid() != 0:
@@ -76,7 +76,7 @@ def why_not(delayed: bool = False) -> str | None:
 
 @contextmanager
 def lab_or_skip(count: int, delayed: bool = False) -> Iterator[Lab]:
-    """A lab, for a fixture; skips the test where the machine cannot have one."""
+    """Yield a lab for a fixture. Skip the test if the machine cannot run one."""
     reason = why_not(delayed)
     if reason is not None:
         pytest.skip(f"no lab of hosts: {reason}")
@@ -86,7 +86,7 @@ def lab_or_skip(count: int, delayed: bool = False) -> Iterator[Lab]:
 
 @dataclass(frozen=True)
 class Process:
-    """One that runs on a host. ``state`` as ``ps`` tells it: Z is a zombie."""
+    """A process on a host. ``state`` as in ``ps``: Z is a zombie."""
 
     pid: int
     state: str
@@ -94,7 +94,7 @@ class Process:
 
 
 class Namespace:
-    """Namespaces that live as long as their process 1. ``name``: what ``hostname`` says in there."""
+    """Namespaces that live as long as their process 1. ``name``: their hostname."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -112,19 +112,19 @@ class Namespace:
         self.wire("ip", "link", "set", "lo", "up")
 
     def command(self, *words: str) -> list[str]:
-        """What runs ``words`` in here."""
+        """Return the command that runs ``words`` in these namespaces."""
         return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--pid", *words]
 
     def do(self, *words: str) -> str:
-        """Run a command of the system in here; what it printed.
+        """Run a system command in these namespaces. Return its output.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the command failed.
         """
         return self._done(self.command(*words))
 
     def wire(self, *words: str) -> str:
-        """The same, for one that changes the network in here, and names other namespaces by our numbers."""
+        """Like ``do``, for commands that change the network and name other namespaces by our PIDs."""
         return self._done(["nsenter", "--target", str(self.pid), "--net", *words])
 
     def _done(self, words: list[str]) -> str:
@@ -134,7 +134,7 @@ class Namespace:
         return done.stdout
 
     def close(self) -> None:
-        """Kill everything in here."""
+        """Kill all processes in these namespaces."""
         self._holder.kill()
         self._holder.wait()
         for pipe in (self._holder.stdin, self._holder.stdout):
@@ -143,7 +143,7 @@ class Namespace:
 
 
 class Host(Namespace):
-    """A host. ``address``: on the lab's network."""
+    """A host. ``address``: its address in the lab's network."""
 
     def __init__(self, index: int, lab: Lab) -> None:
         super().__init__(f"host{index}")
@@ -152,7 +152,7 @@ class Host(Namespace):
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, command: Sequence[str], *, cwd: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
-        """Start a command here, with some environment variables on top; its output is for ``communicate``."""
+        """Start a command with additional environment variables. Read its output with ``communicate``."""
         environment = {**os.environ, "PATH": PATH, **variables}
         process = subprocess.Popen(
             self.command(*command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -164,7 +164,7 @@ class Host(Namespace):
     def run(
         self, command: Sequence[str], *, timeout: float = 60, cwd: Path = ROOT, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command here to its end."""
+        """Run a command and wait for its end."""
         process = self.start(command, cwd=cwd, **variables)
         try:
             stdout, stderr = process.communicate(timeout=timeout)
@@ -175,14 +175,14 @@ class Host(Namespace):
         return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)
 
     def close(self) -> None:
-        """Kill everything here, and whoever started it here from outside."""
+        """Kill all processes here, and the processes outside that started them."""
         super().close()
         for process in self._started:
             process.kill()
             process.communicate()
 
     def processes(self) -> list[Process]:
-        """All that run here, but for process 1 and those that look."""
+        """Return all processes here, except process 1 and the observers."""
         found = []
         for line in self.do("ps", "-e", "-o", "pid=,stat=,args=").splitlines():
             pid, state, command = line.split(maxsplit=2)
@@ -191,26 +191,26 @@ class Host(Namespace):
         return found
 
     def wait_until_idle(self, seconds: float) -> list[Process]:
-        """Give what runs here some time to end; what is left then."""
+        """Give the processes time to end. Return the ones that are left."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
 
     def kill_all(self) -> None:
-        """SIGKILL to everything that runs here, as when its power fails; its peers are not told by this."""
+        """SIGKILL all processes here, as in a power failure. Peers are not notified."""
         subprocess.run(self.command("kill", "-KILL", "-1"), check=False, capture_output=True)
 
     def cut(self) -> None:
-        """Pull the cable: nothing comes in or goes out, and nobody is told."""
+        """Pull the network cable: no packets in or out, and no notification."""
         self._lab.plug(self, False)
 
     def mend(self) -> None:
-        """Put the cable back."""
+        """Reconnect the network cable."""
         self._lab.plug(self, True)
 
     def drop_from(self, other: Host) -> None:
-        """Lose what ``other`` sends to this host, and nothing in the other direction."""
+        """Drop packets from ``other`` to this host, but not in the other direction."""
         self.wire("iptables", "-A", "INPUT", "-s", other.address, "-j", "DROP")
 
     def drop_nothing(self) -> None:
@@ -218,7 +218,7 @@ class Host(Namespace):
         self.wire("iptables", "-F", "INPUT")
 
     def limit(self, rate: str) -> None:
-        """Send no more than this, in ``tc``'s units: "8mbit"."""
+        """Limit the send rate, in ``tc``'s units: "8mbit"."""
         self.wire(
             "tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "1s"
         )
@@ -229,9 +229,9 @@ class Host(Namespace):
 
 
 class Lab:
-    """``count`` hosts on one network, which cannot reach any other.
+    """``count`` hosts on an isolated network.
 
-    ``delayed``: packets go through a forwarder, which ``set_latency`` tells how long to hold them.
+    ``delayed``: packets go through a forwarder with a latency, see ``set_latency``.
     """
 
     def __init__(self, count: int, delayed: bool = False) -> None:
@@ -297,11 +297,11 @@ class Lab:
         self._heard("done")
 
     def set_latency(self, seconds: float) -> None:
-        """How long each packet between two hosts takes, one way, on top of what the machine needs for it."""
+        """Set the one-way latency of packets between hosts, in addition to the machine's own."""
         self._tell("latency", str(seconds))
 
     def plug(self, host: Host, connected: bool) -> None:
-        """Cable of a host in or out."""
+        """Plug a host's cable in or out."""
         if self._delayed:
             self._tell("plug" if connected else "unplug", host.address)
         else:
@@ -313,7 +313,7 @@ class Lab:
         self._forwarder.communicate()
 
     def close(self) -> None:
-        """Kill everything on all hosts."""
+        """Kill all processes on all hosts."""
         self._stack.close()
 
     def __enter__(self) -> Lab:

@@ -1,9 +1,9 @@
-"""Triton's interpreter, with number conversions that are right.
+"""Triton's interpreter with correct number conversions.
 
 Up to Triton 3.9 ``triton.runtime.interpreter._convert_float`` loses the carry of a mantissa that rounds up, and reads
-FP8 NaN codes as numbers. Here all conversions between float types are torch's, and those into FP8 saturate, as
-``cvt.rn.satfinite`` does on the GPU (there NaN has one code in each format, here it keeps its sign).
-``test_interpreter.py`` says when upstream's own conversion is right.
+FP8 NaN codes as numbers. Here torch converts between float types, and conversions to FP8 saturate, as
+``cvt.rn.satfinite`` does on the GPU (there each format has one NaN code; here NaN keeps its sign).
+``test_interpreter.py`` fails once upstream's conversion is correct.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Decorating a kernel reads it: before any of them is imported.
+# Set this before any kernel is imported: decorating a kernel reads it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -35,7 +35,7 @@ _WORDS = (None, torch.uint8, torch.int16, None, torch.int32, None, None, None, t
 
 
 def install() -> None:
-    """Use ``convert_float`` from now on, and let kernels compute with NaN and Inf without a warning."""
+    """Use ``convert_float`` from now on, and silence numpy's warnings about NaN and Inf in kernels."""
     np.seterr(all="ignore")
     upstream._convert_float = convert_float
     upstream._patch_lang_tensor = patch_tensor
@@ -45,13 +45,14 @@ _patch_upstream = upstream._patch_lang_tensor
 
 
 def patch_tensor(tensor: Any, scope: Any) -> None:
-    """Upstream's, with scalars that numpy 2.4 turns into an index too: in Triton 3.6 they are arrays of one element."""
+    """Patch upstream's, so that numpy 2.4 accepts its scalars as indices: in Triton 3.6 they are arrays of one
+    element."""
     _patch_upstream(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
 
 def convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
-    """``input`` (an array of the bits of ``input_dtype``) as an unsigned array of the bits of ``output_dtype``."""
+    """Convert ``input`` (array of the bits of ``input_dtype``) to an unsigned array of the bits of ``output_dtype``."""
     source, target = _torch_dtype(input_dtype), _torch_dtype(output_dtype)
     words = torch.from_numpy(np.ascontiguousarray(input).view(f"i{source.itemsize}" if source.itemsize > 1 else "u1"))
     numbers = words.view(source)

@@ -1,4 +1,4 @@
-"""One process as one rank of many: torch's "fake" backend, whose collectives return at once what they were given."""
+"""One process acts as one rank of many, on torch's "fake" backend: collectives return at once with their input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AXES = (2_048, 8)
 
 @contextlib.contextmanager
 def world(rank: int, size: int = SIZE, store: dist.Store | None = None) -> Iterator[None]:
-    """This process is rank ``rank`` of ``size``. Others have no part in it, unless they share ``store``."""
+    """Make this process rank ``rank`` of ``size``. Other ranks do not exist, unless processes share ``store``."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  Registers the backend.
 
     dist.init_process_group("fake", store=store or dist.HashStore(), rank=rank, world_size=size)
@@ -32,29 +32,29 @@ def world(rank: int, size: int = SIZE, store: dist.Store | None = None) -> Itera
         yield
     finally:
         dist.destroy_process_group()
-        if "torch.distributed.tensor" in sys.modules:  # DTensors remember equal meshes, of a world that is gone.
+        if "torch.distributed.tensor" in sys.modules:  # DTensor caches equal meshes, also of a destroyed world.
             importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager
 def nobody_answers() -> Iterator[None]:
-    """``attach`` publishes, and takes it that all others have published the same."""
+    """Make ``attach`` assume that all other ranks have published the same manifest."""
     with mock.patch("fp8dist.step.agreement.agree_on_manifests"):
         yield
 
 
 def mesh_of(names: tuple[str, str], axes: tuple[int, int] = AXES) -> DeviceMesh:
-    """All ranks as a mesh."""
+    """Return a mesh of all ranks."""
     return init_device_mesh("cpu", axes, mesh_dim_names=names)
 
 
 def group_of(ranks: Sequence[int]) -> SyncGroup:
-    """These ranks, without a communicator."""
+    """Return a group of these ranks, without a communicator."""
     return SyncGroup(DeviceMesh("cpu", list(ranks), _init_backend=False))
 
 
 class Member(SyncGroup):
-    """A group as the rank ``rank`` sees it."""
+    """A group as seen by the rank ``rank``."""
 
     def __init__(self, group: SyncGroup, rank: int) -> None:
         group.identity  # noqa: B018  Made once for all members.
@@ -66,7 +66,7 @@ class Member(SyncGroup):
 
 
 class CountingStore(dist.Store):
-    """A store in this process, and how often what was asked of it. A wait that a value ends at once is no waiting."""
+    """A store in this process that counts its calls. Does not count a wait that returns at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ class CountingStore(dist.Store):
 
 
 class Crowd:
-    """All ranks but those in ``RANKS``: what they do with the store when they attach, done one after the other."""
+    """All ranks except those in ``RANKS``: performs their store operations at attach, one rank after the other."""
 
     def __init__(self) -> None:
         self._published: list[Publication] = []
 
     @contextlib.contextmanager
     def attaching(self) -> Iterator[None]:
-        """``attach`` of this process is that of all of them."""
+        """Make ``attach`` of this process stand for all of these ranks."""
         with (
             mock.patch("fp8dist.step.agreement.publish_manifest", self._publish),
             mock.patch("fp8dist.step.agreement.agree_on_manifests", self._agree),
@@ -129,7 +129,7 @@ class Crowd:
             yield
 
     def _publish(self, group: SyncGroup, manifest: Mapping[str, Any]) -> None:
-        """The groups of ranks in ``RANKS`` are this one, moved along the last axis."""
+        """Publish for the groups of ranks in ``RANKS``: this group, shifted along the last axis."""
         first = group.ranks[0]
         starts = [0] if group.size == SIZE else sorted({rank % AXES[1] for rank in RANKS})
         for start in starts:

@@ -1,4 +1,4 @@
-"""One FP8Linear, its data, and its products computed another way."""
+"""One FP8Linear, its data, and reference products."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fp8dist import DelayedScaling, StateManager
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 BACKENDS = ["torch", "reference", "triton"]
-NONE = -1.0  # What ``pending`` holds for a slot that saw nothing.
+NONE = -1.0  # ``pending`` of a slot that recorded nothing.
 
 
 def linear(
     backend: str | None = None, bias: bool = False, dtype: torch.dtype = torch.float32, **recipe: Any
 ) -> tuple[nn.Linear, StateManager]:
-    """A prepared Linear(48, 32) with weights that are always the same."""
+    """Return a prepared Linear(48, 32) with fixed weights, and its manager."""
     torch.manual_seed(1)
     module = nn.Linear(48, 32, bias=bias, dtype=dtype)
     return module, fp8dist.prepare(module, DelayedScaling(history_len=4, **recipe), backend=backend)
@@ -30,13 +30,13 @@ def inputs(*shape: int, seed: int = 2) -> Tensor:
 
 
 def pending(manager: StateManager) -> dict[tuple[str, str], float]:
-    """Amaxes recorded since the last boundary, by slot."""
+    """Return the amaxes recorded since the last boundary, by slot."""
     (sync,) = manager._syncs
     return {(s.fqn, s.role): float(sync.arena.pending[i]) for s, i in sync.arena.index.items()}
 
 
 def roles(manager: StateManager) -> dict[str, float]:
-    """``pending`` of a model that is one Linear."""
+    """Return ``pending`` of a model that is one Linear, by role."""
     return {role: amax for (_, role), amax in pending(manager).items()}
 
 
@@ -45,7 +45,7 @@ def amax(x: Tensor) -> float:
 
 
 def dequantised(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """x as FP8 represents it, in float64: written from the formula, with torch's casts alone."""
+    """Return x rounded to FP8, in float64: from the formula, using torch's casts only."""
     if scale is None:
         scale = torch.tensor(LIMIT[dtype]) / x.detach().float().abs().max()
     fp8 = (x.detach().float() * scale).clamp(-LIMIT[dtype], LIMIT[dtype]).to(dtype)
@@ -53,10 +53,11 @@ def dequantised(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> T
 
 
 def assert_product(actual: Tensor, a: Tensor, b: Tensor) -> None:
-    """``actual`` is ``a @ b.T`` (float64 operands), up to float32 accumulation in any order and one rounding.
+    """Assert that ``actual`` is ``a @ b.T`` (float64 operands), up to float32 accumulation in any order and one
+    rounding.
 
-    Summing k products in float32 is off by at most k·2⁻²⁴ of the sum of magnitudes (Higham, "Accuracy and Stability of
-    Numerical Algorithms", 3.1); 4 more for dequantising; the result is rounded once, maybe to a subnormal.
+    The error of summing k products in float32 is at most k·2⁻²⁴ of the sum of magnitudes (Higham, "Accuracy and
+    Stability of Numerical Algorithms", 3.1). Dequantising adds 4. The result is rounded once, possibly to a subnormal.
     """
     exact = a @ b.t()
     terms = a.shape[1] + 4

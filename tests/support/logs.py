@@ -1,4 +1,4 @@
-"""What the library logs."""
+"""Captures the library's log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def captured_log() -> Iterator[list[tuple[int, str]]]:
-    """(level, message) of what the library logs meanwhile, from WARNING up; nothing goes to stderr."""
+    """Yield the (level, message) pairs that the library logs inside, from WARNING up. Nothing goes to stderr."""
     records: list[tuple[int, str]] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]

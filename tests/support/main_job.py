@@ -1,4 +1,4 @@
-"""Runs of the example job as a user starts it."""
+"""Runs the example job as a user starts it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TORCHRUN = (str(ROOT / "launch/torchrun.sh"),)
 SINGLE = (sys.executable, "-m", "launch.train_gpt")
 
 LAUNCH = ("fp8dist launch, forked",)
-"""``fp8dist launch``, in a process that has imported torch already."""
+"""``fp8dist launch`` in a process that has already imported torch."""
 
-# The same without the seconds that torchrun and imports take, for tests of what happens once the job runs.
+# Without the start-up seconds of torchrun and imports, for tests of the running job.
 RANKS = ("forked ranks",)
 ALONE = ("a forked process",)
 
 CHECK = ("what torchrun.sh asks first",)
-"""``python -m launch.train_gpt.options``, in this process: nothing but a mistake in the flags comes of it."""
+"""``python -m launch.train_gpt.options`` in this process. Only reports wrong flags."""
 
 STEPS = 12
 TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
@@ -40,7 +40,7 @@ TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {ST
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run left behind."""
+    """The output of a finished run."""
 
     summary: dict[str, Any]
     lines: list[dict[str, Any]]
@@ -48,12 +48,12 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """Training loss of each step; JSON keeps every bit."""
+        """Return the training loss of each step. JSON keeps every bit."""
         return [line["loss"] for line in self.lines]
 
 
 def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the job with some environment variables on top, two ranks where it starts several."""
+    """Run a command of the job with additional environment variables, on two ranks if it starts several."""
     variables = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables}
     if command == CHECK:
         return _checked(flags, {**variables, "WORLD_SIZE": variables["NPROC"]})
@@ -90,24 +90,24 @@ def _checked(flags: tuple[str, ...], variables: dict[str, str]) -> subprocess.Co
 
 
 def finish(out: Path, command: tuple[str, ...], *flags: str, **variables: str) -> Run:
-    """Run the job to its end and read what it wrote."""
+    """Run the job to its end, and read its output files."""
     done = start(command, *flags, "--out", str(out), **variables)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return read_run(out, done.stdout + done.stderr)
 
 
 def read_run(out: Path, output: str) -> Run:
-    """What a finished run wrote into its folder, and to the terminal."""
+    """Read the output files and the terminal output of a finished run."""
     return Run(json.loads((out / "summary.json").read_text()), metrics(out), output)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
+    """Return the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
-    """It ended with exit status 2, and said this in one line."""
+    """Assert that the job ended with exit status 2 and this one-line message."""
     assert done.returncode == 2, f"{message}: {done.args}\n{done.stdout}{done.stderr}"
     assert done.stdout == ""
     assert message in done.stderr
@@ -116,7 +116,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None
 
 
 def assert_launcher_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
-    """The same of ``fp8dist launch``."""
+    """Assert the same of ``fp8dist launch``."""
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"fp8dist launch: error: {message}")
     assert done.stderr.count("\n") == 1

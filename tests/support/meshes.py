@@ -1,4 +1,4 @@
-"""Two blocks on four ranks: tensor parallelism × FSDP2, HSDP, and DDP to compare with."""
+"""Two blocks on four ranks: tensor parallelism × FSDP2, HSDP, and DDP for comparison."""
 
 from __future__ import annotations
 
@@ -81,15 +81,15 @@ class Built:
 
     @property
     def replica(self) -> int:
-        """Which batches this rank gets."""
+        """Index of the batches that this rank gets."""
         return dist.get_rank() // 2 if self.job.layout == "tp" else dist.get_rank()
 
     def backward(self, index: int, module: nn.Module | None = None) -> float:
-        """The loss of this replica's batch."""
+        """Return the loss of this replica's batch."""
         module = self.module if module is None else module
         x, target = tokens(self.replica, index)
-        x.requires_grad_(self.job.checkpointing == "reentrant")  # Else that has no backward.
-        if self.job.layout == "tp":  # Each rank has its part of the sequence; the loss is a mean over all of it.
+        x.requires_grad_(self.job.checkpointing == "reentrant")  # Reentrant checkpointing needs an input with grad.
+        if self.job.layout == "tp":  # Each rank has a part of the sequence; the loss is a mean over the whole.
             x, target = (t.chunk(2, 1)[dist.get_rank() % 2] for t in (x, target))
             loss = loss_of(module(x), target) / 2
             loss.backward()
@@ -101,7 +101,7 @@ class Built:
         return float(loss.detach())
 
     def step(self, index: int) -> list[float]:
-        """One optimizer step."""
+        """Take one optimizer step."""
         every = self.job.accumulate
         losses = [self.backward(every * index + micro) for micro in range(every)]
         self.optimizer.step()
@@ -109,7 +109,7 @@ class Built:
         return losses
 
     def parameters(self) -> dict[str, Tensor]:
-        """Whole, by the plain model's names."""
+        """Return the whole parameters, by the plain model's names."""
         clean = ((n.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), p) for n, p in self.named())
         return {name: whole(p) for name, p in clean}
 

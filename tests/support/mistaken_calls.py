@@ -1,4 +1,4 @@
-"""Mistakes with patterns, groups and what is prepared, and models that FP8 covers in part.
+"""Mistakes with patterns, groups and the argument of ``prepare``, and models that FP8 covers in part.
 
 Wrong arguments are in ``tests/test_arguments.py``.
 """
@@ -25,7 +25,7 @@ row = ROWS.row
 
 
 class Experts(nn.Module):
-    """As Mixtral's in transformers: all experts in 3-D parameters."""
+    """Like Mixtral's in transformers: all experts in 3-D parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Experts(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """As GPT-2's in transformers: a Linear with its weight transposed."""
+    """Like GPT-2's in transformers: a Linear with a transposed weight."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Around torch's."""
+    """Wraps torch's MultiheadAttention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
 
 class Both(nn.Module):
-    """Bilinear in one tensor."""
+    """Uses one tensor for both factors of a bilinear form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def none_eligible(case: Case) -> None:
 
 
 class Named(nn.Module):
-    """q_proj, k_proj, lm_head."""
+    """A model with q_proj, k_proj and lm_head."""
 
     def __init__(self) -> None:
         super().__init__()

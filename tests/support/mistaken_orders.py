@@ -1,4 +1,4 @@
-"""prepare, wrap, materialise, load and attach in every order in which they can be called."""
+"""prepare, wrap, materialise, load and attach in every possible order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.support.mistakes import LAYOUTS, NOT_SILENT, Case, Rows, adamw, large
 ROWS = Rows()
 
 BEFORE = (("prepare", "attach"), ("materialise", "load"), ("wrap", "materialise"))
-"""(a, b): a comes before b wherever both are there. DDP and FSDP1 materialise what they wrap on their own."""
+"""(a, b): a must come before b. DDP and FSDP1 materialise what they wrap on their own."""
 
 GARBAGE = 1e10
-"""What to_empty has found in memory. Always the same, or the rows were not."""
+"""Uninitialised memory after to_empty, made deterministic."""
 
 
 def orders(*what: str) -> list[tuple[str, ...]]:
-    """All permutations that ``BEFORE`` allows."""
+    """Return all permutations that ``BEFORE`` allows."""
     return [
         order
         for order in itertools.permutations(what)
@@ -28,7 +28,7 @@ def orders(*what: str) -> list[tuple[str, ...]]:
 
 
 def _program(order: Sequence[str], layout: str, meta: bool, early_optimizer: bool = False) -> Callable[[Case], None]:
-    """What is loaded is eight times as large as what was there, so a scale of before would show at once."""
+    """Load weights eight times as large as before, so that an outdated scale shows at once."""
 
     def program(case: Case) -> None:
         net = make_net(device="meta" if meta else None)
@@ -71,8 +71,8 @@ MOST_TELLING = (
     ("load", "prepare", "wrap", "attach"),
     ("wrap", "prepare", "load", "attach"),
 )
-"""Loading last, attaching early, loading first, preparing late. An FP8 gather, which rests on all four, has every
-order."""
+"""Loading last, attaching early, loading first, preparing late. An FP8 gather depends on all four calls, so it is
+tested in every order."""
 
 for _layout in LAYOUTS:
     _operations = ["prepare", "load", "attach"] + ["wrap"] * (_layout != "one")

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same."""
+"""Mistakes in which ranks do not do the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOON = timedelta(seconds=4)
 
 
 def _models(make: Callable[[int], nn.Module]) -> Callable[[Case], None]:
-    """Each rank makes its own."""
+    """Each rank makes its own model."""
 
     def program(case: Case) -> None:
         net = make(case.rank)
@@ -36,7 +36,7 @@ def _models(make: Callable[[int], nn.Module]) -> Callable[[Case], None]:
 
 
 def _settings(make: Callable[[int], dict[str, Any]]) -> Callable[[Case], None]:
-    """Each rank prepares in its way."""
+    """Each rank prepares with its own settings."""
 
     def program(case: Case) -> None:
         net = make_net()
@@ -188,7 +188,7 @@ def unsynced(case: Case) -> None:
 
 
 def _seeds(layout: str, early: bool = False) -> Callable[[Case], None]:
-    """``early``: attached before it is wrapped."""
+    """``early``: attach before wrapping."""
 
     def program(case: Case) -> None:
         net = make_net(case.rank)
@@ -218,7 +218,7 @@ ROWS.add("ranks have other seeds, attached before DDP", _seeds("ddp", True), NOT
 
 @row("one rank loads other weights, DDP", NOT_SILENT, ranks=2)
 def one_rank_loads(case: Case) -> None:
-    """A mistake of which each rank's output knows nothing; FP8 makes it no worse than float32 would be."""
+    """No rank's output shows this mistake. FP8 makes it no worse than it is in float32."""
     called, _, optimizer = attached(case, "ddp")
     case.train(called, optimizer, 2)
     if case.rank == 1:

@@ -43,7 +43,7 @@ RECREATED = ("AdamW", r"\b2\b.*FP8|FP8.*\b2\b", *REMEDY)
 
 
 def attached(case: Case, layout: str = "one", **options: Any) -> tuple[nn.Module, Any, torch.optim.AdamW]:
-    """A correct program, ready to train."""
+    """Return a correct program, ready to train."""
     called, manager = case.build(layout)
     optimizer = adamw(called)
     manager.attach(called, optimizer=optimizer, **options)
@@ -203,7 +203,7 @@ def compiled(case: Case) -> None:
 
 @row("one rank re-creates its optimizer", RAISED, "AdamW", *REMEDY, ranks=2, loses=True, everywhere=True)
 def one_rank_recreates(case: Case) -> None:
-    called, manager = case.build("one")  # No DDP: it would wait for the other rank's gradients.
+    called, manager = case.build("one")  # Not DDP, which would wait for the other rank's gradients.
     optimizer = adamw(called)
     manager.attach(called, optimizer=optimizer, timeout=timedelta(seconds=20))
     case.train(called, optimizer, 3)
@@ -381,7 +381,7 @@ def extra_parameters(case: Case) -> None:
 
 
 class Duck:
-    """An optimizer in all but name."""
+    """An optimizer by duck typing."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": list(params), "lr": LR}]
@@ -398,7 +398,7 @@ class Duck:
 
 
 class Hooked(Duck):
-    """Has the methods that register hooks, and never calls the hooks."""
+    """Has the methods that register hooks, but never calls the hooks."""
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return torch.utils.hooks.RemovableHandle({})
@@ -407,7 +407,7 @@ class Hooked(Duck):
 
 
 class Uninitialised(torch.optim.Optimizer):
-    """Never called super().__init__()."""
+    """Does not call super().__init__()."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": list(params), "lr": LR}]
@@ -440,14 +440,14 @@ ROWS.add(
 
 
 class Twice(torch.optim.AdamW):
-    """Both steps have torch's hooks."""
+    """Both ``step`` methods have torch's hooks."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
 
 class Outer(torch.optim.Optimizer):
-    """As Lookahead, and many wrappers: its step calls another one's."""
+    """Like Lookahead and many wrappers: its step calls another optimizer's."""
 
     def __init__(self, params: Any) -> None:
         self.inner = adamw(list(params))
@@ -556,7 +556,7 @@ def _by_hand(data: bool, layout: str = "one") -> Callable[[Case], None]:
         for index in range(70 if data else STEPS):
             case.backward(called, index, layout)
             for p in called.parameters():
-                if p.grad is None:  # FSDP1 has all of it on the other rank.
+                if p.grad is None:  # With FSDP1 the other rank holds all of it.
                     continue
                 if data:
                     p.data.add_(p.grad.sign(), alpha=-0.01)
@@ -651,7 +651,7 @@ def sharpness_aware(case: Case) -> None:
 
 
 def _closures(optimizer_of: Callable[[nn.Module, Any], Any]) -> Callable[[Case], None]:
-    """Steps with a closure: the backward is inside, once or several times."""
+    """Steps with a closure that runs the backward, once or several times."""
 
     def program(case: Case) -> None:
         called, manager = case.build()
@@ -716,7 +716,7 @@ def second_backward(case: Case) -> None:
     try:
         loss.backward()
     except RuntimeError as error:
-        if "inplace operation" not in str(error):  # What torch says for nn.Linear.
+        if "inplace operation" not in str(error):  # The error that nn.Linear raises too.
             raise
         return
     loss_of(plain(weights, theirs), y).backward()
@@ -762,7 +762,7 @@ def evaluated_only(case: Case) -> None:
 def _scaled(
     given: str, fused: bool = False, update_first: bool = False, made_late: bool = False
 ) -> Callable[[Case], None]:
-    """The first scale overflows; the next ones do not."""
+    """The first loss scale overflows; later ones do not."""
 
     def program(case: Case) -> None:
         called, manager = case.build()

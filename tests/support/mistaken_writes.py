@@ -1,4 +1,4 @@
-"""Weights that are written to after attach, and states that are loaded."""
+"""Writes to weights after attach, and loading of states."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ROWS = Rows()
 row = ROWS.row
 
 Write = Callable[[nn.Module, float, str], None]
-"""Multiplies the weights whose names end so."""
+"""Multiplies the weights whose names end with the given text."""
 
 LAST = "down.weight"
-"""Of the last layer: no activation changes, so that weights' scales alone are asked."""
+"""The last layer: activations stay the same, so only the weights' scales matter."""
 
 
 def _weights(called: nn.Module, of: str) -> list[nn.Parameter]:
@@ -138,7 +138,7 @@ for _name, (_write, _layouts) in WRITES.items():
             *(("refresh_weights|saturat|scale",) if _hidden else ()),
             ranks=ranks_of(_layout),
         )
-for _layout in ("one", "gather"):  # Activations grow with them.
+for _layout in ("one", "gather"):  # These make activations grow.
     ROWS.add(
         f"load_state_dict of all layers by 8, {_layout}",
         _program(load_state_dict, _layout, "weight"),
@@ -148,7 +148,7 @@ for _layout in ("one", "gather"):  # Activations grow with them.
 
 
 def _shrunk(layout: str) -> Callable[[Case], None]:
-    """From what they were at ``attach``, as when that came before initialisation."""
+    """Weights shrink after ``attach``, as when ``attach`` came before initialisation."""
 
     def program(case: Case) -> None:
         called, manager = case.build(layout)
@@ -162,7 +162,7 @@ def _shrunk(layout: str) -> Callable[[Case], None]:
 
 
 def _grown(layout: str) -> Callable[[Case], None]:
-    """By less than what shows by itself."""
+    """Weights grow by less than the threshold that shows without a known write."""
 
     def program(case: Case) -> None:
         called, _, optimizer = attached(case, layout)
@@ -175,7 +175,7 @@ def _grown(layout: str) -> Callable[[Case], None]:
 
 
 def _swapped_by_hand(layout: str) -> Callable[[Case], None]:
-    """As an EMA is evaluated by those who know of no context manager."""
+    """Evaluate an EMA by swapping weights by hand, without the context manager."""
 
     def program(case: Case) -> None:
         called, _, optimizer = attached(case, layout)
@@ -194,7 +194,7 @@ def _swapped_by_hand(layout: str) -> Callable[[Case], None]:
 
 
 def _swapped(layout: str) -> Callable[[Case], None]:
-    """Training after the evaluation is bitwise that without."""
+    """Training after the evaluation is bitwise equal to training without it."""
 
     def program(case: Case) -> None:
         outcomes = []
@@ -282,7 +282,7 @@ def _compiled(write: Write, factor: float) -> Callable[[Case], None]:
     return program
 
 
-# Compiled forwards know no versions, so writes are noticed from 2 on, however they were made.
+# Compiled forwards do not see versions, so a write is noticed only from a factor of 2 on, however it was made.
 for _name, _write, _factor in (("mul_", mul, 2.1), ("data.mul_", data_mul, 8.0)):
     ROWS.add(f"{_name} by {_factor:g}, compiled", _compiled(_write, _factor), RIGHT)
 
@@ -336,7 +336,7 @@ def parametrized(case: Case) -> None:
 def _converted(convert: Callable[[nn.Module], Any], layout: str = "one") -> Callable[[Case], None]:
     def program(case: Case) -> None:
         called, manager = case.build(layout)
-        optimizer = torch.optim.SGD(called.parameters(), lr=0.01)  # Others' states would be of the former dtype.
+        optimizer = torch.optim.SGD(called.parameters(), lr=0.01)  # Other optimizers keep state in the former dtype.
         manager.attach(called, optimizer=optimizer)
         case.train(called, optimizer, 2)
         convert(called)
@@ -383,7 +383,7 @@ def state_of_other_modules(case: Case) -> None:
 
 
 def _loads(order: str) -> Callable[[Case], None]:
-    """w: weights, f: FP8 state, a: attach; of the same checkpoint. Bitwise what the run without a break is."""
+    """w: load weights, f: load FP8 state, a: attach; from one checkpoint. Bitwise equal to the run without a break."""
 
     def program(case: Case) -> None:
         source, sources, optimizer = attached(case)

@@ -1,7 +1,7 @@
-"""A harness for programs with a mistake in them: each must give the right result, or say what is wrong.
+"""A harness for programs with a mistake: each must give the right result, or report what is wrong.
 
-A row is a program (a function of a ``Case``), what may come of it, and the words of the error or warning. The result is
-compared with a float32 model in plain torch, which shares no code with fp8dist.
+A row is a program (a function of a ``Case``), its allowed outcomes, and the words of the error or warning. The result
+is compared with a float32 model in plain torch that shares no code with fp8dist.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from fp8dist.errors import Fp8DistError
 from tests.support.ranks import RankPool, RanksFailed
 
 OUTPUT = 0.08
-"""Relative error of an output in FP8: correct programs have 3 %, wrong ones 28 % and more."""
+"""Allowed relative error of an output in FP8: correct programs have 3 %, wrong ones 28 % and more."""
 GRADIENT = 0.30
-"""Of an input's gradient, after two products with E5M2 gradients: correct programs have 11 to 21 %, wrong ones 100."""
+"""For an input's gradient, after two products with E5M2 gradients: correct programs have 11 to 21 %, wrong ones 100."""
 LOSS = 0.04
-"""Difference of the final losses of FP8's and float32's training, as a fraction of the first loss: correct programs
-have 1 %, those that train nothing 70 %."""
+"""Allowed difference of the final losses of FP8 and float32 training, as a fraction of the first loss: correct programs
+have 1 %, programs that train nothing 70 %."""
 
 RIGHT, WARNED, RAISED = "right", "warned", "raised"
 SAID = frozenset({WARNED, RAISED})
 NOT_SILENT = SAID | {RIGHT}
-"""Where any outcome but a silent wrong one will do."""
+"""Allows any outcome except a silent wrong result."""
 
 LR = 0.03
 STEPS = 12
-"""Steps of a training in which weights grow to three times what they were."""
+"""Steps of a training in which weights grow to three times their size."""
 
 RAISES_TIMEOUT = timedelta(seconds=2)
-"""Of the process groups of rows that lose a rank."""
+"""Timeout of the process groups of rows that lose a rank."""
 USUAL_TIMEOUT = timedelta(seconds=20)
 
 PACKAGE = str(Path(fp8dist.__file__).parent)
@@ -63,7 +63,7 @@ PACKAGE = str(Path(fp8dist.__file__).parent)
 
 
 class Net(nn.Module):
-    """32 → 64 → 32."""
+    """Two Linears, 32 → 64 → 32."""
 
     def __init__(self, dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
@@ -75,19 +75,18 @@ class Net(nn.Module):
 
 
 def make_net(seed: int = 0, **options: Any) -> Net:
-    """The same for the same seed."""
+    """Return the net of this seed."""
     torch.manual_seed(seed)
     return Net(**options)
 
 
 def larger(factor: float = 8.0, of: str = "weight") -> dict[str, Tensor]:
-    """Other weights, and larger ones. ``of``: how their names end; with "down.weight" activations stay as large as they
-    were."""
+    """Return other, larger weights. ``of``: the end of their names; with "down.weight", activations keep their size."""
     return {name: p.detach() * (factor if name.endswith(of) else 1) for name, p in make_net(5).named_parameters()}
 
 
 def plain(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """What a ``Net`` with these weights computes in float32."""
+    """Return the float32 output of a ``Net`` with these weights."""
     w = {name: value.float() for name, value in weights.items()}
     h = F.linear(x.float(), w["up.weight"], w["up.bias"])
     return F.linear(torch.relu(h), w["down.weight"], w["down.bias"])
@@ -99,7 +98,7 @@ def _teacher() -> dict[str, Tensor]:
 
 
 def batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
-    """(x, y), [32, 32] both: what a larger net makes of it."""
+    """Return (x, y), both [32, 32]; y comes from a larger net."""
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1000 * rank + index))
     return x, plain(_teacher(), x)
 
@@ -108,13 +107,13 @@ PROBE = 999
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Of one batch."""
+    """Return the loss of one batch."""
     return F.mse_loss(output.float(), target)
 
 
 @functools.cache
 def reference_losses(ranks: int, steps: int, seed: int = 0, kind: str = "AdamW", lr: float = LR) -> tuple[float, float]:
-    """Of a probe, before and after a training in float32 with the batches of so many ranks."""
+    """Return the losses of a probe before and after training in float32 with the batches of this many ranks."""
     weights = {name: p.detach().clone().requires_grad_() for name, p in make_net(seed).named_parameters()}
     optimizer = getattr(torch.optim, kind)(weights.values(), lr=lr)
     x, y = batch(0, PROBE)
@@ -139,14 +138,14 @@ def ranks_of(layout: str) -> int:
 
 
 def clean(name: str) -> str:
-    """A name without those of wrappers."""
+    """Return a name without the prefixes of wrappers."""
     for prefix in ("_fsdp_wrapped_module.", "_orig_mod.", "module."):
         name = name.replace(prefix, "")
     return name
 
 
 def weights_of(called: nn.Module) -> dict[str, Tensor]:
-    """All parameters, whole. COLLECTIVE where they are sharded."""
+    """Return all parameters, unsharded. COLLECTIVE if they are sharded."""
     summon: Any = contextlib.nullcontext()
     if isinstance(called, FullyShardedDataParallel):
         summon = FullyShardedDataParallel.summon_full_params(called, writeback=False)
@@ -159,7 +158,7 @@ def weights_of(called: nn.Module) -> dict[str, Tensor]:
 
 
 def load(called: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """As users load a whole state dict in each layout."""
+    """Load a whole state dict, as users do in each layout."""
     if isinstance(called, FullyShardedDataParallel):
         with FullyShardedDataParallel.state_dict_type(
             called, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)
@@ -182,7 +181,7 @@ def load(called: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class Seen:
-    """Of one rank."""
+    """Everything observed on one rank."""
 
     warnings: list[str] = field(default_factory=list)
     infos: list[str] = field(default_factory=list)
@@ -198,7 +197,7 @@ class Seen:
 
 
 class Case:
-    """What a program is given."""
+    """The argument of a program."""
 
     def __init__(self, rank: int, ranks: int, group: Any, mesh: DeviceMesh | None, seen: Seen) -> None:
         self.rank, self.ranks, self.group, self.mesh, self.seen = rank, ranks, group, mesh, seen
@@ -214,7 +213,7 @@ class Case:
         return fp8dist.prepare(model, *args, **options)
 
     def wrap(self, net: nn.Module, layout: str) -> nn.Module:
-        """The model as the loop calls it."""
+        """Return the wrapped model that the training loop calls."""
         if layout == "ddp":
             return DistributedDataParallel(net, process_group=self.group)
         if layout == "fsdp1":
@@ -232,18 +231,18 @@ class Case:
         return net
 
     def build(self, layout: str = "one", seed: int = 0, **options: Any) -> tuple[nn.Module, StateManager]:
-        """In the right order, up to ``attach``."""
+        """Prepare, wrap and attach in the right order."""
         net = make_net(seed)
         manager = self.prepare(net, layout=layout, **options)
         return self.wrap(net, layout), manager
 
     def compile(self, net: nn.Module) -> Any:
-        """Anew: after some compilations of one forward Dynamo would leave the next ones eager."""
+        """Compile anew: after several compilations of one forward, Dynamo would run the next ones eagerly."""
         torch._dynamo.reset()
         return torch.compile(net, backend="eager")
 
     def environ(self, name: str, value: str) -> None:
-        """Until the row ends."""
+        """Set an environment variable until the row ends."""
         before = os.environ.get(name)
         os.environ[name] = value
         self.closing.callback(
@@ -253,7 +252,7 @@ class Case:
     # Running -------------------------------------------------------------------------------------
 
     def batch(self, index: int, layout: str = "") -> tuple[Tensor, Tensor]:
-        """Ranks of tensor parallelism have the same data."""
+        """Return a batch. Ranks of tensor parallelism share the same data."""
         return batch(0 if layout == "tp" else self.rank, index)
 
     def backward(self, called: nn.Module, index: int, layout: str = "") -> Tensor:
@@ -263,7 +262,7 @@ class Case:
         return loss.detach()
 
     def step(self, optimizer: Any, called: nn.Module) -> None:
-        """One that raises must not have changed a parameter."""
+        """Take a step. A step that raises must not have changed a parameter."""
         before = [(p, _local(p).clone()) for p in called.parameters() if p.device.type != "meta"]
         try:
             optimizer.step()
@@ -289,7 +288,7 @@ class Case:
                 after()
 
     def snapshot(self, called: nn.Module) -> list[bytes]:
-        """What this rank has of the parameters, exactly."""
+        """Return this rank's parameters, exactly."""
         return [_local(p).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for p in called.parameters()]
 
     # Judging -------------------------------------------------------------------------------------
@@ -307,7 +306,7 @@ class Case:
         self.seen.measured.append((what, error if error == error else float("inf"), bound))
 
     def output(self, called: nn.Module, what: str = "output", train: bool = True) -> None:
-        """One forward against float32 with the same weights."""
+        """Compare one forward with float32 with the same weights."""
         x, _ = batch(0, PROBE)
         called.train(train)
         if train:
@@ -319,7 +318,7 @@ class Case:
         called.train()
 
     def gradient(self, called: nn.Module, what: str = "gradient") -> None:
-        """One backward against float32 with the same weights: the input's gradient."""
+        """Compare the input's gradient of one backward with float32 with the same weights."""
         weights = weights_of(called)
         x, y = batch(0, PROBE)
         mine, theirs = (x.clone().requires_grad_() for _ in range(2))
@@ -331,7 +330,8 @@ class Case:
         self.measure(what, mine.grad, theirs.grad, GRADIENT)
 
     def judge(self, called: nn.Module, steps: int | None = None, kind: str = "AdamW", **twin: Any) -> None:
-        """Output and gradient; and with ``steps`` the final loss against a float32 training of so many steps."""
+        """Compare output and gradient, and with ``steps`` also the final loss with a float32 training of ``steps``
+        steps."""
         self.output(called, "eval output", train=False)
         self.output(called, "output")
         self.gradient(called)
@@ -350,7 +350,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def adamw(called: nn.Module | Any, lr: float = LR, **options: Any) -> torch.optim.AdamW:
-    """Of a module's parameters, or of parameters."""
+    """Return AdamW for a module's parameters or for parameters."""
     return torch.optim.AdamW(called.parameters() if isinstance(called, nn.Module) else called, lr=lr, **options)
 
 
@@ -359,9 +359,9 @@ def adamw(called: nn.Module | Any, lr: float = LR, **options: Any) -> torch.opti
 
 @dataclass(frozen=True)
 class Row:
-    """``words``: regular expressions, all of which must be in one error or warning. ``loses``: a rank is lost, so that
-    the groups are not used again, and time out soon. ``everywhere``: all ranks must raise. ``once``: no rank may say it
-    twice. ``may``: regular expressions of warnings that say nothing of the mistake and may come."""
+    """``words``: regular expressions that must all match one error or warning. ``loses``: the row loses a rank, so its
+    groups are not reused and time out soon. ``everywhere``: all ranks must raise. ``once``: no rank may repeat the
+    text. ``may``: regular expressions of unrelated warnings that are allowed."""
 
     name: str
     program: Callable[[Case], None]
@@ -424,7 +424,7 @@ def _logged(seen: Seen) -> Iterator[None]:
 
 
 def run_case(row: Row, rank: int = 0, group: Any = None, mesh: DeviceMesh | None = None) -> Seen:
-    """On one rank."""
+    """Run the row on one rank."""
     seen = Seen()
     case = Case(rank, row.ranks, group, mesh, seen)
     with _logged(seen), warnings.catch_warnings(), case.closing:
@@ -434,7 +434,7 @@ def run_case(row: Row, rank: int = 0, group: Any = None, mesh: DeviceMesh | None
         except Exception as error:
             _note(error, seen)
     del case
-    gc.collect(1)  # What the row has made is young; a whole collection looks at all of torch.
+    gc.collect(1)  # The row's objects are young; a full collection would scan all of torch.
     return seen
 
 
@@ -449,7 +449,7 @@ def _note(error: BaseException, seen: Seen) -> None:
     inside = bool(frames) and frames[-1].filename.startswith(PACKAGE)
     deliberate = inside and (frames[-1].line or "").startswith(
         "raise "
-    )  # An AttributeError with a text of its own, say.
+    )  # For example an AttributeError with its own text.
     seen.origin = "ours" if ours is not None or deliberate else "bare" if inside else "foreign"
     chosen = ours or error
     seen.error = f"{type(chosen).__name__}: {chosen}"
@@ -460,12 +460,12 @@ def _note(error: BaseException, seen: Seen) -> None:
 
 
 _GROUPS: dict[str, tuple[int, Any, DeviceMesh]] = {}
-"""By kind: (epoch, group, mesh), of this rank's process."""
+"""By kind: (epoch, group, mesh), in this rank's process."""
 
 
 def run_on_rank(module: str, name: str, epoch: int) -> Seen:
-    """A row of the table ``ROWS`` of that module, on a rank of a pool. ``epoch``: groups of an earlier one are not
-    used."""
+    """Run a row of the table ``ROWS`` of that module, on a rank of a pool. Does not reuse groups of an earlier
+    ``epoch``."""
     import importlib
 
     row: Row = importlib.import_module(module).ROWS[name]
@@ -486,10 +486,10 @@ class Bench:
         self._pool, self._module, self._epoch = pool, module, 0
 
     def run(self, row: Row) -> list[Seen]:
-        """What each rank has seen.
+        """Run a row. Return what each rank has seen.
 
         Raises:
-            RanksFailed: they hang, or died.
+            RanksFailed: ranks hang or died.
         """
         try:
             seen: list[Seen] = self._pool.run(run_on_rank, self._module, row.name, self._epoch, timeout=45)
@@ -504,8 +504,8 @@ class Bench:
 
 
 def outcome_of(row: Row, seen: list[Seen]) -> str:
-    """raised, warned or right; or what must not be: bare (Python's own error from inside fp8dist), foreign (torch's
-    error, and nothing from fp8dist), SILENT_WRONG."""
+    """Return raised, warned or right; or a forbidden outcome: bare (Python's own error from inside fp8dist), foreign
+    (torch's error, and nothing from fp8dist), SILENT_WRONG."""
     if any(each.origin == "bare" for each in seen):
         return "bare"
     if any(each.origin == "ours" for each in seen):
@@ -522,7 +522,7 @@ def _of_interest(row: Row, seen: Seen) -> list[str]:
 
 
 def complaints(row: Row, seen: list[Seen]) -> list[str]:
-    """What is not as the row says; [] if it all is."""
+    """Return the deviations from the row's expectations; [] if there are none."""
     outcome = outcome_of(row, seen)
     found = [f"rank {rank}: {flaw}" for rank, each in enumerate(seen) for flaw in each.flaws]
     if outcome not in row.outcomes:
@@ -535,7 +535,7 @@ def complaints(row: Row, seen: list[Seen]) -> list[str]:
     if outcome == RAISED and row.errors and not any(e.error and e.error.startswith(row.errors) for e in seen):
         found.append(f"expected {' or '.join(row.errors)}")
     if not row.loses and any(each.error and each.error.startswith("SyncError") for each in seen):
-        found.append("a rank waits in vain")
+        found.append("a rank timed out waiting for another")
     if row.everywhere and outcome == RAISED and not all(each.origin == "ours" for each in seen):
         found.append("not all ranks raised")
     if row.once and any(sum(_says(text, row.words) for text in each.warnings) > 1 for each in seen):
@@ -550,7 +550,7 @@ def _says(text: str, words: tuple[str, ...]) -> bool:
 
 
 def report(row: Row, seen: list[Seen]) -> str:
-    """All that was seen, for the one who reads a failure."""
+    """Return all observations, to explain a failure."""
     lines = [f"{row.name}: {'; '.join(complaints(row, seen))}"]
     for rank, each in enumerate(seen):
         lines.append(f"--- rank {rank}: {each.error or 'returned'}")

@@ -1,9 +1,9 @@
-"""What FP8 state must become, in plain Python: an oracle that shares no code with the library.
+"""A reference of FP8 state in plain Python, which shares no code with the library.
 
-Numbers are Python floats that hold float32 values; every operation is done in float64 and rounded to float32 once. That
-is exact IEEE float32 arithmetic: products of two float32 fit into a float64, and rounding a float64 quotient of two
-float32 once more cannot change the result, because 53 >= 2 * 24 + 2 (Figueroa, "When is double rounding innocuous?",
-1995).
+Numbers are Python floats that hold float32 values. Each operation runs in float64 and is rounded to float32 once. The
+result is exact IEEE float32 arithmetic: products of two float32 fit into a float64, and rounding a float64 quotient of
+two float32 once more cannot change the result, because 53 >= 2 * 24 + 2 (Figueroa, "When is double rounding
+innocuous?", 1995).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 ROUNDS_TO_MAX = {448.0: 464.0, 57344.0: 61440.0}
-"""By the largest number of a format, half a step above it: what lies beyond is cut off, and not only rounded."""
+"""For the largest number of each format: half a step above it. Larger values saturate instead of rounding down."""
 
 SlotName = tuple[str, str]
 
 
 def float32(x: float) -> float:
-    """``x`` rounded to the nearest float32, ties to even, too large to Inf."""
+    """Round ``x`` to the nearest float32, ties to even; too large values become Inf."""
     try:
         return struct.unpack("<f", struct.pack("<f", x))[0]
     except OverflowError:
@@ -31,22 +31,22 @@ def float32(x: float) -> float:
 
 
 def bits_of(x: float) -> int:
-    """The bits of a float32 value, as a signed 32-bit integer."""
+    """Return the bits of a float32 value, as a signed 32-bit integer."""
     return struct.unpack("<i", struct.pack("<f", x))[0]
 
 
 def of_bits(bits: int) -> float:
-    """The float32 value with these 32 bits. (A NaN loses its payload.)"""
+    """Return the float32 value with these 32 bits. (A NaN loses its payload.)"""
     return struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0]
 
 
 def divide(a: float, b: float) -> float:
-    """a / b in float32, for a > 0 and b >= 0."""
+    """Return a / b in float32, for a > 0 and b >= 0."""
     return float32(a / b) if b != 0 else math.inf
 
 
 def amax_of(values: Iterable[float]) -> float | None:
-    """Largest magnitude; NaN beats Inf beats finite; None of nothing."""
+    """Return the largest magnitude; NaN beats Inf beats finite. None if there are no values."""
     magnitudes = [abs(v) for v in values]
     if not magnitudes:
         return None
@@ -54,12 +54,12 @@ def amax_of(values: Iterable[float]) -> float | None:
 
 
 def merged(amaxes: Iterable[float | None]) -> float | None:
-    """One amax from those of all ranks or microbatches; None stands for "did not run"."""
+    """Merge the amaxes of all ranks or microbatches; None means "did not run"."""
     return amax_of(a for a in amaxes if a is not None)
 
 
 def scale_for(amax: float, previous: float, fp8_max: float, margin: int = 0, power_of_two: bool = False) -> float:
-    """``(fp8_max / amax) / 2**margin``; amax 0, Inf and NaN keep ``previous``."""
+    """Return ``(fp8_max / amax) / 2**margin``; for an amax of 0, Inf or NaN, return ``previous``."""
     if not 0 < amax < math.inf:
         return previous
     scale = float32(divide(fp8_max, amax) / 2.0**margin)
@@ -72,7 +72,7 @@ def scale_for(amax: float, previous: float, fp8_max: float, margin: int = 0, pow
 
 @dataclass(frozen=True)
 class Rules:
-    """A recipe, as far as it decides state."""
+    """The settings of a recipe that affect state."""
 
     history_len: int
     amax_algo: str | Callable[[Sequence[float]], float] = "max"
@@ -83,7 +83,7 @@ class Rules:
 
 @dataclass
 class SlotOracle:
-    """One slot: what it is after the commits so far."""
+    """The state of one slot after the commits so far."""
 
     fp8_max: float
     rules: Rules
@@ -99,7 +99,7 @@ class SlotOracle:
         self.history = self.history or [0.0] * self.rules.history_len
 
     def commit(self, amax: float | None) -> None:
-        """One step's synced amax."""
+        """Commit the synced amax of one step."""
         if amax is None:
             return
         if math.isnan(amax) or math.isinf(amax):
@@ -115,13 +115,13 @@ class SlotOracle:
         self.scale = self._scale(self._window())
 
     def derive(self, amax: float | None, only_cold: bool = True) -> None:
-        """A weight's amax taken at attach: gives a scale, is no step."""
+        """Derive the scale from a weight's amax at attach, without a step."""
         if amax is None or not 0 < amax < math.inf or (only_cold and not self.cold):
             return
         self.scale, self.cold = self._scale(amax), False
 
     def resized(self, rules: Rules) -> SlotOracle:
-        """As loaded by a job with another history length: the newest entries stay."""
+        """Return the slot as a job with another history length loads it: the newest entries stay."""
         missing = max(0, rules.history_len - len(self.history))
         history = [0.0] * missing + self.history[-rules.history_len :]
         kept = {name: getattr(self, name) for name in ("scale", "amax", "cold", "commits", "nonfinite", "saturated")}
@@ -140,7 +140,7 @@ class SlotOracle:
         return scale_for(amax, self.scale, self.fp8_max, self.rules.margin, self.rules.power_of_two)
 
     def state(self) -> dict[str, Any]:
-        """Everything that is defined to the bit, floats as bits."""
+        """Return everything that is defined bitwise, with floats as bits."""
         return {
             "history": [bits_of(a) for a in self.history],
             "scale": bits_of(self.scale),
@@ -153,18 +153,18 @@ class SlotOracle:
 
 
 class Oracle:
-    """All slots of a model."""
+    """The state of all slots of a model."""
 
     def __init__(self, formats: Mapping[SlotName, str], rules: Rules) -> None:
         self.slots = {slot: SlotOracle(FP8_MAX[name], rules) for slot, name in formats.items()}
 
     def step(self, *ranks: Mapping[SlotName, float | None]) -> None:
-        """One boundary. Each rank's local amaxes; a slot that is absent did not run there."""
+        """Step once. Takes each rank's local amaxes; an absent slot did not run there."""
         for name, slot in self.slots.items():
             slot.commit(merged(rank.get(name) for rank in ranks))
 
     def derive(self, *ranks: Mapping[SlotName, float | None]) -> None:
-        """Weight amaxes taken at attach, merged over ranks."""
+        """Derive scales from weight amaxes at attach, merged over ranks."""
         for name, slot in self.slots.items():
             slot.derive(merged(rank.get(name) for rank in ranks))
 
@@ -173,5 +173,5 @@ class Oracle:
         self.slots = {name: slot.resized(rules) for name, slot in self.slots.items()}
 
     def state(self) -> dict[SlotName, dict[str, Any]]:
-        """As ``states.state_of`` shows a manager."""
+        """Return the state in the form of ``states.state_of``."""
         return {name: slot.state() for name, slot in self.slots.items()}

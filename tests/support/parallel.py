@@ -1,6 +1,6 @@
-"""Ranks on meshes: who communicates with whom, and FP8 training in plain torch, for layouts of any kind.
+"""Helpers for ranks on meshes: observed communication, and FP8 training in plain torch, for all layouts.
 
-``PlainFP8`` shares no code with the library: it is what one process would compute that has the batches of all ranks.
+``PlainFP8`` shares no code with the library: it computes what one process with the batches of all ranks would.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ ROLES = ("input", "weight", "grad_output")
 
 @cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One mesh per shape and process: communicators are not free."""
+    """Return a mesh, created once per shape and process, because communicators are expensive."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a DTensor, detached; any other tensor as it is."""
+    """Return the whole of a DTensor, detached; other tensors unchanged."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def same_on_all_ranks(value: Any) -> None:
-    """Fail unless all ranks of the job call with an equal value."""
+    """Fail unless all ranks of the job call this with an equal value."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     assert gathered == [value] * len(gathered)
 
 
 def assert_affine(actual: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    """``actual`` is ``a @ b.T + bias`` as ``assert_product`` bounds it: the bias is one more term of each sum."""
+    """Assert that ``actual`` is ``a @ b.T + bias``, as in ``assert_product``. The bias adds one term to each sum."""
     a, b = a.reshape(-1, a.shape[-1]).double(), b.double()
     if bias is not None:
         a = torch.cat([a, torch.ones(a.shape[0], 1, dtype=a.dtype)], 1)
@@ -53,7 +53,7 @@ def assert_affine(actual: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = No
 
 
 def assert_sum_of_tokens(actual: Tensor, gradient: Tensor) -> None:
-    """``actual`` is a bias's gradient."""
+    """Assert that ``actual`` is a bias's gradient."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     assert_affine(actual[None], torch.ones(1, rows.shape[0]), rows.t())
 
@@ -63,19 +63,19 @@ def assert_sum_of_tokens(actual: Tensor, gradient: Tensor) -> None:
 
 @dataclass
 class Reductions:
-    """Integer MAX all-reduces, in order: (ranks, bytes)."""
+    """Integer MAX all-reduces in order: (ranks, bytes)."""
 
     seen: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
 
     def of(self, manager: StateManager) -> list[tuple[int, ...]]:
-        """The ranks of those that have the size of this manager's sync."""
+        """Return the ranks of the reductions with the size of this manager's sync."""
         size = 4 * (8 + len(manager.slots))
         return [ranks for ranks, bytes_ in self.seen if bytes_ == size]
 
 
 @contextlib.contextmanager
 def watched_reductions() -> Iterator[Reductions]:
-    """Which ranks take part in what Python code asks ``dist.all_reduce`` to do with int32."""
+    """Record which ranks take part in each int32 ``dist.all_reduce`` that Python code starts."""
     reductions = Reductions()
     original = dist.all_reduce
 
@@ -93,7 +93,7 @@ def watched_reductions() -> Iterator[Reductions]:
 
 
 class _Product(torch.autograd.Function):
-    """y = x Wᵀ of dequantised operands, in float64, rounded once."""
+    """y = x Wᵀ of dequantised operands, computed in float64 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: PlainFP8Linear) -> Tensor:
@@ -113,7 +113,7 @@ class _Product(torch.autograd.Function):
 
 
 class PlainFP8Linear(nn.Module):
-    """A Linear with delayed scaling; scales start at 1, the weight's at what it is now."""
+    """A Linear with delayed scaling. Scales start at 1, the weight's scale at its current amax."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class PlainFP8Linear(nn.Module):
         self._open[role] = max(self._open.get(role, 0.0), float(x.detach().abs().max()))
 
     def end_step(self) -> None:
-        """The boundary: what all ranks saw becomes the next scale."""
+        """End the step: the amaxes of all ranks give the next scales."""
         for role, amax in self._open.items():
             self.windows[role].append(amax)
             limit = torch.tensor(LIMIT[E5M2 if role == "grad_output" else E4M3])
@@ -140,7 +140,7 @@ class PlainFP8Linear(nn.Module):
 
 
 def make_plain(model: nn.Module, names: Sequence[str]) -> dict[str, PlainFP8Linear]:
-    """Replace these Linears; the same parameters."""
+    """Replace these Linears, keeping their parameters."""
     layers = {}
     for name in names:
         parent, _, child = name.rpartition(".")
@@ -182,26 +182,26 @@ LINEARS = tuple(f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down"
 
 
 def make_blocks(seed: int = 0) -> Blocks:
-    """The same for the same seed."""
+    """Return the same blocks for the same seed."""
     torch.manual_seed(seed)
     return Blocks()
 
 
 def tokens(replica: int, index: int) -> tuple[Tensor, Tensor]:
-    """(x, target), [2, 8, 32] both; what data-parallel replica ``replica`` gets as its batch ``index``."""
+    """Return (x, target), both [2, 8, 32]: batch ``index`` of the data-parallel replica ``replica``."""
     generator = torch.Generator().manual_seed(1000 * replica + index)
     x = torch.randn(2, 8, 32, generator=generator) * (1 + 0.3 * ((7 * index + 3 * replica) % 5))
     return x, torch.randn(2, 8, 32, generator=generator)
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Large enough that gradients survive E5M2 at scale 1."""
+    """Return a loss large enough that gradients survive E5M2 at scale 1."""
     return 16 * nn.functional.mse_loss(output, target)
 
 
 @dataclass
 class PlainRun:
-    """What the oracle's training was like."""
+    """Results of the reference training."""
 
     losses: list[list[float]]
     windows: dict[tuple[str, str], list[float]]
@@ -209,7 +209,7 @@ class PlainRun:
 
 
 def train_plain(replicas: int, steps: int, make_optimizer: Any) -> PlainRun:
-    """One process that has the batches of all replicas: losses[step][replica]."""
+    """Train in one process with the batches of all replicas: losses[step][replica]."""
     model = make_blocks()
     layers = make_plain(model, LINEARS)
     optimizer = make_optimizer(model.parameters())
@@ -219,7 +219,7 @@ def train_plain(replicas: int, steps: int, make_optimizer: Any) -> PlainRun:
         for replica in range(replicas):
             x, target = tokens(replica, step)
             loss = loss_of(model(x), target)
-            loss.backward()  # Not of its mean over replicas: each rank's FP8 gradients are those of its own loss.
+            loss.backward()  # Not the loss's mean over replicas: each rank's FP8 gradients are those of its own loss.
             losses[-1].append(float(loss.detach()))
         for parameter in model.parameters():
             assert parameter.grad is not None

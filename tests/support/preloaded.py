@@ -1,6 +1,6 @@
-"""What every rank of a test imports, sooner or later: imported once, before they are forked.
+"""Imports the modules that all test ranks need, once before they are forked.
 
-Nothing here may start a thread: a process that has some must not be forked.
+Nothing here may start a thread: a process with threads must not be forked.
 """
 
 from __future__ import annotations
@@ -18,4 +18,4 @@ import launch.train_gpt.job
 __all__ = ["launch", "pytest", "torch"]
 
 gc.collect()
-gc.freeze()  # Else a rank's first garbage collection would copy the memory of all modules.
+gc.freeze()  # Otherwise a rank's first garbage collection would copy the memory of all modules.

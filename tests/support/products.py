@@ -1,4 +1,4 @@
-"""Operands of scaled FP8 products, and what comes out, in float64."""
+"""Operands of scaled FP8 products, and their exact results in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Product:
         return self.a, self.b, self.inv_scale_a, self.inv_scale_b
 
     def exact(self, magnitudes: bool = False) -> Tensor:
-        """[m, n] in float64, on the CPU; of |a| and |b|, without bias, if ``magnitudes``."""
+        """Return [m, n] in float64, on the CPU. With ``magnitudes``: the product of |a| and |b|, without bias."""
         a = _spread(self.a, self.inv_scale_a, 1)
         b = _spread(self.b, self.inv_scale_b, 128 if self.scaling is Scaling.BLOCKWISE else 1)
         if magnitudes:
@@ -39,7 +39,7 @@ class Product:
 
 
 def shapes_of_scales(m: int, n: int, k: int, scaling: Scaling) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of both inverse scales."""
+    """Return the shapes of both inverse scales."""
     blocks = (k + 127) // 128
     return {
         Scaling.TENSORWISE: ((), ()),
@@ -52,7 +52,7 @@ def shapes_of_scales(m: int, n: int, k: int, scaling: Scaling) -> tuple[tuple[in
 def small_integers(
     m: int, n: int, k: int, scaling: Scaling, pair: tuple[torch.dtype, torch.dtype] = PAIRS[0], biased: bool = False
 ) -> Product:
-    """Integers up to 2, and scales that are powers of two: any order of additions is exact in float32, and in the
+    """Return integers up to 2 with power-of-two scales: any order of additions is exact in float32, and in the
     accumulators of FP8 tensor cores, which keep 13 bits."""
     generator = torch.Generator().manual_seed(m + n + k)
     a = torch.randint(-2, 3, (m, k), generator=generator).float().to(pair[0])
@@ -65,7 +65,7 @@ def small_integers(
 def random_numbers(
     m: int, n: int, k: int, scaling: Scaling, pair: tuple[torch.dtype, torch.dtype] = PAIRS[0], biased: bool = False
 ) -> Product:
-    """Normally distributed, with scales of all mantissas."""
+    """Return normally distributed operands, with scales of all mantissas."""
     generator = torch.Generator().manual_seed(m + n + k)
     a = torch.randn(m, k, generator=generator).to(pair[0])
     b = torch.randn(n, k, generator=generator).to(pair[1])
@@ -82,7 +82,7 @@ def _on_device(
 
 
 def _spread(fp8: Tensor, inv_scale: Tensor, tall: int) -> Tensor:
-    """Every element by its scale, found by index."""
+    """Expand the scales to elements, by index."""
     rows, columns = fp8.shape
     numbers = fp8.cpu().double()
     scales = inv_scale.cpu().double()

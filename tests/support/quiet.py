@@ -1,7 +1,6 @@
-"""Correct programs must be silent and right: what both mean, and a net whose every forward is judged.
+"""Correct programs must be silent and accurate: defines both, and provides a net that judges each of its forwards.
 
-The reference is plain torch in float32, with the weights that the prepared net has at that moment. It shares no code
-with fp8dist.
+The reference is plain torch in float32, with the current weights of the prepared net. It shares no code with fp8dist.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ HISTORY = 16
 STEPS = 6
 
 TOLERANCE = 0.08
-"""Of the norm of an output. Two Linears of E4M3 inputs and weights, each rounded to within 1/16, are 4 to 5 % off."""
+"""Relative to the norm of an output. Two Linears with E4M3 inputs and weights (rounded to 1/16) are 4 to 5 % off."""
 
 SOURCES = tuple(str(Path(str(package.__file__)).parent) for package in (fp8dist, fp8dist_kernels))
 
 
 @contextlib.contextmanager
 def silence(allowed: str | None = None) -> Iterator[None]:
-    """Fail where fp8dist logs a warning or worse, or issues a Python warning. Other libraries may.
+    """Fail if fp8dist logs a warning or worse, or issues a Python warning. Ignores other libraries.
 
-    ``allowed``: one line with this in it.
+    ``allowed``: one line that contains this text is allowed.
     """
     with captured_log() as log, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -55,7 +54,7 @@ def silence(allowed: str | None = None) -> Iterator[None]:
 
 
 def mlp(*sizes: int, norm: bool = False) -> nn.Sequential:
-    """Two Linears, 32 → 64 → 16 by default, with a ReLU (and a BatchNorm) between. Weights are always the same."""
+    """Two Linears, 32 → 64 → 16 by default, with a ReLU (and a BatchNorm) between them. The weights are fixed."""
     first, middle, last = sizes or (32, 64, 16)
     torch.manual_seed(0)
     between = [nn.BatchNorm1d(middle)] if norm else []
@@ -63,25 +62,25 @@ def mlp(*sizes: int, norm: bool = False) -> nn.Sequential:
 
 
 def batch(index: int, rank: int = 0) -> tuple[Tensor, Tensor]:
-    """(x [16, 32], y [16, 16]): four batches per rank in turn, so amaxes stay within those of the history."""
+    """Return (x [16, 32], y [16, 16]): four batches per rank in turn, so amaxes stay within the history's."""
     generator = torch.Generator().manual_seed(100 * rank + index % 4)
     return torch.randn(16, 32, generator=generator), torch.randn(16, 16, generator=generator)
 
 
 def off(output: Tensor, expected: Tensor) -> float:
-    """The relative error, by norms."""
+    """Return the relative error by norms."""
     return float((output.detach().float() - expected).norm() / expected.norm())
 
 
 def judge(net: nn.Module, twin: nn.Module, errors: list[float]) -> None:
-    """Compare each forward of ``net``, and of its deep copies, with one of ``twin`` that has the same weights."""
+    """Compare each forward of ``net``, and of its deep copies, with a forward of ``twin`` with the same weights."""
 
     def compare(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         for mine, theirs in zip(twin.modules(), module.modules()):
             mine.training = theirs.training
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         with torch.no_grad():
-            same = {name: t.detach().clone() for name, t in tensors.items()}  # BatchNorm writes to its own.
+            same = {name: t.detach().clone() for name, t in tensors.items()}  # BatchNorm writes to its buffers.
             same = {name: t.float() if t.is_floating_point() else t for name, t in same.items()}
             expected = functional_call(twin, same, tuple(x.detach().float() for x in args))
             errors.append(off(output, expected))
@@ -90,7 +89,7 @@ def judge(net: nn.Module, twin: nn.Module, errors: list[float]) -> None:
 
 
 class Trial:
-    """A net, prepared; its plain twin; and what its forwards were off."""
+    """A prepared net, its plain twin, and the errors of its forwards."""
 
     def __init__(
         self, net: nn.Module | None = None, recipe: Any = None, *, judged: bool = True, **settings: Any
@@ -113,7 +112,7 @@ class Trial:
         return torch.optim.SGD(self.net.parameters(), lr=lr, **options)
 
     def backward(self, index: int, rank: int = 0, times: float = 1.0, net: nn.Module | None = None) -> Tensor:
-        """Forward and backward of one batch."""
+        """Run forward and backward of one batch."""
         x, y = batch(index, rank)
         output = (self.net if net is None else net)(x.to(next(self.net.parameters()).dtype))
         loss = nn.functional.mse_loss(output.float(), y) * times
@@ -121,35 +120,36 @@ class Trial:
         return loss.detach()
 
     def train(self, optimizer: Any, steps: int, start: int = 0, net: nn.Module | None = None, rank: int = 0) -> None:
-        """The plainest loop."""
+        """Run the simplest training loop."""
         for index in range(start, start + steps):
             self.backward(index, rank, net=net)
             optimizer.step()
             optimizer.zero_grad()
 
     def evaluate(self, net: nn.Module | None = None) -> None:
-        """A forward without gradients, in the mode that the net is in."""
+        """Run a forward without gradients, in the net's current mode."""
         with torch.no_grad():
             (self.net if net is None else net)(batch(1)[0].to(next(self.net.parameters()).dtype))
 
     def accurate(self) -> None:
-        """Every forward was near its reference."""
+        """Assert that each forward was close to its reference."""
         assert self.errors, "no forward was compared"
         assert max(self.errors) < TOLERANCE, [round(error, 3) for error in self.errors]
 
     def right(self, steps: int, ran: Callable[[str, str], bool] = lambda fqn, role: True) -> None:
-        """Forwards were accurate; there were ``steps`` steps, and each slot that ``ran`` took part in each of them."""
+        """Assert that forwards were accurate, and that each slot that ``ran`` took part in each of ``steps`` steps."""
         self.evaluate()
         self.accurate()
         state_is_right(self.manager, steps, ran)
 
     def bits(self) -> dict[str, Any]:
-        """Weights and FP8 state, exactly."""
+        """Return weights and FP8 state, exactly."""
         return {**weight_bits(self.net), **fp8_bits(self.manager)}
 
 
 def state_is_right(manager: StateManager, steps: int, ran: Callable[[str, str], bool] = lambda fqn, role: True) -> None:
-    """So many steps; every slot that ran is hot and has taken part in each; nothing was NaN or infinite."""
+    """Assert ``steps`` steps, that slots that ran are hot and took part in each, and that no amax was NaN or
+    infinite."""
     assert manager.steps == steps
     assert manager.metrics()["fp8/nonfinite_amaxes"] == 0
     for slot in manager.slots:
@@ -160,13 +160,13 @@ def state_is_right(manager: StateManager, steps: int, ran: Callable[[str, str], 
 
 
 def weight_bits(net: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers, exactly."""
+    """Return parameters and buffers, exactly."""
     tensors = [*net.named_parameters(), *net.named_buffers()]
     return {name: bits(t.full_tensor() if hasattr(t, "full_tensor") else t) for name, t in tensors}
 
 
 def fp8_bits(manager: StateManager) -> dict[str, Any]:
-    """Steps, scales and histories, exactly."""
+    """Return steps, scales and histories, exactly."""
     state: dict[str, Any] = {"steps": manager.steps}
     for slot in manager.slots:
         name = f"{slot.fqn}:{slot.role}"
@@ -176,7 +176,7 @@ def fp8_bits(manager: StateManager) -> dict[str, Any]:
 
 
 def plain_run(steps: int, make: Callable[[Any], Optimizer] = lambda p: AdamW(p, lr=0.01), net: Any = None) -> Trial:
-    """The plainest program: one optimizer, attached."""
+    """Run the simplest program: one optimizer, attached."""
     trial = Trial(net)
     optimizer = make(trial.net.parameters())
     trial.manager.attach(optimizer=optimizer)
@@ -185,7 +185,7 @@ def plain_run(steps: int, make: Callable[[Any], Optimizer] = lambda p: AdamW(p, 
 
 
 def done(trial: Trial) -> Trial:
-    """With the forward that ``right`` makes."""
+    """Run the forward that ``right`` runs."""
     trial.evaluate()
     return trial
 
@@ -196,17 +196,17 @@ def plain_forward(trial: Trial, x: Tensor) -> Tensor:
 
 
 class Table:
-    """Programs by name; several of one function for its variants."""
+    """Programs by name; a function may have several variants."""
 
     def __init__(self) -> None:
         self.programs: dict[str, Callable[[], Any]] = {}
 
     def program(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Put it in."""
+        """Add a program."""
         return self.variants()(function)
 
     def variants(self, **arguments: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Put it in once for each combination."""
+        """Add a program once for each combination of arguments."""
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             for values in itertools.product(*arguments.values()):
@@ -219,7 +219,7 @@ class Table:
         return add
 
     def cases(self, *several: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Put it in once with each of these arguments."""
+        """Add a program once with each of these arguments."""
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             for arguments in several:
@@ -229,6 +229,6 @@ class Table:
         return add
 
     def run(self, name: str) -> Any:
-        """One program, in silence."""
+        """Run one program, and assert silence."""
         with silence("is switched off:" if name.startswith("switched off") else None):
             return self.programs[name]()

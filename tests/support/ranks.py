@@ -1,8 +1,8 @@
-"""Real ranks for tests: processes that stay up between tests, joined by gloo.
+"""Real ranks for tests: processes that stay alive between tests, connected by gloo.
 
 ``RankPool.run(function, *args)`` calls ``function(*args)`` on every rank and returns the results in rank
-order. ``function`` must be a module-level function. When a rank fails or the time is up, every rank's
-traceback is in the error, and the pool starts afresh for the next test.
+order. ``function`` must be a module-level function. If a rank fails or the time is up, the error contains each rank's
+traceback, and the pool restarts for the next test.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 from tests.support.forked import ROOT, context
 
 MOST_THREADS = 96
-"""Of a rank. Each gloo group has some, that poll as long as the process lives: groups of a thousand tests together keep
-a core busy. A pool with more starts afresh."""
+"""Largest number of threads per rank. Each gloo group adds threads that poll as long as the process lives, and the
+groups of a thousand tests keep a core busy. A pool beyond the limit restarts."""
 
 
 class RanksFailed(AssertionError):
-    """One or more ranks raised, died, or did not come back in time."""
+    """One or more ranks raised, died, or timed out."""
 
 
 class RankPool:
@@ -41,7 +41,7 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
-        """Call ``function(*args)`` on all ranks; the results in rank order.
+        """Call ``function(*args)`` on all ranks. Return the results in rank order.
 
         Raises:
             RanksFailed: with every rank's traceback.
@@ -63,7 +63,7 @@ class RankPool:
                 except EOFError:
                     self._fail(results, f"rank {rank} died")
             failed = [rank for rank, (ok, _) in results.items() if not ok]
-            if failed:  # The others may hang in a collective: give them a moment, then ask where they are.
+            if failed:  # The others may hang in a collective: wait a moment, then ask for their tracebacks.
                 deadline = min(deadline, time.monotonic() + 3)
         if any(not ok for ok, _ in results.values()):
             self._fail(results, "failed")
@@ -72,7 +72,7 @@ class RankPool:
         return [results[rank][1] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -115,7 +115,7 @@ class RankPool:
 
 
 def threads_of(pid: int) -> int:
-    """How many a process has; 0 where that cannot be told."""
+    """Return the number of threads of a process; 0 if unknown."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -139,7 +139,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             except EOFError:
                 return
             try:
-                torch._dynamo.utils.counters["stats"]["unique_graphs"] = 0  # What was compiled for an earlier test.
+                torch._dynamo.utils.counters["stats"]["unique_graphs"] = 0  # Forget compilations of earlier tests.
                 function: Any = importlib.import_module(module)
                 for part in name.split("."):
                     function = getattr(function, part)

@@ -1,12 +1,12 @@
-"""Nets, batches and digests of the reference runs, and the canary: what this machine makes of the same arithmetic.
+"""Nets, batches and digests of the reference runs, and the canary: a digest of this machine's arithmetic.
 
     python -m tests.support.reference_nets FILE
 
-writes the canary's digest. The canary is plain torch: this file imports nothing of fp8dist, and its process must not
-either. So no change in fp8dist can change the canary.
+writes the canary's digest. The canary is plain torch: neither this file nor its process may import fp8dist. So no
+change in fp8dist can change the canary.
 
-Weights and batches are small integers over powers of two. Every machine makes the same ones: no random normal numbers,
-no logarithms, no cosines.
+Weights and batches are small integers over powers of two, so they are the same on every machine. They use no random
+normal numbers, logarithms or cosines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A block between two Linears. 32 features go in."""
+    """A block between two Linears. Takes 32 features."""
 
     def __init__(self, width: int = 48, inner: int = 64, out: int = 16) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class Tower(nn.Module):
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {"net": Net, "wide": lambda: Net(256, 256, 256), "tower": Tower}
-"""Of the wide net, two ranks' shards are whole blocks of 128 x 128."""
+"""In the wide net, the shards of two ranks are whole blocks of 128 x 128."""
 
 SHAPES = {"net": ((16, 32), (16, 16)), "wide": ((16, 32), (16, 256)), "tower": ((2, 8, 32), (2, 8, 32))}
-"""Of (x, target)."""
+"""Shapes of (x, target)."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=2**-8, momentum=0.875, foreach=False),
@@ -76,12 +76,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def integers(generator: torch.Generator, *shape: int) -> Tensor:
-    """Float32 of this shape: whole numbers from -64 to 64, over 64."""
+    """Return float32 numbers of this shape: integers from -64 to 64, divided by 64."""
     return torch.randint(-64, 65, shape, generator=generator).float() / 64
 
 
 def make_net(name: str, seed: int = 0) -> nn.Module:
-    """The same for the same seed, on every machine."""
+    """Return the net of this seed; the same on every machine."""
     net = NETS[name]()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -94,14 +94,14 @@ def make_net(name: str, seed: int = 0) -> nn.Module:
 
 
 def batch(name: str, rank: int, index: int) -> tuple[Tensor, Tensor]:
-    """(x, target) for that net. Magnitudes change from batch to batch and from rank to rank."""
+    """Return (x, target) for a net. Magnitudes change from batch to batch and from rank to rank."""
     generator = torch.Generator().manual_seed(1000 * rank + index + 1)
     x, target = (integers(generator, *shape) for shape in SHAPES[name])
     return x * (1 + (7 * index + 3 * rank) % 5), target
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Large enough that gradients do not vanish in FP8."""
+    """Return a loss large enough that gradients do not vanish in FP8."""
     return 16 * nn.functional.mse_loss(output, target)
 
 
@@ -109,7 +109,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def digest(items: Iterable[tuple[str, Any]]) -> str:
-    """SHA-256 of names and values. Tensors count with dtype, shape and every bit; floats with every bit."""
+    """Return the SHA-256 of names and values: of tensors dtype, shape and every bit, of floats every bit."""
     taken = hashlib.sha256()
     for name, value in items:
         if isinstance(value, Tensor):
@@ -124,7 +124,7 @@ def digest(items: Iterable[tuple[str, Any]]) -> str:
 
 
 def digest_of_losses(losses: Sequence[float]) -> str:
-    """One digest of all losses, in order."""
+    """Return one digest of all losses, in order."""
     return digest((str(i), loss) for i, loss in enumerate(losses))
 
 
@@ -132,7 +132,7 @@ def digest_of_losses(losses: Sequence[float]) -> str:
 
 
 def canary() -> str:
-    """Digest of 20 steps of each net with each optimizer in float32, and of products of FP8 numbers."""
+    """Return the digest of 20 steps of each net with each optimizer in float32, and of products of FP8 numbers."""
     parts = [part for net in NETS for optimizer in OPTIMIZERS for part in _trained(net, optimizer)]
     return digest([*parts, *_products()])
 
@@ -155,9 +155,9 @@ def _trained(name: str, optimizer_name: str) -> list[tuple[str, str]]:
 
 
 def _products() -> list[tuple[str, Tensor]]:
-    """What FP8 Linears on a CPU compute: dequantised operands of every Linear's shape, whole and halved, multiplied.
+    """Multiply dequantised operands as FP8 Linears on a CPU do: in every Linear's shape, whole and halved.
 
-    No ``torch._scaled_mm``: on a CPU fp8dist does not call it unless asked to, and it would skip tests needlessly.
+    Does not use ``torch._scaled_mm``: fp8dist does not call it on a CPU by default, so it could skip tests needlessly.
     """
     linears = {
         tuple(module.weight.shape)
@@ -179,7 +179,7 @@ def _products() -> list[tuple[str, Tensor]]:
 
 
 def _in_fp8(x: Tensor) -> Tensor:
-    """Cast to E4M3 and back, with a scale that is no power of two."""
+    """Cast to E4M3 and back, with a scale that is not a power of two."""
     scale = 448 / x.abs().max() / 3
     return (x * scale).to(torch.float8_e4m3fn).float() * scale.reciprocal()
 

@@ -1,14 +1,14 @@
-"""Reference runs: 20 training steps in many layouts and recipes, and digests of all that comes out.
+"""Reference runs: 20 training steps in many layouts and recipes, and digests of the results.
 
 ``tests/test_same_as_before.py`` compares the digests with those in ``tests/data/same_as_before.json``. That file was
-made before fp8dist's modules moved. To make it anew, because the numbers change on purpose:
+created before fp8dist's modules moved. To recreate it after an intended change of numerics:
 
     .venv/bin/python -m tests.support.reference_runs --write
 
-Commit the code first: the file names the commit, and so does the test.
+Commit the code first: both the file and the test name the commit.
 
-The ranks use public names of fp8dist only, and no other helper that does. So this file need not change when modules
-move. ``run_all`` starts this program once more with an environment that fixes the arithmetic. There it imports torch
+The ranks use only public names of fp8dist, and no helper that uses others, so this file does not change when modules
+move. ``run_all`` restarts this program with an environment that fixes the arithmetic. The new process imports torch
 once, and forks six ranks: two for most cases, and four for tensor parallelism.
 """
 
@@ -68,10 +68,10 @@ FIXED = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""Torch, MKL and oneDNN then use instructions that every x86-64 CPU has, and sum in the same order on each."""
+"""Makes torch, MKL and oneDNN use instructions that every x86-64 CPU has, and sum in a fixed order."""
 
 LEFT_OUT = ("FP8DIST_", "TRITON_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "OMP_", "KMP_", "TORCH")
-"""The spawner takes these environment variables away: they change arithmetic or settings."""
+"""The spawner removes these environment variables, because they change arithmetic or settings."""
 
 Digests = dict[str, str]
 
@@ -80,7 +80,7 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. Every rank gets the same one."""
+    """One training run; the same on all ranks."""
 
     recipe: Recipe
     layout: str = "ddp"  # or "fsdp2", or "tp": tensor parallelism × FSDP2
@@ -88,10 +88,10 @@ class Case:
     optimizer: str = "sgd"
     fp8_all_gather: bool = False
     accumulate: int = 1
-    silent: bool = False  # Gradients are summed over ranks with the last microbatch alone.
+    silent: bool = False  # Only the last microbatch reduces gradients over ranks.
     manual: bool = False  # The loop calls manager.step().
-    batches: tuple[int, ...] = ()  # Of each rank, inside Join. None: everybody has 20.
-    resume: bool = False  # Save after 10 steps, and go on in fresh objects.
+    batches: tuple[int, ...] = ()  # Number of batches of each rank, inside Join. None: 20 each.
+    resume: bool = False  # Save after 10 steps, and resume in new objects.
 
     @property
     def ranks(self) -> int:
@@ -99,7 +99,7 @@ class Case:
 
 
 def delayed(history_len: int = 32, **settings: Any) -> DelayedScaling:
-    """32 entries hold the amaxes of all steps."""
+    """Delayed scaling whose history (32 entries) holds the amaxes of all steps."""
     return DelayedScaling(history_len=history_len, **settings)
 
 
@@ -135,15 +135,15 @@ class Run:
 
     case: Case
     model: nn.Module
-    called: Any  # What the loop calls.
+    called: Any  # The object that the loop calls.
     manager: StateManager
     optimizer: torch.optim.Optimizer
-    data: int  # Whose batches this rank gets.
-    part: int | None = None  # Which part of each sequence; None: all of it.
+    data: int  # Index of the batches that this rank gets.
+    part: int | None = None  # This rank's part of each sequence; None: the whole.
     group: Any = None  # The ranks that share a sequence.
 
     def backward(self, index: int) -> float:
-        """The loss of one microbatch."""
+        """Return the loss of one microbatch."""
         x, target = batch(self.case.net, self.data, index)
         if self.part is None:
             loss = loss_of(self.called(x), target) / self.case.accumulate
@@ -158,7 +158,7 @@ class Run:
 
     @contextlib.contextmanager
     def silence(self, silent: bool) -> Iterator[None]:
-        """No sum of gradients in here, if ``silent``."""
+        """Skip gradient reduction inside, if ``silent``."""
         if not silent:
             yield
         elif isinstance(self.called, DistributedDataParallel):
@@ -170,7 +170,7 @@ class Run:
             self.called.set_requires_gradient_sync(True)
 
     def steps(self, first: int, last: int) -> list[float]:
-        """Train; the losses of all microbatches."""
+        """Train. Return the losses of all microbatches."""
         losses = []
         every = self.case.accumulate
         for step in range(first, last):
@@ -184,19 +184,19 @@ class Run:
         return losses
 
     def saved(self) -> dict[str, Any]:
-        """A checkpoint. Copies: the run may go on."""
+        """Return a checkpoint, as copies: the run may continue."""
         model = {name: value.clone() for name, value in self.model.state_dict().items()}
         optimizer = self.optimizer.state_dict()
         return {"model": model, "optimizer": optimizer, "fp8": self.manager.state_dict()}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Load a checkpoint."""
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.manager.load_state_dict(saved["fp8"])
 
     def digests(self, losses: list[float]) -> Digests:
-        """Of all that this run is to give. COLLECTIVE under FSDP2."""
+        """Return the digests of this run's results. COLLECTIVE under FSDP2."""
         print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}", end=" ")
         assert all(map(math.isfinite, losses)), losses
         parameters = [(name, _whole(parameter)) for name, parameter in self.model.named_parameters()]
@@ -246,7 +246,7 @@ def _parallelize(model: nn.Module, tp: Any) -> None:
 
 
 def train(case: Case) -> Digests:
-    """One case on this rank. COLLECTIVE."""
+    """Train one case on this rank. COLLECTIVE."""
     run = build(case)
     if case.resume:
         losses = run.steps(0, STEPS // 2)
@@ -268,7 +268,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def _state(manager: StateManager) -> list[tuple[str, Any]]:
-    """Scales and histories as the manager tells them, and all that it saves: counters, cold slots, the step."""
+    """Return the manager's scales and histories, and its complete saved state: counters, cold slots, the step."""
     found: list[tuple[str, Any]] = []
     for fqn, role in manager.slots:
         found.append((f"{fqn} {role} scale", manager.scale(fqn, role)))
@@ -290,7 +290,7 @@ def _state(manager: StateManager) -> list[tuple[str, Any]]:
 
 
 def _rank(folder: Path, rank: int, world: int, seconds: float) -> NoReturn:
-    """All cases for this many ranks, one after another. Writes the digests to a file."""
+    """Train all cases for this many ranks, one after another. Writes the digests to a file."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     log = os.open(folder / f"{world}-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -316,16 +316,16 @@ def _rank(folder: Path, rank: int, world: int, seconds: float) -> NoReturn:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # Gloo may abort a process that exits in the usual way, after its work is done.
+    os._exit(status)  # Gloo may abort a process that exits normally, after its work is done.
 
 
 def run_ranks(folder: Path, seconds: float) -> str:
-    """Fork two ranks and four ranks, and wait for them. What went wrong, with what every rank printed; "" if nothing.
+    """Fork two ranks and four ranks, and wait for them. Return the failures with each rank's output; "" if none.
 
     Args:
-        seconds: when a rank ends itself, and prints where it was.
+        seconds: the time limit, after which a rank prints its traceback and exits.
     """
-    importlib.import_module("torch._dynamo")  # Or every rank would do it.
+    importlib.import_module("torch._dynamo")  # Import it here, so that each rank need not.
     torch.set_num_threads(1)
     places = [(world, rank) for world in (2, 4) for rank in range(world)]
     fork = multiprocessing.get_context("fork")
@@ -337,11 +337,11 @@ def run_ranks(folder: Path, seconds: float) -> str:
         for sentinel in wait(list(waiting)):
             waiting.pop(sentinel).join()
     if waiting:
-        time.sleep(1.0)  # The others may be about to say why.
+        time.sleep(1.0)  # Other ranks may be about to report the cause.
     statuses = {place: process.exitcode for place, process in ranks.items()}
     stuck = [process for process in waiting.values() if process.exitcode is None]
     for process in stuck:
-        os.kill(process.pid, signal.SIGUSR1)  # It prints where it is.
+        os.kill(process.pid, signal.SIGUSR1)  # Prints its traceback.
     time.sleep(0.3 if stuck else 0)
     for process in stuck:
         process.kill()
@@ -358,26 +358,26 @@ def run_ranks(folder: Path, seconds: float) -> str:
 
 
 class ReferenceRunsFailed(AssertionError):
-    """A rank failed, or was not done in time. Says what every rank printed."""
+    """A rank failed or timed out. The message has each rank's output."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call of ``run_all`` gave."""
+    """The result of one call of ``run_all``."""
 
     canary: str
-    cases: dict[str, list[Digests]]  # By case; one for each rank.
+    cases: dict[str, list[Digests]]  # By case; one entry per rank.
 
 
 def run_all(seconds: float = 150.0, fixed: Mapping[str, str] = FIXED) -> Outcome:
     """Start all ranks and the canary, and wait for them.
 
     Args:
-        seconds: how long the ranks may take.
+        seconds: the time limit of the ranks.
         fixed: environment variables that fix the arithmetic.
 
     Raises:
-        ReferenceRunsFailed: with the output of every rank, and where it was.
+        ReferenceRunsFailed: with each rank's output and traceback.
     """
     variables = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
     variables |= {"CUDA_VISIBLE_DEVICES": "", **fixed}
@@ -410,7 +410,7 @@ def run_all(seconds: float = 150.0, fixed: Mapping[str, str] = FIXED) -> Outcome
 
 
 def machine() -> dict[str, str]:
-    """Torch's version and the CPU's name."""
+    """Return torch's version and the CPU's name."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -419,7 +419,7 @@ def machine() -> dict[str, str]:
 
 
 def write() -> None:
-    """Make the data file from the code as it is now."""
+    """Write the data file from the current code."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     outcome = run_all()
@@ -429,7 +429,7 @@ def write() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``--write``, or what ``run_all`` starts: FOLDER SECONDS."""
+    """Handle ``--write``, or the arguments that ``run_all`` passes: FOLDER SECONDS."""
     if list(arguments) == ["--write"]:
         write()
         return 0

@@ -1,4 +1,4 @@
-"""A job under FSDP2 in the middle of its steps, and what its weights look like in FP8."""
+"""An FSDP2 job in the middle of its steps, and the FP8 values of its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.sharded import Job, build, fp8_linears, full
 from tests.support.training import batch
 
 FITS = 0.05
-"""Share of 448s where a scale fits: of uniform weights 1/28, what rounds to 448 lies between 432 and 448."""
+"""Share of 448s with a fitting scale: 1/28 for uniform weights, since values between 432 and 448 round to 448."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Running:
         return float(loss.detach())
 
     def saturated(self) -> dict[str, float]:
-        """Share of each weight's FP8 values at the limit, as the next forward sees them, with grad off."""
+        """Return the share of each weight's FP8 values at the limit, as the next forward with grad off sees them."""
         shares: dict[str, float] = {}
 
         def note(name: str) -> Any:
@@ -65,15 +65,15 @@ class Running:
         return {name: float(self.manager.scale(name, "weight")) for name in fp8_linears(self.model)}
 
     def fitting(self) -> dict[str, float]:
-        """What the scales would be if they were derived from the weights as they are. COLLECTIVE."""
+        """Return the scales that the current weights would give. COLLECTIVE."""
         whole = full(self.model)
         return {n: float(torch.tensor(448.0) / whole[f"{n}.weight"].abs().max()) for n in fp8_linears(self.model)}
 
     @property
     def counted(self) -> int:
-        """Weights' amaxes beyond the scale in use, so far."""
+        """Return the number of weight amaxes beyond the scale in use so far."""
         (sync,) = self.manager._syncs
-        total = self.manager.metrics()["fp8/saturated_amaxes"]  # Commits what is due.
+        total = self.manager.metrics()["fp8/saturated_amaxes"]  # Commits a pending sync.
         weights = [i for slot, i in sync.arena.index.items() if slot.role == "weight"]
         assert total == int(sync.arena.counters[SATURATED].sum())
         return int(sync.arena.counters[SATURATED][weights].sum())

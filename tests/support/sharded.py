@@ -1,4 +1,4 @@
-"""Models under FSDP2 and DDP, trained on the same data, and what is left of them: for bitwise comparison."""
+"""Models under FSDP2 and DDP, trained on the same data, and their results for bitwise comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HISTORY = 4
 
 
 class Deep(nn.Module):
-    """Two blocks of two Linears, one without bias, around a LayerNorm each; in and out as ``training.batch`` gives."""
+    """Two blocks of two Linears, one without bias, each with a LayerNorm; shapes as in ``training.batch``."""
 
     def __init__(self, width: int = 32, inner: int = 64) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Three Linears of given output widths: shards of 16, 48 and 80 rows are uneven on three ranks."""
+    """Three Linears with given output widths: shards of 16, 48 and 80 rows are uneven on three ranks."""
 
     def __init__(self, widths: tuple[int, ...] = (48, 80, 16), bias: bool = True) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Mlp(nn.Module):
 
 
 def wide() -> Mlp:
-    """Two ranks' shards are of whole blocks of 128 x 128, but those of the last layer."""
+    """Shards of two ranks are whole blocks of 128 x 128, except in the last layer."""
     return Mlp((256, 512, 256, 16))
 
 
@@ -77,7 +77,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "deep": Deep, "mlp": M
 
 
 def seeded(name: str, seed: int = 0) -> nn.Module:
-    """The same model for the same seed."""
+    """Return the model of this seed."""
     torch.manual_seed(seed)
     return MODELS[name]()
 
@@ -93,7 +93,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One training run; every rank gets the same one."""
+    """One training run; the same on all ranks."""
 
     parallel: str = "fsdp2"  # or "ddp"
     precision: str = "fp8"  # or "fp32"
@@ -110,7 +110,7 @@ class Job:
     shard: dict[str, Any] = field(default_factory=dict)  # more arguments of fully_shard
     ddp: dict[str, Any] = field(default_factory=dict)
     clip: float = 0.0
-    reduce_unused: bool = False  # FSDP2: zero gradients for what this rank skipped, as others may have run it
+    reduce_unused: bool = False  # FSDP2: zero gradients for modules that only other ranks ran
     recipe: Recipe | None = None  # None: delayed scaling, with ``update``
     overrides: dict[str, Recipe | High] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # more arguments of prepare
@@ -118,7 +118,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """The results of one rank."""
 
     losses: list[float]
     parameters: dict[str, Tensor]
@@ -132,7 +132,7 @@ class Outcome:
 
 
 def shard(model: nn.Module, reshard: bool | str = True, per_module: bool = True, **options: Any) -> FSDPModule:
-    """fully_shard, each Linear or block on its own and the rest with the root."""
+    """Apply fully_shard to each Linear or block, and to the root."""
     if per_module:
         parts = [m for m in model.modules() if isinstance(m, Block)]
         inside = {m for part in parts for m in part.modules()}
@@ -145,7 +145,7 @@ def shard(model: nn.Module, reshard: bool | str = True, per_module: bool = True,
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters, whole. COLLECTIVE under FSDP2."""
+    """Return all parameters, unsharded. COLLECTIVE under FSDP2."""
     whole = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
@@ -154,7 +154,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 
 
 def arena_bits(manager: StateManager) -> dict[str, bytes]:
-    """The whole FP8 state, exactly, less the word that says how the job was set up. Commits what is due."""
+    """Return the complete FP8 state, except the word that encodes the job's setup. Commits a pending sync."""
     manager._cycle.settle()
     found = {}
     for i, sync in enumerate(manager._syncs):
@@ -176,7 +176,7 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 
 def build(job: Job) -> tuple[nn.Module, nn.Module, StateManager | None, torch.optim.Optimizer]:
-    """(model, what the loop calls, manager, optimizer), attached."""
+    """Return (model, the object that the loop calls, manager, optimizer), attached."""
     model = seeded(job.model)
     manager = None
     if job.precision == "fp8":
@@ -197,7 +197,7 @@ def build(job: Job) -> tuple[nn.Module, nn.Module, StateManager | None, torch.op
 
 @contextlib.contextmanager
 def gradients_stay(called: nn.Module, silent: bool) -> Iterator[None]:
-    """No reduction of gradients in here, in the way of DDP or of FSDP2."""
+    """Skip gradient reduction inside, in the way of DDP or FSDP2."""
     if not silent:
         yield
     elif isinstance(called, DistributedDataParallel):
@@ -210,7 +210,7 @@ def gradients_stay(called: nn.Module, silent: bool) -> Iterator[None]:
 
 
 def train(job: Job) -> Outcome:
-    """Run on every rank."""
+    """Train on each rank."""
     rank = dist.get_rank()
     model, called, manager, optimizer = build(job)
     losses, per_step, index = [], [], 0
@@ -240,7 +240,7 @@ def train(job: Job) -> Outcome:
 
 
 def assert_same(ours: list[Outcome], theirs: list[Outcome], steps: int) -> None:
-    """Bitwise, rank by rank; and ours made one collective a step."""
+    """Assert bitwise equality, rank by rank, and that ours used one collective per step."""
     for mine, other in zip(ours, theirs):
         assert mine.losses == other.losses
         assert mine.state == other.state
@@ -249,5 +249,5 @@ def assert_same(ours: list[Outcome], theirs: list[Outcome], steps: int) -> None:
 
 
 def fp8_linears(model: nn.Module) -> dict[str, FP8Linear]:
-    """By name."""
+    """Return the FP8Linears by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}

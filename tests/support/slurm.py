@@ -1,4 +1,5 @@
-"""A SLURM of the test's own: Debian's munge, slurmctld and slurmd, several nodes on this machine, all in one folder."""
+"""A private SLURM for tests: Debian's munge, slurmctld and slurmd, with several nodes on this machine, in one
+folder."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ CLIENTS = ("sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 GPUS = 2
-"""On each node, as far as SLURM knows."""
+"""GPUs per node that SLURM is told about."""
 
 CONFIGURATION = """\
 ClusterName=tests
@@ -54,7 +55,7 @@ NODE = "NodeName={name} NodeHostname={host} Port={port} CPUs=2 RealMemory=1000 G
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have one; None if it can."""
+    """Return why this machine cannot run SLURM; None if it can."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root"
     missing = [program for program in (*SERVERS, *CLIENTS) if shutil.which(program, path=PATH) is None]
@@ -63,48 +64,48 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Slurm:
-    """A SLURM that is up. Its nodes are named by addresses of the loopback interface, so that names can be resolved."""
+    """A running SLURM. Its nodes are named by loopback addresses, so that the names resolve."""
 
     folder: Path
     nodes: tuple[str, ...]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its commands, and all that they start, have in theirs."""
+        """Return the environment of its commands and of everything that they start."""
         return {**os.environ, "PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def command(self, *words: str, **more: str) -> list[str]:
-        """Lines that a command prints.
+        """Run a command. Return its output lines.
 
         Raises:
-            CalledProcessError: it failed.
+            CalledProcessError: the command failed.
         """
         environment = {**self.environment, **more}
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment, check=True)
         return done.stdout.splitlines()
 
     def state_of(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` knows."""
+        """Return the output of ``scontrol show job``."""
         words = " ".join(self.command("scontrol", "show", "job", job)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for(self, job: str, *states: str, timeout: float = 60.0) -> dict[str, str]:
-        """Until the job is in one of these states; its state then."""
+        """Wait until the job is in one of these states. Return its state."""
         _until(lambda: self.state_of(job)["JobState"] in states, timeout, f"job {job} is {' or '.join(states)}")
         return self.state_of(job)
 
     def processes(self) -> list[tuple[int, str]]:
-        """Everything alive that jobs of this SLURM have started: pid and command line."""
+        """Return all living processes that jobs of this SLURM started: PID and command line."""
         daemons = ("munged", "slurmctld", "slurmscriptd", "slurmd ")
         return [(pid, said) for pid, said in marked(self.folder) if not any(name in said for name in daemons)]
 
 
 @contextlib.contextmanager
 def running(nodes: int) -> Iterator[Slurm]:
-    """Start it, wait until its nodes are idle, and take everything down in the end, jobs and what they left included.
+    """Start SLURM, wait until its nodes are idle, and stop it at the end, with its jobs and all that they left.
 
     Raises:
-        RuntimeError: it does not come up; with what the daemons have said.
+        RuntimeError: it does not start; with the output of the daemons.
     """
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     slurm = Slurm(folder, tuple(f"127.0.0.{number}" for number in range(2, 2 + nodes)))
@@ -142,7 +143,7 @@ def _configure(slurm: Slurm) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Return ports that no process listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for free in sockets:
@@ -151,7 +152,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _daemon(slurm: Slurm, *command: str) -> subprocess.Popen[bytes]:
-    """One in the foreground, which ends with this process, too."""
+    """Start a daemon in the foreground. It ends with this process."""
     said = slurm.folder / f"{'-'.join(word for word in command if word[0] != '-')}.said"
     with said.open("wb") as log:
         bound = ["setpriv", "--pdeathsig", "TERM", "--", *command]
@@ -161,7 +162,7 @@ def _daemon(slurm: Slurm, *command: str) -> subprocess.Popen[bytes]:
 
 
 def _all_idle(slurm: Slurm) -> bool:
-    with contextlib.suppress(subprocess.CalledProcessError):  # Until slurmctld listens.
+    with contextlib.suppress(subprocess.CalledProcessError):  # slurmctld may not listen yet.
         return slurm.command("sinfo", "--noheader", "--Node", "--format", "%T") == ["idle"] * len(slurm.nodes)
     return False
 
@@ -170,16 +171,16 @@ def _until(condition: Callable[[], bool], timeout: float, what: str) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"SLURM: after {timeout:g} s it is not so that {what}")
+            raise TimeoutError(f"SLURM: timed out after {timeout:g} s waiting until {what}")
         time.sleep(0.1)
 
 
 def marked(folder: Path) -> list[tuple[int, str]]:
-    """Pid and command line of all processes with this SLURM in their environment."""
+    """Return PID and command line of all processes with this SLURM in their environment."""
     mark = f"SLURM_CONF={folder}/slurm.conf".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # It has ended.
+        with contextlib.suppress(OSError):  # The process has ended.
             if mark in (process / "environ").read_bytes().split(b"\0"):
                 arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 found.append((int(process.name), " ".join(arguments)))
@@ -194,7 +195,7 @@ def _take_down(slurm: Slurm, daemons: list[subprocess.Popen[bytes]]) -> None:
             daemon.wait(10)
     deadline = time.monotonic() + 30
     while (left := marked(slurm.folder)) and time.monotonic() < deadline:
-        for pid, _ in left:  # Also of jobs that a test has left behind.
+        for pid, _ in left:  # Includes jobs that a test left behind.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for daemon in daemons:

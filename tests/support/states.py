@@ -1,4 +1,4 @@
-"""What a StateManager shows through its public API, as plain numbers that can be compared bitwise."""
+"""The public state of a StateManager, as plain numbers for bitwise comparison."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BY_SLOT = ("scale", "amax", "cold", "history")
 
 
 def bits(tensor: Tensor) -> Any:
-    """Bits of a float32 tensor as (nested lists of) int32."""
+    """Return the bits of a float32 tensor as (nested lists of) int32."""
     return tensor.detach().contiguous().view(torch.int32).tolist()
 
 
 def saved_of(manager: StateManager) -> dict[str, Any]:
-    """The states of all keys of ``state_dict()`` as one: names and tensors, in slot order."""
+    """Merge the states of all keys of ``state_dict()``: names and tensors, in slot order."""
     parts = [from_bytes(blob, key)[0] for key, blob in manager.state_dict().items()]
     slots = [slot for part in parts for slot in part["slots"]]
     order = sorted(range(len(slots)), key=slots.__getitem__)
@@ -34,7 +34,7 @@ def saved_of(manager: StateManager) -> dict[str, Any]:
 
 
 def state_of(manager: StateManager) -> dict[tuple[str, str], dict[str, Any]]:
-    """History, scale, inv_scale, amax, cold, counters (taken, non-finite) and saturated of each slot."""
+    """Return history, scale, inv_scale, amax, cold, counters (taken, non-finite) and saturated of each slot."""
     saved = saved_of(manager)
     state = {}
     for place, (fqn, role) in enumerate(saved["slots"]):
@@ -51,5 +51,5 @@ def state_of(manager: StateManager) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def without(state: dict[Any, dict[str, Any]], *names: str) -> dict[Any, dict[str, Any]]:
-    """The same without some entries of each slot."""
+    """Return the state without some entries of each slot."""
     return {slot: {k: v for k, v in entry.items() if k not in names} for slot, entry in state.items()}

@@ -1,9 +1,10 @@
-"""One rank of those whose syncs are timed, in growing groups at the same time.
+"""A rank whose syncs are timed, in groups of growing size.
 
     RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python sync_times.py LINEARS
 
-Rank 0 prints "ready", and reads from stdin how many steps to take; then it prints, as JSON, what each rank waited in
-the sync of each step under ``same_step``, in ms, for the groups of ranks 0 and 1, 0 to 2, and so on. 0 steps end it.
+Rank 0 prints "ready", and reads the number of steps from stdin. Then it prints, as JSON, the time in ms that each rank
+waited in the sync of each step under ``same_step``, for the groups of ranks 0 and 1, 0 to 2, and so on. 0 steps end the
+program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WARM_UP = 5
 
 
 def manage(linears: int, group: Any) -> tuple[nn.Module, fp8dist.StateManager]:
-    """A model of as many Linears. COLLECTIVE."""
+    """Return a prepared model with this many Linears. COLLECTIVE."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(linears)))
     manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), group=group)
     manager.attach(model)
@@ -33,7 +34,7 @@ def manage(linears: int, group: Any) -> tuple[nn.Module, fp8dist.StateManager]:
 
 
 def wait_of_a_step(model: nn.Module, manager: fp8dist.StateManager, group: Any) -> float:
-    """ms. All ranks come to the sync together, as they do after gradients were reduced. COLLECTIVE."""
+    """Return the ms of a step's sync. All ranks reach the sync together, as after a gradient reduction. COLLECTIVE."""
     model(torch.ones(16, 16)).sum().backward()
     dist.all_reduce(torch.zeros(32), group=group)
     before = manager.metrics()["fp8/sync_wait_ms"]
@@ -42,12 +43,12 @@ def wait_of_a_step(model: nn.Module, manager: fp8dist.StateManager, group: Any) 
 
 
 def orders() -> Iterator[int]:
-    """How many steps rank 0 was told to take. COLLECTIVE."""
+    """Yield the numbers of steps that rank 0 reads. COLLECTIVE."""
     while True:
         order = [0]
         if dist.get_rank() == 0:
             print("ready", flush=True)
-            order = [int(sys.stdin.readline() or 0)]  # Nobody is left to tell: the end.
+            order = [int(sys.stdin.readline() or 0)]  # End of stdin: the parent is gone.
         dist.broadcast_object_list(order, src=0)
         if order[0] == 0:
             return
@@ -56,7 +57,7 @@ def orders() -> Iterator[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with contextlib.suppress(OSError):  # Before gloo starts its threads. Other work on the machine shall not show.
+    with contextlib.suppress(OSError):  # Set before gloo starts threads, to hide other work on the machine.
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

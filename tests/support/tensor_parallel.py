@@ -20,11 +20,11 @@ LAST = Shard(-1)
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``up`` and ``down`` are split, and what goes in and out of them."""
+    """How ``up`` and ``down`` are split, and the layouts of their inputs and outputs."""
 
     up: dict[str, Any] = field(default_factory=dict)
     down: dict[str, Any] = field(default_factory=dict)
-    sequence: bool = False  # x is [batch, its part of the sequence, features], and a norm works on that.
+    sequence: bool = False  # x is [batch, part of the sequence, features], and a norm runs on the part.
     bias: bool = True
     dtype: torch.dtype = torch.float32
 
@@ -38,7 +38,7 @@ class Layout:
 
 
 class Pair(nn.Module):
-    """norm → up → relu → down; keeps what goes between."""
+    """norm → up → relu → down; keeps the intermediate tensors."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def parallelize(model: Pair, layout: Layout) -> None:
 
 
 def parallel_pair(layout: Layout, **settings: Any) -> tuple[Pair, StateManager, dict[str, Tensor]]:
-    """Model, manager and the whole parameters."""
+    """Return model, manager and the whole parameters."""
     model = Pair(layout).to(layout.dtype)
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh_of((2,), ("tp",)), **settings)
@@ -84,12 +84,12 @@ def parallel_pair(layout: Layout, **settings: Any) -> tuple[Pair, StateManager, 
 
 
 def given(full: Tensor, placement: Placement) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return distribute_tensor(full.detach(), mesh_of((2,), ("tp",)), [placement]).to_local().clone()
 
 
 def all_of(tensor: Tensor | None, placement: Placement) -> Tensor:
-    """The whole of a tensor that a module handed out, a DTensor or this rank's part."""
+    """Return the whole of a module's output, which is a DTensor or this rank's part."""
     assert tensor is not None
     if isinstance(tensor, DTensor):
         assert not any(isinstance(p, Partial) for p in tensor.placements)

@@ -20,7 +20,7 @@ Amaxes = dict[SlotName, float]
 
 
 class Net(nn.Module):
-    """Three eligible Linears, one of which may be skipped; a BatchNorm on request."""
+    """Three eligible Linears, one of them optional, and an optional BatchNorm."""
 
     def __init__(self, batchnorm: bool = False) -> None:
         super().__init__()
@@ -37,45 +37,45 @@ class Net(nn.Module):
 
 
 def make_net(seed: int = 0, batchnorm: bool = False) -> Net:
-    """The same net for the same seed."""
+    """Return the same net for the same seed."""
     torch.manual_seed(seed)
     return Net(batchnorm)
 
 
 def batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
-    """(x [8, 32], y [8, 16]); magnitudes differ from batch to batch and rank to rank."""
+    """Return (x [8, 32], y [8, 16]); magnitudes differ from batch to batch and rank to rank."""
     generator = torch.Generator().manual_seed(1000 * rank + index)
     x = torch.randn(8, 32, generator=generator) * (1 + 0.3 * ((7 * index + 3 * rank) % 5))
     return x, torch.randn(8, 16, generator=generator)
 
 
 def bits(tensor: Tensor) -> bytes:
-    """The memory of a tensor: NaN equals itself, 0.0 differs from -0.0."""
+    """Return the memory of a tensor: NaN equals itself, 0.0 differs from -0.0."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def state_bits(manager: StateManager) -> dict[str, bytes]:
-    """The whole FP8 state, exactly. Reads commit what is due."""
+    """Return the complete FP8 state, exactly. Reading commits a pending sync."""
     return {name: bits(value) for name, value in saved_of(manager).items() if isinstance(value, Tensor)}
 
 
 def parameter_bits(model: nn.Module) -> dict[str, bytes]:
-    """All parameters, exactly."""
+    """Return all parameters, exactly."""
     return {name: bits(parameter) for name, parameter in model.named_parameters()}
 
 
 def gradient_bits(model: nn.Module) -> dict[str, bytes | None]:
-    """All gradients, exactly."""
+    """Return all gradients, exactly."""
     return {name: None if p.grad is None else bits(p.grad) for name, p in model.named_parameters()}
 
 
 def histories(manager: StateManager) -> dict[SlotName, list[float]]:
-    """Every slot's amax window, oldest first."""
+    """Return each slot's amax window, oldest first."""
     return {(s.fqn, s.role): manager.amax_history(s.fqn, s.role).tolist() for s in manager.slots}
 
 
 class AmaxRecorder:
-    """What each FP8Linear saw on this rank, step by step: taken by module hooks, with torch.abs and max."""
+    """Records the amaxes of each FP8Linear on this rank, step by step, with module hooks, torch.abs and max."""
 
     def __init__(self, model: nn.Module) -> None:
         self.steps: list[Amaxes] = []
@@ -86,12 +86,12 @@ class AmaxRecorder:
                 module.register_forward_hook(self._saw_output(name))
 
     def end_step(self) -> None:
-        """An optimizer step ends here."""
+        """End an optimizer step."""
         self.steps.append(self._open)
         self._open = {}
 
     def end_data(self, counts: bool) -> None:
-        """The data ended in the middle of a step; ``counts``: what was seen of it was sent."""
+        """End the data in the middle of a step. ``counts``: the amaxes seen so far were sent."""
         if counts and self._open:
             self.end_step()
 
@@ -119,7 +119,7 @@ class AmaxRecorder:
 def expected_histories(
     slots: Sequence[SlotName], steps_of_ranks: Sequence[Sequence[Amaxes]], length: int
 ) -> dict[SlotName, list[float]]:
-    """What every rank must hold: per step the largest amax of all ranks that ran the slot; no entry where none did."""
+    """Return the histories that each rank must hold: per step the largest amax over the ranks that ran the slot."""
     taken: Mapping[SlotName, list[float]] = defaultdict(list)
     for step in range(max(map(len, steps_of_ranks))):
         present = [steps[step] for steps in steps_of_ranks if step < len(steps)]
@@ -131,6 +131,6 @@ def expected_histories(
 
 
 def fp8_count(calls: Calls, manager: StateManager) -> int:
-    """FP8 syncs among the counted collectives: known by their size, 8 header words and one per slot."""
+    """Count FP8 syncs among the collectives, by their size: 8 header words plus one word per slot."""
     size = 4 * (8 + len(manager.slots))
     return sum(1 for name, bytes_ in zip(calls.names, calls.sizes) if (name, bytes_) == ("all_reduce", size))

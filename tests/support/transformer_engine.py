@@ -1,6 +1,6 @@
-"""What TransformerEngine writes into checkpoints, without it: stand-ins for its classes, and its rolling of histories.
+"""Imitates TransformerEngine's checkpoints without it: stand-ins for its classes and its rolling of histories.
 
-Written from its sources (``pytorch/module/base.py``, ``pytorch/quantization.py``, ``common/recipe``), not with them.
+Written after its sources (``pytorch/module/base.py``, ``pytorch/quantization.py``, ``common/recipe``), without copying.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEGATRON = "megatron.core.extensions.transformer_engine"
 
 @dataclass
 class Scaled:
-    """One scaled tensor as TransformerEngine keeps it: row 0 is the step under way."""
+    """One scaled tensor as TransformerEngine keeps it: row 0 is the current step."""
 
     fp8_max: float
     rows: list[float]
@@ -62,7 +62,7 @@ class Module:
         self.backward = [Scaled(maxima[1], [0.0] * length, margin) for _ in range(2 * gemms)]
 
     def of(self, gemm: int, role: str) -> Scaled:
-        """``gradients``: the backward tensor of each GEMM's grad_output."""
+        """Return a tensor. ``gradients``: the backward tensor of each GEMM's grad_output."""
         if role == "grad_output":
             return self.backward[self.gradients[gemm]]
         return self.forward[3 * gemm + ("input", "weight").index(role)]
@@ -96,7 +96,7 @@ class Module:
 
 @contextmanager
 def stand_ins() -> Iterator[types.SimpleNamespace]:
-    """TransformerEngine's recipes under their names, inside."""
+    """Install stand-ins for TransformerEngine's recipes under their names, inside the context."""
     added: dict[str, types.ModuleType] = {}
 
     def module(name: str) -> types.ModuleType:
@@ -155,7 +155,7 @@ def _saved(value: Any, zipped: bool) -> io.BytesIO:
 
 
 def entry_of(module: Module, version: str, protocol: int = pickle.DEFAULT_PROTOCOL) -> Any:
-    """The ``_extra_state`` of a module as a version writes it."""
+    """Return a module's ``_extra_state`` as this version writes it."""
     one = {**module.tensors(), "extra_fp8_variables": module.variables()}
     if version == "1.x":
         return as_bytes(one, protocol)

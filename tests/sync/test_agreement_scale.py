@@ -1,4 +1,4 @@
-"""Agreement at attach: each rank's share of the work does not grow with the ranks. Ranks are threads, or take turns."""
+"""Agreement at attach: the work per rank is constant in the number of ranks. Ranks are threads, or run in turn."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MANY = 4_096
 
 
 def other(value: int) -> dict[str, Any]:
-    """A manifest that differs from all others in its margin."""
+    """Return a manifest with a different margin from all others."""
     return {**MANIFEST, "settings": {"margin": value}}
 
 
 class CountingByThread(CountingStore):
-    """Counts what each thread asks for."""
+    """Counts the calls of each thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def _attach_all(
     manifest: Callable[[int, int], dict[str, Any]],
     size: int,
 ) -> tuple[list[str], list[int]]:
-    """(what each rank was told, how often it asked the store). ``groups``: of a rank; ``manifest``: for its i-th."""
+    """Return (the result of each rank, its number of store calls). ``groups``: of a rank; ``manifest``: of its i-th."""
     everyone = [[Member(group, rank) for group in groups(rank)] for rank in range(size)]
 
     def attach(rank: int) -> tuple[str, int]:
@@ -63,7 +63,8 @@ def _attach_all(
 
 
 def _with_experts(size: int, groups: int = 2) -> Callable[[int], Sequence[SyncGroup]]:
-    """All ranks, and the four ranks that have the same experts; the first ``groups`` of these."""
+    """Return the groups of a rank: all ranks, and the four ranks with the same experts; the first ``groups`` of
+    these."""
     everyone = group_of(range(size))
     experts = [group_of(range(start, start + 4)) for start in range(0, size, 4)]
     return lambda rank: (everyone, experts[rank // 4])[:groups]
@@ -84,7 +85,7 @@ def test_a_rank_asks_the_store_as_often_whatever_the_number_of_ranks(groups: int
     # Per group: count, verdict?, digest, same, came (and the last: complete); then the lowest waits (2), counts, asks
     # and writes, or the others wait for two keys (4). With a second group: well (and the last: told), told (2).
     assert most[0] <= 10 * groups + (4 * groups if groups > 1 else 0)
-    assert most[1] <= most[0] + groups  # The last to come and the lowest rank may be one.
+    assert most[1] <= most[0] + groups  # The last rank to come and the lowest rank may be the same.
 
 
 def test_a_failure_in_one_group_reaches_all_ranks_of_the_others() -> None:
@@ -119,7 +120,7 @@ def test_a_rank_that_waits_in_another_group_is_not_missed() -> None:
 
 
 def _publish_all(store: CountingStore, manifest: Callable[[int], dict[str, Any] | None]) -> dict[int, Any]:
-    """None: this rank does not come."""
+    """Publish every rank's manifest. None: this rank does not come."""
     everyone = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
     made = ((rank, manifest(rank)) for rank in range(MANY))
     return {rank: publish_manifest(Member(everyone, rank), m) for rank, m in made if m is not None}
@@ -154,7 +155,7 @@ def test_one_of_thousands_that_never_comes_is_named() -> None:
         before = store.total
         told = _told(publications[0])
         assert f"within 1 s by rank(s) 2047 of {MANY}" in told
-        assert store.total - before <= 2 * 12 + 5  # It is looked for by halves,
+        assert store.total - before <= 2 * 12 + 5  # The missing rank is found by bisection,
         before = store.total
         assert _told(publications[MANY - 1]) == told
         assert store.total - before <= 4  # and by the lowest rank only.
@@ -179,7 +180,7 @@ def test_thousands_of_ranks_that_all_differ_are_told_in_a_few_lines() -> None:
     store = CountingStore()
     with world(0, MANY, store):
         publications = _publish_all(store, other)
-        for rank in range(1, 9):  # They would show theirs if they were here.
+        for rank in range(1, 9):  # If they were here, they would show their manifests.
             store.set(f"fp8dist/{publications[0].group.identity}/1/manifest/{rank}", b'{"numerics_version": 2}')
         before = store.total
         told = _told(publications[0])

@@ -1,4 +1,4 @@
-"""Roll calls: who is missing after a collective has failed, found in a bounded time and with few questions."""
+"""Roll calls: find the missing ranks after a failed collective, in bounded time and with few store operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRACE_S = 0.5
 
 
 class CountingStore:
-    """A dictionary that counts what is asked of it, and how many keys that takes."""
+    """A dictionary that counts the requests and the keys in them."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -67,7 +67,7 @@ class CountingStore:
 
 
 class HangingStore(CountingStore):
-    """It takes what is said to it, and after the first ``answers`` answers nothing comes back."""
+    """Accepts writes, but stops answering after the first ``answers`` answers."""
 
     def __init__(self, answers: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class HangingStore(CountingStore):
 
 
 def call_all(store: Any, callers: Sequence[int], ranks: Sequence[int], grace: float = GRACE_S) -> list[Attendance]:
-    """The callers' roll calls at once, each in a thread."""
+    """Run the callers' roll calls at once, each in a thread."""
     with ThreadPoolExecutor(len(callers)) as pool:
         return list(pool.map(lambda rank: Roll(store, rank, ranks, "group").call(grace), callers))
 
@@ -120,7 +120,7 @@ def test_who_comes_late_hears_the_verdict_and_is_not_its_own_missing_rank() -> N
 
 @pytest.mark.slow
 def test_nobody_leaves_before_all_that_came_know() -> None:
-    """With a rank or its agent the store may go, and the others would say that they are cut off."""
+    """The store may end with a rank or its agent. The other ranks would then report that they are cut off."""
     store, left, heard = CountingStore(), threading.Event(), threading.Event()
 
     class Slow(Roll):
@@ -144,7 +144,7 @@ def test_nobody_leaves_before_all_that_came_know() -> None:
 @pytest.mark.slow
 def test_nobody_stays_long_for_a_rank_that_hears_nothing() -> None:
     store = CountingStore()
-    store.values["roll/group/1/came"] = b"1"  # Of a rank whose words arrive.
+    store.values["roll/group/1/came"] = b"1"  # From a rank whose writes arrive.
     start = time.monotonic()
     (found,) = call_all(store, [0], range(2))
     assert found.missing == (1,)
@@ -155,7 +155,7 @@ def test_nobody_stays_long_for_a_rank_that_hears_nothing() -> None:
 def test_each_call_of_a_group_is_a_new_one() -> None:
     store = CountingStore()
     assert [one.missing for one in call_all(store, [0, 1], range(3))] == [(2,)] * 2
-    assert [one.missing for one in call_all(store, [0, 2], range(3))] == [(1, 2), ()]  # For rank 2 it is the first.
+    assert [one.missing for one in call_all(store, [0, 2], range(3))] == [(1, 2), ()]  # Rank 2's first roll call.
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(Roll(store, 1, [1, 2], "another group").call, GRACE_S).result()
     assert other.missing == (2,)
@@ -163,7 +163,7 @@ def test_each_call_of_a_group_is_a_new_one() -> None:
 
 @pytest.mark.slow
 def test_words_without_answers_are_no_presence() -> None:
-    """The store hears a rank that does not hear the store: it must not pass for present, nor speak for all."""
+    """A rank that can write to the store but gets no answers must not count as present, nor report for all."""
     store = HangingStore(0)
     deaf = Roll(store, 1, range(3), "group")
     threading.Thread(target=deaf.call, args=(GRACE_S,), daemon=True).start()
@@ -184,7 +184,7 @@ def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, answers
 
 
 class GoneStore(CountingStore):
-    """Its server has ended."""
+    """A store whose server has ended."""
 
     def add(self, key: str, amount: int) -> int:
         raise dist.DistNetworkError("Connection reset by peer")
@@ -209,7 +209,7 @@ def test_16384_ranks_are_not_asked_for_one_by_one(absent: list[int]) -> None:
     gone = set(absent)
     present = [rank for rank in range(size) if rank not in gone]
     caller = present[0]
-    for rank in present[1:]:  # As call() does before it waits; each a constant number of operations.
+    for rank in present[1:]:  # As call() does before it waits; a constant number of operations each.
         store.values[f"roll/group/1/present/{rank}"] = b"1"
     for counter in ("came", "reported", "heard"):
         store.values[f"roll/group/1/{counter}"] = str(len(present) - 1).encode()
@@ -218,7 +218,7 @@ def test_16384_ranks_are_not_asked_for_one_by_one(absent: list[int]) -> None:
     found = Roll(store, caller, range(size), "group").call(GRACE_S)
     assert found.missing == tuple(absent[:SHOWN])
     assert found.more == (len(absent) > SHOWN)
-    # Reporting, a question per interval while waiting, one descent of the tree per rank that is named, and its host.
+    # Reporting, one request per interval while waiting, one descent of the tree per named rank, and its host.
     waiting = (GRACE_S + TURN * TURNS) / (size / 20_000)
     assert store.operations <= 8 + waiting + (SHOWN + 1) * 2 * 14 + 2 * SHOWN
     assert store.keys <= 4 * size + (SHOWN + 1) * 16
@@ -326,7 +326,8 @@ def _said(pipe: Connection) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_serves_the_store_stays_until_the_others_have_read(absent: int) -> None:
-    """Without torchrun's agent rank 0 serves it. Where it is the one that is gone, the others say what they know."""
+    """Without torchrun's agent, rank 0 serves the store. If rank 0 is the missing rank, the others report what they
+    know."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -345,4 +346,4 @@ def test_a_rank_that_serves_the_store_stays_until_the_others_have_read(absent: i
 def test_the_limits_are_what_the_documents_say() -> None:
     assert GRACE.total_seconds() + PATIENCE + REACH <= 10
     assert TURN * TURNS + LINGER < PATIENCE
-    assert SHOWN == 16  # Missing ranks that a verdict names.
+    assert SHOWN == 16  # Missing ranks that a message names.

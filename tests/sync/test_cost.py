@@ -1,4 +1,4 @@
-"""A step's work on the host does not depend on how many slots there are."""
+"""The host's work per step does not depend on the number of slots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fp8dist import DelayedScaling
 from fp8dist_kernels.reference import update
 
 MOST = 66
-"""Torch ops of a step, fp8dist::launch and fp8dist::commit among them, and what these two run inside."""
+"""Torch ops of a step, including fp8dist::launch and fp8dist::commit, and the ops that these two run inside."""
 
 
 class _Ops(TorchDispatchMode):
-    """Which torch ops run, and how often."""
+    """Counts torch ops by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, entering this mode: torch takes a mode off while an op runs that the mode has seen."""
+        """Wrap the function to enter this mode: torch disables a mode while an op runs that the mode has seen."""
 
         def counted(*args: Any) -> Any:
             with self:
@@ -47,7 +47,7 @@ def _ops_of_a_step(slots: int, history_len: int) -> Counter[str]:
     names = [f"m{i}" for i in range(slots)]
     for name in names:
         manager.register(name, "input", "e4m3")
-    for name in names[::2]:  # Every other one does not run.
+    for name in names[::2]:  # Every other module does not run.
         manager.record(name, "input", torch.ones(1))
     ops = _Ops()
     within = {name: ops.inside(getattr(update, name)) for name in ("launch", "commit")}

@@ -1,4 +1,4 @@
-"""Ranks that share one GPU over gloo, and NCCL with one rank: training of a prepared model under DDP."""
+"""Ranks that share one GPU over gloo, and one rank with NCCL: training of a prepared model under DDP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ STEPS = 6
 
 
 def _train(device: str, update: Any) -> tuple[list[float], dict[str, bytes], dict[str, bytes], bool, int]:
-    """(losses, FP8 state, parameters, whether a check found all ranks alike, collectives' steps) of this rank."""
+    """Return (losses, FP8 state, parameters, True if a check found all ranks equal, collectives' steps) of this
+    rank."""
     if device == "cuda":
         torch.cuda.set_device(0)
     model = make_net().to(device)
@@ -51,8 +52,8 @@ def _assert_trained(results: list[Any], on_cpu: list[Any]) -> None:
         assert state == results[0][1]
         assert parameters == results[0][2]
         assert all(map(math.isfinite, losses))
-        assert losses[0] == pytest.approx(expected[0], rel=5e-3)  # Sums are taken in another order.
-        assert losses == pytest.approx(expected, rel=0.05)  # And then FP8 values round to another neighbour.
+        assert losses[0] == pytest.approx(expected[0], rel=5e-3)  # The order of summation differs.
+        assert losses == pytest.approx(expected, rel=0.05)  # So some FP8 values round differently.
 
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
@@ -65,7 +66,7 @@ def test_four_ranks_on_one_gpu(four_ranks: RankPool) -> None:
 
 
 def _damaged() -> tuple[bool, list[tuple[str, tuple[int, ...]]]]:
-    """(consistent, findings) of a check after rank 1's weight was changed on the GPU."""
+    """Return (consistent, findings) of a check after rank 1's weight was changed on the GPU."""
     model = make_net().to(DEVICE)
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
     ddp = DistributedDataParallel(model)

@@ -1,4 +1,4 @@
-"""Ranks 0, 1, 8,191 and 16,383 of 16,384: what each does in a step is what it does on two ranks."""
+"""Ranks 0, 1, 8,191 and 16,383 of 16,384 do the same work per step as on two ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LINEARS = ("up", "down", "expert")
 
 
 class Mixed(nn.Module):
-    """Two Linears that all ranks share, and one that only some do. Dims allow tensor parallelism over 8 ranks."""
+    """Two Linears shared by all ranks, and one shared by some. Dims allow tensor parallelism over 8 ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Mixed(nn.Module):
 
 
 class Built(NamedTuple):
-    """A model as the loop calls it, its manager, and of each arena: which ranks should share it, how many Linears."""
+    """A wrapped model, its manager, and per arena: the ranks that should share it, and its number of Linears."""
 
     called: nn.Module
     manager: StateManager
@@ -61,7 +61,7 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a rank's model is wrapped, given the shape of the mesh."""
+    """How to wrap a rank's model, given the shape of the mesh."""
 
     wrap: Callable[[nn.Module, DelayedScaling, tuple[int, int]], Built]
     update: Literal["same_step", "next_step"] = "same_step"
@@ -76,7 +76,7 @@ def _ddp(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, int]) -> Bui
 
 
 def _reduced_at_once(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and no strings.
-    """DDP's own all-reduce asks for a result, which the fake backend has not."""
+    """Complete DDP's own all-reduce, whose result the fake backend does not return."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -88,7 +88,7 @@ def _flattened(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, int]) 
 
 
 def _experts(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, int]) -> Built:
-    """One expert per place on the second axis."""
+    """One expert per index of the second axis."""
     mesh = mesh_of(("dp", "ep"), axes)
     manager = fp8dist.prepare(model, recipe, group=mesh, groups={"expert": mesh["dp"]})
     same = range(dist.get_rank() % axes[1], axes[0] * axes[1], axes[1])
@@ -96,7 +96,7 @@ def _experts(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, int]) ->
 
 
 def _tensor_parallel(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, int]) -> Built:
-    """Two Linears, replicated over the first axis; the third is an expert as of ``_experts``."""
+    """Two Linears, replicated over the first axis; the third is an expert as in ``_experts``."""
     mesh = mesh_of(("dp", "tp"), axes)
     manager = fp8dist.prepare(model, recipe, group=mesh, groups={"expert": mesh["dp"]})
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -105,7 +105,7 @@ def _tensor_parallel(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, 
 
 
 def _sharded(model: nn.Module, recipe: DelayedScaling, axes: tuple[int, int]) -> Built:
-    """FSDP2 over all ranks: most have no row of a weight."""
+    """FSDP2 over all ranks: most ranks have no row of a weight."""
     mesh = init_device_mesh("cpu", (axes[0] * axes[1],), mesh_dim_names=("shard",))
     manager = fp8dist.prepare(model, recipe, group=mesh, fp8_all_gather=True)
     for name in LINEARS:
@@ -125,7 +125,7 @@ LAYOUTS = {
     "DDP": Layout(_ddp),
     "mesh": Layout(_flattened),
     "experts, next_step": Layout(_experts, update="next_step"),
-    "FSDP2": Layout(_sharded, update="next_step", steps=1),  # Its own copies of 16,384 parts take a second.
+    "FSDP2": Layout(_sharded, update="next_step", steps=1),  # FSDP2's own copies of 16,384 parts take a second.
     "HSDP": Layout(_hybrid),
 }
 
@@ -134,7 +134,7 @@ TENSOR_PARALLEL = Layout(_tensor_parallel)
 
 
 class Running:
-    """A job in the middle of its steps, as this rank sees it."""
+    """A job in the middle of its steps, as seen by this rank."""
 
     def __init__(
         self, layout: Layout, axes: tuple[int, int] = AXES, attaching: Any = None, by_hand: bool = False
@@ -147,7 +147,7 @@ class Running:
         with attaching or nobody_answers():
             self.manager.attach(self.called, optimizer=None if by_hand else self.optimizer)
         for name in LINEARS:
-            if not local_part(model.get_submodule(name).weight).numel():  # Those who have rows would answer.
+            if not local_part(model.get_submodule(name).weight).numel():  # Ranks that have rows would answer.
                 self.manager.set_scale(name, "weight", 100.0)
 
     @property
@@ -161,13 +161,13 @@ class Running:
 
 
 def _steps(layout: Layout, rank: int, store: dist.Store | None = None) -> list[int]:
-    """The manifest words of the rank's arenas. ``store``: where it agrees with the others."""
+    """Return the manifest words of the rank's arenas. ``store``: where ranks agree on the manifest."""
     with world(rank, store=store):
         job = Running(layout, attaching=None if store is None else contextlib.nullcontext())
         assert [(list(s.group.ranks), len(s.arena)) for s in job.syncs if s.group] == [
             (list(ranks), 3 * linears) for ranks, linears in sorted(job.expected, key=lambda e: tuple(e[0]))
         ]
-        assert all(isinstance(s.group.ranks, range) for s in job.syncs if s.group)  # No list of all ranks is kept.
+        assert all(isinstance(s.group.ranks, range) for s in job.syncs if s.group)  # No list of all ranks is stored.
         before = [(s.counters.collectives, s.counters.bytes) for s in job.syncs]
         for _ in range(layout.steps):
             job.step()
@@ -177,7 +177,7 @@ def _steps(layout: Layout, rank: int, store: dist.Store | None = None) -> list[i
         assert more == [(layout.steps, layout.steps * 4 * (HEADER + len(s.arena))) for s in job.syncs]
         with counted_collectives() as calls:
             job.step()
-        sizes = [4 * (HEADER + len(s.arena)) for s in job.syncs]  # FSDP has all-reduces of its own.
+        sizes = [4 * (HEADER + len(s.arena)) for s in job.syncs]  # FSDP has its own all-reduces.
         reduced = [size for name, size in zip(calls.names, calls.sizes) if name == "all_reduce" and size in sizes]
         assert reduced == sizes
         assert {"all_gather_object", "broadcast_object_list", "all_gather"}.isdisjoint(calls.names)
@@ -195,7 +195,7 @@ def test_steps_of_the_last_rank() -> None:
 
 
 def _with_a_crowd(port: int) -> list[int]:
-    """Four processes are one rank each, the fifth is all others; they agree through one store."""
+    """Four processes are one rank each, and a fifth stands for all others. They agree through one store."""
     index = int(os.environ["RANK"])
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -222,7 +222,7 @@ def test_four_of_many_ranks_agree_with_all_others_and_train_with_tensor_parallel
 
 
 def _median_ms(job: Running, steps: int = 40) -> float:
-    """Of the manager's part of a step: the boundary, less the model's forward and backward."""
+    """Return the time of the manager's part of a step: the boundary, without the model's forward and backward."""
     seconds = []
     for _ in range(steps):
         job.called(job.x).square().mean().backward()
@@ -237,7 +237,7 @@ def _median_ms(job: Running, steps: int = 40) -> float:
 @pytest.mark.parametrize("name", ["mesh", "experts, next_step"])
 def test_a_step_takes_the_host_as_long_as_on_two_ranks(name: str, record_property: Callable[[str, Any], None]) -> None:
     layout, ratios = LAYOUTS[name], []
-    for turn in range(5):  # In turns, and either first: other work on this machine slows both.
+    for turn in range(5):  # Alternate, because other work on this machine affects both.
         times = {}
         for size, rank, axes in ((2, 1, (2, 1)), (SIZE, SIZE - 1, AXES))[:: 1 if turn % 2 else -1]:
             with world(rank, size):
@@ -251,7 +251,7 @@ def test_a_step_takes_the_host_as_long_as_on_two_ranks(name: str, record_propert
 
 
 def _held(size: int, rank: int, axes: tuple[int, int]) -> int:
-    """Bytes that the library's own lines leave behind: Python's, without the elements of tensors, which are as many."""
+    """Return the Python bytes that the library's lines leave allocated, without tensor elements."""
     ours = [tracemalloc.Filter(True, str(ROOT / folder / "*")) for folder in ("fp8dist", "kernels")]
     with world(rank, size):
         gc.collect()
@@ -271,14 +271,14 @@ def _held(size: int, rank: int, axes: tuple[int, int]) -> int:
 @pytest.mark.long
 def test_what_a_manager_holds_does_not_grow_with_the_world() -> None:
     with _sums_that_vanish():
-        _held(2, 1, (2, 1))  # What is cached on first use.
+        _held(2, 1, (2, 1))  # Fill caches first.
         small, large = _held(2, 1, (2, 1)), _held(SIZE, SIZE - 1, AXES)
-    assert 10_000 < large < small + 50_000, (small, large)  # One tuple of all ranks would be 580,000.
+    assert 10_000 < large < small + 50_000, (small, large)  # A tuple of all ranks would take 580,000.
 
 
 @contextlib.contextmanager
 def _sums_that_vanish() -> Iterator[None]:
-    """SUM gives 0, as the ranks' words on who is in which set do together."""
+    """Make SUM return 0, as the exchange of all ranks' sets does."""
     original = dist.all_reduce
 
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +315,7 @@ def test_a_check_sends_what_it_sends_on_two_ranks(name: str) -> None:
 
 
 def test_few_things_are_told_apart_on_many_ranks() -> None:
-    """Each rank takes digests of all others: things x ranks."""
+    """Each rank receives the digests of all others: things x ranks."""
     assert _told_apart(2) == _told_apart(1024) == MAX_DIFFERING
     assert _told_apart(SIZE) * SIZE == MAX_GATHERED
     assert _told_apart(10**6) == MAX_EXPLAINED
@@ -352,5 +352,5 @@ def test_ranks_of_a_mesh_are_no_list() -> None:
         assert everyone.ranks == range(SIZE)
         assert group_of(ranks[:, 7].tolist()).ranks == range(7, SIZE, 8)
         assert group_of([0, 1, 5]).ranks == (0, 1, 5)
-        assert group_of([0, 2, 3, 6]).ranks == (0, 2, 3, 6)  # It begins and ends as range(0, 8, 2) does.
+        assert group_of([0, 2, 3, 6]).ranks == (0, 2, 3, 6)  # It starts and ends like range(0, 8, 2).
         assert list(group_of([5]).ranks) == [5]

@@ -1,4 +1,4 @@
-"""Planted mismatches: reported by name and rank on every rank, never hung on, and recovered from."""
+"""Planted mismatches are reported by name and rank on every rank, never hang, and allow recovery."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMATS = {A: "e4m3", B: "e5m2"}
 
 
 def _attach_differently(change: dict[int, str], seconds: float) -> Any:
-    """Attach, prepared differently on the ranks in ``change``; (error name, text, seconds it took)."""
+    """Attach, with other settings on the ranks in ``change``. Return (error name, text, seconds)."""
     mine = change.get(dist.get_rank(), "")
     recipe: dict[str, Any] = {"history_len": 4}
     settings: dict[str, Any] = {"group": dist.group.WORLD}
@@ -130,14 +130,14 @@ def test_a_rank_that_never_attaches_is_named(three_ranks: RankPool) -> None:
         assert kind == "ManifestMismatchError"
         assert seconds < 5
         assert f"rank {missing} " in message or f"rank(s) {missing} " in message, message
-    late = three_ranks.run(_attach_only, [missing], 1.0, timeout=20)[missing]  # It is told so, too,
+    late = three_ranks.run(_attach_only, [missing], 1.0, timeout=20)[missing]  # The late rank gets the error too,
     assert late is not None
     assert late[0] == "ManifestMismatchError"
-    assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3  # and a second try of all works.
+    assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3  # and a second attempt of all ranks succeeds.
 
 
 def _late_once(late: int, attaches_late: bool) -> list[str]:
-    """One rank is late for the first attach(); then all try again, and with a fresh manager."""
+    """One rank is late for the first attach(); then all ranks try again, with the same and with a fresh manager."""
     rank = dist.get_rank()
     model = nn.Linear(32, 32)
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
@@ -154,7 +154,7 @@ def _late_once(late: int, attaches_late: bool) -> list[str]:
     if rank != late:
         attach(manager, 0.5)
     dist.barrier()
-    if rank == late and attaches_late:  # It is alone now.
+    if rank == late and attaches_late:  # This rank is alone now.
         attach(manager, 0.5)
     dist.barrier()
     attach(manager, 10.0)
@@ -167,7 +167,7 @@ def _late_once(late: int, attaches_late: bool) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("late", "attaches_late"), [(0, True), (2, False)])
 def test_all_may_try_again_after_one_was_late(three_ranks: RankPool, late: int, attaches_late: bool) -> None:
-    three_ranks.run(_attach_differently, {}, 60.0)  # The ranks are up: the time-outs below are not for starting them.
+    three_ranks.run(_attach_differently, {}, 60.0)  # Start the ranks first: the timeouts below exclude start-up.
     results = three_ranks.run(_late_once, late, attaches_late)
     for rank, outcomes in enumerate(results):
         first = ["gave up"] if rank != late or attaches_late else []
@@ -175,7 +175,7 @@ def test_all_may_try_again_after_one_was_late(three_ranks: RankPool, late: int, 
 
 
 def _unequal_patterns(more: int, size: int) -> Any:
-    """Only rank ``more`` names a group of its own for one of the modules."""
+    """Only rank ``more`` gives one of the modules its own group."""
     rank = dist.get_rank()
     alone = [dist.new_group([r]) for r in range(size)]
     model = nn.ModuleDict({"shared": nn.Linear(16, 16)})
@@ -205,7 +205,7 @@ def test_unequal_numbers_of_groups_are_named_at_once(two_ranks: RankPool, more: 
 
 
 def _one_arena_differs(outsider: int) -> Any:
-    """Two ranks share an arena that ``outsider`` has no part in, and rank 1 has another slot there."""
+    """Two ranks share an arena without ``outsider``, and rank 1 has another slot in it."""
     rank = dist.get_rank()
     pair, alone = dist.new_group([r for r in range(3) if r != outsider]), dist.new_group([outsider])
     layers = {"shared": nn.Linear(16, 16), "expert": nn.ModuleDict({"a": nn.Linear(16, 16)})}
@@ -223,8 +223,8 @@ def _one_arena_differs(outsider: int) -> Any:
 
 @pytest.mark.parametrize("outsider", [0, 2])
 def test_a_mismatch_in_one_arena_leaves_nobody_hanging(three_ranks: RankPool, outsider: int) -> None:
-    """Two ranks give up; the third, which shares only the other arena with them, must hear of it."""
-    three_ranks.run(_attach_differently, {}, 60.0)  # The ranks are up: the time-out below is not for starting them.
+    """Two ranks fail; the third, which shares only the other arena with them, must get the error too."""
+    three_ranks.run(_attach_differently, {}, 60.0)  # Start the ranks first: the timeout below excludes start-up.
     results = three_ranks.run(_one_arena_differs, outsider, timeout=20)
     assert [result and result[0] for result in results] == ["ManifestMismatchError"] * 3
     for rank in {0, 1, 2} - {outsider}:
@@ -300,7 +300,7 @@ def test_step_without_attach_is_refused(two_ranks: RankPool) -> None:
 
 
 def _amax(step: int, rank: int, slot: tuple[str, str]) -> float:
-    """What ``rank`` records in ``step``: different on each rank, in each step."""
+    """Return what ``rank`` records in ``step``: different on each rank, in each step."""
     return float32(1.0 + ((step * 7 + rank * 3 + len(slot[1])) % 11) / 8)
 
 
@@ -324,7 +324,7 @@ STEPS = 10
 
 
 def _damaged_run(kind: str, update: str, policy: str, odd: int, skipped: tuple[str, str] | None) -> dict[str, Any]:
-    """Ten steps; before the fourth, something is damaged on rank ``odd``. ``skipped``: not run in step 4."""
+    """Run ten steps; before the fourth, damage rank ``odd``. ``skipped``: does not run in step 4."""
     model, manager = _manager(update, policy)
     errors: list[Any] = []
     events: list[Any] = []
@@ -383,7 +383,7 @@ def test_a_damaged_scale_is_found_at_the_next_sync(three_ranks: RankPool, kind: 
     for result in results:
         reports = [event for event in result["events"] if event[0] == "diverged"]
         assert len(reports) == 1, "reported once: the commit has made the scales equal again"
-        # same_step acts in the step that synced, next_step reads the verdict one boundary later.
+        # same_step reports in the step that synced, next_step one boundary later.
         found_in = DAMAGED_BEFORE if update == "same_step" else DAMAGED_BEFORE + 1
         assert [step for step, *_ in result["errors"]] == ([found_in] if policy == "raise" else [])
         report = reports[0][2]
@@ -398,7 +398,7 @@ def test_a_damaged_scale_is_found_at_the_next_sync(three_ranks: RankPool, kind: 
         assert f"rank {reference}: " in finding.detail
         assert report == results[0]["events"][0][2]
         if policy == "raise" and update == "next_step":
-            continue  # The boundary that raised sent nothing: two steps' amaxes went in together.
+            continue  # The boundary that raised sent nothing, so two steps' amaxes merged.
         assert result["states"][-1] == expected[-1]
         assert result["steps"] == STEPS
     final = [result["states"][-1] for result in results]
@@ -445,7 +445,7 @@ def test_two_ranks_differ_and_nobody_is_the_culprit(two_ranks: RankPool, policy:
 
 @pytest.mark.parametrize(("policy", "update"), [("raise", "same_step"), ("warn", "next_step")])
 def test_damage_to_a_slot_that_does_not_run_then(three_ranks: RankPool, policy: str, update: str) -> None:
-    """After the caught error all ranks are in the same defined state, also where no commit rewrote the scale."""
+    """After the caught error all ranks have the same defined state, also where no commit rewrote the scale."""
     results = three_ranks.run(_damaged_run, "scale", update, policy, 1, A)
     found_in = DAMAGED_BEFORE if update == "same_step" else DAMAGED_BEFORE + 1
     for result in results:
@@ -525,13 +525,13 @@ def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, 
         assert "4" in kinds["step"].detail
         assert first == results[0]["reports"][0]
         assert [report for _, report in result["errors"]] == (result["reports"] if policy == "raise" else [])
-        # Nothing of the masked sync was mixed in (the odd rank may take over scales and saturation counts, no more),
+        # The masked sync mixed nothing in (the odd rank may only take over scales and saturation counts),
         own = ("scale", "inv_scale", "saturated") if result is results[odd] else ()
         assert without(result["states"][0], *own) == without(result["before"], *own)
         # the counters agree from then on,
         assert all(f.kind != "step" for report in result["reports"][1:] for f in report.findings)
         assert result["steps"] == results[0]["steps"]
-        # and once the window is refilled, everything is equal, and stays so without further reports.
+        # and once the window is refilled, everything is equal and stays equal without further reports.
         for step in (-3, -2, -1):
             assert without(result["states"][step], "counters", "saturated") == without(
                 results[0]["states"][step], "counters", "saturated"
@@ -541,7 +541,7 @@ def test_a_rank_one_step_ahead(three_ranks: RankPool, update: str, policy: str, 
 
 
 def _damaged_manifest() -> Any:
-    """Cannot happen through the API: the word in memory is damaged on rank 1."""
+    """Damage the word in rank 1's memory, which cannot happen through the API."""
     model, manager = _manager("same_step", "raise")
     _record(manager, 0)
     manager.step()
@@ -611,7 +611,7 @@ def test_a_warning_comes_from_one_rank_of_the_majority(three_ranks: RankPool) ->
 
 
 def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
-    """(findings of the check after it, whether a check after that is clean). As on a GPU: verdicts are read later."""
+    """Return (findings of the check after it, True if a second check is clean). Reads verdicts late, as on a GPU."""
     model = nn.Linear(16, 16)
     manager = fp8dist.prepare(
         model, DelayedScaling(update=update, history_len=4), group=dist.group.WORLD, check_policy="warn"
@@ -622,7 +622,7 @@ def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
             if on_gpu:
                 mock.patch("fp8dist.sync.arena_sync.Verdict.__init__", _late_verdict).start()
             if dist.get_rank() == 1:
-                manager.scale("", "weight").mul_(2)  # Twice, so that this rank sees its amax saturate.
+                manager.scale("", "weight").mul_(2)  # Twice, so that this rank's amax saturates.
         model(torch.full((2, 16), 1.0 + step)).sum().backward()
         manager.step()
     seen: list[Any] = []
@@ -633,7 +633,7 @@ def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
 
 
 def _late_verdict(self: Any, outcome: Any, tripped: Any = None) -> None:
-    """A verdict as CUDA's, which is not there yet when the step ends."""
+    """A verdict that is not available when the step ends, as on CUDA."""
     self.immediate, self.evidence = False, None
     self._outcome, self._trips = outcome, False
     self._event = mock.Mock()
@@ -641,7 +641,7 @@ def _late_verdict(self: Any, outcome: Any, tripped: Any = None) -> None:
 
 @pytest.mark.parametrize(("update", "on_gpu"), [("next_step", False), ("same_step", True)])
 def test_a_check_acts_on_what_the_last_sync_proved(three_ranks: RankPool, update: str, on_gpu: bool) -> None:
-    """Without another boundary nobody else would. And no trace of the damage is left that a later check would find."""
+    """Without another boundary nothing else would act on it. No trace of the damage remains for a later check."""
     for found, clean_afterwards in three_ranks.run(_damaged_before_the_last_step, update, on_gpu):
         assert found == [("scale", ":weight", (1,), 0)]
         assert clean_afterwards

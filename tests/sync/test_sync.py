@@ -1,4 +1,4 @@
-"""The one collective: histories and scales on every rank are those of an oracle that saw all ranks."""
+"""The collective: histories and scales on every rank equal those of an oracle that saw all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HIDDEN = 32
 
 
 def _tensor(words: list[int]) -> Tensor:
-    """A float32 tensor of exactly these bits."""
+    """Return a float32 tensor with exactly these bits."""
     return torch.frombuffer(bytearray(struct.pack(f"<{len(words)}I", *words)), dtype=torch.float32)
 
 
@@ -162,7 +162,7 @@ def test_random_amaxes_give_the_oracles_state(three_ranks: RankPool, update: str
 
 
 class _Branches(nn.Module):
-    """Layers that are run in the order that the caller asks for."""
+    """Layers that run in the order that the caller gives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,14 +173,14 @@ class _Branches(nn.Module):
         self.layers["t"].weight.data.zero_()
 
     def forward(self, x: Tensor, order: str) -> Tensor:
-        """The layers named in ``order``, one after the other, added up."""
+        """Return the sum of the layers named in ``order``."""
         for name in order:
             x = x + self.layers[name](x)
         return x
 
 
 class _Watcher:
-    """Sees amaxes through plain hooks, without any help of the library."""
+    """Records amaxes with plain hooks, without the library."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[Slot, float | None] = {}
@@ -202,7 +202,7 @@ class _Watcher:
         self.seen[slot] = amax_of(values if earlier is None else [*values, earlier])
 
     def take(self) -> dict[Slot, float | None]:
-        """What was seen since the last call."""
+        """Return and clear the recorded amaxes."""
         seen, self.seen = self.seen, {}
         return seen
 
@@ -212,7 +212,7 @@ def _run_branches(orders: list[list[str]], update: str, loss_scale: float) -> di
     model = _Branches()
     watcher = _Watcher(model)
     manager = fp8dist.prepare(model, DelayedScaling(history_len=3, update=update), group=dist.group.WORLD)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + rank))  # Weights drift apart, scales must not.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + rank))  # Weights may drift apart, scales must not.
     manager.attach(optimizer=optimizer)
     weights = {
         (fqn, "weight"): amax_of(m.weight.flatten().tolist())
@@ -263,7 +263,7 @@ def test_modules_in_any_order_give_the_oracles_state(three_ranks: RankPool, name
         orders = [orders, orders[::-1], orders, orders]
     results = three_ranks.run(_run_branches, orders, update, 1.0)
     _check_against_oracle(results)
-    # That the watcher saw something, and saw different things on different ranks.
+    # The watcher saw amaxes, and they differ between ranks.
     assert results[0]["local"][-1].keys()
     assert results[0]["local"][-1] != results[1]["local"][-1]
 
@@ -278,7 +278,7 @@ def test_zero_initialised_projection_with_tiny_gradients(two_ranks: RankPool) ->
         assert first["layers.t", "weight"] == 0.0
         assert not result["states"][0][slot]["cold"]
         assert result["states"][0]["layers.t", "weight"]["cold"]
-        # 1e-11 cast with scale 1 would be 0: just-in-time scaling keeps it alive.
+        # Cast with scale 1, 1e-11 would become 0: just-in-time scaling preserves it.
         assert result["gradients"][0] > 0
 
 
@@ -441,7 +441,7 @@ def test_views_change_when_the_timing_says_so(two_ranks: RankPool, update: str) 
 
 
 def _rank_zero_alone(folder: str) -> dict[str, Any]:
-    """Rank 0 evaluates, saves and reads with a sync in flight; rank 1 just goes on."""
+    """Rank 0 evaluates, saves and reads with a sync pending; rank 1 continues training."""
     rank = dist.get_rank()
     model = _Branches()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4, update="next_step"), group=dist.group.WORLD)
@@ -489,7 +489,7 @@ def _evaluation_between(update: str, evaluate: bool) -> Any:
         x = torch.randn(4, HIDDEN, generator=generator)
         if evaluate:
             model.eval()
-            model(torch.full((4, HIDDEN), 1e6), "pqr").sum().backward()  # Grad on: nothing may be recorded.
+            model(torch.full((4, HIDDEN), 1e6), "pqr").sum().backward()  # Grad is on, but nothing may be recorded.
             optimizer.zero_grad()
             model.train()
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A sync that cannot complete says whose it is, which step, and with whom; and what it could not reduce is no state."""
+"""A sync that cannot complete reports its manager, step and ranks, and does not change state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 import fp8dist
 from fp8dist import DelayedScaling
@@ -17,7 +18,7 @@ from tests.support.training import batch, make_net
 
 
 def _absent(update: str) -> Any:
-    """Two steps together, then rank 1 does not come to the third: what rank 0 is told, and its state after that."""
+    """Two steps together, then rank 1 misses the third. Return rank 0's error, and its state after the error."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4, update=update), group=group)  # type: ignore[arg-type]
@@ -30,7 +31,7 @@ def _absent(update: str) -> Any:
         try:
             manager.step()
             if step == 2:
-                manager.metrics()  # Under next_step the commit waits.
+                manager.metrics()  # Under next_step the commit is pending.
         except SyncError as error:
             both = isinstance(error, Fp8DistError) and isinstance(error, RuntimeError)
             return str(error), type(error.__cause__), both, manager.steps, manager.state_dict() == before
@@ -39,7 +40,7 @@ def _absent(update: str) -> Any:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_a_sync_error() -> None:
-    pool = RankPool(2)  # Of its own: a connection that timed out is of no use to others.
+    pool = RankPool(2)  # Its own pool: others cannot use a connection that timed out.
     try:
         (text, cause, both, steps, unchanged), absent = pool.run(_absent, "next_step")
     finally:
@@ -55,3 +56,24 @@ def test_a_rank_that_does_not_come_is_a_sync_error() -> None:
     assert "\n" not in text
     assert steps == 2
     assert unchanged
+
+
+def _not_checked() -> str:
+    """Rank 1 does not call the check."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    if dist.get_rank() == 0:
+        with pytest.raises(SyncError) as caught:
+            fp8dist.check(nn.Linear(16, 16), group=group, step=7)
+        return str(caught.value)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_call_a_check_is_named() -> None:
+    pool = RankPool(2)
+    try:
+        text, _ = pool.run(_not_checked)
+    finally:
+        pool.close()
+    assert text.startswith("rank 0: fp8dist.check: the check of step 7 with ranks 0, 1 failed after ")
+    assert "Missing of 2 ranks: rank 1: gone, hung, or out of reach" in text

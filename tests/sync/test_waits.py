@@ -1,4 +1,4 @@
-"""How long a rank waits in its syncs: what is kept of it, and that it is the right rank's, in the right step."""
+"""How long a rank waits in its syncs: attributed to the right rank and the right step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training import batch, fp8_count, make_net, parameter_bits, s
 
 
 class Hand:
-    """A moment that a test sets."""
+    """A moment whose completion the test controls."""
 
     def __init__(self, ms: float) -> None:
         self.ms = ms
@@ -33,7 +33,7 @@ class Hand:
 
 
 class Clock:
-    """Goes on by what a test says, and says how often it was asked."""
+    """A clock that the test advances, and that counts its reads."""
 
     def __init__(self) -> None:
         self.ms, self.asked = 0.0, 0
@@ -50,7 +50,7 @@ class Clock:
 def test_the_waits_of_a_step_are_summed_up() -> None:
     clock, waits = Clock(), Waits()
     clock.wait(waits, 2)
-    clock.ms += 100  # Not waited.
+    clock.ms += 100  # Not a wait.
     clock.wait(waits, 3)
     assert waits.take() == []  # No step has ended.
     waits.end_step()
@@ -60,7 +60,7 @@ def test_the_waits_of_a_step_are_summed_up() -> None:
     clock.wait(waits, 50)
     assert waits.take() == [5, 0, 4]
     assert waits.take() == []
-    waits.drop()  # What came before a run of steps, say.
+    waits.drop()  # For example before the steps to measure.
     clock.wait(waits, 1)
     waits.end_step()
     assert waits.take() == [1]
@@ -92,10 +92,10 @@ def test_who_never_asks_costs_no_memory() -> None:
 
 
 class _Event:
-    """torch.cuda.Event, of a stream that this test plays."""
+    """Like torch.cuda.Event, on a stream that this test simulates."""
 
     reached = 0.0
-    """Where the stream is, in ms; class-level, as there is one stream."""
+    """Position of the stream in ms; class-level, because there is one stream."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         assert enable_timing
@@ -143,7 +143,7 @@ STEPS, LATE = 4, 0.15
 
 
 def _late(update: str, groups: bool) -> tuple[list[float], int, float]:
-    """Rank 1 comes late to each boundary; what each rank waited, how often it communicated, the host's total."""
+    """Rank 1 is late for each boundary. Return each rank's waits, its number of collectives, the host's total."""
     net = make_net()
     apart: Any = {"groups": {"branch": dist.new_group()}} if groups else {}
     recipe = DelayedScaling(history_len=4, update=update)  # type: ignore[arg-type]
@@ -167,17 +167,17 @@ def test_the_others_wait_for_a_late_rank(two_ranks: RankPool, update: str, group
     (waiting, collectives, host), (late, *_) = two_ranks.run(_late, update, groups)
     assert len(waiting) == len(late) == STEPS
     assert collectives == STEPS * (1 + groups)
-    # Under next_step the last sync is waited for in a step that has not ended; the first step has none before it.
+    # Under next_step, the wait for the last sync belongs to an unfinished step; the first step has no sync before it.
     measured = waiting if update == "same_step" else waiting[1:]
     assert min(measured) > 1e3 * LATE / 2
     if update == "next_step":
         assert waiting[0] == late[0] == 0
     assert sum(late) < sum(waiting) / 2
-    assert sum(waiting) <= host * 1.01 + 1  # The same waits, by the same clock, less the last.
+    assert sum(waiting) <= host * 1.01 + 1  # The same waits, by the same clock, without the last.
 
 
 def _calibrated_copied_off() -> list[int]:
-    """How many steps there are to tell of: a calibration is none, a copy begins anew, without FP8 there are none."""
+    """Return the number of reported steps: none for a calibration or without FP8, and a copy starts anew."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
     manager.attach(net)
@@ -202,7 +202,7 @@ def test_only_steps_of_training_count(two_ranks: RankPool) -> None:
 
 
 def _captured() -> list[int]:
-    """Steps that a capture and its replays add: none. Eager ones go on to count."""
+    """A capture and its replays add no steps; eager steps do."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=3), group=dist.group.WORLD)
     manager.attach(net)
@@ -244,7 +244,7 @@ def _asks(often: bool) -> Any:
             optimizer.zero_grad()
             if often:
                 manager.take_waits()
-                assert manager._syncs[0].phase.value == "due"  # It commits nothing early.
+                assert manager._syncs[0].phase.value == "due"  # The commit does not come early.
     return state_bits(manager), parameter_bits(net), calls.names
 
 

@@ -1,1 +1,1 @@
-"""Each kernel in plain torch. It runs anywhere, and says what is right."""
+"""Each kernel in plain torch. Runs on any device and defines the correct result."""

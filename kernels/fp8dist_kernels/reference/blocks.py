@@ -1,7 +1,8 @@
-"""FP8 casts with many scales: one for each row, or one for each block of 128, all from the tensor's own amaxes.
+"""FP8 casts with many scales: one per row, or one per block of 128, each from its own amax.
 
-The transposed copy is cast on its own: a product contracts over its last dim, and the scales must not change along that
-but between blocks. So, except for square blocks, its bytes are no transpose of the row-major copy's.
+The transposed copy is cast separately: a product contracts over the copy's last dim, and scales may change along this
+dim only at block boundaries. So, except for square blocks, the bytes of the transposed copy are not the transpose of
+the row-major copy's bytes.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool) -> Copies:
-    """Cast with one scale for each row of either copy.
+    """Cast with one scale for each row of each copy.
 
-    A scale is ``scale_from_amax`` of its row, with margin 0; 1 where that amax is 0, Inf or NaN. Inf and NaN
+    A scale is ``scale_from_amax`` of its row with margin 0, or 1 where the row's amax is 0, Inf or NaN. Inf and NaN
     become NaN.
 
     Args:
         x: [tokens, features], any float dtype, any strides.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         power_of_two: round scales down to powers of two.
-        rows: whether to write the row-major copy: a scale for each token.
-        columns: whether to write the transposed copy: a scale for each feature.
+        rows: write the row-major copy, with one scale per token.
+        columns: write the transposed copy, with one scale per feature.
 
     Returns:
         (row-major fp8 [tokens, features], its inv_scale float32 [tokens, 1],
         transposed fp8 [features, tokens rounded up to 16 with zeros], its inv_scale float32 [features, 1]), all
-        contiguous; empty tensors for a copy that was not asked for.
+        contiguous. Empty tensors for a copy that was not requested.
     """
     tokens, features = x.shape
     row_major = _cast(x, dtype, (1, max(1, features)), (tokens, 1), power_of_two) if rows else None
@@ -49,20 +50,20 @@ def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows:
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, *, block: tuple[int, int], power_of_two: bool, rows: bool, columns: bool
 ) -> Copies:
-    """Cast with one scale for each block of either copy; blocks at the edges may be smaller.
+    """Cast with one scale for each block of each copy. Blocks at the edges may be smaller.
 
     Args:
         block: (1, 128) or (128, 128): rows and columns of a block, in either copy.
 
-    Others as of ``quantize_rowwise``.
+    The other arguments are those of ``quantize_rowwise``.
 
     Returns:
-        As ``quantize_rowwise``, but for the scales. (1, 128): float32 [tokens, ceil(features / 128)] and
-        [features, ceil(tokens / 128)], both the transpose of contiguous memory, as GEMMs want them.
-        (128, 128): contiguous [ceil(tokens / 128), ceil(features / 128)] and its transpose, contiguous as well.
+        As ``quantize_rowwise``, except for the scales. (1, 128): float32 [tokens, ceil(features / 128)] and
+        [features, ceil(tokens / 128)], both the transpose of contiguous memory, as GEMMs expect them.
+        (128, 128): contiguous [ceil(tokens / 128), ceil(features / 128)] and its transpose, also contiguous.
 
     Raises:
-        ValueError: another block.
+        ValueError: any other block.
     """
     require_block(block)
     height, width = block
@@ -81,20 +82,20 @@ def quantize_blocks(
 
 
 def require_block(block: tuple[int, int]) -> None:
-    """Raise ValueError unless blocks may have this shape."""
+    """Raise ValueError unless ``block`` is a supported shape."""
     if block not in BLOCK_SHAPES:
         raise ValueError(f"blocks of {block[0]}x{block[1]}; expected 1x{BLOCK} or {BLOCK}x{BLOCK}")
 
 
 def blocks_along(size: int, block: int) -> int:
-    """Blocks that cover ``size``."""
+    """Return the number of blocks that cover ``size`` elements."""
     return -(-size // block)
 
 
 def _cast(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], grid: tuple[int, int], power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """(FP8 [tokens, features], inv_scale float32 [grid])."""
+    """Return (FP8 [tokens, features], inv_scale float32 [grid])."""
     tokens, features = x.shape
     bits = torch.zeros(grid[0] * block[0], grid[1] * block[1], dtype=torch.int32, device=x.device)
     bits[:tokens, :features] = x.float().view(torch.int32) & _MAGNITUDE

@@ -1,4 +1,4 @@
-"""High precision to FP8: saturating cast with a given scale, row-major and transposed."""
+"""Casts from high precision to FP8: saturating, with a given scale, row-major and transposed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 TOKEN_ALIGNMENT = 16
-"""FP8 GEMMs on CUDA contract over multiples of 16. Only the transposed copy has tokens as the
-contracted dim, so only it is padded (with zeros, which add nothing to a product)."""
+"""FP8 GEMMs on CUDA need the contracted dim in multiples of 16. Only the transposed copy contracts over tokens, so only
+this copy is padded, with zeros, which add nothing to a product."""
 
 CPU_BLOCK = 1 << 17
-"""Elements that are cast at a time on a CPU."""
+"""Elements cast at a time on a CPU."""
 
 
 def quantize(
@@ -46,22 +46,23 @@ def quantize(
 
     Args:
         x: [tokens, features], any float dtype, any strides.
-        scale, cold, pending: 0-d float32, bool, float32: the places of one slot. ``pending`` may grow.
+        scale, cold, pending: 0-d float32, bool, float32: views of one slot. ``pending`` may grow.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        record: whether the amax of ``x`` goes into ``pending``; that of an empty ``x`` does not.
-        just_in_time: cast with the scale of ``x``'s own amax where the slot is cold (1 if that is 0 or not finite).
-        margin, power_of_two: as of ``scale_from_amax``, for a scale of ``x``'s own amax.
-        rows, columns: which copies to write, as of ``saturating_cast``.
-        outgrown: a number above 0: cast with the scale of ``x``'s own amax also where ``x`` has outgrown the scale
-            of a slot that is not cold: its amax is finite and ``amax * scale > outgrown * fp8_max``, whatever
-            ``just_in_time`` says.
-            Both sides are float32: the left one is a float32 product, which may be Inf; the right one is multiplied in
-            float64, then rounded. The slot does not change. None: only cold slots are cast just in time.
+        record: record the amax of ``x`` in ``pending``. An empty ``x`` records nothing.
+        just_in_time: if the slot is cold, cast with the scale of ``x``'s own amax (1 if the amax is 0 or not finite).
+        margin, power_of_two: as in ``scale_from_amax``, for a scale of ``x``'s own amax.
+        rows, columns: the copies to write, as in ``saturating_cast``.
+        outgrown: a number above 0, or None: only cold slots are cast just in time. A number also casts with the scale
+            of
+            ``x``'s own amax if the slot is not cold and ``x`` has outgrown its scale: the amax is finite and
+            ``amax * scale > outgrown * fp8_max``. This does not depend on ``just_in_time``. Both sides are float32: the
+            left side is a float32 product, which may be Inf; the right side is multiplied in float64, then rounded. The
+            slot does not change.
 
     Returns:
-        (row-major, transposed, inv_scale): the copies as of ``saturating_cast``, and a new 0-d float32.
+        (row-major, transposed, inv_scale): the copies as in ``saturating_cast``, and a new 0-d float32.
     """
-    # On the CPU the flag can be looked at, and an eval pass over hot slots need not read x twice.
+    # A CPU flag is cheap to read, and saves an eval pass over hot slots a second read of x.
     may_be_cold = just_in_time and (x.device.type != "cpu" or bool(cold))
     used = scale
     if record or may_be_cold or outgrown is not None:
@@ -88,30 +89,30 @@ def quantize(
 
 
 def padded(tokens: int) -> int:
-    """Tokens as the transposed copy has them: rounded up to ``TOKEN_ALIGNMENT``."""
+    """Return ``tokens`` rounded up to ``TOKEN_ALIGNMENT``, the row length of the transposed copy."""
     return -(-tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
 
 
 def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """``x * scale`` in float32, rounded to nearest even into FP8.
+    """Cast ``x * scale`` in float32 to FP8, rounding to nearest even.
 
-    Finite values beyond the format saturate. Inf and NaN become NaN in either format: a loss
-    scaler or a loss guard must see what it would have seen without FP8.
+    Finite values beyond the format saturate. Inf and NaN become NaN in either format: a loss scaler or a loss guard
+    must see the same as without FP8.
 
     Args:
         x: [tokens, features], any float dtype, any strides.
         scale: 0-d float32.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rows: whether to write the row-major copy.
-        columns: whether to write the transposed copy.
+        rows: write the row-major copy.
+        columns: write the transposed copy.
 
     Returns:
-        (row-major [tokens, features], transposed [features, tokens rounded up to 16]), both
-        contiguous; an empty tensor for one that was not asked for.
+        (row-major [tokens, features], transposed [features, tokens rounded up to 16]), both contiguous. An empty tensor
+        for a copy that was not requested.
     """
     if x.is_cuda or x.numel() <= CPU_BLOCK:
         fp8 = scaled(x, scale, dtype).to(dtype).contiguous()
-    else:  # The float32 copies of a block fit a cache, and take no memory to speak of.
+    else:  # In blocks: their float32 copies fit in cache and take little memory.
         fp8 = torch.empty(x.shape, dtype=dtype, device=x.device)
         tokens = max(1, CPU_BLOCK // x.shape[1])
         for block, target in zip(x.split(tokens), fp8.split(tokens)):
@@ -124,19 +125,19 @@ def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, co
 
 
 def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` in float32, within what ``dtype`` holds, and NaN where ``x`` is Inf. ``scale``: broadcastable."""
+    """Return ``x * scale`` in float32, clamped to the range of ``dtype``; NaN where ``x`` is Inf."""
     limit = torch.finfo(dtype).max
     x = x.float()
     return torch.where(x.isinf(), torch.nan, torch.mul(x, scale).clamp_(-limit, limit))
 
 
 def dequantize(fp8: Tensor, inv_scale: Tensor) -> Tensor:
-    """FP8 back to float32: ``fp8 * inv_scale``. Same shape."""
+    """Return FP8 as float32: ``fp8 * inv_scale``. Same shape."""
     return fp8.float() * inv_scale
 
 
 def padded_transpose(fp8: Tensor) -> Tensor:
-    """fp8 [tokens, features] as contiguous [features, tokens rounded up to 16 with zeros]."""
+    """Return fp8 [tokens, features] transposed: contiguous [features, tokens rounded up to 16 with zeros]."""
     tokens, features = fp8.shape
     padding = -tokens % TOKEN_ALIGNMENT
     if padding == 0:

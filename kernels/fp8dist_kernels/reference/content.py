@@ -1,6 +1,6 @@
-"""The digest of a tensor's content: 128 bits that change when a bit, a place, or an order changes.
+"""The digest of a tensor's content: 128 bits that depend on every bit and its position.
 
-The bytes of the tensor in logical order are little-endian 64-bit words ``w``, the last one filled up with zeros, in
+The bytes of the tensor in logical order form little-endian 64-bit words ``w``, the last one padded with zeros, in
 blocks of ``BLOCK_WORDS``. For each of two lanes, all in wrapping 64-bit arithmetic::
 
     fold(w)      = z ^ (z >>> 32)  with  z = w * FOLD
@@ -8,16 +8,16 @@ blocks of ``BLOCK_WORDS``. For each of two lanes, all in wrapping 64-bit arithme
     content      = sum over blocks b of mix((leaf(b) ^ key[lane, b mod BLOCK_WORDS]) + b)
     digest       = mix(content + seed)
 
-``mix`` is the finaliser of SplitMix64. All sums commute: blocks may be done in any order, on any device.
+``mix`` is the finaliser of SplitMix64. All sums commute, so blocks may be processed in any order, on any device.
 
-Changing one word changes the digest with certainty: ``fold`` and ``mix`` are bijections, the key is odd. Changes of
-several words in a block cancel only if their folded differences, times the keys, add up to 0 mod 2**64, in both lanes.
-That is likely only for differences that are multiples of a high power of two (two of 2**63 always cancel). Bits of
-real data that change together, such as the two sign bits of a word of float32, are where a plain ``w ^ (w >>> 32)``
-would make such
-differences: the multiplication spreads them over the upper half first, and the shift brings them down. The keys are
-fixed and public: this finds damage, drift and mistakes, not forgery. The seed carries name, shape and dtype, so
-tensors that trade places are seen as well.
+A change of one word always changes the digest: ``fold`` and ``mix`` are bijections, and the key is odd. Changes of
+several words in a block cancel only if their folded differences, times the keys, add up to 0 mod 2**64 in both lanes.
+This is likely only for differences that are multiples of a high power of two (two of 2**63 always cancel). Bits of real
+data that change together, such as the two sign bits of a word of float32, would give such differences under a plain ``w
+^ (w >>> 32)``. So the multiplication first spreads them over the upper half, and the shift brings them down.
+
+The keys are fixed and public: the digest finds damage, drift and mistakes, not forgery. The seed carries name, shape
+and dtype, so the digest also finds tensors that trade places.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ FOLD = -0x2917014799A6026D
 
 _LOW_HALF = 0xFFFFFFFF
 _BLOCKS_AT_ONCE_ON_GPU = 128
-"""On a CPU one block at a time stays in the cache; on a GPU a launch should have more to do."""
+"""On a CPU, one block at a time stays in cache. On a GPU, each launch needs more work."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The logical content as uint8[numel * itemsize]: a view where the tensor is contiguous."""
+    """Return the logical content as uint8[numel * itemsize]: a view if the tensor is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    # torch calls a tensor of one element contiguous whatever its strides; viewed as bytes they must be 1.
+    # torch calls a one-element tensor contiguous whatever its strides; a view as bytes needs stride 1.
     return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def block_count(nbytes: int) -> int:
-    """Blocks of a tensor of so many bytes."""
+    """Return the number of blocks of a tensor of ``nbytes`` bytes."""
     return -(-nbytes // BLOCK_BYTES)
 
 
 class ContentDigest:
-    """Digests of tensors on one device. Holds the keys, and in plain torch room for one block.
+    """Computes digests of tensors on one device. Holds the keys and, without Triton, work buffers.
 
     Args:
-        backend: as of ``fp8dist_kernels.backends.runs_fused``: with Triton, the leaves of all tensors are one launch.
+        backend: as in ``fp8dist_kernels.backends.runs_fused``. Triton computes the leaves of all tensors in one launch.
     """
 
     def __init__(self, device: torch.device, backend: str = "auto") -> None:
@@ -71,11 +71,11 @@ class ContentDigest:
         self._product = torch.empty_like(self._folded)
 
     def many_leaves(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """The leaves of tensors of any dtype, shape and strides, int64[sum(counts), 2], those of the first tensor
-        first; and ``counts``: how many leaves each one has. An empty tensor has none.
+        """Return the leaves of tensors of any dtype, shape and strides, int64[sum(counts), 2] in the order of the
+        tensors, and ``counts``: the number of leaves of each tensor. An empty tensor has none.
 
         Raises:
-            ValueError: one of them is on another device.
+            ValueError: a tensor is on another device.
         """
         if self._fused:
             from fp8dist_kernels.triton import content as fused
@@ -86,11 +86,11 @@ class ContentDigest:
         return torch.cat([none, *leaves]), [len(part) for part in leaves]
 
     def leaves(self, tensor: Tensor) -> Tensor:
-        """int64[blocks, 2] of one tensor; see ``many_leaves``."""
+        """Return the leaves of one tensor, int64[blocks, 2]. See ``many_leaves``."""
         return self.many_leaves([tensor])[0]
 
     def row_leaves(self, words: Tensor) -> Tensor:
-        """The leaves of each row of int64[r, w], as if each were a tensor: int64[r * blocks, 2]."""
+        """Return the leaves of each row of int64[r, w], as if each row were a tensor: int64[r * blocks, 2]."""
         if self._fused:
             from fp8dist_kernels.triton import content as fused
 
@@ -118,14 +118,14 @@ class ContentDigest:
         return leaves
 
     def _sum_rows(self, words: Tensor, out: Tensor) -> None:
-        """The leaf of each row of int64[r, w], w <= BLOCK_WORDS, into int64[r, 2]."""
+        """Write the leaf of each row of int64[r, w], w <= BLOCK_WORDS, to int64[r, 2]."""
         rows, width = words.shape
         if rows <= len(self._folded) and width == BLOCK_WORDS:
             folded, product = self._folded[:rows], self._product[:rows]
         else:
             folded, product = torch.empty_like(words), torch.empty_like(words)
         torch.mul(words, FOLD, out=product)
-        # Arithmetic shift, then mask: torch has no logical one for int64.
+        # Arithmetic shift, then mask: torch has no logical shift for int64.
         torch.bitwise_right_shift(product, 32, out=folded)
         folded.bitwise_and_(_LOW_HALF).bitwise_xor_(product)
         for lane in range(2):
@@ -133,11 +133,11 @@ class ContentDigest:
             torch.sum(product, dim=1, out=out[:, lane])
 
     def digests(self, leaves: Tensor, counts: Sequence[int], seeds: Tensor) -> Tensor:
-        """int64[t, 2]: the digests of t tensors.
+        """Return the digests of t tensors, int64[t, 2].
 
         Args:
-            leaves: int64[sum(counts), 2], those of the first tensor first.
-            counts: how many leaves each tensor has.
+            leaves: int64[sum(counts), 2], in the order of the tensors.
+            counts: the number of leaves of each tensor.
             seeds: int64[t, 2].
         """
         repeats = torch.tensor(counts, dtype=torch.int64, device="cpu")
@@ -151,7 +151,7 @@ class ContentDigest:
 
 
 def _as_words(content: Tensor) -> Tensor:
-    """uint8[n] as int64[ceil(n / 8)]."""
+    """Return uint8[n] as int64[ceil(n / 8)], padded with zeros."""
     rest = -content.numel() % 8
     if rest:
         content = torch.nn.functional.pad(content, (0, rest))

@@ -1,10 +1,9 @@
 """A position-keyed digest of 32-bit words: multilinear hashing.
 
-``sum(key[i] * word[i]) mod 2**64``, with a fixed pseudo-random odd 64-bit key for each place (the
-multilinear family of Lemire and Kaser, "Strongly universal string hashing is fast", 2014). A change of
-one word always changes it: the key is odd and the difference is below 2**32. A swap of two words, or
-equal flips in two places, are missed with a probability of about 2**-32 over the choice of keys. The sum
-wraps, and is the same in any order.
+``sum(key[i] * word[i]) mod 2**64``, with a fixed pseudo-random odd 64-bit key for each position (the multilinear family
+of Lemire and Kaser, "Strongly universal string hashing is fast", 2014). A change of one word always changes the digest:
+the key is odd and the difference is below 2**32. A swap of two words, or equal bit flips at two positions, is missed
+with a probability of about 2**-32 over the choice of keys. The sum wraps and does not depend on the order.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _MULTIPLIER_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 
 def position_keys(count: int, device: torch.device) -> Tensor:
-    """int64[count] odd keys: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of the place, lowest bit set."""
+    """Return int64[count] odd keys: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of the position, lowest bit set."""
     return mix((torch.arange(count, dtype=torch.int64, device=device) + 1) * _GOLDEN) | 1
 
 
 def mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64: a bijection of int64; each bit of the input moves all bits of the result."""
+    """Apply the finaliser of SplitMix64: a bijection of int64 that spreads each input bit over all bits."""
     x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
     return x ^ _shift_right(x, 31)
@@ -37,5 +36,5 @@ def digest_words(words: Tensor, keys: Tensor, out: Tensor) -> None:
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
-    """Logical right shift; torch's own is arithmetic on int64."""
+    """Logical right shift. torch's ``>>`` is arithmetic on int64."""
     return (x >> by) & ((1 << (64 - by)) - 1)

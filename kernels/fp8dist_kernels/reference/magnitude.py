@@ -1,4 +1,4 @@
-"""amax: the largest magnitude of a tensor, as integer bits that survive any max."""
+"""amax: the largest magnitude of a tensor, as integer bits, so that an integer max keeps NaN and Inf."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 __all__ = ["DID_NOT_RUN", "DID_NOT_RUN_BITS", "INFINITY_BITS", "amax_bits", "observe", "record_amax"]
 
 DID_NOT_RUN = -1.0
-"""What ``pending`` holds for a slot that saw nothing. Its bits are a negative int32, so any
-recorded amax (bits >= 0) wins an integer max against it."""
+"""Value of ``pending`` for a slot that saw no tensor. As int32 it is negative, so any recorded amax (bits >= 0) wins an
+integer max against it."""
 
 DID_NOT_RUN_BITS = -0x40800000
-"""The same, as int32."""
+"""``DID_NOT_RUN`` as int32."""
 
 INFINITY_BITS = 0x7F800000
 """Bits of float32 +Inf. Finite amaxes are below, NaN is above."""
@@ -21,7 +21,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def amax_bits(x: Tensor) -> Tensor:
-    """max |x| in float32, as int32 bits. NaN wins over Inf, Inf over finite.
+    """Return max |x| in float32, as int32 bits. NaN wins over Inf, Inf over finite values.
 
     The sign bit is masked, because a NaN can be negative and would then lose an integer max.
 
@@ -35,11 +35,11 @@ def amax_bits(x: Tensor) -> Tensor:
 
 
 def record_amax(bits: Tensor, pending: Tensor) -> None:
-    """Let ``pending`` (0-d float32, a slot's place in its arena) grow to ``bits`` (0-d int32)."""
+    """Set ``pending`` (0-d float32, a view of a slot) to the maximum of itself and ``bits`` (0-d int32)."""
     place = pending.view(torch.int32)
     torch.maximum(place, bits, out=place)
 
 
 def observe(x: Tensor, pending: Tensor) -> None:
-    """Let ``pending`` (0-d float32) grow to the amax of ``x`` (any shape and strides)."""
+    """Set ``pending`` (0-d float32) to the maximum of itself and the amax of ``x`` (any shape and strides)."""
     record_amax(amax_bits(x), pending)

@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 ALIGNMENT = 16
-"""cuBLASLt wants the contracted dim and the rows of ``b`` in multiples of 16. The CPU accepts
-anything; it is held to the same rule, so that a test that passes on a CPU means something."""
+"""cuBLASLt needs the contracted dim and the rows of ``b`` in multiples of 16. The CPU does not, but follows the same
+rule, so that code that passes tests on a CPU also runs on CUDA."""
 
 SCALE_BLOCK = 128
 """Elements of the contracted dim, and rows of ``b``, that share a scale under block scaling."""
@@ -35,7 +35,7 @@ _HOPPER = 9
 
 
 class Scaling(Enum):
-    """What one scale belongs to, for a [m, k] and b [n, k]. The shapes of the inverse scales tell."""
+    """Granularity of the scales, for a [m, k] and b [n, k]. Follows from the shapes of the inverse scales."""
 
     TENSORWISE = "tensorwise"  # one each: any shape with one element
     ROWWISE = "rowwise"  # a [m, 1], b [n, 1]
@@ -44,17 +44,17 @@ class Scaling(Enum):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether scales change along the contracted dim. Then products add up in float32 after each block."""
+        """True if scales change along the contracted dim. Products are then accumulated in float32 after each block."""
         return self in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D)
 
 
 def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor) -> Scaling:
-    """Which scaling the shapes of the inverse scales mean.
+    """Return the scaling that the shapes of the inverse scales imply.
 
-    Where a shape fits two kinds, they mean the same product. Strides are free.
+    If the shapes fit two kinds, both kinds give the same product. Strides may be arbitrary.
 
     Raises:
-        ValueError: they fit none, or are not float32.
+        ValueError: the shapes fit no kind, or the dtypes are not float32.
     """
     if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:
         raise ValueError(f"inverse scales must be float32, got {inv_scale_a.dtype} and {inv_scale_b.dtype}")
@@ -77,7 +77,7 @@ def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor) -
 
 
 def torch_can(scaling: Scaling, device: torch.device) -> bool:
-    """Whether torch has a product with such scales on ``device``: with scales of blocks on Hopper only."""
+    """True if torch has a product with this scaling on ``device``. Block scaling needs Hopper."""
     if not scaling.in_blocks:
         return True
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
@@ -92,16 +92,16 @@ def matmul_torch(
     fast_accumulation: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``(a * inv_scale_a) @ (b * inv_scale_b).T + bias`` by torch's own scaled product (cuBLASLt on CUDA).
+    """Return ``(a * inv_scale_a) @ (b * inv_scale_b).T + bias``, by torch's own scaled product (cuBLASLt on CUDA).
 
     Args:
-        a: FP8 [m, k] contiguous. m is free.
+        a: FP8 [m, k] contiguous. m is arbitrary.
         b: FP8 [n, k] contiguous. n and k are multiples of 16.
-        inv_scale_a: float32, ``inv_scale_b`` likewise; shapes as ``Scaling`` says. Scales of
+        inv_scale_a: float32, and ``inv_scale_b`` likewise; shapes as in ``Scaling``. Scales of
             1 x 128 blocks are cheapest as the transpose of contiguous memory: [ceil(k / 128), m] for ``a``.
         out_dtype: bfloat16, float16 or float32: dtype of the [m, n] result.
-        fast_accumulation: let Hopper accumulate in its reduced-precision registers. Without effect on block-scaled
-            products, which add up in float32 after each block.
+        fast_accumulation: let Hopper accumulate in its reduced-precision registers. No effect on block-scaled
+            products, which accumulate in float32 after each block.
         bias: [n] of any float dtype, added in float32 before the result is rounded.
 
     Raises:
@@ -112,7 +112,7 @@ def matmul_torch(
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
     if bias is not None and not (bias.dtype == out_dtype and out_dtype.itemsize == 2 and a.is_cuda):
-        # cuBLASLt takes a bias of the result's dtype only, and none with float32.
+        # cuBLASLt takes a bias only in the result's dtype, and never with float32.
         product = matmul_torch(a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation)
         return product.add_(bias).to(out_dtype)
     if scaling.in_blocks:
@@ -138,8 +138,8 @@ def matmul_reference(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The same product, dequantised and multiplied in float32. Shapes, bias and errors as ``matmul_torch``, but
-    block-scaled on any device."""
+    """Return the same product as ``matmul_torch``, dequantised and multiplied in float32. Same shapes, bias and errors,
+    but block scaling works on any device."""
     require_layout(a, b, bias)
     scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
     if scaling.in_blocks:
@@ -152,7 +152,7 @@ def matmul_reference(
 
 
 def require_layout(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for operands or a bias that no backend takes."""
+    """Raise ValueError for operands or a bias that no backend accepts."""
     if not (a.is_contiguous() and b.is_contiguous()):
         raise ValueError("FP8 operands must be contiguous with the contracted dim last")
     if a.shape[1] != b.shape[1]:
@@ -166,18 +166,17 @@ def require_layout(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
 
 
 def product_of_nothing(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """The product of a [m, k] and b [n, k] where m or k is 0: zeros, plus the bias."""
+    """Return the product of a [m, k] and b [n, k] where m, n or k is 0: zeros, plus the bias."""
     product = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     return product if bias is None else product.add_(bias)
 
 
 def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Scales of blocks as ``torch.nn.functional.scaled_mm`` wants them (ATen's ScaledBlas.cpp checks shapes and
-    strides).
+    """Return block scales in the layout of ``torch.nn.functional.scaled_mm`` (checked in ATen's ScaledBlas.cpp).
 
     Returns:
-        [m, blocks] with strides (1, m), not copied if it has them. Then under BLOCKWISE_1D [n, blocks] likewise; else
-        [blocks rounded up to 4, ceil(n / 128)], columns contiguous, padded with zeros.
+        For ``a``, [m, blocks] with strides (1, m), not copied if it has them. For ``b``, [n, blocks] likewise under
+        BLOCKWISE_1D, else [blocks rounded up to 4, ceil(n / 128)], columns contiguous, padded with zeros.
     """
     scale_a = column_major(inv_scale_a)
     if scaling is Scaling.BLOCKWISE_1D:
@@ -189,7 +188,7 @@ def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Sc
 
 
 def column_major(scale: Tensor) -> Tensor:
-    """[lines, blocks] with strides (1, lines): itself, or a copy."""
+    """Return [lines, blocks] with strides (1, lines): the tensor itself, or a copy."""
     lines = scale.shape[0]
     if scale.stride() == (1, lines):
         return scale

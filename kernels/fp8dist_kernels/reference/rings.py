@@ -1,11 +1,11 @@
 """Per-slot ring buffers of amaxes, with a window maximum that does not read the whole window.
 
-A ring of length H is cut into about sqrt(H) blocks, and the maximum of each block is kept. Writing
-one entry reads one block and all block maxima: about 2·sqrt(H) numbers a slot instead of H. At
-100,000 slots and H = 1024 that is 26 MB a step instead of 410 MB.
+A ring of length H is split into about sqrt(H) blocks, and the maximum of each block is stored. Writing one entry reads
+one block and all block maxima: about 2·sqrt(H) numbers per slot instead of H. At 100,000 slots and H = 1024 this is 26
+MB per step instead of 410 MB.
 
-Slots roll on their own. The place that is written next follows from how many entries a slot has taken:
-``count % H``. So one that did not run stays where it is, and there is no cursor to keep.
+Each slot advances on its own: it writes next at ``count % H``, where ``count`` is the number of entries it has taken.
+So a slot that did not run keeps its position, and no cursor is stored.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["RingShape", "ordered_window", "write", "write_window"]
 
 
 class RingShape:
-    """How rings of ``length`` entries are laid out: ``blocks`` × ``block`` >= ``length``.
+    """Layout of rings of ``length`` entries: ``blocks`` × ``block`` >= ``length``.
 
-    Places beyond ``length`` are never written and hold 0, which no maximum of amaxes notices.
+    Entries beyond ``length`` are never written. They stay 0, which does not affect a maximum of amaxes.
     """
 
     def __init__(self, length: int) -> None:
@@ -40,12 +40,12 @@ def write(
     amax: Tensor,
     taken: Tensor,
 ) -> Tensor:
-    """Write ``amax`` where ``taken`` and re-read the blocks that were written to.
+    """Write ``amax`` where ``taken``, and recompute the maxima of the written blocks.
 
     Args:
         history: float32[n, shape.padded], changed in place.
         block_max: float32[n, shape.blocks], changed in place.
-        count: int64[n], entries taken before this one. Counting on is the caller's.
+        count: int64[n], entries taken before this one. The caller increments it.
         row_start: int64[n], ``arange(n) * shape.padded``.
         amax: float32[n].
         taken: bool[n].
@@ -63,12 +63,12 @@ def write(
 
 
 def ordered_window(history: Tensor, count: Tensor, shape: RingShape) -> Tensor:
-    """float32[n, length]: each slot's window, oldest first, newest last (zeros while unfilled)."""
+    """Return each slot's window, float32[n, length], oldest first (zeros while unfilled)."""
     return history.gather(1, _columns(count, shape))
 
 
 def write_window(history: Tensor, block_max: Tensor, count: Tensor, shape: RingShape, rows: Tensor) -> None:
-    """Replace whole windows by ``rows`` (float32[n, length], oldest first), for these counts."""
+    """Replace whole windows by ``rows`` (float32[n, length], oldest first), at the positions that ``count`` gives."""
     history.scatter_(1, _columns(count, shape), rows)
     torch.amax(history.view(-1, shape.blocks, shape.block), 2, out=block_max)
 

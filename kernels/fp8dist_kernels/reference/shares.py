@@ -1,4 +1,4 @@
-"""Shares of a cast: how many elements a scale cut off, and how many it lost."""
+"""Shares of elements that a cast saturates or flushes to zero."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8dist_kernels.reference.magnitude import record_amax
 __all__ = ["WHOLE", "limits", "measure", "require_scales"]
 
 WHOLE = (0, 0)
-"""The block of a scale that belongs to a whole tensor."""
+"""The ``block`` of a tensor with a single scale."""
 
 
 def measure(
@@ -24,27 +24,27 @@ def measure(
     *,
     block: tuple[int, int],
 ) -> None:
-    """Let two places grow to the shares of ``x`` that a cast with these scales saturates and flushes to zero.
+    """Record the shares of ``x`` that a cast with these scales saturates and flushes to zero, as running maxima.
 
-    A share is a count over ``x.numel()``, both in float32. Counted are finite elements whose magnitude is
+    A share is a count divided by ``x.numel()``, both in float32. Finite elements count if their magnitude is
 
-    - beyond ``rounds_to_max * inv_scale``: cut off, and not only rounded to the format's largest number;
-    - above 0, and at most half of the format's smallest number times ``inv_scale``: such become 0.
+    - above ``rounds_to_max * inv_scale``: saturated, and not only rounded to the format's largest number;
+    - above 0, and at most half of the format's smallest number times ``inv_scale``: flushed to zero.
 
-    ``x`` is read as float32, and the limits are float32 products: one that underflows to 0 lets nothing count as
-    flushed. The cast itself multiplies by the scale, so an element within a rounding of a limit may have gone the other
-    way. An empty ``x`` changes nothing.
+    ``x`` is read as float32, and the limits are float32 products: if the second one underflows to 0, nothing counts as
+    flushed. The cast itself multiplies by the scale, so it may treat an element within a rounding error of a limit
+    differently. An empty ``x`` changes nothing.
 
     Args:
         x: [tokens, features], any float dtype, any strides.
         inv_scale: float32, any strides: one element, or one for each block of ``x``.
-        dtype: what was cast to: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        saturated, underflow: 0-d float32, maybe views. -1: not measured yet.
-        block: (0, 0) for one scale; (1, features), (1, 128) or (128, 128) for scales as the row-major copies of
-            ``quantize_rowwise`` and ``quantize_blocks`` have them.
+        dtype: the dtype of the cast: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        saturated, underflow: 0-d float32, may be views. -1: not measured yet.
+        block: (0, 0) for one scale; (1, features), (1, 128) or (128, 128) for scales of the row-major copies of
+            ``quantize_rowwise`` and ``quantize_blocks``.
 
     Raises:
-        ValueError: another block, or scales of another shape.
+        ValueError: any other block, or ``inv_scale`` of another shape or dtype.
     """
     if x.numel() == 0:
         return
@@ -57,7 +57,7 @@ def measure(
     most, least = limits(dtype)
     magnitude = x.float().abs()
     finite = magnitude < torch.inf
-    # A tensor: by a number, CUDA would multiply with its reciprocal.
+    # A tensor, because CUDA divides by a Python number as a multiplication with its reciprocal.
     numel = torch.full((), x.numel(), dtype=torch.float32, device=x.device)
     for place, counted in (
         (saturated, (magnitude > each * most) & finite),
@@ -67,14 +67,14 @@ def measure(
 
 
 def limits(dtype: torch.dtype) -> tuple[float, float]:
-    """(the largest number that rounds to the format's maximum, the largest that rounds to zero)."""
+    """Return (the largest number that rounds to the format's maximum, the largest that rounds to zero)."""
     rounds_to_max = next(one.rounds_to_max for one in FORMATS.values() if one.dtype == dtype)
     info = torch.finfo(dtype)
     return rounds_to_max, info.smallest_normal * info.eps / 2
 
 
 def require_scales(x: Tensor, inv_scale: Tensor, block: tuple[int, int]) -> None:
-    """Raise ValueError unless scales of such blocks of ``x``, which is not empty, have this shape and dtype."""
+    """Raise ValueError unless ``block`` is supported and ``inv_scale`` fits it. ``x`` must not be empty."""
     tokens, features = x.shape
     if block not in (WHOLE, (1, features), *BLOCK_SHAPES):
         raise ValueError(f"blocks of {block[0]}x{block[1]}; expected 0x0 (one scale), 1x{features}, 1x128 or 128x128")

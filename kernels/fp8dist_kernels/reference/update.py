@@ -1,4 +1,4 @@
-"""The two state updates of a step: launch (snapshot for the collective) and commit."""
+"""The two state updates of a step: launch (prepare the message for the collective) and commit."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from fp8dist_kernels.scaling import scale_from_amax
 __all__ = ["OUTCOME", "commit", "give_back", "launch"]
 
 OUTCOME = WORDS + 3
-"""Elements of what ``commit`` returns: for each header word whether ranks disagree, two alarms, and True: so that
-outcomes can be added up, and the last sum counts them."""
+"""Length of the result of ``commit``: a disagreement flag per header word, two alarms, and True. The last element
+counts the outcomes when they are summed."""
 
 
 def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> None:
-    """Fill ``send`` from the live state: header, then the amaxes seen since the last launch. ``pending`` is -1 after
-    it.
+    """Fill ``send`` from the live state: the header, then the amaxes since the last launch. Reset ``pending`` to -1.
 
-    The header's scale digest is taken here, from live memory: a scale that was damaged after its commit shows. The
-    amaxes of sharded weights are those of ``shards``.
+    The scale digest of the header is computed here, from live memory, so it also reveals scales damaged after their
+    commit. The amaxes of sharded weights come from ``shards``.
 
     Args:
-        hold: 0-d or one element; non-zero: a loss scaler skips this optimizer step. Then nothing is sent, and
-            ``pending`` keeps what it has. Decided on the device.
-        drop_nonfinite: forget held amaxes that are not finite.
+        hold: 0-d or one element, read on the device. Non-zero: a loss scaler skips this optimizer step, so no amax is
+            sent, and ``pending`` keeps its values.
+        drop_nonfinite: drop held amaxes that are not finite.
     """
     pending = arrays.pending.view(torch.int32)
     send, words = arrays.send, arrays.words
@@ -47,8 +46,10 @@ def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> No
 
 
 def give_back(message: Tensor, pending_bits: Tensor, hold: Tensor, drop_nonfinite: bool) -> None:
-    """Where ``hold`` is non-zero, let ``pending_bits`` (int32[n]) grow to a message's amaxes: they wait for the next
-    launch. ``message``: int32[8 + n], may have been reduced. Else as ``launch``."""
+    """Where ``hold`` is non-zero, merge a message's amaxes back into ``pending_bits`` (int32[n]) for the next launch.
+
+    ``message``: int32[8 + n], reduced or not. Other arguments as in ``launch``.
+    """
     bits = message[HEADER:]
     keep = hold.reshape(()).bool()
     if drop_nonfinite:
@@ -57,19 +58,19 @@ def give_back(message: Tensor, pending_bits: Tensor, hold: Tensor, drop_nonfinit
 
 
 def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor | None) -> Tensor:
-    """History rolls, scales are recomputed, the step counter goes up.
+    """Roll the history, recompute the scales and increment the step counter.
 
-    If the ranks do not agree about manifest or step, the amaxes are not ours to take: nothing is mixed in. After
-    a disagreement about scales they are: the commit makes the scales equal again. A weight that is sharded takes its
-    amax where any rank ran one of its users.
+    If the ranks disagree about the manifest or the step, no amax is taken, because the amaxes may belong to another
+    model or step. If they disagree only about scales, the amaxes are taken, and the commit makes the scales equal
+    again. A sharded weight takes its amax if any rank ran one of its users.
 
     Args:
         reduced: int32[8 + n], ``send`` after the collective.
-        hold: where it is non-zero this is no step, and no amax is taken.
+        hold: if non-zero, no amax is taken and the step counter stays.
 
     Returns:
-        bool[7]: whether the ranks disagree about each of the four header words; whether a slot saw a non-finite amax;
-        whether a sharded weight was cast beyond its scale; True.
+        bool[7]: for each of the four header words, True if the ranks disagree; True if a slot saw a non-finite amax;
+        True if a sharded weight was cast beyond its scale; True.
     """
     agreement, trusted = _judge(reduced, hold)
     bits = reduced[HEADER:]
@@ -86,7 +87,7 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
     scale, inv_scale = arrays.scales
     torch.gt(amax * scale, arrays.rounds_to_max, out=saturated).bitwise_and_(taken)
     if rule.just_in_time:
-        # What was cast just in time cannot exceed its own scale: saturated and not cold.
+        # A tensor cast just in time cannot exceed its own scale: ``saturated and not cold``.
         torch.gt(saturated, arrays.cold, out=saturated)
     ring, count = RingShape(rule.length), arrays.counters[TAKEN]
     window_max = write(arrays.history, arrays.block_max, count, arrays.row_start, ring, amax, taken)
@@ -103,7 +104,7 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
 
 
 def _judge(reduced: Tensor, hold: Tensor | None) -> tuple[Tensor | list[bool], Tensor | bool]:
-    """(agreement of the header words, whether the amaxes may be taken). On the CPU this is eight ints, compared on the
+    """Return (agreement of the header words, True if the amaxes may be taken). Eight ints: a CPU compares them on the
     host."""
     if reduced.is_cuda:
         agreement = header_agreement(reduced)

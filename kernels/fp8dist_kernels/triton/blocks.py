@@ -1,4 +1,4 @@
-"""FP8 casts with many scales: by rows in two passes, by blocks in one."""
+"""FP8 casts with many scales: per row in two passes, per block in one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipp
 
 __all__ = ["quantize_blocks", "quantize_rowwise"]
 
-_WARPS = 16  # A tile is a block of 128 x 128: 32 elements a thread, as in ``fused.casts``.
+_WARPS = 16  # A tile is a block of 128 x 128: 32 elements per thread, as in ``triton.casts``.
 _WARPS_OF_HALF = 8
 
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -61,7 +61,7 @@ def _scaled_strip(
     x, row, row_bits, inv_scale, height, line_stride,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """A strip times the scale of each row. Those scales' inverses are written."""
+    """Return a strip times the scale of each row. Store the inverse scales."""
     amax = tl.load(row_bits + row, mask=row < height, other=0) if GIVEN else tl.max(magnitude_bits(x), 1)
     scale = _scale(amax, FP8_MAX, POWER_OF_TWO)
     tl.store(inv_scale + row.to(tl.int64) * line_stride, inverse(scale), mask=row < height)
@@ -131,9 +131,9 @@ def _lines_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    # Each copy is written by programs of its own, side by side, so that the second reads from L2: one program for both
-    # would need twice the registers. Half a tile each: whole rows of it for the straight copy, whole columns for the
-    # flipped one.
+    # Each copy has its own programs, side by side, so that the second read of x comes from L2: one program for both
+    # would need twice the registers. A program does half a tile: whole rows for the straight copy, whole columns for
+    # the flipped copy.
     HALF: tl.constexpr = TILE // 2
     part = tl.program_id(0) % (2 * (STRAIGHT + FLIPPED))
     tile = tl.program_id(0) // (2 * (STRAIGHT + FLIPPED))
@@ -199,7 +199,7 @@ def _squares_kernel(
 
 
 def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool) -> Copies:
-    """See ``reference.blocks.quantize_rowwise``. The first pass takes the amaxes of rows and of columns."""
+    """See ``reference.blocks.quantize_rowwise``. The first pass computes the amaxes of rows and columns."""
     if x.numel() == 0:
         return plain.quantize_rowwise(x, dtype, power_of_two=power_of_two, rows=rows, columns=columns)
     tokens, features = x.shape
@@ -249,7 +249,7 @@ def quantize_blocks(
 
 
 def _room(x: Tensor, dtype: torch.dtype, row_scales: tuple[int, ...], column_scales: tuple[int, ...]) -> Copies:
-    """Memory for the copies and their scales; ``(0,)``: none of either."""
+    """Allocate the copies and their scales. ``(0,)``: no such copy."""
     tokens, features = x.shape
     return (
         torch.empty((0,) if row_scales == (0,) else (tokens, features), dtype=dtype, device=x.device),
@@ -260,7 +260,7 @@ def _room(x: Tensor, dtype: torch.dtype, row_scales: tuple[int, ...], column_sca
 
 
 def _cast_lines(page: Page, copies: Copies, bits: tuple[Tensor, Tensor] | None, power_of_two: bool) -> None:
-    """``bits``: amaxes of the page's whole rows and columns, where those have one scale."""
+    """Launch ``_lines_kernel``. ``bits``: amaxes of the page's whole rows and columns, if each has one scale."""
     straight, flipped = page.sides(copies[0], copies[2])
     straight_inverse, flipped_inverse = page.sides(copies[1], copies[3])
     programs = page.tiles(BLOCK, BLOCK) * 2 * ((straight.numel() > 0) + (flipped.numel() > 0))

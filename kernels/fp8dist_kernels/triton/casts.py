@@ -1,4 +1,4 @@
-"""FP8 casts in one pass: row-major copy, transposed copy and amax from one reading."""
+"""FP8 casts in one pass: row-major copy, transposed copy and amax from a single read."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipp
 
 __all__ = ["quantize"]
 
-_TALL, _WIDE = 128, 64  # A tile writes whole lines of the transposed copy; two side by side those of the row-major one.
-_FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 bytes of bf16 in a row.
-_WARPS = 8  # With 32 elements a thread: 64 registers, so four tiles at a time on a multiprocessor.
+_TALL, _WIDE = 128, 64  # Whole 128-byte lines of the transposed copy; two tiles side by side fill the row-major ones.
+_FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 contiguous bytes of bf16.
+_WARPS = 8  # 32 elements and 64 registers per thread: a multiprocessor runs four tiles at a time.
 
 
 @triton.jit
 def _largest(parts, part_count, MOST_PARTS: tl.constexpr):
-    """The float32 amax that int32 ``parts`` hold the bits of."""
+    """Return the float32 amax of ``parts``, int32 amax bits."""
     part = tl.arange(0, MOST_PARTS)
     return tl.max(tl.load(parts + part, mask=part < part_count, other=0), 0).to(tl.float32, bitcast=True)
 
 
-# Slots lie anywhere in their arena: no variants for those that happen to lie at multiples of 16 bytes.
+# Slots have any address in their arena: compile no variants for 16-byte alignment.
 @triton.jit(do_not_specialize_on_alignment=["scale", "cold", "pending", "parts", "inv_scale"])
 def _cast_kernel(
     x,  # [height, width], strides as given
@@ -36,7 +36,7 @@ def _cast_kernel(
     scale,  # float32[1]
     cold,  # bool[1]
     pending,  # int32[1], grows
-    parts,  # int32[part_count], part_count <= MOST_PARTS: amaxes of x in parts, if the slot is cold, or OUTGROWN
+    parts,  # int32[part_count], part_count <= MOST_PARTS: amaxes of parts of x; read if the slot is cold, or OUTGROWN
     inv_scale,  # float32[1], written
     height,
     width,
@@ -45,7 +45,7 @@ def _cast_kernel(
     straight_width,
     flipped_width,
     part_count,
-    outgrown_above,  # float32: x has outgrown its scale where amax * scale is above it
+    outgrown_above,  # float32: x has outgrown its scale if amax * scale is above this
     FP8_MAX: tl.constexpr,
     MARGIN: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -75,7 +75,7 @@ def _cast_kernel(
             fresh = fresh | is_cold
         if fresh:
             used = scale_from_amax(amax, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
-    elif JUST_IN_TIME:  # noqa: SIM102 - known when compiling; the other is not.
+    elif JUST_IN_TIME:  # noqa: SIM102 - known at compile time; the inner condition is not.
         if tl.load(cold):
             amax = _largest(parts, part_count, MOST_PARTS)
             used = scale_from_amax(amax, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
@@ -132,7 +132,7 @@ def quantize(
             inv_scale,
             *page.lying,
             parts.numel(),
-            # Not a constant when compiling: one kernel serves all of them. 0.0 is not read.
+            # A runtime argument, so that one kernel serves all values. 0.0 is not read.
             0.0 if outgrown is None else outgrown * fp8_max,
             FP8_MAX=fp8_max,
             MARGIN=margin,

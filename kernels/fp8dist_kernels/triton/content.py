@@ -1,11 +1,11 @@
-"""The leaves of the checker's digest, of many tensors, in one launch that reads each byte once.
+"""Leaves of the checker's digest, for many tensors, in one launch that reads each byte once.
 
-A word needs two keys of its own size. So that they do not come from the cache with every word, a program keeps those of
-one tile of a block (2048 words, 8 a thread) in registers and goes with them through many blocks; ``_TILES`` programs do
-so side by side. That is how whole blocks at 16-byte addresses are read. What a tensor has behind its last whole block,
-and all of one that begins elsewhere, is read tile by tile with masks, together with its keys.
+Each word needs two keys of its own size. To avoid loading them from cache for every word, a program keeps the keys of
+one tile of a block (2048 words, 8 per thread) in registers and applies them to many blocks. ``_TILES`` programs do so
+side by side. This path reads whole blocks at 16-byte-aligned addresses. The rest, which is the bytes behind a tensor's
+last whole block and tensors at other addresses, is read tile by tile with masks, together with its keys.
 
-The parts of a leaf are added up by atomics: integers wrap, so their order does not matter.
+Atomics add up the parts of a leaf. Integers wrap, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ _TILE_WORDS = 4 * _WARPS * 64  # A thread has 4 loads of 16 bytes in flight.
 _TILE_BYTES = 8 * _TILE_WORDS
 _TILES = BLOCK_WORDS // _TILE_WORDS
 _PROGRAMS_PER_PROCESSOR = 3
-_REGISTERS = 80  # So that these fit. The compiler would take more and run two.
+_REGISTERS = 80  # So that three programs fit. With the compiler's default, only two would.
 _COPIED_AT_ONCE = 1 << 28
-"""Bytes of copies, of tensors that are not contiguous, after which they are launched and forgotten."""
+"""Bytes of copies of non-contiguous tensors after which a batch is launched and its copies are freed."""
 
 _UNSIGNED_FOLD = tl.constexpr(FOLD & 0xFFFFFFFFFFFFFFFF)
 
 
 @triton.jit
 def _tile(pointer, WARPS: tl.constexpr):
-    """[4, 64 * WARPS]: pointers to the words of a tile. A warp reads 512 bytes at once, a thread 16 of them. In two
-    steps, so that the first axis is a constant in the load; not in three axes, which Triton 3.6 lays out badly."""
+    """Return pointers to the words of a tile, [4, 64 * WARPS]. A warp reads 512 bytes at once, 16 per thread.
+
+    Two axes, so that the first axis is a constant in the load. Triton 3.6 lays out three axes badly.
+    """
     return pointer + tl.arange(0, 64 * WARPS)[None, :] + tl.arange(0, 4)[:, None] * (64 * WARPS)
 
 
 @triton.jit
 def _sum(products, WARPS: tl.constexpr):
-    """int64[WARPS, 1]: of each warp. A sum over all of them would go through shared memory, and all would wait."""
+    """Return int64[WARPS, 1]: one sum per warp. A sum over all warps would go through shared memory, with a barrier."""
     return tl.sum(tl.reshape(tl.sum(products, 0), (WARPS, 64)), 1, keep_dims=True)
 
 
 @triton.jit
 def _add(words, key_0, key_1, leaf, WARPS: tl.constexpr):
-    """Add a tile's words under their keys to int64[2] at ``leaf``."""
+    """Add a tile's words, times their keys, to int64[2] at ``leaf``."""
     spread = words.to(tl.uint64, bitcast=True) * _UNSIGNED_FOLD
     folded = (spread ^ (spread >> 32)).to(tl.int64, bitcast=True)
-    # The first thread of each warp adds both sums; 64, as that is how a row of words lies on the threads already.
+    # The first thread of each warp adds both sums. 64 lanes, as in the thread layout of a row of words.
     lane = tl.arange(0, 64)[None, :]
     sums = tl.where(lane == 0, _sum(folded * key_0, WARPS), _sum(folded * key_1, WARPS))
     here = leaf + tl.broadcast_to(lane, (WARPS, 64))
@@ -65,7 +67,7 @@ def _add(words, key_0, key_1, leaf, WARPS: tl.constexpr):
 
 @triton.jit
 def _words_of(address, nbytes, places, WARPS: tl.constexpr):
-    """Words at any address, of which only ``nbytes`` exist; 0 beyond."""
+    """Load words from any address. Only ``nbytes`` bytes exist; zeros beyond."""
     content = address.to(tl.pointer_type(tl.uint8))
     words = tl.zeros_like(places).to(tl.int64)
     if (address & 7) == 0:
@@ -74,7 +76,7 @@ def _words_of(address, nbytes, places, WARPS: tl.constexpr):
             byte = tl.load(content + (nbytes & -8) + i, mask=i < (nbytes & 7), other=0).to(tl.int64)
             words |= tl.where(places == nbytes // 8, byte << (8 * i), 0)
     else:
-        for i in range(tl.minimum(nbytes, 8)):  # Not a constant, so that it is not unrolled: registers.
+        for i in range(tl.minimum(nbytes, 8)):  # No constant, so that the loop is not unrolled: saves registers.
             place = places * 8 + i
             words |= tl.load(content + place, mask=place < nbytes, other=0).to(tl.int64) << (8 * i)
     return words
@@ -82,7 +84,7 @@ def _words_of(address, nbytes, places, WARPS: tl.constexpr):
 
 @triton.jit
 def _add_strip(first, last, rows, tile, keys, leaves, TILES: tl.constexpr, WARPS: tl.constexpr):
-    """One tile of all blocks of a strip."""
+    """Add one tile of each block of a strip."""
     TILE: tl.constexpr = 256 * WARPS
     key = _tile(keys + tile * TILE, WARPS)
     key_0 = tl.load(key)
@@ -96,7 +98,7 @@ def _add_strip(first, last, rows, tile, keys, leaves, TILES: tl.constexpr, WARPS
             content = tl.multiple_of(content + TILES * TILE, 16)
             ahead = words
             if left > 0:
-                ahead = tl.load(_tile(content, WARPS))  # On its way while the last ones are added.
+                ahead = tl.load(_tile(content, WARPS))  # Arrives while the current words are added.
             _add(words, key_0, key_1, leaf, WARPS)
             words = ahead
             leaf += 2
@@ -104,7 +106,7 @@ def _add_strip(first, last, rows, tile, keys, leaves, TILES: tl.constexpr, WARPS
 
 @triton.jit
 def _add_share(first, last, rows, keys, leaves, TILES: tl.constexpr, WARPS: tl.constexpr):
-    """All tiles of a share."""
+    """Add all tiles of a share."""
     TILE: tl.constexpr = 256 * WARPS
     places = _tile(0, WARPS)
     for row in range(first, last):
@@ -114,7 +116,7 @@ def _add_share(first, last, rows, keys, leaves, TILES: tl.constexpr, WARPS: tl.c
         for _ in range(tl.load(rows + 4 * row + 2)):
             nbytes = tl.minimum(left, 8 * TILE).to(tl.int32)
             words = _words_of(address, nbytes, places, WARPS)
-            key = _tile(keys + (place % TILES) * TILE, WARPS)  # After the words: registers.
+            key = _tile(keys + (place % TILES) * TILE, WARPS)  # After the words, to save registers.
             key_0 = tl.load(key, mask=places * 8 < nbytes, other=0)
             key_1 = tl.load(key + TILES * TILE, mask=places * 8 < nbytes, other=0)
             _add(words, key_0, key_1, leaves + 2 * (place // TILES), WARPS)
@@ -141,7 +143,7 @@ def _leaves_kernel(
 
 
 def many_leaves(tensors: Sequence[Tensor], keys: Tensor) -> tuple[Tensor, list[int]]:
-    """See ``reference.content.ContentDigest``. ``keys``: int64[2, BLOCK_WORDS], where all tensors must be."""
+    """See ``reference.content.ContentDigest``. ``keys``: int64[2, BLOCK_WORDS], on the device of all tensors."""
     sizes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
     counts: list[int] = (-(-sizes // BLOCK_BYTES)).tolist()
     leaves = torch.zeros(sum(counts), 2, dtype=torch.int64, device=keys.device)
@@ -156,7 +158,7 @@ def many_leaves(tensors: Sequence[Tensor], keys: Tensor) -> tuple[Tensor, list[i
 
 
 def row_leaves(words: Tensor, keys: Tensor) -> Tensor:
-    """See ``reference.content.ContentDigest``. ``keys`` as of ``many_leaves``."""
+    """See ``reference.content.ContentDigest``. ``keys`` as in ``many_leaves``."""
     rows, width = words.shape
     if words.stride(1) != 1:
         words = words.contiguous()
@@ -167,7 +169,7 @@ def row_leaves(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def _batches(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
-    """The tensors as they lie, or copies where that is not their logical order: one batch, but for many copies."""
+    """Yield the tensors, or copies if memory is not in logical order. One batch, unless there are many copies."""
     batch: list[Tensor] = []
     copied = 0
     for tensor in tensors:
@@ -184,12 +186,12 @@ def _batches(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[T
 
 
 def _launch(addresses: Integers, sizes: Integers, keys: Tensor, leaves: Tensor) -> None:
-    """Add the content of that many bytes at each address to its leaves; they follow one another."""
+    """Add the content of ``sizes`` bytes at each of ``addresses`` to its leaves, which follow one another."""
     if len(leaves) == 0:
         return
     strips = max(1, processors(keys.device) * _PROGRAMS_PER_PROCESSOR // _TILES)
     tables = torch.from_numpy(_tables(addresses, sizes, strips))
-    if keys.is_cuda:  # From pinned memory, so that nobody waits.
+    if keys.is_cuda:  # Pinned memory, so that the host does not wait.
         tables = tables.pin_memory().to(keys.device, non_blocking=True)
     with on_device_of(keys):
         _leaves_kernel[(strips * _TILES,)](
@@ -198,12 +200,13 @@ def _launch(addresses: Integers, sizes: Integers, keys: Tensor, leaves: Tensor) 
 
 
 def _tables(addresses: Integers, sizes: Integers, strips: int) -> Integers:
-    """What the programs do: int64[strips + 1], the first row of each strip; int64[programs + 1], the first row of each
-    program's share of the rest; and the rows. A row is four numbers: the address, the leaf times ``_TILES`` plus the
-    tile, how many blocks (of a strip) or tiles (of a share), and the bytes from there to the tensor's end.
+    """Return the programs' work as int64: [strips + 1], the first row of each strip; [programs + 1], the first row of
+    each program's share of the rest; then the rows. A row is four numbers: the address, the leaf times ``_TILES`` plus
+    the tile, the number of blocks (of a strip) or tiles (of a share), and the bytes from the address to the end of the
+    tensor.
 
-    Strips are equally long, to a block, and so are shares, to a tile. A row ends where a tensor or a strip does: there
-    are few, however large the tensors are.
+    Strips are equally long to within a block, shares to within a tile. A row ends where a tensor, strip or share ends,
+    so there are few rows, however large the tensors are.
     """
     blocks = -(-sizes // BLOCK_BYTES)
     places = (np.cumsum(blocks) - blocks) * _TILES
@@ -222,8 +225,10 @@ def _tables(addresses: Integers, sizes: Integers, strips: int) -> Integers:
 
 
 def _cut(counts: Integers, shares: int) -> tuple[Integers, Integers]:
-    """Things of so many units each, in ``shares`` equal shares: int64[r, 3], rows of thing, first unit and units; and
-    int64[shares + 1], the first row of each share."""
+    """Split things of ``counts`` units into ``shares`` equal shares.
+
+    Returns int64[r, 3], rows of thing, first unit and units; and int64[shares + 1], the first row of each share.
+    """
     ends = np.cumsum(counts)
     total = int(ends[-1])
     wanted = np.arange(shares + 1, dtype=np.int64) * total // shares

@@ -1,4 +1,4 @@
-"""amax in one pass, straight into a slot's place."""
+"""amax in one pass, written straight into a slot."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from fp8dist_kernels.triton.launching import on_device_of
 __all__ = ["MOST_PARTS", "grow", "magnitude_bits", "observe", "partial_amaxes", "tile_bits"]
 
 MOST_PARTS = 1024
-"""Programs of ``partial_amaxes``: more than any GPU runs at a time, and few enough for each cast to read."""
+"""Most programs of ``partial_amaxes``: more than any GPU runs at a time, and few enough for each cast to read."""
 
-_BLOCK = 8192  # 256 threads have four loads of 16 bytes of bf16 each in flight.
+_BLOCK = 8192  # 256 threads, each with four 16-byte loads of bf16 in flight.
 _WARPS = 8
 _LARGEST_OFFSET = 2**31 - 1
 
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| in float32 as int32 bits, which order as the numbers do: NaN > Inf > finite. The sign is masked, because a
-    NaN may be negative; ``tl.max`` of floats would drop NaN."""
+    """Return |x| in float32 as int32 bits, which have the order of the values: finite < Inf < NaN. The sign is masked
+    because a NaN may be negative. ``tl.max`` of floats would drop NaN."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def newest(place):
-    """What ``place`` holds in L2, where atomics are done: a multiprocessor's own cache may hold what it was long
-    ago."""
+    """Load ``place`` from L2, where atomics run. A multiprocessor's own cache may hold an old value."""
     return tl.load(place, cache_modifier=".cg")
 
 
 @triton.jit
 def grow(place, seen, bits):
-    """Let int32 ``place`` grow to ``bits``. ``seen`` was read from it when the program began: it only grows while a
-    kernel runs, so that is a lower bound, and most programs need no atomic."""
+    """Set int32 ``place`` to the maximum of itself and ``bits``. ``seen`` was read from it when the program began.
+    ``place`` only grows while a kernel runs, so ``seen`` is a lower bound, and most programs need no atomic."""
     tl.atomic_max(place, bits, mask=bits > seen, sem="relaxed")
 
 
@@ -45,8 +44,8 @@ def tile_bits(
     x, top, left, rows, columns, row_stride, column_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """int32 [ROWS, COLUMNS]: magnitudes from (top, left) on. A whole tile is read without masks, so that loads are wide
-    however long the rows are."""
+    """Return int32 [ROWS, COLUMNS]: magnitudes from (top, left) on. Whole tiles are read without masks, so that loads
+    are wide for any row length."""
     row = tl.arange(0, ROWS).to(INDEX)[:, None]
     column = tl.arange(0, COLUMNS).to(INDEX)[None, :]
     start = x + top.to(tl.int64) * row_stride + left.to(tl.int64) * column_stride
@@ -62,7 +61,7 @@ def tile_bits(
 def _amax_kernel(
     x,  # [rows, columns], strides as given
     out,  # GROW: int32[1], grows; else int32[programs], each writes its own
-    cold,  # IF_COLD: bool[1]: nothing is read unless it is set
+    cold,  # IF_COLD: bool[1]: x is read only if it is set
     rows,
     columns,
     row_stride,
@@ -92,15 +91,17 @@ def _amax_kernel(
 
 
 def observe(x: Tensor, pending: Tensor) -> None:
-    """See ``reference.magnitude.observe``. A tensor of more than two dims that do not merge is copied first."""
+    """See ``reference.magnitude.observe``. Copies a tensor with more than two dims that cannot be merged."""
     if x.numel():
         _launch(in_rows(x), pending.view(torch.int32), None, grow=True)
 
 
 def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
-    """int32[programs]: amax bits of parts of ``x``, to be reduced by who needs them. With ``cold`` (0-d bool) they
-    are 0, and nothing is read, unless the device finds it set. Parts, because one maximum would have to be cleared by
-    a launch of its own."""
+    """Return int32[programs]: amax bits of parts of ``x``, for the caller to reduce.
+
+    With ``cold`` (0-d bool), x is read only if the device finds it set; otherwise the parts are 0. A single maximum
+    would need a launch of its own to clear it.
+    """
     lying = in_rows(x)
     parts = torch.empty(min(MOST_PARTS, max(1, _tiles(lying))), dtype=torch.int32, device=x.device)
     _launch(lying, parts, cold, grow=False)
@@ -108,13 +109,13 @@ def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """All values of ``x`` as [rows, columns], some order, repeated or not: one row where memory has no gaps."""
+    """Return the values of ``x`` as [rows, columns], in any order, repeated or not. One row if memory has no gaps."""
     if x.numel() == 0:
         return x.new_empty(0, 0)
     sizes: list[int] = []
     strides: list[int] = []
     for stride, size in sorted(zip(x.stride(), x.shape), reverse=True):
-        if size == 1 or stride == 0:  # What is repeated has no say in a maximum.
+        if size == 1 or stride == 0:  # Repeated values do not change a maximum.
             continue
         if sizes and strides[-1] == size * stride:
             sizes[-1], strides[-1] = sizes[-1] * size, stride

@@ -1,4 +1,4 @@
-"""Scaled FP8 matrix products in Triton, NT layout: which kernel runs, with which tile."""
+"""Scaled FP8 matrix products in Triton, NT layout: selects the kernel and the tile."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PAIRS = (
 )
 
 _STAGING_BYTES = 1 << 15
-"""Of shared memory, through which the result is written piece by piece. More would cost a stage of operands."""
+"""Shared memory through which the result is written piece by piece. More would cost a stage of operands."""
 
 _MOST_PROMOTED_COLUMNS = 128
-"""Of a tile whose products are added up in registers: a wider one is worked on in parts, or never chosen."""
+"""Widest tile whose products are accumulated in registers at once. Wider tiles are split, or never chosen."""
 
 _PART_ROW_BYTES = 128
-"""Of a row of a tile that is worked on in parts, what is written at once: more would not fit beside accumulators."""
+"""Bytes written at once per row of a tile that is split. More would not fit beside the accumulators."""
 
 _DESCRIPTOR_ALIGNMENT = 16
 
@@ -44,10 +44,10 @@ def matmul(
     fast_accumulation: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """See ``reference.matmuls.matmul_torch``; block-scaled wherever Triton runs.
+    """See ``reference.matmuls.matmul_torch``. Block scaling works wherever Triton runs.
 
-    The tile is a function of shape, scaling and device (``tile_for``), and each element is added up by one program, so
-    the result is the same on every call, and on every rank with such a device.
+    The tile depends only on shape, scaling and device (``tile_for``), and one program accumulates each element. So the
+    result is the same on every call, and on every rank with such a device.
 
     Raises:
         ValueError: as ``matmul_torch``; operands that are not FP8, or both E5M2 (which cuBLASLt refuses as well).
@@ -72,7 +72,7 @@ def matmul_with(
     fast_accumulation: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``matmul`` with a tile of the caller's choice, of operands that it would take and that are not empty."""
+    """Run ``matmul`` with the given tile. The operands must be valid for ``matmul``, and not empty."""
     scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
     parts = _parts(tile, scaling, fast_accumulation)
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
@@ -110,7 +110,7 @@ def matmul_with(
 
 
 def _parts(tile: Tile, scaling: Scaling, fast_accumulation: bool) -> int:
-    """In how many parts a tile is worked on."""
+    """Return the number of parts that a tile is computed in."""
     if tile.columns <= _MOST_PROMOTED_COLUMNS or scaling is Scaling.BLOCKWISE_1D:
         return 1
     if scaling is Scaling.BLOCKWISE:
@@ -119,7 +119,7 @@ def _parts(tile: Tile, scaling: Scaling, fast_accumulation: bool) -> int:
 
 
 def _arguments(tile: Tile, a: Tensor, b: Tensor, out: Tensor, parts: int) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Return the arguments that all kernels share."""
     columns = tile.columns // parts
     row_bytes = _PART_ROW_BYTES if parts > 1 else _STAGING_BYTES // tile.rows
     piece = min(columns, row_bytes // out.dtype.itemsize)
@@ -141,8 +141,11 @@ def _arguments(tile: Tile, a: Tensor, b: Tensor, out: Tensor, parts: int) -> dic
 
 
 def _aligned(operand: Tensor) -> Tensor:
-    """TMA reads from multiples of 16 bytes. Rows are such multiples, but a view may begin elsewhere; and the strides of
-    a single row mean nothing, whatever they are."""
+    """Return ``operand`` at an address that TMA can read, with the strides of contiguous rows.
+
+    TMA reads from multiples of 16 bytes. Rows are such multiples, but a view may begin elsewhere, and the stride of a
+    single row is arbitrary.
+    """
     if operand.data_ptr() % _DESCRIPTOR_ALIGNMENT:
         operand = operand.clone()
     return operand.as_strided(operand.shape, (operand.shape[1], 1))

@@ -1,23 +1,22 @@
-"""The kernels of scaled FP8 products: persistent, fed through tensor descriptors (TMA).
+"""Kernels for scaled FP8 products: persistent, fed through tensor descriptors (TMA).
 
-Each program works on tiles of the result, one after another. The loop over tiles and the loop over the contracted dim
-are flattened into one, so that the operands of the next tile are on their way while a tile is scaled and written.
+Each program computes tiles of the result, one after another. The loop over tiles and the loop over the contracted dim
+are flattened into one, so that the next tile's operands load while a tile is scaled and written.
 
-What ptxas makes of a step of the flattened loop for sm_90 (``tests/kernels/test_compiled_matmuls.py`` holds it
-to that)::
+ptxas compiles a step of the flattened loop for sm_90 to this (``tests/kernels/test_compiled_matmuls.py`` checks it)::
 
     wait for the barrier of this step's operands
     4 QGMMA (wgmma m64nNk32, e4m3/e5m2, both operands in shared memory), one commit group
-    wait until at most 1 group is in flight: the last step's, so its operands' room is free
+    wait until at most 1 group is in flight: the previous step is done, and its operand buffers are free
     UTMALDG of ``a`` and of ``b`` for the step that is ``stages - 1`` ahead
-    after a tile's last step: scales and bias are loaded, wait for 0 groups, scale, STSM and UTMASTG piece by piece
+    after a tile's last step: load scales and bias, wait for 0 groups, scale, STSM and UTMASTG piece by piece
 
-where products go straight into the accumulator (fast accumulation). Where each step's product has to be added in
-float32 registers (slow accumulation, block scales), the wait is for 0 groups, and the two warp groups fill in for each
-other: one adds while the other multiplies. The product of a wide tile would not fit the registers beside the
-accumulator, so such a tile is worked on in parts: two halves under slow accumulation, where the additions of one
-overlap the QGMMAs of the other, and four quarters under block scales. Those leave no register for a flattened loop, nor
-for the addresses of a fourth stage: there the loads of a tile begin after the last tile is written.
+This is the code if products go straight into the accumulator (fast accumulation). If each step's product has to be
+added in float32 registers (slow accumulation, block scales), the wait is for 0 groups, and the two warp groups
+alternate: one adds while the other multiplies. The product of a wide tile would not fit in registers beside the
+accumulator, so a wide tile is computed in parts: two halves under slow accumulation, where the additions of one half
+overlap the QGMMAs of the other, and four quarters under block scales. Quarters leave no registers for a flattened loop,
+nor for the addresses of a fourth stage: there, the loads of a tile begin after the previous tile is written.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ __all__ = ["block_scaled_kernel", "scaled_kernel", "wide_block_scaled_kernel"]
 
 @triton.jit
 def _tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile. GROUP rows of tiles are walked column by column: what runs at the same time is nearly
-    square, and shares most of what it reads through L2."""
+    """Return row and column of a tile. GROUP rows of tiles are walked column by column: tiles that run at the same time
+    form nearly a square, and share most of their reads through L2."""
     width = GROUP * tiles_n
     first = index // width * GROUP
     rows = tl.minimum(tiles_m - first, GROUP)
@@ -54,8 +53,8 @@ def _write_piece(
     BIASED: tl.constexpr,
 ):
     place = column + tl.arange(0, PIECE)
-    # One scale after the other: their product may leave the range of float32 where neither does. The second is loaded
-    # for each piece, or ptxas scales all pieces at once, and holds them in registers of their own.
+    # One scale after the other: their product may leave the range of float32 where neither does. Load the second scale
+    # per piece: otherwise ptxas scales all pieces at once and holds them in extra registers.
     if SCALES == "lines":
         product = product * row_scale[:, None] * tl.load(column_scale + place, mask=place < n, other=0.0)[None, :]
     elif SCALES == "one":
@@ -67,7 +66,7 @@ def _write_piece(
 
 @triton.jit
 def _halves(product, COLUMNS: tl.constexpr):
-    """Left and right half of [rows, COLUMNS]."""
+    """Return the left and the right half of [rows, COLUMNS]."""
     return tl.split(tl.permute(tl.reshape(product, (product.shape[0], 2, COLUMNS // 2)), (0, 2, 1)))
 
 
@@ -76,7 +75,7 @@ def _write(
     out, product, row_scale, column_scale, bias, row, column, n,
     COLUMNS: tl.constexpr, PIECE: tl.constexpr, SCALES: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Write [rows, COLUMNS] in pieces of PIECE columns, which take turns in a small shared buffer."""
+    """Write [rows, COLUMNS] in pieces of PIECE columns, which take turns in a small buffer of shared memory."""
     if COLUMNS == PIECE:
         _write_piece(out, product, row_scale, column_scale, bias, row, column, n, PIECE, SCALES, BIASED)
     else:
@@ -103,7 +102,7 @@ def scaled_kernel(
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
     inv_scale_a,  # float32[1], or ROWWISE float32[m]
     inv_scale_b,  # float32[1], or ROWWISE float32[n]
-    bias,  # [n], or if not BIASED anything
+    bias,  # [n]; unused if not BIASED
     m,
     n,
     k,
@@ -117,10 +116,10 @@ def scaled_kernel(
     FAST: tl.constexpr,
     HALVED: tl.constexpr,
 ):
-    """Tensorwise and row-wise scales, which are applied once at the end."""
+    """Product with tensorwise or row-wise scales, applied once at the end."""
     tl.static_assert(not (FAST and HALVED))
     HALF: tl.constexpr = TILE_N // 2
-    # Halves have no register left for scales that come with each piece.
+    # Halves leave no registers for scales that are loaded per piece.
     SCALES: tl.constexpr = "lines" if ROWWISE else "none" if HALVED else "one"
     if SCALES == "none":
         scale_a, scale_b = tl.load(inv_scale_a), tl.load(inv_scale_b)
@@ -138,7 +137,7 @@ def scaled_kernel(
             if HALVED:
                 z = b.load([column + HALF, start])
                 right = tl.dot(x, z.T, right, max_num_imprecise_acc=TILE_K)
-        # Loads that do not depend on the product come first: they take place while the last QGMMAs run.
+        # Loads that do not depend on the product come first, so that they overlap the last QGMMAs.
         if ROWWISE:
             place = row + tl.arange(0, TILE_M)
             row_scale = tl.load(inv_scale_a + place, mask=place < m, other=0.0)
@@ -159,9 +158,9 @@ def block_scaled_kernel(
     a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
     b,  # descriptor of FP8 [n, k], blocks [TILE_N, TILE_K]
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
-    inv_scale_a,  # float32[m, blocks], any strides; read in one go where rows are next to each other
+    inv_scale_a,  # float32[m, blocks], any strides; loads are wide if rows are adjacent
     inv_scale_b,  # float32[ceil(n / TILE_K), blocks], any strides; LINES float32[n, blocks], columns contiguous
-    bias,  # [n], or if not BIASED anything
+    bias,  # [n]; unused if not BIASED
     m,
     n,
     k,
@@ -170,17 +169,17 @@ def block_scaled_kernel(
     b_row_stride,
     b_block_stride,
     TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,  # Divides TILE_K: one scale of ``b`` per tile and step, if not LINES.
+    TILE_N: tl.constexpr,  # Divides TILE_K unless LINES: one scale of ``b`` per tile and step.
     TILE_K: tl.constexpr,  # The block of the scales.
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
     BIASED: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """1 x 128 by 128 x 128 scales, or LINES 1 x 128 by 1 x 128: each step's product is scaled, and added in float32.
+    """Product with 1 x 128 by 128 x 128 scales, or LINES 1 x 128 by 1 x 128. Scales each step, then adds it in float32.
 
-    LINES: by the scale of ``a`` first, then by that of ``b``, because their product may leave the range of float32
-    where neither does. 128 products times the scale of ``a`` leave it for no amax of ``a`` below 2**105.
+    LINES: first by the scale of ``a``, then by that of ``b``, because their product may leave the range of float32
+    where neither does. 128 products times the scale of ``a`` stay in range for every amax of ``a`` below 2**105.
     """
     tl.static_assert(LINES or TILE_K % TILE_N == 0)
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
@@ -196,7 +195,7 @@ def block_scaled_kernel(
             y = b.load([column, start])
             scale_a = tl.load(scales_a, mask=place < m, other=0.0)
             if LINES:
-                line = tl.arange(0, TILE_N)  # The tile's place is in the pointer: one address for all, not one each.
+                line = tl.arange(0, TILE_N)  # The pointer holds the tile's offset: one address for all.
                 scale_b = tl.load(scales_b + line, mask=line < n - column, other=0.0)
                 product += tl.dot(x, y.T) * scale_a[:, None] * scale_b[None, :]
             else:
@@ -212,7 +211,7 @@ def wide_block_scaled_kernel(
     a,  # descriptor of FP8 [m, k], blocks [TILE_M, TILE_K]
     b,  # descriptor of FP8 [n, k], blocks [PART, TILE_K]
     out,  # descriptor of [m, n], blocks [TILE_M, PIECE]
-    inv_scale_a,  # As of ``block_scaled_kernel``, and so all that follows.
+    inv_scale_a,  # This and the following as in ``block_scaled_kernel``.
     inv_scale_b,
     bias,
     m,
@@ -229,7 +228,7 @@ def wide_block_scaled_kernel(
     GROUP: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """The same with tiles of two scales of ``b`` per step, in quarters."""
+    """The same for tiles with two scales of ``b`` per step, in quarters."""
     tl.static_assert(TILE_N == 2 * TILE_K)
     PART: tl.constexpr = TILE_N // 4
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
@@ -250,7 +249,7 @@ def wide_block_scaled_kernel(
             y1 = b.load([column + PART, start])
             y2 = b.load([column + 2 * PART, start])
             y3 = b.load([column + 3 * PART, start])
-            # After the operands: ptxas then keeps one quarter's product at a time in registers, not all four.
+            # Loaded after the operands: ptxas then keeps one quarter's product in registers at a time, not all four.
             scale = tl.load(scales_a, mask=place < m, other=0.0)
             left = (scale * tl.load(scales_b))[:, None]
             right = (scale * tl.load(scales_b + second))[:, None]

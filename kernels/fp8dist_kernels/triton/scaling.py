@@ -1,4 +1,4 @@
-"""The scale formula on the device, bit for bit as ``fp8dist_kernels.scaling`` has it."""
+"""The scale formula on the device, bit for bit equal to ``fp8dist_kernels.scaling``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 def scale_from_amax(amax, previous, fp8_max, margin: tl.constexpr, power_of_two: tl.constexpr):
     """See ``fp8dist_kernels.scaling.scale_from_amax``; elementwise, any shape.
 
-    Comparisons and selects instead of ``min`` and ``max``: of NaN nothing is asked, since an unusable amax keeps
+    Uses comparisons and selects instead of ``min`` and ``max``. They need not handle NaN, since an unusable amax keeps
     ``previous``, and no instruction that propagates NaN may stand near a transposed FP8 store (triton issue 11111).
 
     Args:
         amax: float32, >= 0 or NaN.
         previous: float32, broadcastable to ``amax``.
         fp8_max: the format's largest finite value, a number or float32.
-        margin: an integer known when compiling.
+        margin: an integer, known at compile time.
         power_of_two: round down to a power of two.
     """
     usable = (amax > 0) & (amax.to(tl.int32, bitcast=True) < _INFINITY_BITS)
@@ -41,5 +41,5 @@ def scale_from_amax(amax, previous, fp8_max, margin: tl.constexpr, power_of_two:
 
 @triton.jit
 def inverse(scale):
-    """1 / scale, IEEE, as ``torch.reciprocal`` has it on a CPU."""
+    """Return 1 / scale with IEEE division, as ``torch.reciprocal`` computes it on a CPU."""
     return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

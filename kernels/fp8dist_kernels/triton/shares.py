@@ -1,4 +1,4 @@
-"""Shares of a cast, counted in one pass."""
+"""Counts the shares of elements that a cast saturates or flushes to zero, in one pass."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from fp8dist_kernels.triton.tickets import came_last
 
 __all__ = ["measure"]
 
-_ROWS, _COLUMNS = 64, 128  # Inside one block of 128 along either dim, whichever of them lies along memory.
+_ROWS, _COLUMNS = 64, 128  # A tile lies inside one 128 x 128 block, also if x is transposed.
 _WARPS = 8
-_MOST_PROGRAMS = 1024  # More than any GPU runs at a time; each adds to the same three words once.
+_MOST_PROGRAMS = 1024  # More than any GPU runs at a time. Each adds once to the same three words.
 
 _INFINITY = tl.constexpr(magnitude.INFINITY_BITS)
 
 
 @triton.jit
 def _places(start, stride, SIDE: tl.constexpr, TILE: tl.constexpr):
-    """Offsets of a tile's scales along one dim: one for each line, one for a block that holds them all, or the only
-    one."""
+    """Return the offsets of a tile's scales along one dim: one per line, or a single one for all lines."""
     if SIDE == 1:
         place = start + tl.arange(0, TILE)
     elif SIDE == 0:
@@ -38,12 +37,12 @@ def _places(start, stride, SIDE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _add_share(place, count, numel):
-    """Let a place grow to a share, as bits."""
+    """Set a place to the maximum of itself and a share, as bits."""
     share = tl.div_rn(count.to(tl.float32), numel.to(tl.float32))
     tl.atomic_max(place, share.to(tl.int32, bitcast=True), sem="relaxed")
 
 
-# Slots lie anywhere in their arena: no variants for those that happen to lie at multiples of 16 bytes.
+# Slots have any address in their arena: compile no variants for 16-byte alignment.
 @triton.jit(
     do_not_specialize=["numel"], do_not_specialize_on_alignment=["inv_scale", "saturated", "underflow", "scratch"]
 )
@@ -81,7 +80,7 @@ def _shares_kernel(
         )
         scale = tl.load(inv_scale + (down + right), mask=inside, other=1.0)
         most, least = magnitude_bits(scale * MOST), magnitude_bits(scale * LEAST)
-        least = tl.where(least <= _INFINITY, least, 0)  # NaN is no limit.
+        least = tl.where(least <= _INFINITY, least, 0)  # Nothing is below a NaN limit.
         finite = bits < _INFINITY
         cut_off += tl.sum(tl.sum(((bits > most) & finite).to(tl.int32), 1), 0)
         lost += tl.sum(tl.sum(((bits > 0) & (bits <= least) & finite).to(tl.int32), 1), 0)

@@ -1,8 +1,8 @@
-"""Tiles of a matrix that are read once and written twice, straight and flipped.
+"""Tiles of a matrix that are read once and written twice, straight and flipped (transposed).
 
-A tile of [tall, wide] is held as four strips of [tall / 4, wide]: rows 0, 4, 8, …, then rows 1, 5, 9, … and so on. So a
-thread holds, of some columns, four rows that follow each other, and the transposition in shared memory moves words
-instead of bytes.
+A tile of [tall, wide] is held as four strips of [tall / 4, wide]: rows 0, 4, 8, …, then rows 1, 5, 9, …, and so on. A
+thread then holds four consecutive rows of some columns, and the transposition in shared memory moves words instead of
+bytes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LARGEST_OFFSET = 2**31 - 1
 
 @dataclass(frozen=True)
 class Page:
-    """A matrix as it lies in memory: rows along memory, if anything is."""
+    """A matrix as it lies in memory: its rows are contiguous, if either dim is."""
 
     x: Tensor
-    """[height, width]: [tokens, features], or on its side."""
+    """[height, width]: [tokens, features], or its transpose if ``on_its_side``."""
 
     widths: tuple[int, int]
-    """Of the straight and the flipped copy, padding of tokens included."""
+    """Row lengths of the straight and the flipped copy, including the padding of tokens."""
 
     on_its_side: bool
 
     @classmethod
     def of(cls, x: Tensor) -> Page:
-        """Of [tokens, features], any strides. On its side, the copy that is straight is the transposed one."""
+        """Return the page of [tokens, features], any strides. On its side, the straight copy is the transposed one."""
         tokens, features = x.shape
         if x.stride(0) == 1 and x.stride(1) != 1:
             return cls(x.t(), (padded(tokens), features), True)
@@ -43,19 +43,19 @@ class Page:
 
     @property
     def lying(self) -> tuple[int, ...]:
-        """Height, width, both strides, and the widths of both copies: as the kernels that write copies take them."""
+        """Height, width, both strides, and the widths of both copies, in the argument order of the kernels."""
         return (*self.x.shape, *self.x.stride(), *self.widths)
 
     def sides(self, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
-        """(of the straight copy, of the flipped one)."""
+        """Return (tensor of the straight copy, tensor of the flipped copy)."""
         return (of_columns, of_rows) if self.on_its_side else (of_rows, of_columns)
 
     def tiles(self, tall: int, wide: int) -> int:
-        """How many cover it; 1 for an empty one."""
+        """Return the number of tiles that cover the page; 1 for an empty page."""
         return max(1, int(triton.cdiv(self.widths[0], wide) * triton.cdiv(self.widths[1], tall)))
 
     def index(self, tall: int, wide: int) -> Any:
-        """The integer type that holds places in a tile, and rows and columns; the tile's own place is always int64."""
+        """Return the integer type for offsets in a tile, rows and columns. A tile's own offset is always int64."""
         farthest = (tall + wide) * max(*self.x.stride(), *self.widths) + max(self.widths)
         return tl.int64 if farthest > _LARGEST_OFFSET else tl.int32
 
@@ -64,11 +64,11 @@ class Page:
 def load_strips(
     x, top, left, height, width, row_stride, column_stride, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
 ):
-    """The four strips of a tile, zeros beyond [height, width]."""
+    """Load the four strips of a tile, with zeros beyond [height, width]."""
     row = tl.arange(0, TALL // 4).to(INDEX)[:, None] * 4
     column = tl.arange(0, WIDE).to(INDEX)[None, :]
     start = x + top.to(tl.int64) * row_stride + left.to(tl.int64) * column_stride
-    # From row to row, because twice a stride may not fit 32 bits where a stride does.
+    # Row by row: twice a stride may overflow 32 bits where the stride itself does not.
     first = start + (row * row_stride + column * column_stride)
     second = first + row_stride
     third = second + row_stride
@@ -82,10 +82,10 @@ def load_strips(
 
 @triton.jit
 def scaled(x, scale):
-    """``x * scale`` in float32, NaN where ``x`` is Inf: a conversion to FP8 saturates what is left. ``scale`` > 0.
+    """Return ``x * scale`` in float32, NaN where ``x`` is Inf. The conversion to FP8 saturates the rest. ``scale`` > 0.
 
-    The hardware's conversion saturates Inf as well. So Inf meets a NaN here: ``x * 0 + scale`` is ``scale`` for
-    finite x, exactly, and NaN for others. That costs one instruction, and keeps the sign of zero.
+    The hardware's conversion also saturates Inf, so Inf must become NaN here: ``x * 0 + scale`` is exactly ``scale``
+    for finite x, and NaN otherwise. This costs one instruction and keeps the sign of zero.
     """
     x = x.to(tl.float32)
     return x * tl.fma(x, tl.zeros_like(x), tl.zeros_like(x) + scale)
@@ -95,7 +95,7 @@ def scaled(x, scale):
 def store_straight(
     out, a, b, c, d, top, left, height, out_width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
 ):
-    """Four float32 strips into contiguous FP8 [height, out_width]."""
+    """Store four float32 strips as contiguous FP8 [height, out_width]."""
     fp8: tl.constexpr = out.dtype.element_ty
     row = tl.arange(0, TALL // 4).to(INDEX)[:, None] * 4
     column = tl.arange(0, WIDE).to(INDEX)[None, :]
@@ -113,8 +113,8 @@ def store_straight(
 def store_flipped(
     out, a, b, c, d, top, left, width, out_width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
 ):
-    """Four float32 strips into contiguous FP8 [width, out_width], transposed."""
-    # [row / 4, column, bit 1 of the row, bit 0 of the row]. Converted here, four rows at a time: they become one word.
+    """Store four float32 strips, transposed, as contiguous FP8 [width, out_width]."""
+    # [row / 4, column, bit 1 of the row, bit 0 of the row]. Converting here packs four rows into one word.
     fp8 = tl.join(tl.join(a, c), tl.join(b, d)).to(out.dtype.element_ty)
     row = tl.arange(0, WIDE).to(INDEX)[:, None]
     column = tl.arange(0, TALL).to(INDEX)[None, :]

@@ -1,14 +1,14 @@
-"""Measured tiles, shipped as data: ``tables/<device>.json``, written by ``scripts/gpu tune``.
+"""Measured tiles, shipped as ``tables/<device>.json`` and written by ``scripts/gpu tune``.
 
-A file holds what was measured on one kind of device::
+A file holds the measurements for one kind of device::
 
     {"format": 1, "device": "NVIDIA H200", "measured": "2025-01-31", "commit": "…", "versions": {…},
      "entries": [{"scaling": "tensorwise", "fast_accumulation": true, "m": 4096, "n": 4096, "k": 4096,
                   "tile": {"rows": 128, …}, "vs_torch": 1.01}, …]}
 
-n and k are exact. m is a bucket, the power of two at or above the real one: tokens vary, and what they vary by within a
-bucket matters little. ``vs_torch`` is torch's time by ours. ``measured`` and ``commit`` are null, and there are no
-entries, where nothing was measured.
+n and k are exact. m is a bucket, the next power of two at or above the real m: token counts vary, but hardly matter
+within a bucket. ``vs_torch`` is torch's time divided by ours. If nothing was measured, ``measured`` and ``commit`` are
+null, and ``entries`` is empty.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Key = tuple[str, bool, int, int, int]
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program works: on ``rows`` x ``columns`` of the result, ``depth`` of the contracted dim at a time.
+    """The work of one program: ``rows`` x ``columns`` of the result, ``depth`` of the contracted dim per step.
 
-    ``stages``: how many steps of operands have room in shared memory. ``group``: rows of tiles walked together.
+    ``stages``: steps whose operands fit in shared memory at a time. ``group``: rows of tiles walked together.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Entry:
-    """One measurement. ``m``: a bucket."""
+    """One measurement. ``m`` is a bucket."""
 
     scaling: str
     fast_accumulation: bool
@@ -60,12 +60,12 @@ class Entry:
         return self.scaling, self.fast_accumulation, self.m, self.n, self.k
 
     def described(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the entry as JSON values."""
         return asdict(self)
 
 
 class TileTable:
-    """The entries of one kind of device."""
+    """The measured tiles for one kind of device."""
 
     def __init__(self, entries: Mapping[Key, Entry]) -> None:
         self._entries = MappingProxyType(dict(entries))
@@ -73,32 +73,32 @@ class TileTable:
     @staticmethod
     @functools.cache
     def of(device: str) -> TileTable:
-        """The shipped table of a device of this name; an empty one if there is none."""
+        """Return the shipped table for the device with this name, or an empty one."""
         file = importlib.resources.files(__package__) / "tables" / file_name(device)
         return TileTable.from_json(file.read_text()) if file.is_file() else TileTable({})
 
     @staticmethod
     def from_json(text: str) -> TileTable:
-        """Read a file. Raises ValueError for another format or a bad entry."""
+        """Parse a file. Raise ValueError for another format or a bad entry."""
         content = json.loads(text)
         if content.get("format") != FORMAT:
-            raise ValueError(f"expected a table of tiles of format {FORMAT}, found {content.get('format')}")
+            raise ValueError(f"expected a tile table of format {FORMAT}, found {content.get('format')}")
         try:
             entries = [Entry(**{**one, "tile": Tile(**one["tile"])}) for one in content["entries"]]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"bad entry in a table of tiles: {error}") from error
+            raise ValueError(f"bad entry in a tile table: {error}") from error
         return TileTable({entry.key: entry for entry in entries})
 
     def entry(self, m: int, n: int, k: int, scaling: str, fast_accumulation: bool) -> Entry | None:
-        """What was measured for a product of this shape."""
+        """Return the measurement for a product of this shape, or None."""
         return self._entries.get((scaling, fast_accumulation, bucket(m), n, k))
 
 
 def bucket(m: int) -> int:
-    """The power of two at or above ``m``."""
+    """Return the smallest power of two >= ``m``."""
     return 1 << max(m - 1, 0).bit_length()
 
 
 def file_name(device: str) -> str:
-    """ "NVIDIA H200" → nvidia-h200.json"""
+    """Return the file name of a device's table, such as nvidia-h200.json for "NVIDIA H200"."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"

@@ -1,4 +1,4 @@
-"""Which program of a kernel comes last."""
+"""Detects the last program of a kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["came_last"]
 
 @triton.jit
 def came_last(ticket):
-    """Whether all other programs have been here, and what they added before is visible. ``ticket``: 0 before and
-    after the kernel."""
+    """True in the last program to arrive. Additions by the other programs before they arrived are then visible.
+    ``ticket``: 0 before and after the kernel."""
     last = tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(0) - 1
     if last:
         tl.atomic_xchg(ticket, 0, sem="relaxed")

@@ -1,7 +1,7 @@
 """Launch and commit of a whole arena, one kernel each.
 
-Programs take slots; what all of them make together (the scales' digest, the alarms) is summed up in ``scratch`` by
-integer additions, which give the same in any order. The program that comes last writes it out and leaves zeros behind.
+Each program takes some slots. Totals over all slots (the scale digest, the alarms) are summed in ``scratch`` by integer
+additions, whose order does not matter. The last program writes the totals out and resets ``scratch`` to 0.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fp8dist_kernels.triton.tickets import came_last
 __all__ = ["commit", "launch"]
 
 _SLOTS = 256
-"""Slots of a program of a launch: a few dozen bytes each."""
+"""Slots per program of a launch: a few dozen bytes each."""
 
 _TILE = 2048
-"""Ring entries that a program of a commit holds at a time: its slots times a block's length."""
+"""Ring entries that a program of a commit holds at a time: its slots times the length of a block."""
 
 _HEADER = tl.constexpr(header.HEADER)
 _WORDS = tl.constexpr(header.WORDS)
@@ -94,13 +94,13 @@ def _launch_kernel(
 
 @triton.jit
 def _agrees(reduced, word: tl.constexpr):
-    """Whether all ranks sent the same."""
+    """True if all ranks sent the same word."""
     return tl.load(reduced + word) == ~tl.load(reduced + _WORDS + word)
 
 
 @triton.jit
 def _reduced_bits(reduced, shard_of, shard_users, place, mask, users, SHARDED: tl.constexpr):
-    """The amaxes of these slots; of a sharded weight only where one of its users ran."""
+    """Return the amaxes of these slots; of a sharded weight only if one of its users ran."""
     bits = tl.load(reduced + _HEADER + place, mask=mask, other=_DID_NOT_RUN)
     if SHARDED:
         shard = tl.load(shard_of + place, mask=mask, other=-1)
@@ -118,10 +118,9 @@ def _window_max(
     history, block_max, place, mask, count, bits, taken, length,
     RING_BLOCK: tl.constexpr, RING_BLOCKS: tl.constexpr, RING_BLOCK_2: tl.constexpr, RING_BLOCKS_2: tl.constexpr,
 ):  # fmt: skip
-    """Write one entry of each ring, and its block's maximum; the maxima of the windows, as bits.
+    """Write one entry of each ring, and its block's maximum. Return the maxima of the windows, as bits.
 
-    The entries are compared as integers: none is negative. What was just written is taken from registers, not from
-    memory.
+    Entries are compared as integers, because none is negative. The new entry comes from registers, not from memory.
     """
     row = place.to(tl.int64) * (RING_BLOCK * RING_BLOCKS)
     entry = (count % length).to(tl.int32)
@@ -312,7 +311,7 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
 
 
 def _one_on(device: torch.device, hold: Tensor | None) -> Tensor | None:
-    """``hold``, if it is one element on ``device``: a kernel would read whatever is at its address."""
+    """Return ``hold``. Raise ValueError if it is not one element on ``device``: a kernel cannot check an address."""
     if hold is not None and (hold.numel() != 1 or hold.device != device):
         raise ValueError(f"hold must be one element on {device}, got {hold.numel()} on {hold.device}")
     return hold

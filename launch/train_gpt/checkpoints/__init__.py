@@ -1,1 +1,1 @@
-"""Checkpoints of the job and their folders."""
+"""Checkpoints of the example job and their folders."""

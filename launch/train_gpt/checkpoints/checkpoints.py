@@ -1,7 +1,7 @@
 """Checkpoints of the job: model, optimizer, FP8 state and progress, with torch.distributed.checkpoint.
 
-Tensors are saved under the model's own names and by place, so a job may go on with another ``--parallel`` and another
-number of ranks.
+Tensors are saved under the model's own names, with their global offsets. So a job may resume with another
+``--parallel`` and another number of ranks.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from launch.train_gpt.ranks import Ranks
 __all__ = ["Checkpoints", "Loaded"]
 
 SHAPE = ("layers", "width", "heads", "context")
-"""What a checkpoint's model and this job's must have in common."""
+"""Options of the model. A resumed job must have the same values."""
 
 COURSE = ("steps", "learning_rate", "batch_size", "accumulate", "seed", "precision", "loss_guard")
-"""What a resumed job may change, and then learns something else than the first would have."""
+"""Options that a resumed job may change, which changes its results."""
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint was. ``step``: it was saved after that one; 0: there is none. ``fp8``: it has FP8 state.
-    ``guard``: what ``Guard.describe`` said when it was saved."""
+    """The loaded checkpoint. ``step``: the step after which it was saved, 0 without a checkpoint. ``fp8``: True if it
+    has FP8 state. ``guard``: the result of ``Guard.describe`` at that step."""
 
     step: int = 0
     fp8: bool = False
@@ -52,11 +52,11 @@ class Loaded(NamedTuple):
 
 
 class Checkpoints:
-    """Saves every ``--save-every`` steps into ``OUT/checkpoints``, and finds what to go on from. COLLECTIVE."""
+    """Saves checkpoints to ``OUT/checkpoints``, and finds and loads the checkpoint to resume from. COLLECTIVE."""
 
     def __init__(self, options: Options, ranks: Ranks) -> None:
         self.written: Callable[[int], None] = lambda step: None
-        """Called with the step when this rank has written its file, before the checkpoint is whole."""
+        """Callback with the step: this rank has written its file, but the checkpoint is not complete yet."""
         self._options, self._ranks = options, ranks
         self._parent = folders.of(options.out)
         self._group: dist.ProcessGroup | None = None
@@ -75,13 +75,13 @@ class Checkpoints:
     ) -> None:
         """Save the state after this step. COLLECTIVE.
 
-        Returns when the checkpoint is whole; with ``--async-save`` when its tensors were copied.
+        Returns when the checkpoint is complete, or with ``--async-save`` when its tensors are copied.
 
         Args:
-            guard: what ``Guard.describe`` says.
+            guard: the result of ``Guard.describe``.
 
         Raises:
-            CheckpointFailed: it could not be written, or the one before.
+            CheckpointFailed: this checkpoint, or the previous asynchronous one, could not be written.
         """
         self.wait()
         with self._telling_why(step):
@@ -113,7 +113,7 @@ class Checkpoints:
                 self._finish(step)
 
     def poll(self) -> None:
-        """If a save in the background is done, make its checkpoint whole. Local.
+        """If a background save is done, complete its checkpoint. Local.
 
         Raises:
             CheckpointFailed: it could not be written.
@@ -122,7 +122,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being saved in the background. Local.
+        """Wait for the background save and complete its checkpoint. Local.
 
         Raises:
             CheckpointFailed: it could not be written.
@@ -144,7 +144,7 @@ class Checkpoints:
             raise CheckpointFailed(f"{place} could not be written: {cause_of(error)}") from error
 
     def _finish(self, step: int) -> None:
-        """Local: a save returns, on the first rank, only after all ranks have written."""
+        """Rename the checkpoint and prune old ones. Local: rank 0's save returns only after all ranks have written."""
         if self._ranks.first:
             folders.finish(self._parent, step)
             folders.prune(self._parent, self._options.keep)
@@ -152,10 +152,12 @@ class Checkpoints:
     # Resuming -------------------------------------------------------------------------------------
 
     def find(self) -> Path | None:
-        """What to go on from; the first rank looks, and decides for all. COLLECTIVE, before ``save`` and ``load``.
+        """Return the checkpoint to resume from, or None. Rank 0 decides for all ranks.
+
+        COLLECTIVE. Call it before ``save`` and ``load``.
 
         Raises:
-            BadInput: on all ranks; what is there, or is not, does not fit the flags.
+            BadInput: on all ranks, if the existing checkpoints do not fit the flags.
         """
         found: list[Path | BadInput | None] = [None]
         if self._ranks.first:
@@ -170,44 +172,45 @@ class Checkpoints:
         if isinstance(found[0], BadInput):
             raise found[0]
         if self._ranks.backend is not None and (self._options.save_every or found[0] is not None):
-            # Its own, so that what is saved in the background meets nothing of a step; and for CPU objects.
+            # Checkpoints use their own gloo group: background saves must not mix with the collectives of a step, and
+            # they send CPU objects.
             timeout = timedelta(seconds=self._options.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         return found[0]
 
     def _find(self) -> Path | None:
-        """On the first rank."""
+        """Choose the checkpoint, on rank 0."""
         options, restarted = self._options, self._ranks.restarts > 0
         if not restarted:
             require_usable_checkpoints(options)
         if options.save_every:
             self._parent.mkdir(exist_ok=True)
             for folder in folders.remove_leftovers(self._parent):
-                print(f"removed {folder}, which an earlier run did not finish", file=sys.stderr)
+                print(f"removed incomplete checkpoint {folder} of an earlier run", file=sys.stderr)
         of_this_job = folders.newest(self._parent)
         if restarted and options.save_every and of_this_job is not None:
-            return of_this_job  # From where the job was, not from where it began.
+            return of_this_job  # Progress of the job itself counts more than --resume.
         if options.resume in (None, "auto"):
             return of_this_job if options.resume == "auto" else None
         given = Path(str(options.resume))
         if options.save_every and not restarted:
-            # Now, and not when it was loaded: if a rank dies before, the restarted job must not find them.
+            # Before loading: if a rank dies first, the restarted job must not find the later checkpoints.
             self._aside = folders.set_aside(self._parent, folders.step_of(given))
             for aside in self._aside:
-                print(f"set aside, as it is of a later step: {aside}", file=sys.stderr)
+                print(f"renamed a checkpoint of a later step to {aside}", file=sys.stderr)
         return given
 
     def load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> Loaded:
-        """Take over a checkpoint, before ``manager.attach``. COLLECTIVE.
+        """Load a checkpoint. Call it before ``manager.attach``. COLLECTIVE.
 
         Raises:
-            ConfigurationError: it is of another model, or cannot be read.
-            CheckpointError: its FP8 state does not fit.
+            ConfigurationError: the checkpoint is of another model, or cannot be read.
+            CheckpointError: its FP8 state does not fit this model.
         """
         try:
             return self._load(folder, module, optimizer, manager)
         except (ConfigurationError, CheckpointError):
-            folders.put_back(self._aside)  # A mistake in the flags costs nothing.
+            folders.put_back(self._aside)  # A mistake in the flags must not change the folder.
             raise
 
     def _load(self, folder: Path, module: nn.Module, optimizer: Optimizer, manager: StateManager | None) -> Loaded:
@@ -231,39 +234,44 @@ class Checkpoints:
     def _metadata(self, folder: Path) -> Mapping[str, Any]:
         try:
             return FileSystemReader(folder).read_metadata().state_dict_metadata
-        except Exception as error:  # Whatever reading and unpickling may raise.
+        except Exception as error:  # Reading and unpickling may raise anything.
             raise ConfigurationError(f"--resume {folder}: it cannot be read: {cause_of(error)}") from error
 
     def _require_state_of_all(
         self, folder: Path, run: Mapping[str, Any], there: set[str], manager: StateManager
     ) -> None:
-        """On all ranks alike, or some would wait for others that have given up. COLLECTIVE."""
+        """Raise ConfigurationError on all ranks if FP8 state of any rank is missing, so that no rank waits alone.
+
+        COLLECTIVE.
+        """
         needed: list[list[str]] = [list(manager.state_dict())] * self._ranks.size
         if self._group is not None:
             dist.all_gather_object(needed, needed[0], group=self._group)
         missing = {key for keys in needed for key in keys} - there
         if missing:
             raise ConfigurationError(
-                f"--resume {folder}: it has FP8 state {first_few(sorted(there))}, of {run.get('ranks')} rank(s), and "
-                f"this job needs {first_few(sorted(missing))}, on {self._ranks.size}: shared is that of --amax-sync, "
-                "rank<N> that of rank N with --no-amax-sync; go on with the same"
+                f"--resume {folder}: has FP8 state {first_few(sorted(there))}, of {run.get('ranks')} rank(s), but this "
+                f"job needs {first_few(sorted(missing))}, on {self._ranks.size}: 'shared' comes from --amax-sync and "
+                "'rank<N>' from rank N with --no-amax-sync; resume with the flag and the ranks of the first run"
             )
 
     def _load_run(self, folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
         run: dict[str, Any] = {key.removeprefix("run."): None for key in saved if key.startswith("run.")}
         missing = {"step", *SHAPE} - set(run)
         if missing:
-            raise ConfigurationError(f"--resume {folder}: no checkpoint of train_gpt, without {sorted(missing)}")
+            raise ConfigurationError(f"--resume {folder}: not a checkpoint of train_gpt, lacks {sorted(missing)}")
         state = {"run": run}
         self._read(state, folder)
         run = state["run"]
         for name in SHAPE:
             if run[name] != getattr(self._options, name):
                 raise ConfigurationError(
-                    f"--resume {folder}: saved with --{name} {run[name]}, and this is {getattr(self._options, name)}"
+                    f"--resume {folder}: saved with --{name} {run[name]}, got {getattr(self._options, name)}"
                 )
         if run["step"] > self._options.last_step:
-            raise ConfigurationError(f"--resume {folder}: step {run['step']} is beyond {self._options.last_step}")
+            raise ConfigurationError(
+                f"--resume {folder}: step {run['step']} is beyond the last step, {self._options.last_step}"
+            )
         return run
 
     def _read(self, state: dict[str, Any], folder: Path) -> None:
@@ -280,11 +288,11 @@ class Checkpoints:
         now = {"ranks": self._ranks.size, **{name: getattr(self._options, name) for name in (*COURSE, "parallel")}}
         for name, value in now.items():
             if name in run and run[name] != value:
-                print(f"resumed with another {name}: {value} in place of {run[name]}", file=sys.stderr)
+                print(f"resumed with another {name}: {value} instead of {run[name]}", file=sys.stderr)
 
 
 class _Writer(FileSystemWriter):
-    """One file per rank, on the disk (fsync) before it counts as written."""
+    """Writes one file per rank, and syncs it to disk (fsync) before it counts as written."""
 
     def __init__(self, folder: Path, written: Callable[[], None]) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
@@ -294,7 +302,7 @@ class _Writer(FileSystemWriter):
         try:
             results = super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch.save's archive, when it is closed after a failed write, complains of something else.
+            # After a failed write, closing torch.save's archive raises another error. Raise the original one.
             origin = error.__context__
             if isinstance(origin, OSError):
                 raise origin from None

@@ -1,7 +1,7 @@
-"""Folders of checkpoints: which are whole, and how one becomes whole or goes away. Knows no torch.
+"""Checkpoint folders: find, complete and remove them. Does not import torch.
 
-A checkpoint is whole if its name is ``step-`` and the step. It is written under another name and renamed at the end;
-one that goes away is renamed first. So whatever a killed process leaves behind has no such name.
+A complete ("whole") checkpoint is named ``step-`` and its step. It is written under another name and renamed at the
+end, and renamed again before it is removed. So a killed process never leaves an incomplete folder with such a name.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ _PARTIAL, _ABANDONED = "partial-", "abandoned-"
 
 
 def of(out: Path) -> Path:
-    """Where a run with this ``--out`` keeps its checkpoints."""
+    """Return the folder of checkpoints for this ``--out``."""
     return out / "checkpoints"
 
 
 def partial(parent: Path, step: int) -> Path:
-    """Where the checkpoint of this step is written."""
+    """Return the folder in which the checkpoint of this step is written."""
     return parent / f"{_PARTIAL}{_name(step)}"
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether it can be resumed from."""
+    """Return True if the folder is a complete checkpoint."""
     return bool(_WHOLE.fullmatch(folder.name)) and (folder / ".metadata").is_file()
 
 
 def step_of(folder: Path) -> int:
-    """After which step a whole checkpoint was saved."""
+    """Return the step of a complete checkpoint. Raise ValueError if the name is not that of one."""
     match = _WHOLE.fullmatch(folder.name)
     if match is None:
-        raise ValueError(f"{folder} is not the name of a whole checkpoint")
+        raise ValueError(f"{folder} is not the name of a complete checkpoint")
     return int(match[1])
 
 
 def whole(parent: Path) -> list[Path]:
-    """All whole checkpoints, oldest first."""
+    """Return all complete checkpoints, oldest first."""
     return sorted(filter(is_whole, _children(parent)), key=step_of)
 
 
 def newest(parent: Path) -> Path | None:
-    """The newest whole checkpoint, if there is one."""
+    """Return the newest complete checkpoint, or None."""
     return max(whole(parent), key=step_of, default=None)
 
 
 def finish(parent: Path, step: int) -> Path:
-    """Give a checkpoint that all ranks have written its final name; on the disk when this returns."""
+    """Rename a checkpoint that all ranks have written to its final name, and sync it to disk. Return the new path."""
     written, final = partial(parent, step), parent / _name(step)
-    if final.exists():  # Of a run that went on from an older checkpoint.
+    if final.exists():  # Left by an earlier run, if this one resumed from an older checkpoint.
         _remove(final)
     _to_disk(written)
     written.rename(final)
@@ -76,13 +76,13 @@ def finish(parent: Path, step: int) -> Path:
 
 
 def prune(parent: Path, keep: int) -> None:
-    """Remove all whole checkpoints but the newest ``keep``."""
+    """Remove all complete checkpoints but the newest ``keep``."""
     for folder in whole(parent)[:-keep]:
         _remove(folder)
 
 
 def remove_leftovers(parent: Path) -> list[Path]:
-    """Remove what was not finished, or not removed to its end. Returns what there was."""
+    """Remove incomplete and partly removed checkpoints. Return their folders."""
     leftovers = [folder for folder in _children(parent) if folder.name.startswith(_PARTIAL)]
     for folder in leftovers:
         shutil.rmtree(folder)
@@ -90,9 +90,9 @@ def remove_leftovers(parent: Path) -> list[Path]:
 
 
 def set_aside(parent: Path, after: int) -> list[Path]:
-    """Rename whole checkpoints of later steps: a run that starts again from an earlier one must not meet them.
+    """Rename complete checkpoints of steps after ``after``, so that a run resumed from ``after`` does not find them.
 
-    Those that were set aside before stay. Returns them under their new names.
+    Return the new paths. Checkpoints set aside earlier stay.
     """
     later = [folder for folder in whole(parent) if step_of(folder) > after]
     return [folder.rename(_unused(parent / f"{_ABANDONED}{folder.name}")) for folder in later]
@@ -107,7 +107,7 @@ def put_back(aside: Iterable[Path]) -> None:
 
 
 def _unused(folder: Path) -> Path:
-    """This name, or the first of ``…-2``, ``…-3`` and so on that is free."""
+    """Return this path, or the first unused one of ``…-2``, ``…-3`` and so on."""
     names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2)))
     return next(name for name in names if not name.exists())
 

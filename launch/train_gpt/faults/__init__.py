@@ -1,1 +1,1 @@
-"""Faults that are planted (--inject), and failures that happen."""
+"""Injected faults (--inject), and the handling of real failures."""

@@ -1,4 +1,4 @@
-"""What a run that stops because its ranks differ leaves behind."""
+"""Report files of a run that stops because its ranks differ."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TEXT, JSON = "divergence.txt", "divergence.json"
 
 
 def forget_report(folder: Path) -> None:
-    """Remove what an earlier run has left there."""
+    """Remove the report of an earlier run."""
     for name in (TEXT, JSON):
         (folder / name).unlink(missing_ok=True)
 
 
 def write_report(report: Divergence, folder: Path, ranks: Ranks) -> None:
-    """Write ``divergence.txt`` and ``divergence.json``, on the rank that has logged the report."""
+    """Write ``divergence.txt`` and ``divergence.json``, on the rank that logged the report."""
     if ranks.rank != report.reporting_rank:
         return
     (folder / TEXT).write_text(f"{report}\n", encoding="utf-8")
@@ -36,14 +36,14 @@ def write_report(report: Divergence, folder: Path, ranks: Ranks) -> None:
 
 
 class ErrorFile(ErrorHandler):
-    """torchelastic's error file. A divergence's message is the whole report, that of another its one line.
+    """Writes torchelastic's error file. Its message is the full report of a divergence, or one line for other errors.
 
-    torchrun prints the "py_callstack" of every rank. All ranks raise at one boundary, so a traceback tells nothing, and
-    the table was logged once: there it is the short sentence.
+    torchrun prints the "py_callstack" of every rank. A traceback is useless here, because all ranks raise at the same
+    boundary, and the report was already logged. So "py_callstack" is one short sentence.
     """
 
     def record_exception(self, e: BaseException) -> None:
-        """Write the file, if torchrun has asked for one."""
+        """Write the file, if torchrun requested one."""
         if not isinstance(e, (DivergenceError, LossDiverged, CollectiveFailed, CheckpointFailed)):
             super().record_exception(e)
             return

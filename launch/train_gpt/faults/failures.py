@@ -1,4 +1,4 @@
-"""What ends a rank from outside, collectives that fail and disks that are full, in one line that says who was where."""
+"""Failed collectives, failed checkpoints and SIGTERM. Each error is one line that names rank, step and phase."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from launch.train_gpt.ranks import leave
 __all__ = ["CheckpointFailed", "CollectiveFailed", "Whereabouts", "cause_of", "is_of_a_collective", "outlive_torchrun"]
 
 MARKS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
-"""What errors of collectives say that have no type of their own."""
+"""Texts that identify errors of collectives, for errors without a type of their own."""
 
 ABSENT = "attach() was not reached"
-"""What a ManifestMismatchError says when no manifests differ, but a rank did not come."""
+"""Part of the message of a ManifestMismatchError if a rank is missing, rather than manifests different."""
 
 LAST_WORDS = 6.0
-"""Seconds between SIGTERM and the end of the process: a roll call takes half of that."""
+"""Seconds from SIGTERM to the exit of the process. A roll call takes half of them."""
 
 
 class CollectiveFailed(Exception):
@@ -38,7 +38,7 @@ class CheckpointFailed(Exception):
 
 
 class Whereabouts:
-    """Knows what this rank is doing, so that an error can say it."""
+    """Tracks what this rank is doing, for error messages."""
 
     def __init__(self, rank: int, size: int, model: str) -> None:
         self.step = 0
@@ -46,16 +46,16 @@ class Whereabouts:
         self._subject = f"no FP8 manager ({model})"
 
     def name(self, manager: StateManager) -> None:
-        """Whose FP8 state this rank holds."""
+        """Set the manager that error messages name."""
         members = "rank 0" if self._size == 1 else f"ranks 0 to {self._size - 1}"
         self._subject = f"FP8 manager of {self._model} ({len(manager.slots)} slots over {members})"
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """A failed collective inside is told with these words.
+        """Name this phase in the error of a collective that fails inside.
 
         Raises:
-            CollectiveFailed: in place of what gloo, NCCL or the library raised.
+            CollectiveFailed: in place of the error of gloo, NCCL or the library.
         """
         start = time.monotonic()
         try:
@@ -64,9 +64,9 @@ class Whereabouts:
             if not is_of_a_collective(error):
                 raise
             text = " ".join(str(error).split())
-            if not isinstance(error, SyncError):  # That one names rank, step, manager and who is missing itself.
+            if not isinstance(error, SyncError):  # A SyncError names rank, step, manager and missing ranks itself.
                 seconds = time.monotonic() - start
-                if not isinstance(error, ManifestMismatchError):  # That one names who did not come.
+                if not isinstance(error, ManifestMismatchError):  # A ManifestMismatchError names the missing ranks.
                     text = f"{roll_call(error=error)}: {text}"
                 place = f"rank {self._rank}: step {self.step}: {what}: {self._subject}"
                 text = f"{place}: a collective failed or timed out after {seconds:.1f} s: {text}"
@@ -74,7 +74,7 @@ class Whereabouts:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether it says that another rank is gone, or hangs."""
+    """Return True if the error means that another rank is gone or hangs."""
     if isinstance(error, (SyncError, dist.DistError)):
         return True
     if isinstance(error, ManifestMismatchError):
@@ -88,7 +88,7 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong, on one line; of a checkpoint that several ranks read or wrote, on the first that failed."""
+    """Return the error's type and message on one line; for a CheckpointException, those of the lowest failed rank."""
     place = ""
     if isinstance(error, CheckpointException) and error.failures:
         rank = min(error.failures)
@@ -97,10 +97,13 @@ def cause_of(error: BaseException) -> str:
 
 
 def outlive_torchrun(status: int) -> None:
-    """Give this process a few seconds after SIGTERM to find out for itself what has happened.
+    """Delay the exit after SIGTERM by LAST_WORDS seconds, so that this rank can report its own error first.
 
-    torchrun ends all ranks as soon as it sees that one has failed; those may be waiting for it, and be about to say
-    so. A handler in Python would have to wait for the collective to return. The wake-up file is written at once.
+    torchrun kills all ranks as soon as one fails, and the others may be about to report that they miss it. A Python
+    signal handler cannot run before a blocking collective returns, so a thread reads the signal's wake-up file.
+
+    Args:
+        status: exit status after the delay.
     """
     ours, pythons = socket.socketpair()
     pythons.setblocking(False)

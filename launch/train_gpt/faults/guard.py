@@ -1,4 +1,4 @@
-"""The loss guard of a run: what is done when the loss jumps, and how that goes into checkpoints."""
+"""The loss guard of a run: its action if the loss jumps, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from launch.train_gpt.ranks import Ranks
 __all__ = ["Guard"]
 
 FACTOR = 1.5
-"""A loss that jumps so far above the running median is a spike, without ``--loss-factor``."""
+"""Default of ``--loss-factor``."""
 
 STEPS = 100
-"""So long does ``--loss-guard fallback`` last, without ``--fallback-steps``."""
+"""Steps in high precision with ``--loss-guard fallback``, without ``--fallback-steps``."""
 
 
 class Guard:
-    """Judges each step's loss by ``--loss-guard``; with "off" does nothing.
+    """Applies ``--loss-guard`` to each step's loss. Does nothing with "off".
 
-    ``learning_rate_factor``: what "lower-lr" has made of the learning rate so far.
+    ``learning_rate_factor``: the product of all halvings by "lower-lr" so far.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Guard:
 
     @property
     def alarms(self) -> int:
-        """So far, in this run and in those that it goes on from."""
+        """Alarms so far, including those of the runs that this run resumed from."""
         return 0 if self._guard is None else self._guard.alarms
 
     def observe(self, step: int, loss: Tensor) -> None:
-        """Between a step's backward and its update. COLLECTIVE, unless it is off.
+        """Check the loss of a step. Call it between the backward and the update. COLLECTIVE, unless it is off.
 
         Args:
-            loss: this rank's mean, on the device.
+            loss: this rank's mean loss, on the device.
 
         Raises:
             LossDiverged: on all ranks, with "stop".
@@ -66,31 +66,31 @@ class Guard:
             self._guard.observe(loss, step)
 
     def halve_learning_rate(self, alarm: fp8dist.LossAlarm) -> None:
-        """From this step's update on."""
+        """Halve the learning rate, from this step's update on."""
         self.learning_rate_factor /= 2
         for group in self._optimizer.param_groups:
             group["lr"] /= 2
 
     def describe(self) -> str | None:
-        """For ``restore``, as JSON text; None: there is nothing to keep."""
+        """Return the state for ``restore`` as JSON text, or None if the guard is off."""
         if self._guard is None:
             return None
         return json.dumps({"learning_rate_factor": self.learning_rate_factor, "losses": self._guard.state_dict()})
 
     def restore(self, described: str) -> None:
-        """Go on as another one that has described itself. Of a run without a guard, nothing is taken.
+        """Load the result of ``describe``. With the guard off, only print that the state is ignored.
 
         Raises:
-            CheckpointError: it is no such description.
+            CheckpointError: ``described`` is not a loss guard's state.
         """
         if self._guard is None:
             if self._ranks.first:
-                print("the checkpoint has a loss guard's state, and --loss-guard is off", file=sys.stderr)
+                print("ignored the checkpoint's loss guard state, because --loss-guard is off", file=sys.stderr)
             return
         try:
             state = json.loads(described)
             factor = float(state["learning_rate_factor"])
             self._guard.load_state_dict(state["losses"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"no state of a loss guard: {type(error).__name__}: {error}") from None
+            raise CheckpointError(f"not a loss guard's state: {type(error).__name__}: {error}") from None
         self.learning_rate_factor = factor

@@ -1,4 +1,4 @@
-"""Faults made on purpose, to see that they are found."""
+"""Fault injection (``--inject``), to test that faults are detected."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from launch.train_gpt.ranks import Ranks
 __all__ = ["Injection"]
 
 WEIGHT = "blocks.0.mlp_in.weight"
-"""The parameter that ``weight`` damages, in the middle element of what the rank holds."""
+"""The parameter that ``weight`` damages, at the middle element of the rank's local part."""
 
 OUTLIER, SPIKE = 1e6, 1e3
-"""What ``outlier`` multiplies the largest element by, beyond the range of either FP8 format; and ``spike`` all."""
+"""Factor of ``outlier`` on the largest element, beyond the range of both FP8 formats, and of ``spike`` on all."""
 
 MANTISSA_BIT = 11
-"""The bit that ``weight`` flips: the middle of a float32's 23 bits of mantissa, a relative error of 1/4096."""
+"""The bit that ``weight`` flips: the middle of float32's 23 mantissa bits, a relative error of about 1/4096."""
 
 
 class Injection:
-    """This rank's share of the ``--inject`` flags, none as a rule.
+    """Injects this rank's ``--inject`` faults, usually none.
 
-    ``before_update`` and ``after_update`` stand around ``optimizer.step()``, whose first act is the boundary. Whatever
-    is done is told in one line on stderr. Nothing is done in a job that torchrun has restarted.
+    Call ``before_update`` and ``after_update`` around ``optimizer.step()``, which starts with the boundary. Each fault
+    prints one line to stderr. A job that torchrun restarted injects nothing.
     """
 
     def __init__(self, options: Options, ranks: Ranks, model: nn.Module, manager: StateManager | None) -> None:
@@ -62,7 +62,7 @@ class Injection:
             raise ConfigurationError(f"--inject {needs_sync[0]}: FP8 or its amax sync is switched off")
 
     def before_step(self, step: int) -> None:
-        """A step begins. Local."""
+        """Inject faults at the start of a step. Local."""
         self._step = step
         if self._has("hang"):
             self._say("hang", "sleeping")
@@ -70,7 +70,7 @@ class Injection:
                 time.sleep(3600)
 
     def before_update(self, step: int) -> None:
-        """Gradients are there and the step has not ended yet. Local."""
+        """Inject faults after the backward, before ``optimizer.step()``. Local."""
         before: dict[str, Callable[[], str | None]] = {
             "scale": self._double_scale,
             "nan": self._record_nan,
@@ -82,7 +82,7 @@ class Injection:
         self._inject(step, before)
 
     def after_update(self, step: int) -> None:
-        """The optimizer has stepped. Local."""
+        """Inject faults after ``optimizer.step()``. Local."""
         after: dict[str, Callable[[], str | None]] = {
             "weight": self._flip_bit,
             "skip": self._put_parameters_back,
@@ -91,12 +91,12 @@ class Injection:
         self._inject(step, after)
 
     def files_written(self, step: int) -> None:
-        """This rank's part of the checkpoint is on the disk, and the checkpoint is not whole. Local."""
+        """Inject ``kill-save``, after this rank has written its file and before the checkpoint is complete. Local."""
         if any((fault.kind, fault.step) == ("kill-save", step) for fault in self._faults):
             self._die("kill-save", step)
 
     def _in_the_forward(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
-        if not torch.is_grad_enabled():  # A validation.
+        if not torch.is_grad_enabled():  # Validation is left alone.
             return
         time.sleep(1e-3 * self._slow_ms)
         if self._has("kill-forward"):
@@ -110,13 +110,13 @@ class Injection:
         (x,) = arguments
         planted = x.clone()
         planted[0, 0, 0] = OUTLIER * x.detach().abs().amax()
-        self._say("outlier", f"the input of {self._place} has {float(planted[0, 0, 0]):g} in place of {x[0, 0, 0]:g}")
+        self._say("outlier", f"the input of {self._place} has {float(planted[0, 0, 0]):g} instead of {x[0, 0, 0]:g}")
         return (planted,)
 
     def _raise_logits(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if not (torch.is_grad_enabled() and self._has("spike")):
             return None
-        self._say("spike", f"what enters lm_head is {SPIKE:g} times as large")
+        self._say("spike", f"the input of lm_head is multiplied by {SPIKE:g}")
         return (SPIKE * arguments[0],)
 
     def _say(self, kind: str, what: str, step: int | None = None) -> None:
@@ -124,7 +124,10 @@ class Injection:
         print(f"[rank {self._rank}] --inject {kind}:{self._rank}:{at}: {what}", file=sys.stderr, flush=True)
 
     def _in_the_sync(self, kind: str, act: Callable[[str, int], None]) -> None:
-        """The sync is the first int32 MAX of ``optimizer.step()``. The others wait for this rank, or have its part."""
+        """Act inside the next FP8 sync, the first int32 MAX all-reduce of ``optimizer.step()``.
+
+        The other ranks then wait for this rank, or already have its part.
+        """
         all_reduce = dist.all_reduce
 
         def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
@@ -140,13 +143,13 @@ class Injection:
         return any((fault.kind, fault.step) == (kind, self._step) for fault in self._faults)
 
     def _die(self, kind: str, step: int) -> NoReturn:
-        self._say(kind, "SIGKILL", step)  # A checkpoint may be of an earlier step.
+        self._say(kind, "SIGKILL", step)  # An asynchronous save may be of an earlier step.
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("still alive")
 
     def _stop(self, kind: str, step: int) -> None:
-        """The whole process, with the threads that communicate, until somebody lets it go on."""
-        self._say(kind, f"SIGSTOP; kill -CONT {os.getpid()} lets it go on")
+        """Stop the whole process, including communication threads, until it gets SIGCONT."""
+        self._say(kind, f"SIGSTOP; kill -CONT {os.getpid()} resumes it")
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _inject(self, step: int, ways: dict[str, Callable[[], str | None]]) -> None:
@@ -157,18 +160,18 @@ class Injection:
                     self._say(fault.kind, told)
 
     def _double_scale(self) -> str:
-        """Behind the library's back: ``set_scale`` would write inv_scale as well."""
+        """Double a scale in place. ``set_scale`` would update inv_scale as well."""
         slot, manager = self._first_slot("weight")
         scale = manager.scale(*slot)
         before = scale.item()
         scale.mul_(2)
-        return f"scale of {slot} is now {scale.item():g} in place of {before:g}"
+        return f"scale of {slot} is now {scale.item():g} instead of {before:g}"
 
     def _record_nan(self) -> str:
-        """What one NaN in a gradient does to FP8 state, without its ruining the parameters.
+        """Record a NaN amax, as one NaN in a gradient would, but without damage to the parameters.
 
-        MAX keeps it, so all ranks hear of it: the slot's scale stays for this step, its history does not take the amax,
-        and its counter of non-finite amaxes goes up on all of them.
+        MAX propagates NaN, so all ranks see it: the slot keeps its scale in this step, its history does not take the
+        amax, and its counter of non-finite amaxes increases on all ranks.
         """
         slot, manager = self._first_slot("grad_output")
         manager.record(*slot, torch.tensor(float("nan"), device=manager.scale(*slot).device))
@@ -176,7 +179,7 @@ class Injection:
 
     @torch.no_grad()
     def _flip_bit(self) -> str:
-        """Through ``.data``, which bumps no version counter."""
+        """Flip a bit through ``.data``, which does not bump the version counter."""
         weight = self._model.get_parameter(WEIGHT).data
         if isinstance(weight, DTensor):
             weight = weight.to_local()
@@ -184,7 +187,7 @@ class Injection:
         element = weight[row, column]
         before = element.item()
         element.view(torch.int32).bitwise_xor_(1 << MANTISSA_BIT)
-        return f"{WEIGHT}[{row}, {column}] is now {element.item()!r} in place of {before!r}"
+        return f"{WEIGHT}[{row}, {column}] is now {element.item()!r} instead of {before!r}"
 
     def _save_parameters(self) -> None:
         self._saved = [parameter.detach().clone() for parameter in self._model.parameters()]
@@ -194,8 +197,8 @@ class Injection:
         for parameter, saved in zip(self._model.parameters(), self._saved, strict=True):
             parameter.copy_(saved)
         self._saved = []
-        return "parameters are as they were before this step's update"
+        return "undid this step's update of the parameters"
 
     def _first_slot(self, role: str) -> tuple[Slot, StateManager]:
-        assert self._manager is not None  # The flags were checked.
+        assert self._manager is not None  # Options require --precision fp8.
         return next(slot for slot in self._manager.slots if slot.role == role), self._manager

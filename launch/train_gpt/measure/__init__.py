@@ -1,1 +1,1 @@
-"""What the job measures and writes down: metrics.jsonl and summary.json."""
+"""Measurements of the job, for metrics.jsonl and summary.json."""

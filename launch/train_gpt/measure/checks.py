@@ -1,4 +1,4 @@
-"""The consistency checks of a run: when they are made, and what they came to."""
+"""The consistency checks of a run, their cost and their findings."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ __all__ = ["Checks"]
 class Checks:
     """Compares the ranks every ``--check-every`` steps and at the end of the run.
 
-    An FP8 job's manager makes the periodic checks itself, at the boundary of the step that follows. For others the loop
-    calls ``after``. Either follows the same flags and environment variables.
+    In an FP8 job the manager runs the periodic checks, at the boundary of the next step. In other jobs ``after`` runs
+    them. Both follow the same flags and environment variables.
     """
 
     def __init__(self, options: Options, ranks: Ranks, module: nn.Module, manager: fp8dist.StateManager | None) -> None:
-        self.divergences = 0  # That were said or mended: under "raise" the first one ends the run.
+        self.divergences = 0  # Logged or repaired divergences. With "raise", the first one ends the run.
         self._module, self._manager, self._ranks = module, manager, ranks
         self._count, self._seconds = 0, 0.0
         if manager is not None:
             self._settings = manager.settings
             manager.on_event(self._hear)
-        else:  # Only the checker's matter then, from flags and environment.
+        else:  # Without a manager, only the check settings matter.
             self._settings = Settings.resolve(
                 amax_sync=False, backend="auto", check_every=options.check_every, check_policy=options.check_policy
             )
 
     @property
     def cost(self) -> tuple[int, float]:
-        """(checks so far, the milliseconds that they took this rank)."""
+        """(number of checks so far, milliseconds that they took on this rank)."""
         if self._manager is None:
             return self._count, 1e3 * self._seconds
         metrics = self._manager.metrics()
         return int(metrics["fp8/checks"]), metrics["fp8/check_ms"]
 
     def after(self, step: int) -> None:
-        """A step is done. COLLECTIVE where a check is due.
+        """Run the check that is due after this step, if the job has no manager. COLLECTIVE if a check is due.
 
         Raises:
-            DivergenceError: ranks differ, and the policy says so.
+            DivergenceError: ranks differ, and the policy does not let the run continue.
         """
         every = self._settings.check_every
         if self._manager is None and every and step % every == 0:
             self._check(step)
 
     def at_the_end(self, step: int) -> None:
-        """The last step is done: check what no periodic check has seen. COLLECTIVE.
+        """Check the state after the last step, unless a periodic check has covered it. COLLECTIVE.
 
         Raises:
-            DivergenceError: ranks differ, and the policy says so.
+            DivergenceError: ranks differ, and the policy does not let the run continue.
         """
         every = self._settings.check_every
         if not every:

@@ -1,4 +1,4 @@
-"""How many bytes of parameters a rank is sent: counted where FSDP gathers them."""
+"""Count the parameter bytes that a rank receives in FSDP's all-gathers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 __all__ = ["WAYS", "GatheredBytes", "replaced"]
 
 WAYS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
-"""What FSDP1 gathers with, on CPU and GPU, in one torch or another."""
+"""Functions of torch.distributed that FSDP1 gathers with. They depend on the device and the torch version."""
 
 
 @contextlib.contextmanager
 def replaced(names: Sequence[str], by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, each of these functions of torch.distributed is what ``by`` makes of it; absent ones are left out."""
+    """Replace these functions of torch.distributed by ``by(function)`` within the context. Skip missing names."""
     before = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
     for name, function in before.items():
         setattr(dist, name, by(function))
@@ -32,20 +32,25 @@ def replaced(names: Sequence[str], by: Callable[[Callable[..., Any]], Callable[.
 
 
 class GatheredBytes:
-    """Bytes that this rank has received from the other ranks in all-gathers of parameters, while ``counting``."""
+    """Counts the bytes that this rank receives from other ranks in all-gathers of parameters, within ``counting``."""
 
     def __init__(self) -> None:
         self.total = 0
         self._counting = False
 
     def add(self, whole: int, own: int) -> None:
-        """One all-gather: bytes of the result, and those that were this rank's own."""
+        """Count one all-gather.
+
+        Args:
+            whole: bytes of the result.
+            own: bytes that this rank contributed.
+        """
         if self._counting:
             self.total += whole - own
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is gathered inside."""
+        """Count all-gathers within the context."""
         self._counting = True
         try:
             yield
@@ -53,12 +58,12 @@ class GatheredBytes:
             self._counting = False
 
     def watch(self, module: FSDPModule) -> None:
-        """Look at the all-gathers of this FSDP2 module."""
+        """Count the all-gathers of this FSDP2 module."""
         module.set_custom_all_gather(_CountedAllGather(self))
 
     @contextlib.contextmanager
     def watch_calls(self) -> Iterator[None]:
-        """Count what is gathered inside, by whomever: FSDP1 has no place to ask for it."""
+        """Count all all-gathers within the context, by patching torch.distributed, because FSDP1 has no hook."""
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(result: Tensor | list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +77,7 @@ class GatheredBytes:
 
 
 class _CountedAllGather(AllGather):
-    """What FSDP2 does without it, counted."""
+    """FSDP2's default all-gather, counted."""
 
     def __init__(self, bytes_: GatheredBytes) -> None:
         self._bytes = bytes_

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a progress bar, ``metrics.jsonl``, and the time it took."""
+"""Progress bar, ``metrics.jsonl`` and training time of a run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ FINAL_STEPS = 10
 """The final training loss is the mean over this many steps."""
 
 PLAIN_LINES = 5
-"""How often a run whose stderr is no terminal says where it is."""
+"""Number of progress lines of a run whose stderr is not a terminal."""
 
 
 class Recorder:
     """Collects losses on the device and reads them every ``--log-every`` steps.
 
-    ``flush`` makes one all_gather, of the losses since the last one and of what each rank waited for in these steps;
-    between flushes nothing is read from the device and nothing is communicated. Rates and FP8 metrics are means over
-    that interval.
+    ``flush`` makes one all_gather, of the losses and the waits of each rank since the last flush. Between flushes
+    nothing is read from the device and nothing is communicated. Rates and FP8 metrics are means over that interval.
     """
 
     def __init__(
@@ -43,8 +42,8 @@ class Recorder:
     ) -> None:
         """
         Args:
-            waits: what this rank measures.
-            done: steps that an earlier run has made, whose lines stay. Those of later steps are dropped.
+            waits: the measured waits of this rank.
+            done: steps of the run that this one resumes from. Their lines stay, lines of later steps are dropped.
         """
         self.training_seconds = 0.0
         self.final_losses: deque[float] = deque(maxlen=FINAL_STEPS)
@@ -64,27 +63,28 @@ class Recorder:
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all ranks and microbatches."""
+        """Tokens of an optimizer step, over all ranks and microbatches."""
         options = self._options
         return options.batch_size * options.context * options.accumulate * self._ranks.size
 
     def add(self, step: int, learning_rate: float, loss: Tensor) -> None:
-        """Remember a step. Local; does not wait for the device."""
+        """Record a step. Local; does not wait for the device."""
         self._waiting.append((step, learning_rate, loss))
         self._bar.update()
 
     def due(self, step: int) -> bool:
-        """Whether ``flush`` should follow on this step, counted from 1."""
+        """Return True if ``flush`` is due after this step, counted from 1."""
         options = self._options
         validates = options.eval_every and step % options.eval_every == 0
-        # Before a checkpoint is saved: a run that goes on from it keeps these lines and cannot make them again.
+        # Flush before saving: a run that resumes from the checkpoint keeps these lines and cannot recompute them.
         saves = options.saves_at(step)
         return step % options.log_every == 0 or step == options.last_step or bool(validates) or saves
 
     def flush(self, validate: Callable[[], float] | None = None) -> None:
         """Write the steps since the last flush. COLLECTIVE.
 
-        ``validate`` runs outside the measured time; its loss joins the last step's line.
+        Args:
+            validate: returns a validation loss for the last step's line. Its time is not measured.
         """
         own = torch.stack([loss for _, _, loss in self._waiting])
         waits = self._waits.take(self._manager, len(own)).to(own.device)
@@ -101,7 +101,7 @@ class Recorder:
         self._start = time.perf_counter()
 
     def save_own(self) -> None:
-        """Write the steps since the last flush with this rank's loss alone, when the ranks cannot be asked. Local."""
+        """Write the steps since the last flush with this rank's loss only, if collectives are impossible. Local."""
         if self._file is not None:
             for step, learning_rate, loss in self._waiting:
                 line = {"step": step, "loss_of_rank_0": loss.item(), "learning_rate": learning_rate}
@@ -109,7 +109,7 @@ class Recorder:
             self._waiting.clear()
 
     def close(self) -> None:
-        """Close bar and file."""
+        """Close the progress bar and the file."""
         self._bar.close()
         if self._file is not None:
             self._file.close()
@@ -139,7 +139,7 @@ class Recorder:
         file.flush()
 
     def _metrics(self) -> dict[str, float]:
-        """Of rank 0; reading them is local, but waits for the device."""
+        """Return the FP8 metrics on rank 0, else {}. Local; waits for the device."""
         return self._manager.metrics() if self._manager is not None and self._ranks.first else {}
 
     def _report_progress(self, loss: float) -> None:

@@ -1,4 +1,4 @@
-"""How far the ranks of a run are apart in their steps, and which one the others wait for."""
+"""Skew between the ranks of a run, and the straggler that the other ranks wait for."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ __all__ = ["Skew", "lines_of"]
 Floats = npt.NDArray[np.float64]
 
 KEPT, KEPT_STEPS = 1 << 21, 10_000
-"""So many numbers of a kind are kept for the summary, and so many steps at most: the newest."""
+"""Limits of the history for the summary: values of each kind, over all ranks, and steps. The newest are kept."""
 
 RECENT = 20
-"""A line of ``metrics.jsonl`` names the straggler of so many steps."""
+"""Number of newest steps from which a line of ``metrics.jsonl`` names the straggler."""
 
 FEWEST = 8
-"""None is named after fewer steps: the first ones are unlike the others."""
+"""Minimum number of steps to name a straggler, because the first steps are not typical."""
 
 MOST = 0.75
-"""A straggler is behind in this share of the steps, at least. Others are late now and then: their host has other work
-to do, or their data was."""
+"""Minimum share of steps in which a straggler is behind. Other ranks are late only occasionally, due to other work on
+their host or late data."""
 
 SHARE, FLOOR_MS = 0.05, 1.0
-"""And that by this share of the whole step, and by this time, at least."""
+"""Minimum delay of a straggler, as a share of the whole step and in ms. Both must be exceeded."""
 
 NAMED = 16
-"""The summary has the waits of so many ranks: of larger jobs those with the least and the most time of their own."""
+"""Number of ranks in the summary. In larger jobs it has those with the least and the most own time."""
 
 
 class Skew:
-    """On rank 0: what all ranks have measured (see ``Waiting``), by steps.
+    """Collects the measurements of all ranks (see ``Waiting``), on rank 0.
 
-    The **own time** of a rank in a step is the whole step less what it waited for. Who has most of it came last. A rank
-    is **behind** by what its own time exceeds the median rank's.
+    The **own time** of a rank in a step is the duration of the step minus the rank's waits. The rank with the most own
+    time came last. A rank is **behind** by its own time minus that of the median rank.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._parts: deque[Floats] = deque()  # [ranks, 3, steps] each: sync, other collectives, whole step
-        self._steps = 0  # In the parts.
+        self._steps = 0  # Total steps in _parts.
 
     def add(self, measured: Floats) -> list[dict[str, Any]]:
-        """Take up ms, [ranks, 3, steps]; what to write of each of these steps.
+        """Add measurements, and return the fields of each step for ``metrics.jsonl``.
 
-        Waits are those of one step over the ranks; skew is the difference between the largest and the smallest own
-        time. Nothing with one rank, nor of a step that did not end.
+        Waits are quantiles over the ranks in one step. Skew is the largest minus the smallest own time. The fields are
+        empty with one rank, and for a step that did not end.
+
+        Args:
+            measured: ms, [ranks, 3, steps]: FP8 sync, other collectives, whole step.
         """
         steps = measured.shape[2]
         ended: npt.NDArray[np.bool_] = ~np.any(np.isnan(measured[:, 2]), axis=0)
@@ -70,7 +73,11 @@ class Skew:
         return [next(lines) if done else {} for done in ended.tolist()]
 
     def summary(self, hosts: Sequence[str]) -> dict[str, Any] | None:
-        """What the newest steps came to; None: there is one rank, or no step. ``hosts``: of all ranks."""
+        """Return the summary of the newest steps, or None with one rank or no steps.
+
+        Args:
+            hosts: host names by rank.
+        """
         if not self._parts:
             return None
         measured = self._newest(self._steps)
@@ -107,7 +114,7 @@ class Skew:
             self._steps -= self._parts.popleft().shape[2]
 
     def _newest(self, steps: int) -> Floats:
-        """[ranks, 3, so many steps at most]."""
+        """Return the newest measurements, [ranks, 3, at most ``steps``]."""
         taken: list[Floats] = []
         found = 0
         for part in reversed(self._parts):
@@ -119,7 +126,7 @@ class Skew:
 
 
 def lines_of(summary: dict[str, Any]) -> list[str]:
-    """``Skew.summary`` for the terminal."""
+    """Format the result of ``Skew.summary`` for the terminal."""
     straggler, who = summary["straggler"], "none"
     if straggler is not None:
         who = f"rank {straggler['rank']} on {straggler['host']}, {straggler['behind_ms']:.1f} ms a step behind"
@@ -142,12 +149,14 @@ def _cell(rank: dict[str, Any], name: str) -> str:
 
 
 def _stragglers(measured: Floats) -> list[tuple[int, float]]:
-    """The ranks that the others wait for, and by how many ms they are behind, as a median over the steps; the worst
-    first. With more than half of the ranks slow the median rank is one of them, and nobody is behind."""
+    """Return (rank, median ms behind) of each straggler, the worst first.
+
+    If more than half of the ranks are slow, the median rank is slow too, and no rank counts as a straggler.
+    """
     if measured.shape[2] < FEWEST:
         return []
     own = _own(measured)
-    behind = own - np.quantile(own, 0.5, axis=0, method="lower")  # Of two ranks the faster one's.
+    behind = own - np.quantile(own, 0.5, axis=0, method="lower")  # With two ranks, the faster one.
     mostly = np.quantile(behind, 1 - MOST, axis=1)
     margin = max(FLOOR_MS, SHARE * float(np.median(measured[:, 2])))
     found = [(rank, float(np.median(behind[rank]))) for rank in np.flatnonzero(mostly > margin).tolist()]
@@ -155,19 +164,19 @@ def _stragglers(measured: Floats) -> list[tuple[int, float]]:
 
 
 def _waited(measured: Floats) -> Floats:
-    """[ranks, steps]: in all collectives."""
+    """Return the waits in all collectives, ms, [ranks, steps]."""
     waited: Floats = np.nan_to_num(measured[:, 0]) + measured[:, 1]
     return waited
 
 
 def _own(measured: Floats) -> Floats:
-    """[ranks, steps]."""
+    """Return the own time, ms, [ranks, steps]."""
     own: Floats = measured[:, 2] - _waited(measured)
     return own
 
 
 def _columns(name: str, values: Floats) -> dict[str, list[float]]:
-    """Of each step, over the ranks: values is [ranks, steps]."""
+    """Return p50, p99 and maximum over the ranks, for each step. ``values``: ms, [ranks, steps]."""
     p50, p99 = np.quantile(values, [0.5, 0.99], axis=0).round(4).tolist()
     return {f"{name}_p50_ms": p50, f"{name}_p99_ms": p99, f"{name}_max_ms": values.max(0).round(4).tolist()}
 
@@ -177,6 +186,6 @@ def _over_steps(name: str, values: Floats) -> dict[str, float | None]:
 
 
 def _at(quantile: float, values: Floats) -> float | None:
-    """None: there are none."""
+    """Return the quantile of the values that are not NaN, or None if all are NaN."""
     known = values[~np.isnan(values)]
     return round(float(np.quantile(known, quantile)), 4) if len(known) else None

@@ -1,14 +1,14 @@
-"""How long this rank waits for others in each step, and how long it takes for its own part.
+"""Measure how long this rank waits for other ranks in each step, and its own time.
 
-A rank that is slow waits little itself. Where the others wait for it depends on what they come to first: under DDP the
-reduction of gradients, which then takes up the skew before the FP8 sync could show it; under FSDP the next all-gather
-or reduce-scatter, in forward and backward. So the collectives of a step are measured where they are waited for, and the
-rest of the step is the rank's **own time**: compute, data, and whatever else holds it up.
+A slow rank waits little itself. The other ranks wait for it in their next collective: with DDP the gradient reduction,
+which absorbs the skew before the FP8 sync; with FSDP an all-gather or reduce-scatter of the forward or backward. So the
+waits in all these collectives are measured. The rest of the step is the rank's **own time**: compute, data loading and
+any other delay.
 
-On a CPU collectives are waited for on the host. On CUDA the times are those of streams, by events; there FSDP's
-collectives count in full, though they may overlap with compute, so that own times can be compared between ranks, but
-mean little in themselves. Not measured, and so part of the own time, are the all-reduces of FSDP's gradient norm, of
-the loss guard, and of weight scales that are derived anew: all ranks have just met when they come to those.
+On a CPU, the host waits for collectives. On CUDA, events measure the time on streams. There FSDP's collectives count in
+full even if they overlap with compute, so own times can be compared between ranks but mean little in absolute terms.
+The all-reduces of FSDP's gradient norm, of the loss guard and of recomputed weight scales are not measured and count as
+own time: ranks enter them right after another collective, so they wait little.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from launch.train_gpt.measure.gathering import WAYS, replaced
 __all__ = ["Waiting"]
 
 REDUCTIONS = ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
-"""What FSDP reduces gradients with, in one torch or another; the last between replicas of shards."""
+"""Functions of torch.distributed that FSDP reduces gradients with, by torch version. The last reduces over replicas."""
 
 
 class Waiting:
-    """Measures the steps of this rank. Adds no collective, and changes no number of the training."""
+    """Measures the steps of this rank. Adds no collective and does not change the training."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
-        self._steps = Waits()  # Whole steps, as if they were waits.
-        self._others = Waits()  # In collectives other than the FP8 sync.
+        self._steps = Waits()  # Durations of whole steps.
+        self._others = Waits()  # Waits in collectives other than the FP8 sync.
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """One training step, from its data to its update. What raises inside is no step."""
+        """Time the enclosed block as one training step, from data to update. A block that raises does not count."""
         self._steps.drop()
         self._others.drop()
         with self._steps.waiting(self._clock):
@@ -52,7 +52,7 @@ class Waiting:
         self._others.end_step()
 
     def collectives(self) -> AbstractContextManager[None]:
-        """Measures the collectives of FSDP's forwards and backwards inside."""
+        """Return a context that measures the collectives of FSDP's forwards and backwards."""
 
         def measured(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,8 +64,11 @@ class Waiting:
         return replaced((*WAYS, *REDUCTIONS), measured)
 
     def backward(self, loss: Tensor) -> None:
-        """DDP's. When all gradients are there it waits for the reduction of its buckets, in a callback at the end of
-        the backward. One that is queued when the backward begins runs just before it."""
+        """Run the backward of a DDP model and measure its wait for the gradient reduction.
+
+        DDP waits for its buckets in a callback at the end of the backward. A callback queued at the start of the
+        backward runs just before it, and starts the timer.
+        """
         with ExitStack() as until_the_end:
 
             def all_gradients_are_there() -> None:
@@ -78,10 +81,10 @@ class Waiting:
             loss.backward()
 
     def take(self, manager: StateManager | None, steps: int) -> Tensor:
-        """float32[3, steps] on the CPU, in ms, of the steps since the last call: the wait in the FP8 sync, in all
-        collectives without it, and the whole step. Local; waits for the device.
+        """Return the ms of the steps since the last call, float32[3, steps] on the CPU. Local; waits for the device.
 
-        NaN where a step did not end, and of the sync where there is none.
+        The rows are: wait in the FP8 sync, wait in other collectives, whole step. NaN if a step did not end, and in
+        the first row if there is no sync.
         """
         sync = manager.take_waits() if manager is not None else []
         rows = (sync, self._others.take(), self._steps.take())

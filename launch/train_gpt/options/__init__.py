@@ -1,1 +1,1 @@
-"""The flags of the job, and what they mean together. Nothing here imports torch."""
+"""The flags of the job and the checks of their combinations. Nothing here imports torch."""

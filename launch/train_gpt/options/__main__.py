@@ -1,4 +1,4 @@
-"""``python -m launch.train_gpt.options FLAGS…`` says in one line what the job would refuse, and exits with 2."""
+"""``python -m launch.train_gpt.options FLAGS…``: check the flags. Prints one line and exits with 2 on a mistake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if __name__ == "__main__":
     try:
         given = parse(sys.argv[1:])
         prepare_input(given)
-        if os.environ.get("NNODES", "1") == "1":  # One of several nodes may be coming back into a restarted job.
+        if os.environ.get("NNODES", "1") == "1":  # With several nodes, this one may be rejoining a restarted job.
             require_usable_checkpoints(given)
     except BadInput as refused:
         exit_with(refused)

@@ -1,4 +1,4 @@
-"""The flags of the example job: their names, what each takes, and what ``--help`` says of them."""
+"""The flags of the example job: their names, values and ``--help`` texts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, U
 __all__ = ["FAULTS", "HIGH", "RECIPES", "SHARDED", "SLOW", "Fault", "Override", "parser"]
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
-"""The kinds of ``--parallel`` where no rank holds whole parameters."""
+"""The values of ``--parallel`` that shard parameters."""
 
 RECIPES = ("delayed", "current", "rowwise", "block")
-"""The kinds of ``--recipe``."""
+"""The values of ``--recipe``."""
 
 HIGH = "high"
-"""What ``--override`` calls high precision, beside the recipes."""
+"""The value of ``--override`` for high precision, in place of a recipe."""
 
 
 DAMAGES = ("scale", "weight", "nan", "skip", "outlier", "spike")
@@ -29,18 +29,18 @@ DEATHS = ("kill-forward", "kill-backward", "kill-sync", "kill-save", "hang")
 SLOW = "slow"
 STOPS = ("stop-update", "stop-sync", "stop-step")
 FAULTS = (*DAMAGES, *DEATHS, *STOPS, SLOW)
-"""The kinds of ``--inject``: what damages a rank, ends one or lets it hang, stops one for a while, and slows one."""
+"""The kinds of ``--inject``: damage the state, kill or hang a rank, stop it temporarily, or slow it down."""
 
 
 class Override(NamedTuple):
-    """One ``--override``: which modules, by a pattern of their names, and their recipe or HIGH."""
+    """One ``--override``: a pattern of module names, and a recipe or HIGH for these modules."""
 
     pattern: str
     recipe: str
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """A finite number that fits."""
+    """Return an argparse type for a finite number that ``fits`` accepts."""
 
     def number(text: str) -> float:
         value = float(text)
@@ -48,7 +48,7 @@ def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], flo
             raise argparse.ArgumentTypeError(f"must be {expected}, got {text}")
         return value
 
-    number.__name__ = "number"  # argparse puts it into its messages.
+    number.__name__ = "number"  # argparse uses the name in its messages.
     return number
 
 
@@ -57,8 +57,8 @@ _positive = _number("positive and finite", lambda value: value > 0)
 
 
 class Fault(NamedTuple):
-    """One ``--inject``: what is damaged, on which rank, at which step (counted from 1). In place of the step SLOW has
-    the milliseconds that it costs in each forward."""
+    """One ``--inject``: the kind of fault, its rank, and its step (counted from 1). For SLOW, ``step`` is the delay of
+    each forward in milliseconds."""
 
     kind: str
     rank: int
@@ -69,10 +69,10 @@ class Fault(NamedTuple):
 
 
 def _fault(text: str) -> Fault:
-    """The fault that a flag names; argparse's error, if there is none."""
+    """Parse KIND:RANK:STEP. Raise ArgumentTypeError if it is malformed."""
     kind, *place = text.split(":")
     if kind not in FAULTS:
-        raise argparse.ArgumentTypeError(f"kinds are {', '.join(FAULTS)}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"KIND must be one of {', '.join(FAULTS)}, got {text!r}")
     if len(place) != 2 or not all(number.isdecimal() for number in place):
         last = "MILLISECONDS" if kind == SLOW else "STEP"
         raise argparse.ArgumentTypeError(f"expected {kind}:RANK:{last}, got {text!r}")
@@ -85,26 +85,26 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """It raises BadInput where argparse would end the process."""
+    """Return the parser of the job's flags. It raises BadInput instead of exiting."""
     made = _Parser(
         prog="train_gpt",
         description="Train a small byte-level GPT on one or many ranks, in high precision or in FP8.",
         epilog=(
-            "--amax-sync, --backend, --check-every and --check-policy, when left out, follow their FP8DIST_… "
-            "environment variable. Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file; "
-            f"{UNWRITTEN}, a checkpoint could not be written, and the ranks say in one line why; "
-            f"{DIVERGED}, the run stopped because its ranks differ, and divergence.txt and divergence.json under --out "
-            f"say which ranks and tensors; {FAILED_COLLECTIVE}, a collective failed or timed out, because another rank "
-            "is gone or hangs: each rank that is left says in one line where it was; "
-            f"{LOSS_DIVERGED}, --loss-guard stop saw a loss that jumped or is not finite, and says at which step."
+            "If --amax-sync, --backend, --check-every or --check-policy is not given, its FP8DIST_… environment "
+            "variable applies. Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file; "
+            f"{UNWRITTEN}, a checkpoint could not be written, the ranks print the reason in one line; "
+            f"{DIVERGED}, the run stopped because its ranks differ, divergence.txt and divergence.json under --out "
+            f"name the ranks and tensors; {FAILED_COLLECTIVE}, a collective failed or timed out because another rank "
+            "is gone or hangs, each remaining rank prints in one line where it was; "
+            f"{LOSS_DIVERGED}, --loss-guard stop saw a loss that jumped or is not finite, and prints the step."
         ),
         formatter_class=_HelpWithDefaults,
         allow_abbrev=False,
     )
     _add_job_flags(made.add_argument_group("job"))
     _add_fp8_flags(made.add_argument_group("FP8 (with --precision fp8)"))
-    _add_precision_flags(made.add_argument_group("when to leave FP8 (with --precision fp8)"))
-    _add_watch_flags(made.add_argument_group("what is watched"))
+    _add_precision_flags(made.add_argument_group("high precision in place of FP8 (with --precision fp8)"))
+    _add_watch_flags(made.add_argument_group("monitoring"))
     _add_check_flags(made.add_argument_group("consistency of the ranks"))
     _add_checkpoint_flags(made.add_argument_group("checkpoints (under --out, in checkpoints/step-…)"))
     _add_model_flags(made.add_argument_group("model and training"))
@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not that of a flag whose default is decided later."""
+    """Appends "(default: …)" to the help of each flag whose default is not None."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -123,28 +123,46 @@ def _add_job_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--parallel",
         choices=("none", "ddp", *SHARDED),
-        help="fsdp2: fully_shard over all ranks; hsdp: the same, replicated over groups of ranks; fsdp1: "
-        "FullyShardedDataParallel (default: ddp with several ranks, none with one)",
+        help="how ranks share the work. ddp: each rank holds the whole model; fsdp2: fully_shard over all ranks; hsdp: "
+        "fully_shard within groups of ranks, replicated across the groups; fsdp1: FullyShardedDataParallel; none: "
+        "single process (default: ddp with several ranks, none with one)",
     )
     add(
         "--shard-size",
         type=_at_least(1),
         metavar="N",
-        help="hsdp: ranks that share one copy of the parameters (default: half of the ranks, all if they are odd)",
+        help="with hsdp: ranks that share one copy of the parameters (default: half of the ranks, or all of them if "
+        "their number is odd)",
     )
-    add("--sharding", choices=("full", "grad_op"), default="full", help="fsdp1: whether parameters are freed too")
-    add("--precision", choices=("bf16", "fp32", "fp8"), default="fp8", help="of the Linears (lm_head by --override)")
-    add("--data", type=Path, metavar="FILE", help="text to learn; default: the topics of Python's help()")
-    add("--out", type=Path, metavar="DIR", default=Path("runs/gpt"), help="gets metrics.jsonl and summary.json")
-    add("--eval-every", type=_at_least(0), metavar="N", default=0, help="validate every N steps; 0: at the end")
+    add(
+        "--sharding",
+        choices=("full", "grad_op"),
+        default="full",
+        help="with fsdp1: full frees the gathered parameters after each forward, grad_op keeps them for the backward",
+    )
+    add(
+        "--precision",
+        choices=("bf16", "fp32", "fp8"),
+        default="fp8",
+        help="precision of the Linears; lm_head stays in high precision unless --override names it",
+    )
+    add("--data", type=Path, metavar="FILE", help="text to train on (default: the topics of Python's help())")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path("runs/gpt"),
+        help="folder for metrics.jsonl, summary.json and all other outputs",
+    )
+    add("--eval-every", type=_at_least(0), metavar="N", default=0, help="validate every N steps; 0: only at the end")
     add("--log-every", type=_at_least(1), metavar="N", default=10, help="read losses from the device every N steps")
-    add("--seed", type=_at_least(0), metavar="N", default=0, help="of weights and data order")
+    add("--seed", type=_at_least(0), metavar="N", default=0, help="seed of the initial weights and the data order")
     add(
         "--timeout",
         type=_positive,
         metavar="SECONDS",
         default=600.0,
-        help=f"how long a collective may take, before the rank gives up with exit status {FAILED_COLLECTIVE}",
+        help=f"time limit of a collective; a rank that exceeds it exits with status {FAILED_COLLECTIVE}",
     )
 
 
@@ -154,84 +172,106 @@ def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
         "--recipe",
         choices=RECIPES,
         default="delayed",
-        help="delayed: scales of earlier steps' amaxes; current: a scale per tensor, of its own amax; rowwise: one per "
-        "token and channel; block: one per 1x128 or 128x128 elements",
+        help="how scales are computed. delayed: from the amaxes of earlier steps; current: from the tensor's own amax; "
+        "rowwise: one scale per token and per channel; block: one scale per 1x128 or 128x128 elements",
     )
     add(
         "--override",
         type=_override,
         action="append",
         metavar="PATTERN=RECIPE",
-        help=f"another recipe, or {HIGH} for high precision, for the Linears whose names match, such as "
-        "'blocks.*.mlp_in=block'; may be given several times, the first that matches counts",
+        help=f"use another recipe, or {HIGH} for high precision, in the Linears whose names match the pattern, such as "
+        "'blocks.*.mlp_in=block'; may be repeated, the first matching pattern applies",
     )
-    add("--history-len", type=_at_least(1), metavar="N", help="delayed: amax window in optimizer steps (default: 1024)")
-    add("--amax-algo", choices=("max", "most_recent"), help="delayed: what is taken from the window (default: max)")
-    add("--margin", type=int, metavar="N", help="delayed: divide scales by 2**N (default: 0)")
-    add("--format", choices=("hybrid", "e4m3"), help="hybrid: gradients are E5M2 (default: that of the recipe)")
+    add(
+        "--history-len",
+        type=_at_least(1),
+        metavar="N",
+        help="with delayed: length of the amax history in optimizer steps (default: 1024)",
+    )
+    add(
+        "--amax-algo",
+        choices=("max", "most_recent"),
+        help="with delayed: use the largest or the most recent amax of the history (default: max)",
+    )
+    add("--margin", type=int, metavar="N", help="with delayed: divide scales by 2**N (default: 0)")
+    add(
+        "--format",
+        choices=("hybrid", "e4m3"),
+        help="hybrid: E4M3, and E5M2 for gradients; e4m3: E4M3 for all (default: hybrid, e4m3 with rowwise and block)",
+    )
     add("--power-of-two", action="store_true", help="round scales down to powers of two")
     add(
         "--update",
         choices=("same_step", "next_step"),
-        help="delayed: when a sync is waited for (default: same_step)",
+        help="with delayed: when new scales apply. same_step: optimizer.step() waits for the sync; next_step: the sync "
+        "runs in the background until the next forward (default: same_step)",
     )
     add("--amax-sync", action=argparse.BooleanOptionalAction, help="share amaxes between ranks (default: yes)")
     add(
         "--fp8-all-gather",
         action=argparse.BooleanOptionalAction,
-        help="FSDP2 gathers weights as FP8 (default: yes with fsdp2 and hsdp, where amaxes are shared; not with "
-        f"rowwise, nor with block where --width is no multiple of {BLOCK} times the ranks that share a weight)",
+        help="gather FSDP2 weights in FP8 (default: yes with fsdp2 and hsdp if ranks share amaxes; no with rowwise, or "
+        f"with block if --width is not a multiple of {BLOCK} times the ranks that share a weight)",
     )
     add(
         "--backend",
         choices=BACKENDS,
-        help="of FP8 casts and products (default: auto, the fastest of them on this device)",
+        help="implementation of FP8 casts and matrix products (default: auto, the fastest one on this device)",
     )
     add(
         "--calibrate-steps",
         type=_at_least(0),
         metavar="N",
         default=0,
-        help="observe N batches before training, unless it goes on from a checkpoint that has FP8 state",
+        help="run N batches in high precision before training to collect amaxes; skipped if the run resumes from a "
+        "checkpoint with FP8 state",
     )
 
 
 def _add_precision_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--high-first", type=_at_least(0), metavar="N", default=0, help="first blocks in high precision")
-    add("--high-last", type=_at_least(0), metavar="N", default=0, help="last blocks; both beat --override")
+    add("--high-first", type=_at_least(0), metavar="N", default=0, help="run the first N blocks in high precision")
+    add(
+        "--high-last",
+        type=_at_least(0),
+        metavar="N",
+        default=0,
+        help="run the last N blocks in high precision; --high-first and --high-last take precedence over --override",
+    )
     add(
         "--high-gemms",
         type=_gemms,
         metavar="GEMM,…",
-        help="products that are in high precision in all Linears, of fprop, dgrad and wgrad, with commas between them "
-        "(default: none)",
+        help="matrix products to run in high precision in all Linears: any of fprop, dgrad and wgrad, separated by "
+        "commas (default: none)",
     )
     add(
         "--fp8-start-step",
         type=_at_least(1),
         metavar="N",
         default=1,
-        help="steps before N are in high precision; weights that FSDP2 gathers as FP8 are rounded nevertheless",
+        help="first step in FP8; earlier steps run in high precision, but weights that FSDP2 gathers in FP8 are "
+        "rounded to FP8 in these steps too",
     )
     add(
         "--fallback-steps",
         type=_at_least(0),
         metavar="K",
         default=0,
-        help="a module goes to high precision for K steps when a NaN or Inf amax is seen on any rank; 0: never",
+        help="run a module in high precision for K steps after any rank saw a NaN or Inf amax in it; 0: never",
     )
     add(
         "--fallback-saturated",
         type=_share,
         metavar="SHARE",
-        help="and when a larger share of a tensor's elements, 0 to 1, was cut off by its cast",
+        help="fall back also if the cast saturated more than this share of a tensor's elements, from 0 to 1",
     )
     add(
         "--fallback-underflow",
         type=_share,
         metavar="SHARE",
-        help="and when a larger share of a tensor's elements, 0 to 1, became 0 by its cast",
+        help="fall back also if the cast turned more than this share of a tensor's elements into 0, from 0 to 1",
     )
 
 
@@ -242,30 +282,36 @@ def _add_watch_flags(group: argparse._ArgumentGroup) -> None:
         type=_at_least(0),
         metavar="N",
         default=0,
-        help="FP8: write each slot's amax, scale, saturation and underflow share into scales.jsonl under --out every N "
-        "steps; 0: never",
+        help="with FP8: write the amax, scale, saturated share and underflow share of each slot to scales.jsonl under "
+        "--out every N steps; 0: never",
     )
-    add("--watch-ranks", action="store_true", help="and which rank held each maximum")
+    add("--watch-ranks", action="store_true", help="with --watch-every: also write which rank held each maximum")
     add(
         "--scale-jump",
         type=_number("finite and above 1", lambda factor: factor > 1),
         metavar="FACTOR",
-        help="say so when a scale has changed by this or more",
+        help="with --watch-every: warn if a scale changes by this factor or more",
     )
-    add("--tensorboard", action="store_true", help="write the same for TensorBoard, into tensorboard under --out")
+    add(
+        "--tensorboard",
+        action="store_true",
+        help="with --watch-every: also write TensorBoard files to tensorboard under --out",
+    )
     add(
         "--loss-guard",
         choices=("off", "warn", "stop", "skip", "fallback", "lower-lr"),
         default="off",
-        help="what to do when the loss jumps or is not finite, before the update is made: say so; stop with exit "
-        f"status {LOSS_DIVERGED}; leave the update out; go to high precision for --fallback-steps steps (100 without "
-        "it); halve the learning rate from then on. Each step then shares its loss, and waits for it",
+        help="action, before the update, if the loss jumps or is not finite. warn: log it; stop: exit with status "
+        f"{LOSS_DIVERGED}; skip: leave the update out; fallback: use high precision for --fallback-steps steps (100 if "
+        "that is not given); lower-lr: halve the learning rate. Any value but off adds a collective to each step to "
+        "share the loss, and waits for it",
     )
     add(
         "--loss-factor",
         type=_number("finite and at least 1", lambda factor: factor >= 1),
         metavar="X",
-        help="a jump is above X times the running median, and well above the usual noise (default: 1.5)",
+        help="with --loss-guard: a loss jumps if it exceeds X times the running median, and the usual noise by far "
+        "(default: 1.5)",
     )
 
 
@@ -275,59 +321,72 @@ def _add_check_flags(group: argparse._ArgumentGroup) -> None:
         "--check-every",
         type=_at_least(0),
         metavar="N",
-        help="compare parameters and FP8 state of all ranks every N steps and at the end (default: 0, never)",
+        help="compare parameters and FP8 state across ranks every N steps and at the end. Each check costs one pass "
+        "over them and a few small all-reduces. In an FP8 job it runs as the next step ends, and reports that step "
+        "(default: 0, never)",
     )
     add(
         "--check-policy",
         choices=("raise", "warn", "repair"),
-        help=f"what to do when ranks differ: stop with exit status {DIVERGED}, say so and go on, or copy from the "
-        "majority and go on (default: raise)",
+        help=f"action if ranks differ. raise: stop with exit status {DIVERGED}; warn: log it and continue; repair: "
+        "copy from the majority and continue (default: raise)",
     )
     add(
         "--inject",
         type=_fault,
         action="append",
         metavar="KIND:RANK:STEP",
-        help="damage something on one rank, to see it found; may be given several times. scale: one scale is doubled "
-        "just before the step's sync. weight: one bit of a weight is flipped after the update. nan: one NaN amax is "
-        "recorded; no divergence, all ranks count it and keep the scale. skip: the rank loses the update (it is "
-        "undone; a rank that really left optimizer.step() out would leave the others hanging). outlier: in the input "
-        "of one Linear one element becomes a million times the largest. spike: what enters lm_head is a thousand times "
-        "too large, and so, about, is the rank's loss. kill-forward, kill-backward, kill-sync, kill-save: SIGKILL in "
-        "the middle of the forward, the backward, the FP8 sync or the writing of a checkpoint. hang: sleeps at the "
-        "start of the step. stop-update, stop-sync, stop-step: SIGSTOP before the FP8 sync, once it has started, or "
-        "after the update; kill -CONT lets the rank go on. slow:RANK:MILLISECONDS: sleeps so long in each training "
-        "forward. Nothing is injected into a job that torchrun has restarted",
+        help="inject a fault on one rank, to test its detection; may be repeated. scale: double one scale just before "
+        "the step's sync. weight: flip one bit of a weight after the update. nan: record one NaN amax; the ranks do "
+        "not diverge, all of them count it and keep the scale. skip: undo the rank's update (a rank that left out "
+        "optimizer.step() would make the others hang). outlier: set one input element of one Linear to a million times "
+        "the largest. spike: multiply the input of lm_head by a thousand, which multiplies the rank's loss by about as "
+        "much. kill-forward, kill-backward, kill-sync, kill-save: SIGKILL in the middle of the forward, the backward, "
+        "the FP8 sync or the writing of a checkpoint. hang: sleep forever at the start of the step. stop-update, "
+        "stop-sync, stop-step: SIGSTOP before the FP8 sync, after it has started, or after the update; kill -CONT "
+        "resumes the rank. slow:RANK:MILLISECONDS: sleep this long in each training forward. A job that torchrun "
+        "restarted ignores this flag",
     )
 
 
 def _add_checkpoint_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--save-every", type=_at_least(0), metavar="N", default=0, help="steps; and after the last one. 0: never")
-    add("--keep", type=_at_least(1), metavar="N", default=2, help="how many of the newest are kept")
-    add("--async-save", action="store_true", help="go on training while files are written")
+    add(
+        "--save-every",
+        type=_at_least(0),
+        metavar="N",
+        default=0,
+        help="save a checkpoint every N steps and after the last one; 0: never",
+    )
+    add("--keep", type=_at_least(1), metavar="N", default=2, help="number of checkpoints to keep, the newest ones")
+    add("--async-save", action="store_true", help="continue training while checkpoint files are written")
     add(
         "--resume",
         metavar="DIR",
-        help="go on from this checkpoint; auto: from the newest whole one, from the start if there is none. A job that "
-        "torchrun has restarted does so by itself, if it saves",
+        help="resume from this checkpoint; auto: from the newest complete one, or start from scratch if there is none. "
+        "A job that torchrun restarted resumes automatically if it saves checkpoints",
     )
-    add("--stop-after", type=_at_least(1), metavar="N", help="save and end after step N of the --steps")
+    add(
+        "--stop-after",
+        type=_at_least(1),
+        metavar="N",
+        help="save and exit after step N; the learning rate still follows --steps",
+    )
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     for flag, default, help_ in (
-        ("--layers", 4, "blocks"),
-        ("--width", 192, "of the residual stream"),
-        ("--heads", 4, "of attention"),
-        ("--context", 128, "bytes per window"),
-        ("--batch-size", 8, "windows per rank and microbatch"),
-        ("--accumulate", 1, "microbatches per step"),
-        ("--steps", 200, "optimizer steps"),
+        ("--layers", 4, "number of transformer blocks"),
+        ("--width", 192, "width of the residual stream"),
+        ("--heads", 4, "attention heads per block"),
+        ("--context", 128, "context length in bytes"),
+        ("--batch-size", 8, "sequences per rank and microbatch"),
+        ("--accumulate", 1, "microbatches per optimizer step"),
+        ("--steps", 200, "number of optimizer steps"),
     ):
         add(flag, type=_at_least(1), metavar="N", default=default, help=help_)
-    add("--learning-rate", type=_positive, metavar="X", default=2e-3, help="its peak; decays to a tenth")
+    add("--learning-rate", type=_positive, metavar="X", default=2e-3, help="peak; decays to a tenth of X")
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:
@@ -337,7 +396,7 @@ def _at_least(lowest: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be at least {lowest}, got {value}")
         return value
 
-    number.__name__ = "integer"  # argparse puts it into its messages.
+    number.__name__ = "integer"  # argparse uses the name in its messages.
     return number
 
 
@@ -345,12 +404,12 @@ def _override(text: str) -> Override:
     pattern, _, recipe = text.rpartition("=")
     if not pattern or recipe not in (*RECIPES, HIGH):
         kinds = ", ".join((*RECIPES, HIGH))
-        raise argparse.ArgumentTypeError(f"expected PATTERN=RECIPE, with one of {kinds}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected PATTERN=RECIPE, where RECIPE is one of {kinds}, got {text!r}")
     return Override(pattern, recipe)
 
 
 def _gemms(text: str) -> tuple[str, ...]:
     named = text.split(",")
     if not set(named) <= set(GEMMS):
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(GEMMS)}, with commas between them, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected any of {', '.join(GEMMS)}, separated by commas, got {text!r}")
     return tuple(gemm for gemm in GEMMS if gemm in named)

@@ -1,4 +1,4 @@
-"""What one run of the example job does, read from its flags and checked without importing torch."""
+"""The options of a run of the example job, parsed and checked without importing torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from launch.train_gpt.options.flags import HIGH, SHARDED, SLOW, Fault, Override,
 __all__ = ["FOR_DELAYED", "Options", "parse", "prepare_input", "require_usable_checkpoints"]
 
 FOR_DELAYED = ("history_len", "amax_algo", "margin", "update")
-"""Flags that mean nothing where no recipe is delayed."""
+"""Flags that require delayed scaling."""
 
 FOR_WATCH = ("watch_ranks", "scale_jump", "tensorboard")
-"""Flags that mean nothing without ``--watch-every``."""
+"""Flags that require ``--watch-every``."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What one run does; ``--help`` says what each means."""
+    """The options of one run. ``--help`` describes each."""
 
     parallel: Literal["none", "ddp", "fsdp1", "fsdp2", "hsdp"]
     shard_size: int
@@ -80,42 +80,42 @@ class Options:
 
     @property
     def last_step(self) -> int:
-        """Where this run ends. The learning rate follows ``steps``, whatever this is."""
+        """The last step of this run. The learning rate schedule always follows ``steps``."""
         return self.stop_after or self.steps
 
     @property
     def sharded(self) -> bool:
-        """Whether no rank holds whole parameters, so that a forward is collective."""
+        """True if parameters are sharded, so that a forward is collective."""
         return self.parallel in SHARDED
 
     @property
     def recipes(self) -> set[str]:
-        """The recipes of all modules in FP8."""
+        """The recipes in use, without HIGH."""
         return {self.recipe, *(override.recipe for override in self.override)} - {HIGH}
 
     @property
     def why_not_gathered(self) -> str | None:
-        """Why FSDP2 cannot gather weights as FP8, with these flags; None if it can."""
+        """The reason why FSDP2 cannot gather weights in FP8 with these flags, or None."""
         if self.parallel not in ("fsdp2", "hsdp"):
-            return f"is for --parallel fsdp2 and hsdp, and this is {self.parallel}"
+            return f"is for --parallel fsdp2 and hsdp, got {self.parallel}"
         if self.precision != "fp8":
-            return f"needs --precision fp8, and this is {self.precision}"
+            return f"needs --precision fp8, got {self.precision}"
         if self.amax_sync is False:
-            return "needs amaxes that ranks share: leave --no-amax-sync out"
+            return "needs amaxes that ranks share: remove --no-amax-sync"
         if "rowwise" in self.recipes:
-            return "does not go with rowwise scaling: dgrad wants scales by columns, which no rank can make of FP8 rows"
+            return "does not go with rowwise scaling: dgrad needs column scales, which FP8 rows do not provide"
         if "block" in self.recipes and self.shard_size > 1 and self.width % (BLOCK * self.shard_size):
             multiples = f"{BLOCK} times the {self.shard_size} ranks that share a weight"
-            return f"cannot cut blocks: with block scaling --width must be a multiple of {multiples}"
+            return f"cannot split blocks: with block scaling --width must be a multiple of {multiples}"
         return None
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint follows on this step."""
+        """Return True if a checkpoint is saved after this step."""
         return self.save_every > 0 and (step % self.save_every == 0 or step == self.last_step)
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Flags to Options.
+    """Parse and check the flags.
 
     Raises:
         BadInput: an unknown flag, a value out of range, or flags that do not go together.
@@ -130,19 +130,19 @@ def parse(arguments: Sequence[str]) -> Options:
     values.stop_after = values.stop_after or 0
     options = Options(**vars(values))
     if options.parallel == "none" and ranks > 1:
-        raise BadInput(f"--parallel none is for one rank, and there are {ranks}: use --parallel ddp")
+        raise BadInput(f"--parallel none is for one rank, got {ranks} ranks: use --parallel ddp")
     if options.sharding != "full" and options.parallel != "fsdp1":
-        raise BadInput(f"--sharding {options.sharding} is for --parallel fsdp1, and this is {options.parallel}")
+        raise BadInput(f"--sharding {options.sharding} is for --parallel fsdp1, got {options.parallel}")
     if options.width % options.heads:
         raise BadInput(f"--width {options.width} is not a multiple of --heads {options.heads}")
     if options.precision == "fp8" and options.width % 16:
-        raise BadInput(f"--precision fp8 needs a --width in multiples of 16, got {options.width}")
+        raise BadInput(f"--precision fp8 needs a --width that is a multiple of 16, got {options.width}")
     _require_consistent_recipes(options)
     _require_consistent_fp8(options)
     if options.stop_after > options.steps:
         raise BadInput(f"--stop-after {options.stop_after} is beyond --steps {options.steps}")
     if options.stop_after and not options.save_every:
-        raise BadInput("--stop-after needs --save-every: what was learned would be lost")
+        raise BadInput("--stop-after needs --save-every: without a checkpoint the training would be lost")
     if options.async_save and not options.save_every:
         raise BadInput("--async-save needs --save-every")
     for fault in options.inject:
@@ -151,11 +151,11 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def _shard_size(given: int | None, parallel: str, ranks: int) -> int:
-    """Ranks per shard group."""
+    """Return the number of ranks per shard group."""
     if given is None:
         return ranks // 2 if parallel == "hsdp" and ranks % 2 == 0 else ranks
     if parallel != "hsdp":
-        raise BadInput(f"--shard-size is for --parallel hsdp, and this is {parallel}")
+        raise BadInput(f"--shard-size is for --parallel hsdp, got {parallel}")
     if ranks % given:
         raise BadInput(f"--shard-size {given} does not divide the {ranks} ranks")
     return given
@@ -165,11 +165,11 @@ def _require_consistent_recipes(options: Options) -> None:
     if options.fp8_all_gather and options.why_not_gathered is not None:
         raise BadInput(f"--fp8-all-gather {options.why_not_gathered}")
     if "delayed" not in options.recipes and (idle := _given(options, FOR_DELAYED)):
-        raise BadInput(f"{idle[0]} is for delayed scaling, and this is {', '.join(sorted(options.recipes))}")
+        raise BadInput(f"{idle[0]} is for delayed scaling, got {', '.join(sorted(options.recipes))}")
     patterns = [override.pattern for override in options.override]
     for pattern in patterns:
         if patterns.count(pattern) > 1:
-            raise BadInput(f"--override {pattern}=… is given more than once: the first pattern that matches counts")
+            raise BadInput(f"--override {pattern}=… is given more than once: the first matching pattern applies")
     high = options.high_first + options.high_last
     if high and options.precision == "fp8" and high >= options.layers:
         raise BadInput(
@@ -182,17 +182,17 @@ def _require_consistent_fp8(options: Options) -> None:
     if options.fp8_start_step > options.steps:
         raise BadInput(f"--fp8-start-step {options.fp8_start_step} is beyond --steps {options.steps}")
     if not options.fallback_steps and (idle := _given(options, ("fallback_saturated", "fallback_underflow"))):
-        raise BadInput(f"{idle[0]} needs --fallback-steps: how long a module stays in high precision")
+        raise BadInput(f"{idle[0]} needs --fallback-steps, the number of steps in high precision")
     if not options.watch_every and (idle := _given(options, FOR_WATCH)):
         raise BadInput(f"{idle[0]} needs --watch-every")
     if options.loss_guard == "off" and options.loss_factor is not None:
         raise BadInput("--loss-factor needs --loss-guard")
     if options.loss_guard == "fallback" and options.precision != "fp8":
-        raise BadInput(f"--loss-guard fallback needs --precision fp8, and this is {options.precision}")
+        raise BadInput(f"--loss-guard fallback needs --precision fp8, got {options.precision}")
 
 
 def _given(options: Options, names: Sequence[str]) -> list[str]:
-    """Of flags without a default, those that were given."""
+    """Return those of these flags that were given. They have no defaults."""
     given = [name for name in names if getattr(options, name) is not None and getattr(options, name) is not False]
     return [f"--{name.replace('_', '-')}" for name in given]
 
@@ -205,20 +205,20 @@ def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
     if fault.kind != SLOW and not 1 <= fault.step <= options.steps:
         raise BadInput(f"--inject {fault}: there is no step {fault.step}, steps are 1 to {options.steps}")
     if fault.kind in ("scale", "nan", "kill-sync", "stop-sync") and options.precision != "fp8":
-        raise BadInput(f"--inject {fault}: needs --precision fp8, and this is {options.precision}")
+        raise BadInput(f"--inject {fault}: needs --precision fp8, got {options.precision}")
     if fault.kind in ("kill-sync", "stop-sync") and (options.amax_sync is False or ranks == 1):
         raise BadInput(f"--inject {fault}: needs ranks that share amaxes")
     if fault.kind == "kill-save" and not options.saves_at(fault.step):
         raise BadInput(f"--inject {fault}: no checkpoint is saved at step {fault.step}; see --save-every")
     if fault.kind in ("weight", "skip") and options.parallel in ("fsdp1", "fsdp2"):
-        raise BadInput(f"--inject {fault}: shards have no replica that could tell; use ddp or hsdp")
+        raise BadInput(f"--inject {fault}: shards have no replica to compare with; use ddp or hsdp")
 
 
 def prepare_input(options: Options) -> Text:
-    """Read the text, make the output folder.
+    """Return the text, and create the output folder.
 
     Raises:
-        BadInput: one of the two is impossible.
+        BadInput: the text cannot be used, or the folder cannot be written to.
     """
     text = read_text(options.data, options.context)
     try:
@@ -231,22 +231,22 @@ def prepare_input(options: Options) -> Text:
 
 
 def require_usable_checkpoints(options: Options) -> None:
-    """A job must never go on, or restart, from another job's checkpoint unasked.
+    """Check that the run resumes only from a checkpoint that the user asked for.
 
-    Not for a job that torchrun has restarted: what lies there is its own.
+    Do not call it in a job that torchrun restarted: the checkpoints under ``--out`` are its own.
 
     Raises:
-        BadInput: it would.
+        BadInput: the checkpoint of ``--resume`` is not complete, or ``--out`` has checkpoints of another run.
     """
     theirs = folders.whole(folders.of(options.out))
     if options.resume not in (None, "auto"):
         given = Path(options.resume)
         if not folders.is_whole(given):
-            raise BadInput(f"--resume {given}: there is no whole checkpoint (a folder named step-… with a .metadata)")
+            raise BadInput(f"--resume {given}: there is no complete checkpoint (a folder step-… with a file .metadata)")
         if options.save_every and theirs and given.resolve() not in [folder.resolve() for folder in theirs]:
-            raise BadInput(f"--resume {given}: --out {options.out} has checkpoints of its own; use another --out")
+            raise BadInput(f"--resume {given}: --out {options.out} has checkpoints of another run; use another --out")
     if options.resume is None and options.save_every and theirs:
         raise BadInput(
             f"--out {options.out} has checkpoints, the newest is {theirs[-1].name}: "
-            "go on from it with --resume auto, or use another --out"
+            "resume from it with --resume auto, or use another --out"
         )

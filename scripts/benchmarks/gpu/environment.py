@@ -1,4 +1,4 @@
-"""What figures were measured on and with."""
+"""Device and versions of a measurement."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Benchmarks of the kernels: each part in a process of its own, results kept after each case.
+"""Benchmarks of the kernels: each part runs in its own process, and results are saved after each case.
 
-``scripts/gpu benchmark`` runs it. A part that crashes, or is out of time, costs nothing but its own rest.
+``scripts/gpu benchmark`` runs it. A part that crashes or times out loses only its remaining cases.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 __all__ = ["main", "measured", "run_part"]
 
 SHARES = (0.3, 0.2, 0.06, 0.15, 0.12, 0.12, 0.04, 0.25)
-"""How the time is shared, in the order of ``results.PARTS``. torchao's models are compiled."""
+"""Shares of the time limit, in the order of ``results.PARTS``. torchao's models take longer: they are compiled."""
 
 START_UP = 25.0
-"""Seconds that a part may take beyond its share: to import, to compile its first kernel, and to end its last case."""
+"""Seconds that a part may take beyond its share, for imports, the first compilation, and its last case."""
 
 LONGEST = 2.0
-"""Seconds that a case's timing takes at most."""
+"""Longest timing of a case, in seconds."""
 
 INTERRUPTED = "interrupted"
 
 LIKE_THE_LAST = 3
-"""Cases in a row that fail in the same way, after which a part is given up."""
+"""A part ends after this many consecutive cases with the same error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every part was measured without a problem. 1: not every one. 2: no GPU."""
+    """Run the benchmark. Return 0 if all parts succeeded, 1 if one did not, 2 without a GPU."""
     options = _parser().parse_args(arguments)
     if options.one:
         return _one(options)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if part["problem"] == INTERRUPTED:
             break
     if path is None:
-        print("benchmark: no part came as far as the device; nothing was written", file=sys.stderr)
+        print("benchmark: no part reached the device; nothing was written", file=sys.stderr)
         return 1
     print(f"results: {path}")
     return int(any(part["status"] != "done" or part["problem"] for part in data["parts"].values()))
@@ -77,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("kernels/results"), help="folder of the results")
     parser.add_argument("--seconds", type=float, default=330.0, help="for all parts together")
     parser.add_argument("--parts", nargs="+", choices=results.PARTS, help="only these")
-    parser.add_argument("--commit", help="what is measured")
-    parser.add_argument("--dirty", action="store_true", help="with changes that are not in that commit")
-    parser.add_argument("--run", default="alone", help="the name of the run, whose stages' results belong together")
+    parser.add_argument("--commit", help="the measured commit")
+    parser.add_argument("--dirty", action="store_true", help="the checkout has uncommitted changes")
+    parser.add_argument("--run", default="alone", help="ID of the run; results with the same ID belong together")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU under Triton's interpreter as well")
     parser.add_argument("--one", choices=results.PARTS, help=argparse.SUPPRESS)
     return parser
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 def _in_a_process(
     name: str, seconds: float, options: argparse.Namespace
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """(device and versions, the part): of one part, measured in a process of its own."""
+    """Measure one part in its own process. Return (device and versions, the part)."""
     with tempfile.TemporaryDirectory(prefix="fp8dist-benchmark-") as folder:
         command = [sys.executable, "-m", "scripts.benchmarks.gpu.kernels", "--one", name, "--out", folder]
         command += ["--seconds", str(max(1.0, seconds)), *(["--smoke"] if options.smoke else [])]
@@ -121,7 +121,7 @@ def _one(options: argparse.Namespace) -> int:
         if not options.smoke:
             print("benchmark: no GPU", file=sys.stderr)
             return 2
-        from tests.support import interpreter  # Before any kernel is imported.
+        from tests.support import interpreter  # Must run before a kernel is imported.
 
         interpreter.install()
     from scripts.benchmarks.gpu import environment
@@ -162,10 +162,10 @@ def run_part(
     keep: Callable[[Mapping[str, Any]], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Measure what a part plans, as far as the time goes; ``keep`` is told after each case.
+    """Measure the cases of a part until the time is up. Calls ``keep`` after each case.
 
-    A case that raises is one with a "problem". After an error that loses the device the part ends; so it does when
-    several cases in a row fail alike.
+    A case that raises gets a "problem". The part ends after an error that loses the device, or when several consecutive
+    cases fail with the same error.
     """
     start = clock()
     result: dict[str, Any] = {"status": "done", "seconds": 0.0, "problem": None, "cases": [], "figures": {}}
@@ -177,7 +177,7 @@ def run_part(
         if left <= 0:
             result["status"], result["problem"] = "cut off", f"out of time after {place} of {len(planned)} cases"
             break
-        # The rest is for checking and compiling.
+        # Keep the rest of the time for checking and compiling.
         lab.seconds = 0.0 if lab.smoke else min(LONGEST, 0.6 * left / (len(planned) - place))
         case, fatal = measured(part, lab, one)
         cases.append(case)
@@ -195,7 +195,7 @@ def run_part(
 
 
 def measured(part: Part, lab: Lab, planned: Any) -> tuple[Case, bool]:
-    """(the case, whether the device is lost)."""
+    """Measure one case. Return (the case, True if the device is lost)."""
     try:
         return part.measure(lab, planned), False
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a part of the benchmark works with, and what it consists of."""
+"""Types and helpers shared by the parts of the benchmark."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from scripts.benchmarks.gpu.stopwatch import Stopwatch
 __all__ = ["Case", "Lab", "Part", "geomean", "joined_problems", "poison", "ratios_of", "same_bits"]
 
 Case = dict[str, Any]
-"""What was measured at one shape: "name"; "timings" of each side, or a "problem"; what else the part tells."""
+"""Measurement of one shape: "name"; "timings" of each side, or a "problem"; and the part's own figures."""
 
 
 @dataclass
 class Lab:
-    """A device, its stopwatch, and how long the next case's timing may take.
+    """A device, its stopwatch, and the time limit of the next case.
 
-    ``smoke``: tiny sizes, to see that everything runs. Such figures mean nothing, and are never shown.
+    ``smoke``: tiny sizes, to check that everything runs. Such figures mean nothing, and are never published.
     """
 
     stopwatch: Stopwatch
@@ -31,7 +31,7 @@ class Lab:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
+        """The device of all tensors."""
         return self.stopwatch.device
 
 
@@ -41,31 +41,31 @@ class Part(Protocol):
     name: str
 
     def plan(self, lab: Lab) -> Sequence[Any]:
-        """What to measure, most important first."""
+        """Return the cases to measure, most important first."""
         ...
 
     def measure(self, lab: Lab, planned: Any) -> Case:
-        """Measure one of them. A wrong result gives a case with a "problem" and no timings."""
+        """Measure one case. A wrong result gives a case with a "problem" and no timings."""
         ...
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """What follows from all cases; no figure that a wrong result would be part of."""
+        """Return the summary figures of all cases. Leaves out every figure that depends on a wrong result."""
         ...
 
 
 def geomean(ratios: Iterable[float]) -> float:
-    """Of at least one positive number."""
+    """Return the geometric mean of at least one positive number."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs))
 
 
 def ratios_of(cases: Sequence[Case], key: str = "ratio") -> dict[str, float]:
-    """By name of the case, of those that have one."""
+    """Return the ratios by case name, for the cases that have one."""
     return {case["name"]: case[key] for case in cases if key in case}
 
 
 def joined_problems(cases: Sequence[Case]) -> str | None:
-    """One line about all cases that could not be measured; None if there are none."""
+    """Return one line about all cases that could not be measured; None if there are none."""
     named = [f"{case['name']}: {case['problem']}" for case in cases if case.get("problem")]
     if not named:
         return None
@@ -73,13 +73,13 @@ def joined_problems(cases: Sequence[Case]) -> str | None:
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Leave NaN in the memory that the next result of this size will most likely lie in."""
+    """Leave NaN in the memory that the allocator will probably reuse for the next result of this size."""
     size = math.prod(shape) * dtype.itemsize
     torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device=device)  # NaN in every float format.
 
 
 def same_bits(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, bit for bit but for the codes of NaN. Any dtype."""
+    """True if two tensors hold the same numbers, bit for bit except for NaN codes. Any dtype."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     if not mine.is_floating_point():

@@ -1,6 +1,6 @@
-"""Forward and backward of one Linear, casts included: FP8Linear, as ``fp8dist.prepare`` makes it, against bf16.
+"""Forward and backward of one Linear, including casts: FP8Linear, as ``fp8dist.prepare`` makes it, against bf16.
 
-Each run is a step's first: its slots have recorded nothing yet, and all amaxes are new.
+Each run is a step's first: its slots have recorded nothing yet, so all amaxes are new.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from scripts.benchmarks.llama_shapes import LINEARS
 __all__ = ["Linears", "Planned", "Torchao"]
 
 OURS, ALL_OURS, BF16 = "fp8dist", "fp8dist, triton", "bf16"
-"""With backend "auto", which leaves products to torch unless the shipped table says that ours are as fast, and with
+"""Backend "auto", which uses torch's products unless the shipped table says that ours are as fast, and backend
 "triton"."""
 
 RECIPES = ("tensorwise", "rowwise")
 FURTHEST = 0.15
-"""Relative error against bf16: rounding to E4M3 is off by some 3%, to E5M2 by 5%; a wrong product by more than 100%."""
+"""Largest relative error against bf16. Rounding to E4M3 causes about 3 %, to E5M2 5 %; a wrong product over 100 %."""
 
 IN_A_ROW, SAMPLES = 5, 5
 
@@ -46,20 +46,20 @@ class Planned:
 
 @dataclass(frozen=True)
 class Bench:
-    """A Linear's data: what goes in, and the gradient that comes back."""
+    """A Linear's data: input and output gradient."""
 
     x: Tensor
     gradient: Tensor
 
     @staticmethod
     def random(planned: Planned, device: torch.device) -> Bench:
-        """bf16, with the magnitudes of a real step's gradients."""
+        """Random bf16 data, with the magnitudes of a real step's gradients."""
         x = torch.randn(planned.tokens, planned.in_features, dtype=torch.bfloat16, device=device)
         gradient = torch.randn(planned.tokens, planned.out_features, dtype=torch.bfloat16, device=device)
         return Bench(x.requires_grad_(), gradient.mul_(1e-3))
 
     def both_ways(self, model: nn.Module) -> tuple[Tensor, ...]:
-        """(output, gradient of x, gradient of the weight)."""
+        """Run forward and backward. Return (output, gradient of x, gradient of the weight)."""
         (weight,) = model.parameters()
         output = model(self.x)
         return (output.detach(), *torch.autograd.grad(output, (self.x, weight), self.gradient))
@@ -67,13 +67,13 @@ class Bench:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model in FP8, or one of those that it is compared with. ``pending``: what its slots record."""
+    """An FP8 model, or a model to compare it with. ``pending``: the amaxes that its slots recorded."""
 
     model: nn.Module
     pending: Sequence[Tensor] = ()
 
     def forget(self) -> None:
-        """What was recorded, as after a step."""
+        """Drop recorded amaxes, as at the end of a step."""
         for pending in self.pending:
             pending.fill_(DID_NOT_RUN)
 
@@ -88,7 +88,7 @@ class Linears:
         return _layers(lab, (8192, 16384))
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
-        """See ``Part``. "ratio" is bf16's time over ours, on the device; "eager_ratio" by the host's clock."""
+        """See ``Part``. "ratio" is bf16's time over ours, on the device; "eager_ratio" the same by the host's clock."""
         bench, plain = Bench.random(planned, lab.device), _linear(planned, lab.device)
         models = {OURS: _prepared(plain, bench, "auto"), ALL_OURS: _prepared(plain, bench, "triton")}
         for name, model in models.items():
@@ -103,12 +103,12 @@ class Linears:
 
 
 class Torchao:
-    """FP8Linear and torchao's dynamic scaling (compiled, as it is meant to be used) against nn.Linear."""
+    """FP8Linear and torchao's dynamic scaling (compiled, as torchao recommends) against nn.Linear."""
 
     name = "torchao"
 
     def plan(self, lab: Lab) -> list[Any]:
-        """Few layers: each is compiled."""
+        """Return few layers, because each is compiled."""
         if importlib.util.find_spec("torchao") is None:
             return []
         return [(layer, recipe) for layer in _layers(lab, (8192,))[:3] for recipe in RECIPES]
@@ -143,7 +143,7 @@ def _layers(lab: Lab, tokens: Sequence[int]) -> list[Planned]:
 
 
 def llama_layers(tokens: Sequence[int]) -> list[Planned]:
-    """Llama 3 8B's Linears at these numbers of tokens."""
+    """Return Llama 3 8B's Linears at these numbers of tokens."""
     layers = [layer for layer in LINEARS if layer[0] == "8B"]
     return [
         Planned(f"{model} {layer}, {count} tokens", count, in_features, out_features)
@@ -167,7 +167,7 @@ def _linear(planned: Planned, device: torch.device) -> nn.Module:
 
 
 def _prepared(plain: nn.Module, bench: Bench, backend: str) -> Prepared:
-    """In FP8, after two steps: no slot is cold any more."""
+    """Return the model in FP8 after two steps, so that no slot is cold."""
     model = copy.deepcopy(plain)
     manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), backend=backend)
     for _ in range(2):
@@ -180,14 +180,14 @@ def _torchao(plain: nn.Module, recipe: str, compiled: bool) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
-    if not compiled:  # Then there may be no GPU.
+    if not compiled:  # Uncompiled runs may have no GPU.
         object.__setattr__(config, "emulate", True)
     model = convert_to_float8_training(copy.deepcopy(plain), config=config)
     return torch.compile(model) if compiled else model  # type: ignore[return-value]
 
 
 def _wrong(bench: Bench, model: nn.Module, plain: nn.Module) -> str | None:
-    """What is too far from bf16's result."""
+    """Return a description of the first result that is too far from bf16's; None if all are close."""
     names = ("output", "gradient of the input", "gradient of the weight")
     for name, mine, expected in zip(names, bench.both_ways(model), bench.both_ways(plain)):
         error = float((mine.float() - expected.float()).norm() / expected.float().norm())
@@ -198,7 +198,7 @@ def _wrong(bench: Bench, model: nn.Module, plain: nn.Module) -> str | None:
 
 def _timed(lab: Lab, bench: Bench, models: Mapping[str, Prepared], against: str) -> Case:
     actions: dict[str, Action] = {name: _action(bench, one) for name, one in models.items()}
-    # By the host's clock nothing can go untimed: ours pays for forgetting.
+    # The host's clock cannot exclude anything, so our time includes ``forget``.
     steps: dict[str, Action] = {name: _action(bench, one, forget=True) for name, one in models.items()}
 
     def forget() -> None:

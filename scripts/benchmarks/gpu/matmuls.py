@@ -1,6 +1,6 @@
 """FP8 products of Llama 3's layers: ``fp8dist_kernels.triton`` against ``torch._scaled_mm``, with one kind of scales.
 
-Before anything is timed, sampled rows of both results are compared with float64, and all of one with all of the other.
+Before timing, sampled rows of both results are compared with float64, and the complete results with each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["KINDS", "Matmuls", "Operands", "Planned"]
 
 KINDS = tuple(scaling.value for scaling in Scaling)
 ONLY_WGRAD = Scaling.BLOCKWISE_1D.value
-"""Scales of 1 x 128 for both operands: of two activations."""
+"""1 x 128 scales for both operands: products of two activations."""
 OURS, THEIRS = "fp8dist", "torch._scaled_mm"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIDDLE_FIRST = (8192, 16384, 4096, 32768)
@@ -32,12 +32,12 @@ COLUMNS_AT_ONCE = 8192
 ELEMENTS_AT_ONCE = 1 << 26
 
 WORSE_THAN_TORCH = 2.0
-"""Ours may be this many times as far from float64 as torch's, and ``SLACK`` more: sums are taken in another order, in
-tensor cores that keep some 14 bits of a partial sum."""
+"""Our error against float64 may be this many times torch's, plus ``SLACK``: the order of summation differs, and tensor
+cores keep about 14 bits of a partial sum."""
 SLACK = 2e-3
 
 FURTHEST = 0.25
-"""Of the root mean square of a result: how far an element may be from torch's. A wrong tile is off by more than 1."""
+"""Largest distance of an element from torch's, as a share of the result's RMS. A wrong tile differs by more than 1."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Operands:
 
     @staticmethod
     def random(planned: Planned, kind: str, device: torch.device) -> Operands:
-        """Random ones, formats as a training step has them: gradients are E5M2 under tensorwise scaling only."""
+        """Return random operands in the formats of a training step: gradients are E5M2 under tensorwise scaling
+        only."""
         m, n, k = planned.m, planned.n, planned.k
         gradients = kind == "tensorwise" and planned.use != "fprop"
         blocks = -(-k // SCALE_BLOCK)
@@ -75,7 +76,7 @@ class Operands:
         }
         of_a, of_b = shapes[kind]
         inv_scale_a, inv_scale_b = (torch.rand(shape, device=device).add_(0.5) for shape in (of_a, of_b))
-        if Scaling(kind).in_blocks:  # As casts write them.
+        if Scaling(kind).in_blocks:  # As casts lay them out.
             inv_scale_a = column_major(inv_scale_a)
         if kind == "blockwise_1d":
             inv_scale_b = column_major(inv_scale_b)
@@ -87,7 +88,7 @@ class Operands:
         )
 
     def exactly(self, rows: Tensor) -> Tensor:
-        """float64 [len(rows), n]: these rows of the product."""
+        """Return float64 [len(rows), n]: these rows of the exact product."""
         (m, k), n = self.a.shape, self.b.shape[0]
         a = self.a[rows].double() * _of_elements(self.inv_scale_a, m, k)[rows]
         scales_b = _of_elements(self.inv_scale_b, n, k)
@@ -99,7 +100,7 @@ class Operands:
 
 
 def _of_elements(inv_scale: Tensor, height: int, width: int) -> Tensor:
-    """[height, width]: the scale of each element."""
+    """Return [height, width]: the scale of each element."""
     if inv_scale.ndim and inv_scale.shape != (height, 1):
         inv_scale = inv_scale.repeat_interleave(SCALE_BLOCK, 1)[:, :width]
         if len(inv_scale) != height:
@@ -115,7 +116,7 @@ class Matmuls:
         self.name = f"matmul_{kind}"
 
     def plan(self, lab: Lab) -> list[Planned]:
-        """All layers, numbers of tokens and uses; the middle number of tokens first."""
+        """Return all layers, numbers of tokens and uses; the middle number of tokens first."""
         if lab.smoke:
             products = [Planned("smoke fprop", "fprop", 48, 256, 128), Planned("smoke wgrad", "wgrad", 32, 128, 256)]
         else:
@@ -166,7 +167,7 @@ class Matmuls:
 
 
 def llama_products() -> list[Planned]:
-    """Llama 3 8B's and 70B's, at 4k to 32k tokens."""
+    """Return the products of Llama 3 8B and 70B, at 4k to 32k tokens."""
     shapes = [shape for tokens in MIDDLE_FIRST for shape in shapes_of(tokens)]
     return [Planned(shape.name, shape.name.split()[-1], shape.m, shape.n, shape.k) for shape in shapes]
 
@@ -178,7 +179,7 @@ def _ours() -> Any:
 
 
 def _theirs(operands: Operands, kind: str) -> tuple[Callable[[], Tensor] | None, str]:
-    """torch's product as a call without arguments, with scales laid out as it wants them; or None, and why not."""
+    """Return torch's product as a call without arguments, with scales in its layout; or None and the reason."""
     a, b, inv_scale_a, inv_scale_b = operands.a, operands.b.t(), operands.inv_scale_a, operands.inv_scale_b
     if kind == "rowwise":
         inv_scale_b = inv_scale_b.t()
@@ -211,7 +212,7 @@ def _theirs(operands: Operands, kind: str) -> tuple[Callable[[], Tensor] | None,
 
 
 def _examined(lab: Lab, operands: Operands, ours: Any, theirs: Any) -> Case:
-    """How far both results are from float64; a "problem", where ours cannot be right."""
+    """Return the errors of both results against float64, and a "problem" if ours is wrong."""
     m, n = operands.a.shape[0], operands.b.shape[0]
     generator = torch.Generator().manual_seed(m + n)
     rows = torch.cat([torch.tensor([0, m - 1]), torch.randint(m, (SAMPLED_ROWS,), generator=generator)]).unique()
@@ -238,12 +239,12 @@ def _examined(lab: Lab, operands: Operands, ours: Any, theirs: Any) -> Case:
 
 
 def _relative_error(result: Tensor, exact: Tensor) -> float:
-    """Of norms; NaN and Inf count as wrong (NaN is at most nothing)."""
+    """Return the relative error by norms. NaN and Inf count as wrong, since NaN compares false."""
     return float((result.double() - exact).norm() / exact.norm())
 
 
 def _largest_difference(mine: Tensor, theirs: Tensor) -> float:
-    """Of an element, as a share of the root mean square; NaN where there is one."""
+    """Return the largest difference of an element, as a share of the root mean square; NaN if an element is NaN."""
     rows = max(1, ELEMENTS_AT_ONCE // mine.shape[1])
     square = sum(part.float().square().sum(dtype=torch.float64) for part in theirs.split(rows))
     worst = [(a.float() - b.float()).abs().max() for a, b in zip(mine.split(rows), theirs.split(rows))]

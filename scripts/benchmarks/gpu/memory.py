@@ -1,4 +1,4 @@
-"""Kernels that do little but move memory, against a device copy that moves as many bytes.
+"""Memory-bound kernels, against a device copy that moves as many bytes.
 
 =================== ============================================== =====
 kernel              reads and writes per bf16 element              bytes
@@ -14,7 +14,7 @@ cast_rowwise        reads it, then again, and writes FP8 twice     6
 
 Scales are not counted.
 
-A cast is what a step does: of a hot slot that has recorded nothing yet, with the launch that would see to a cold one.
+Casts are timed as in a step: a hot slot that has recorded nothing yet, including the launch that handles a cold slot.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ OURS, COPY = "fp8dist", "copy"
 KERNELS = ("cast_transpose_amax", "amax", "cast", "digest", "cast_1x128", "cast_128x128", "cast_rowwise")
 BYTES = (4, 2, 3, 2, 4, 4, 6)
 EVERYWHERE = 3
-"""So many of these kernels, the first ones, are measured at each size."""
+"""The first EVERYWHERE kernels are measured at each size."""
 SIZES = ((8192, 14336, 1), (16384, 4096, 1), (8192, 4096, 1), (32768, 28672, 1))
 MANY = ((8192, 4096, 64), (32768, 28672, 1))
-"""Of digests, which are taken of many tensors at a time. Rows, columns, tensors."""
+"""Shapes for digests, which cover many tensors at a time: (rows, columns, tensors)."""
 SCALE = 37.3
 
 
@@ -55,13 +55,13 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """As a results file has it."""
+        """The name in a results file."""
         many = f"{self.tensors} x " if self.tensors > 1 else ""
         return f"{self.kernel} {many}{self.rows}x{self.columns}"
 
     @property
     def moved(self) -> int:
-        """Bytes that it must read and write."""
+        """Bytes that the kernel must read and write."""
         return BYTES[KERNELS.index(self.kernel)] * self.rows * self.columns * self.tensors
 
 
@@ -71,14 +71,14 @@ class Memory:
     name = "memory"
 
     def plan(self, lab: Lab) -> list[Planned]:
-        """Those of delayed scaling at each size; then the others."""
+        """Return the kernels of delayed scaling at each size, then the others."""
         sizes, many = (((64, 48, 1), (100, 160, 1)), ((64, 48, 3),)) if lab.smoke else (SIZES, MANY)
         delayed = [Planned(kernel, *size) for size in sizes for kernel in KERNELS[:EVERYWHERE]]
         digests = [Planned("digest", *size) for size in many]
         return [*delayed, *digests, *(Planned(kernel, *sizes[0]) for kernel in KERNELS[EVERYWHERE + 1 :])]
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
-        """See ``Part``. "ratio" is the time of the copy over ours."""
+        """See ``Part``. "ratio" is the copy's time over ours."""
         shape = (planned.rows, planned.columns)
         tensors = [torch.randn(shape, dtype=torch.bfloat16, device=lab.device) for _ in range(planned.tensors)]
         case: Case = {
@@ -97,7 +97,7 @@ class Memory:
         source = torch.ones(planned.moved // 2, dtype=torch.uint8, device=lab.device)
         target = torch.empty_like(source)
         actions: dict[str, Action] = {OURS: action, COPY: lambda: target.copy_(source)}
-        # As a step begins: where the amax is there already, nothing needs to be recorded.
+        # As at the beginning of a step: once the amax is recorded, the kernel skips the recording.
         before = functools.partial(pending.fill_, DID_NOT_RUN)
         comparison = compare(lab.stopwatch, actions, lab.seconds, issue_time(lab.stopwatch, action), before)
         case["timings"] = comparison.timings()
@@ -106,7 +106,8 @@ class Memory:
         return case
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """See ``Part``. By kernel: the geometric mean over sizes, the lowest, and of the fastest copy of all."""
+        """See ``Part``. By kernel: the geometric mean over sizes, the lowest, and the ratio to the fastest copy of
+        all."""
         measured = [case for case in cases if "ratio" in case]
         figures: dict[str, Any] = {}
         if measured:
@@ -127,7 +128,7 @@ class Memory:
 
 
 Examined = tuple[Callable[[], object], str | None]
-"""What to time, and what is wrong with its result."""
+"""The action to time, and a description of what is wrong with its result."""
 
 
 def _cast(tensors: Sequence[Tensor], pending: Tensor, everything: bool) -> Examined:
@@ -194,4 +195,4 @@ _MEASURES = (
     functools.partial(_cast_with_many_scales, block=(128, 128)),
     functools.partial(_cast_with_many_scales, block=None),
 )
-"""In the order of ``KERNELS``, of tensors and a slot's pending amax."""
+"""In the order of ``KERNELS``. Arguments: tensors and a slot's pending amax."""

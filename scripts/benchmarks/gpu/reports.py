@@ -1,4 +1,4 @@
-"""What the tests on a GPU came to: counts from pytest's report, put into the file of results.
+"""Write the counts of pytest's report on a GPU into the results file.
 
 python -m scripts.benchmarks.gpu.reports check.xml --out FOLDER
 """
@@ -19,14 +19,14 @@ from scripts.benchmarks.gpu import environment, results
 __all__ = ["counted", "main"]
 
 NAMED = 20
-"""Failed tests that are named; the log has them all."""
+"""Number of failed tests that are listed; the log has all."""
 
 
 def counted(report: Path) -> dict[str, Any]:
-    """{"passed", "failed", "skipped", "seconds", "failures"} of a junit report.
+    """Return {"passed", "failed", "skipped", "seconds", "failures"} of a junit report.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is not XML.
     """
     try:
         suites = ElementTree.parse(report).getroot().iter("testsuite")
@@ -48,7 +48,7 @@ def counted(report: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Put the counts into the file of results of this machine's GPU."""
+    """Write the counts into the results file of this machine's GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("report", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")

@@ -1,4 +1,4 @@
-"""The file of results of one device: what it holds, whether it is right, and how it is written.
+"""The results file of one device: format, validation, reading and writing.
 
 ::
 
@@ -8,9 +8,9 @@
      "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "cut_off"},
      "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
 
-Numbers that are none are texts: "nan", "inf", "-inf". Parts and tests carry "commit", "dirty" and "date" of their own:
-not all need be of one run. A figure that was refused, because a result was wrong, is not there; why is in its part's
-``problem``, or its case's.
+Numbers that are not finite are text: "nan", "inf", "-inf". Parts and tests have their own "commit", "dirty" and "date",
+because they may come from different runs. A figure is missing if its result was wrong; the ``problem`` of its part or
+case says why.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ _PART = {"status": str, "seconds": (int, float), "cases": list, "figures": dict,
 
 
 def file_of(folder: Path, device: str) -> Path:
-    """Where the results of a device of this name are kept: nvidia-h200.json."""
+    """Return the path of the results of a device, such as nvidia-h200.json."""
     return folder / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The results in a file.
+    """Return the results in a file.
 
     Raises:
-        ValueError: it is not such a file; says why.
+        ValueError: the file is not a valid results file. The message says why.
     """
     try:
         data = json.loads(path.read_text())
@@ -79,13 +79,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def load_all(folder: Path) -> list[dict[str, Any]]:
-    """All devices' results, by name of the file. Not those of smoke runs, which are no figures."""
+    """Return all devices' results, by file name. Leaves out smoke runs, whose figures mean nothing."""
     found = [read(path) for path in sorted(folder.glob("*.json"))]
     return [data for data in found if not data["smoke"]]
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write all of it or nothing. Numbers that JSON lacks are written as texts."""
+    """Write the file atomically. Writes numbers that JSON lacks as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".partial")
     beside.write_text(json.dumps(_as_json(data), indent=1, allow_nan=False) + "\n")
@@ -101,7 +101,7 @@ def _as_json(value: Any) -> Any:
 
 
 def earlier(path: Path) -> dict[str, Any] | None:
-    """The results in a file that may not be there, or be broken: then that is told, and there are none."""
+    """Return the results in a file; None if it is missing or, after printing why, invalid."""
     try:
         return read(path) if path.exists() else None
     except ValueError as error:
@@ -110,12 +110,12 @@ def earlier(path: Path) -> dict[str, Any] | None:
 
 
 def empty(commit: str | None, dirty: bool, run: str, smoke: bool = False) -> dict[str, Any]:
-    """Results without device, versions and parts.
+    """Return results without device, versions and parts.
 
     Args:
-        commit: what is measured; None: not known.
-        dirty: with changes that are not in that commit.
-        run: what a run of ``scripts/gpu`` calls itself.
+        commit: the commit under measurement; None: unknown.
+        dirty: the checkout has uncommitted changes.
+        run: the ID of the ``scripts/gpu`` run.
     """
     date = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
     about = {"schema": SCHEMA, "smoke": smoke, "date": date, "run": run, "commit": commit, "dirty": dirty}
@@ -123,13 +123,13 @@ def empty(commit: str | None, dirty: bool, run: str, smoke: bool = False) -> dic
 
 
 def stamped(content: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
-    """A part, or tests, with the commit and the date that it is of: a file may hold several."""
+    """Add commit, "dirty" and date to a part or to tests, because a file may hold results of several commits."""
     return {**content, **{key: results[key] for key in STAMP}}
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """``new``, with those parts and tests of ``old`` that it lacks, if both are of one device and the same versions,
-    and of one run or of commits that are known."""
+    """Return ``new``, plus the parts and tests of ``old`` that it lacks. ``old`` counts only if device and versions are
+    the same, and if it is from the same run or from a clean, known commit."""
     if old is None or any(old.get(key) != new.get(key) for key in ("smoke", "versions", "device")):
         return dict(new)
     if old["run"] != new["run"] and (old["commit"] is None or old["dirty"]):
@@ -143,7 +143,7 @@ def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, A
 
 
 def problems_of(data: Any) -> list[str]:
-    """What is wrong with the content of a results file; nothing, if it is right."""
+    """Return the problems of a results file's content; empty if the content is valid."""
     if not isinstance(data, dict):
         return ["not an object"]
     found = _types(data, _TOP, "")

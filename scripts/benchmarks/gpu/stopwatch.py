@@ -1,4 +1,4 @@
-"""Times of what a device does: interleaved, from a cold cache, as medians with their spread."""
+"""Measure times on a device: interleaved runs with a cold cache, reported as medians with their spread."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = [
 Action = Callable[[], object]
 
 FLUSHED_BYTES = 512 << 20
-"""Several times the last-level cache of any GPU; it also gives the host time to get ahead of the device."""
+"""Several times the last-level cache of any GPU. Flushing also lets the host get ahead of the device."""
 
 LONGEST_HEAD_START = 2e3
 """µs."""
 
 FEWEST, MOST = 5, 60
-"""Rounds of a comparison."""
+"""Smallest and largest number of rounds in a comparison."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """µs: the median, and the 10th and the 90th percentile, of ``count`` runs."""
+    """Median, 10th and 90th percentile of ``count`` runs, in µs."""
 
     median: float
     low: float
@@ -46,59 +46,62 @@ class Timing:
 
     @staticmethod
     def of(samples: Sequence[float]) -> Timing:
-        """Of at least one sample."""
+        """Summarise at least one sample."""
         ordered = sorted(samples)
         last = len(ordered) - 1
         low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
         return Timing(statistics.median(ordered), low, high, len(ordered))
 
     def as_dict(self) -> dict[str, float]:
-        """As a results file has it."""
+        """Return the form of the results file."""
         return {"median_us": self.median, "low_us": self.low, "high_us": self.high, "count": self.count}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Interleaved runs of several actions. ``samples``: µs of each, round by round."""
+    """Interleaved runs of several actions. ``samples``: µs of each action, round by round."""
 
     samples: Mapping[str, Sequence[float]]
 
     def timings(self) -> dict[str, dict[str, float]]:
-        """The ``Timing`` of each, as a results file has it."""
+        """Return the ``Timing`` of each action, in the form of the results file."""
         return {name: Timing.of(samples).as_dict() for name, samples in self.samples.items()}
 
     def ratio(self, of: str, to: str) -> float:
-        """How many times as long ``of`` takes as ``to``: the median over rounds, in which clocks drift alike."""
+        """Return how many times as long ``of`` takes as ``to``: the median over rounds, because clock drift affects
+        both."""
         return statistics.median(a / b for a, b in zip(self.samples[of], self.samples[to]))
 
 
 class Stopwatch(Protocol):
-    """Takes times on one device. All times are µs."""
+    """Measures times on one device. All times are in µs."""
 
     device: torch.device
 
     def now(self) -> float:
-        """The host's clock, once the device has done all it was given."""
+        """Wait for the device, and return the host's clock."""
         ...
 
     def rounds(
         self, actions: Sequence[Action], count: int, head_start: float = 0.0, before: Action | None = None
     ) -> list[list[float]]:
-        """Times of each action in each of ``count`` rounds, each from a cold cache; who is first changes.
+        """Return the times of each action in each of ``count`` rounds. Each starts with a cold cache; the order
+        rotates.
 
         Args:
-            head_start: how far the host gets ahead before each action, so that gaps between its launches do not count.
-            before: done before each action, before the cache is made cold, and not timed.
+            head_start: how far the host gets ahead before each action, so that launch gaps do not count.
+            before: runs before each action and before the cache is flushed, untimed.
         """
         ...
 
     def replay(self, action: Action, repeats: int) -> Action:
-        """What does ``action`` so many times with one launch: a CUDA graph where there are such."""
+        """Return an action that runs ``action`` ``repeats`` times with one launch: a CUDA graph if the device has
+        them."""
         ...
 
 
 class CudaStopwatch:
-    """Events on the current stream of a GPU."""
+    """Measures with events on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -134,7 +137,7 @@ class CudaStopwatch:
 
     def _flush(self) -> None:
         self._flushed.zero_()
-        # Leaves no line that is yet to be written back: the next action would be timed with that.
+        # Reading leaves no dirty cache lines, whose write-back would be timed with the next action.
         self._clean.amax()
 
     def replay(self, action: Action, repeats: int) -> Action:
@@ -152,7 +155,7 @@ class CudaStopwatch:
 
 
 class HostStopwatch:
-    """The host's clock, for a device that does what it is told at once. ``clock``: seconds."""
+    """Measures with the host's clock, for a device that runs synchronously. ``clock``: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.device = torch.device("cpu")
@@ -184,7 +187,7 @@ class HostStopwatch:
 
 
 def stopwatch_of(device: torch.device) -> Stopwatch:
-    """The right one."""
+    """Return the stopwatch for a device."""
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
 
@@ -195,7 +198,7 @@ def compare(
     head_start: float = 0.0,
     before: Action | None = None,
 ) -> Comparison:
-    """As many rounds as fit into ``seconds``, at least ``FEWEST``, after two that do not count. ``before``: see
+    """Run as many rounds as fit into ``seconds``, at least ``FEWEST``, after two that do not count. ``before``: see
     ``Stopwatch.rounds``."""
     todo = list(actions.values())
     stopwatch.rounds(todo, 1, head_start, before)  # Compiles.
@@ -207,7 +210,7 @@ def compare(
 
 
 def issue_time(stopwatch: Stopwatch, action: Action) -> float:
-    """µs that the host takes to give ``action`` to the device, without waiting for it."""
+    """Return the µs that the host takes to issue ``action``, without waiting for the device."""
     stopwatch.now()
     start = time.perf_counter()
     action()
@@ -217,7 +220,7 @@ def issue_time(stopwatch: Stopwatch, action: Action) -> float:
 
 
 def back_to_back(stopwatch: Stopwatch, action: Action, repeats: int, samples: int) -> Timing:
-    """One of ``repeats`` in a row, by the host's clock: what it reads may be in the cache (warm)."""
+    """Time one of ``repeats`` consecutive runs by the host's clock, with a warm cache."""
     times = []
     for _ in range(samples):
         start = stopwatch.now()

@@ -5,8 +5,8 @@
 
 Times every candidate tile and torch's own GEMM, interleaved, with a cold L2 cache, and keeps the fastest tile. By
 default it measures all GEMMs in the layers of Llama 3 8B and 70B at 4k to 32k tokens, one scaling after the other. It
-writes the table after each GEMM, so that a run may be ended at any time. Entries of an earlier table stay if they have
-the same commit and versions and are not measured again; others are dropped, since a table is of one commit.
+writes the table after each GEMM, so you can stop it at any time. It keeps entries of an earlier table with the same
+commit and versions, does not measure them again, and drops other entries: a table belongs to one commit.
 Exit status: 0 success; 1 nothing could be measured; 2 no GPU, or the commit is not known; 130 interrupted.
 """
 
@@ -42,8 +42,9 @@ DIRTY = "-dirty"
 
 
 def medians(sides: dict[str, Callable[[], object]], repeats: int, stopwatch: Stopwatch) -> dict[str, float]:
-    """Median µs of each. They take turns, so that clocks and temperature are the same for all."""
-    for action in sides.values():  # Compiles, and fills caches of algorithms.
+    """Return the median µs of each action. The actions take turns, so that clock and temperature drift affect all
+    alike."""
+    for action in sides.values():  # Compiles, and fills algorithm caches.
         action()
         action()
     times = stopwatch.rounds(list(sides.values()), repeats)
@@ -51,7 +52,7 @@ def medians(sides: dict[str, Callable[[], object]], repeats: int, stopwatch: Sto
 
 
 def scales(shape: Shape, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Ones, as casts lay them out."""
+    """Return scales of ones, as casts lay them out."""
     blocks = math.ceil(shape.k / 128)
     if scaling is Scaling.TENSORWISE:
         return torch.ones((), device="cuda"), torch.ones((), device="cuda")
@@ -64,12 +65,12 @@ def scales(shape: Shape, scaling: Scaling) -> tuple[Tensor, Tensor]:
 
 
 def measured(shape: Shape, scaling: Scaling, fast: bool, repeats: int, stopwatch: Stopwatch) -> dict[str, Any]:
-    """The table's entry of one product: the fastest tile, and torch's time by its time."""
+    """Return the table entry of one product: the fastest tile, and torch's time over its time."""
     from fp8dist_kernels.triton.matmuls import matmul_with
     from fp8dist_kernels.triton.tables import Entry, bucket
     from fp8dist_kernels.triton.tiles import Problem, candidates
 
-    # Power and so clocks depend on what is multiplied: numbers as training has them, not zeros.
+    # Power draw, and so the clock, depends on the data: use random numbers, not zeros.
     a, b = (
         torch.randn(rows, shape.k, device="cuda", dtype=torch.bfloat16).to(dtype)
         for rows, dtype in ((shape.m, shape.a_dtype), (shape.n, shape.b_dtype))
@@ -90,14 +91,14 @@ def measured(shape: Shape, scaling: Scaling, fast: bool, repeats: int, stopwatch
 
 
 def versions() -> dict[str, str]:
-    """Of what decides about speed."""
+    """Return the versions that affect speed."""
     import triton
 
     return {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
 
 
 def commit() -> str | None:
-    """Of this tree, marked if it was changed since; None outside a repository, and without git."""
+    """Return the commit of this tree, marked if it has changes; None without a repository or without git."""
     ask = ["git", "describe", "--always", f"--dirty={DIRTY}", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError):
         done = subprocess.run(ask, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -106,8 +107,8 @@ def commit() -> str | None:
 
 
 def problems(options: argparse.Namespace) -> Iterator[tuple[Shape, Scaling, bool]]:
-    """What is to be measured. Backward products are often accumulated slowly, so those are measured both ways; 1 x 128
-    scales on both sides are for wgrad, whose operands are both activations."""
+    """Yield the products to measure. Backward products often use slow accumulation, so they are measured both ways. 1 x
+    128 scales on both sides are for wgrad, whose operands are both activations."""
     for scaling in map(Scaling, options.scalings):
         for tokens in options.tokens:
             for shape in shapes_of(tokens):
@@ -119,14 +120,14 @@ def problems(options: argparse.Namespace) -> Iterator[tuple[Shape, Scaling, bool
 
 
 def key_of(entry: dict[str, Any]) -> tuple[object, ...]:
-    """What an entry is about."""
+    """Return the key of an entry."""
     return tuple(entry[name] for name in ("scaling", "fast_accumulation", "m", "n", "k"))
 
 
 def kept(path: Path, table: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of an earlier table that may stand in this one: those of the same device, commit and versions.
+    """Return the entries of an earlier table that can stay: same device, commit and versions.
 
-    Entries of a changed tree are dropped: its code may have changed again since.
+    Drops entries of a tree with changes: the code may have changed again since.
     """
     if not path.is_file():
         return []
@@ -141,7 +142,7 @@ def kept(path: Path, table: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def write(path: Path, table: dict[str, Any], entries: dict[tuple[object, ...], dict[str, Any]]) -> None:
-    """All of the table or nothing. Raises ValueError if it could not be read."""
+    """Write the table atomically. Raise ValueError if the result could not be read back."""
     from fp8dist_kernels.triton.tables import TileTable
 
     whole = {**table, "entries": [entries[key] for key in sorted(entries, key=str)]}
@@ -150,13 +151,13 @@ def write(path: Path, table: dict[str, Any], entries: dict[tuple[object, ...], d
 
 
 def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
-    """Measure, and write what there is after each product: torch's time by the best tile's, of each."""
+    """Measure each product, and write the table after each. Return torch's time over the best tile's, per product."""
     entries = {key_of(entry): entry for entry in kept(out, table)}
     ratios = []
     for shape, scaling, fast in problems(options):
         try:
             entry = measured(shape, scaling, fast, options.repeats, stopwatch)
-        except Exception as error:  # Not every torch has every product, nor Triton every tile.
+        except Exception as error:  # Some versions of torch lack a product, and Triton may reject a tile.
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"{shape.name:32} {scaling.value:10} skipped: {reason}", flush=True)
             continue
@@ -167,16 +168,16 @@ def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwat
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the top of this file."""
+    """Run the command line described at the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--scalings", nargs="+", default=[s.value for s in Scaling], choices=[s.value for s in Scaling])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
-    parser.add_argument("--commit", help="what is measured, where there is no repository")
+    parser.add_argument("--commit", help="the measured commit, if there is no repository")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("tune_matmuls: no GPU here, and nothing is written without measuring", file=sys.stderr)
+        print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
         return 2
     of = options.commit or commit()
     if not of:

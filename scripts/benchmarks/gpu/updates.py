@@ -33,7 +33,7 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """As a results file has it."""
+        """The name in a results file."""
         return f"{self.update}, {self.slots} slots, history {self.history}"
 
 
@@ -43,13 +43,13 @@ class Updates:
     name = "update"
 
     def plan(self, lab: Lab) -> list[Planned]:
-        """The issue's size first, then a large one."""
+        """Return a typical size first, then a large one."""
         sizes = ((6, 10),) if lab.smoke else ((1000, 1024), (100_000, 1024))
         return [Planned(update, *size) for size in sizes for update in ("commit", "launch")]
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
-        """See ``Part``. Timings: "graph", one of many in a CUDA graph, and "eager", one of many launched one by one,
-        both with a warm cache; "graph_cold", a graph of one, with a cold cache."""
+        """See ``Part``. Timings: "graph" (one of many in a CUDA graph) and "eager" (one of many separate launches),
+        both with a warm cache; "graph_cold" (a graph with one launch) with a cold cache."""
         case: Case = {
             "name": planned.name,
             "update": planned.update,
@@ -76,7 +76,7 @@ class Updates:
         return {**case, "timings": timings}
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """µs by update and number of slots."""
+        """Return µs by update and number of slots."""
         return {
             f"{case['update']}_{case['slots']}_{way}_us": timing["median_us"]
             for case in cases
@@ -93,7 +93,7 @@ def _arena(planned: Planned, device: torch.device, backend: str) -> Arena:
 
 
 def _wrong_after_steps(mine: Arena, theirs: Arena) -> str | None:
-    """Which arrays differ after the same random steps on both devices."""
+    """Return the names of arrays that differ after the same random steps on both devices; None if all are equal."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(CHECKED_STEPS):
         amaxes = torch.rand(len(mine), generator=generator).exp2() * 10

@@ -1,18 +1,7 @@
-"""The tables of the pages that show measured figures, made from kernels/results/*.json and scripts/results/*.json, and
-from nothing else.
-
-    python -m scripts.benchmarks.results_tables              write them into README.md and kernels/README.md
-    python -m scripts.benchmarks.results_tables --check      say whether they are up to date (exit status 1: not)
-    python -m scripts.benchmarks.results_tables --summary DIR    print the goals with the results in DIR
-
-A page holds a table between ``<!-- results:NAME -->`` and ``<!-- end of results:NAME -->``.
-"""
+"""Tables of GPU measurements, made from kernels/results/*.json only."""
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -21,19 +10,14 @@ from typing import Any, NamedTuple
 from scripts.benchmarks.gpu import results
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.benchmarks.markdown import table as _table
-from scripts.convergence import results as convergence_results
-from scripts.convergence.tables import CONVERGENCE_TABLES
 
-__all__ = ["GOALS", "NOT_YET", "TABLES", "filled", "kept", "main", "unknown_tables"]
-
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "kernels/README.md")
+__all__ = ["GOALS", "TABLES", "goals", "machines", "summary"]
 
 Results = Mapping[str, Any]
 
 
 class Goal(NamedTuple):
-    """A line of the table of goals. ``figure``: which of the part's figures; "" for those of the part itself."""
+    """A line of the table of goals. ``figure``: the name of the part's figure; "": the part's overall figures."""
 
     what: str
     against: str
@@ -62,7 +46,7 @@ GOALS = (
 
 
 def goals(measured: Sequence[Results]) -> str:
-    """What must be reached, and what was: a column for each device."""
+    """Return the table of goals and results, with a column for each device."""
     names = [data["device"]["name"] for data in measured] or ["measured"]
     rows = []
     for goal in GOALS:
@@ -72,13 +56,13 @@ def goals(measured: Sequence[Results]) -> str:
 
 
 def machines(measured: Sequence[Results]) -> str:
-    """What was measured on, with what, when, and what the tests said there."""
+    """Return the table of devices, versions, dates and test counts."""
     rows = [_machine(data) for data in measured] or [["none", *[NOT_YET] * 5]]
     return _table(["device", "driver", "versions", "commit", "date", "tests on it"], rows)
 
 
 def matmuls(measured: Sequence[Results]) -> str:
-    """Products by recipe: torch's time over ours."""
+    """Return the table of products by recipe: torch's time over ours."""
     head = ["device", "scaling", "shapes", "geometric mean", "fprop", "dgrad", "wgrad", "lowest", "TFLOP/s, highest"]
     rows = []
     for data in measured:
@@ -96,7 +80,7 @@ def matmuls(measured: Sequence[Results]) -> str:
 
 
 def memory(measured: Sequence[Results]) -> str:
-    """Kernels that move memory, at each size."""
+    """Return the table of memory-bound kernels, at each size."""
     head = ["device", "kernel", "bf16 tensors", "µs", "GB/s", "of a copy of as many bytes", "of the fastest copy"]
     rows = []
     for data, case, figures in _cases(measured, "memory"):
@@ -116,7 +100,7 @@ def memory(measured: Sequence[Results]) -> str:
 
 
 def updates(measured: Sequence[Results]) -> str:
-    """Launch and commit; what they read is in the cache (warm: many in a row) or not (cold)."""
+    """Return the table of launch and commit, with their data in the cache (warm: many in a row) or not (cold)."""
     head = ["device", "update", "slots", "history", "µs in a CUDA graph", "µs launched one by one"]
     rows = []
     for data, case, _ in _cases(measured, "update"):
@@ -132,7 +116,7 @@ def _warm_and_cold(timings: Results, states: Mapping[str, str]) -> str:
 
 
 def linears(measured: Sequence[Results]) -> str:
-    """Forward and backward of Linears."""
+    """Return the table of forward and backward of Linears."""
     head = ["device", "layer", "FP8Linear, ms", "bf16, ms", "times as fast", "the same, by the host's clock"]
     rows = []
     for data, case, _ in _cases(measured, "linears"):
@@ -152,35 +136,6 @@ TABLES = MappingProxyType(
         "linears": linears,
     }
 )
-
-
-def filled(page: str, measured: Sequence[Results], convergence: Results | None = None) -> str:
-    """A page's text with all its tables made anew.
-
-    Args:
-        measured: of each device.
-        convergence: those of ``scripts/convergence``; None: there are none.
-    """
-    made = {name: table(measured) for name, table in TABLES.items()}
-    made |= {name: table(convergence) for name, table in CONVERGENCE_TABLES.items()}
-    for name, text in made.items():
-        start, end = f"<!-- results:{name} -->\n", f"<!-- end of results:{name} -->"
-        if start in page and end in page:
-            before, rest = page.split(start, 1)
-            page = f"{before}{start}{text}{end}{rest.split(end, 1)[1]}"
-    return page
-
-
-def kept(root: Path = ROOT) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """The results that the pages are made of: for ``filled``."""
-    return results.load_all(root / "kernels" / "results"), convergence_results.load(root)
-
-
-def unknown_tables(page: str) -> list[str]:
-    """Names in a page's markers that are no table's, or whose end is missing."""
-    known = {*TABLES, *CONVERGENCE_TABLES}
-    opened, closed = re.findall(r"<!-- results:(\S+) -->", page), re.findall(r"<!-- end of results:(\S+) -->", page)
-    return [name for name in {*opened, *closed} if name not in known or opened.count(name) != closed.count(name)]
 
 
 def _reached(goal: Goal, data: Results) -> str:
@@ -244,40 +199,17 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def summary(folder: Path) -> str:
+    """Return goals and devices of the results in a folder, formatted for a terminal."""
+    found = [results.earlier(path) for path in sorted(folder.glob("*.json"))]
+    measured = [data for data in found if data is not None]
+    smoke = "figures of smoke runs mean nothing\n" if any(data["smoke"] for data in measured) else ""
+    return f"{smoke}{_aligned(goals(measured))}\n{_aligned(machines(measured))}"
+
+
 def _aligned(markdown: str) -> str:
-    """For a terminal."""
+    """Align a Markdown table for a terminal."""
     lines = [line.strip("| \n").split(" | ") for line in markdown.splitlines()]
     lines = [[cell[:60] for cell in line] for line in lines if set(line[0]) != {"-"}]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """See the top of this file."""
-    parser = argparse.ArgumentParser(description="Write the tables of measured figures into the pages that show them.")
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is out of date")
-    parser.add_argument("--summary", type=Path, metavar="DIR", help="print the goals with the results in this folder")
-    options = parser.parse_args(arguments)
-    if options.summary:
-        found = [results.earlier(path) for path in sorted(options.summary.glob("*.json"))]
-        measured = [data for data in found if data is not None]
-        smoke = "figures of smoke runs mean nothing\n" if any(data["smoke"] for data in measured) else ""
-        print(f"{smoke}{_aligned(goals(measured))}\n{_aligned(machines(measured))}")
-        return 0
-    measured, convergence = kept()
-    late = []
-    for name in PAGES:
-        path = ROOT / name
-        page = path.read_text()
-        wanted = filled(page, measured, convergence)
-        if wanted != page:
-            late.append(name)
-            if not options.check:
-                path.write_text(wanted)
-    if late:
-        print(f"{'out of date' if options.check else 'written'}: {', '.join(late)}")
-    return int(bool(late) and options.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
