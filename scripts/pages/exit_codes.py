@@ -1,0 +1,48 @@
+"""Reference tables of exit statuses, from the code that defines them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+
+from fp8dist.cli import launch
+from fp8dist.cli import main as command_line
+from launch.train_gpt import exits
+from scripts.benchmarks.markdown import table
+
+__all__ = ["of_cli", "of_job", "of_launcher", "statuses_of_job"]
+
+
+def of_job() -> str:
+    """Those of the example job, from ``launch/train_gpt/exits.py``."""
+    return _table({0: "The run is done.", **statuses_of_job()})
+
+
+def statuses_of_job() -> dict[int, str]:
+    """(status, meaning) of each constant there: the first sentence below it."""
+    body = ast.parse(inspect.getsource(exits)).body
+    found = {}
+    for before, node in itertools.pairwise(body):
+        if isinstance(before, ast.Assign) and isinstance(before.value, ast.Constant) and isinstance(node, ast.Expr):
+            text = " ".join(str(ast.literal_eval(node.value)).split())
+            found[int(str(before.value.value))] = re.split(r"(?<=\.) ", text)[0].replace("``", "`")
+    return found
+
+
+def of_cli() -> str:
+    """Those of ``fp8dist check``, ``inspect``, ``doctor`` and ``simulate``, from their help."""
+    said = " ".join(command_line._EPILOG.split("exit codes: ")[1].split(";")[0].split())
+    return _table({int(number): text for number, text in re.findall(r"(\d+) ([^,]+)", said)})
+
+
+def of_launcher() -> str:
+    """What the launcher's help says of its status."""
+    (text,) = re.findall(r"^Exit status.*?(?=\n\n|\Z)", launch.__doc__ or "", re.M | re.S)
+    return text.strip() + "\n"
+
+
+def _table(statuses: dict[int, str]) -> str:
+    rows = [[str(number), f"{text[0].upper()}{text[1:].rstrip('.')}."] for number, text in statuses.items()]
+    return table(["status", "meaning"], rows)

@@ -1,0 +1,50 @@
+"""Made parts of pages: what stands between ``<!-- made: NAME -->`` and ``<!-- end of NAME -->``, each on a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+__all__ = ["ROOT", "Parts", "filled", "names", "pages", "problems"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Parts = Mapping[str, Callable[[], str]]
+"""What makes each part, by its name."""
+
+_PART = re.compile(r"^(<!-- made: (?P<name>.+?) -->\n)(?P<text>.*?)(^<!-- end of (?P=name) -->$)", re.M | re.S)
+_MARKER = re.compile(r"^<!-- (made:|end of) (.+?) -->$", re.M)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """The pages that may have made parts."""
+    top = [path for path in (root / "README.md", root / "ARCHITECTURE.md") if path.exists()]
+    return [*top, *sorted((root / "docs").rglob("*.md"))]
+
+
+def names(page: str) -> list[str]:
+    """The names of a page's parts, in order."""
+    return [part["name"] for part in _PART.finditer(page)]
+
+
+def filled(page: str, parts: Parts) -> str:
+    """A page's text with these parts made anew. Other parts stay as they are."""
+
+    def made(part: re.Match[str]) -> str:
+        if part["name"] not in parts:
+            return part[0]
+        text = parts[part["name"]]().strip("\n")
+        return f"{part[1]}\n{text}\n\n{part[4]}" if text else f"{part[1]}{part[4]}"
+
+    return _PART.sub(made, page)
+
+
+def problems(page: str, known: Iterable[str]) -> list[str]:
+    """What is wrong with a page's markers: names of no part, and parts without a beginning or an end."""
+    complete, available = names(page), set(known)
+    found = [f"there is no made part {name!r}" for name in complete if name not in available]
+    for kind, name in _MARKER.findall(page):
+        if name not in complete:
+            found.append(f"{kind} {name} has no {'end' if kind == 'made:' else 'beginning'}")
+    return found

@@ -1,0 +1,204 @@
+"""Reference tables of flags and arguments, from the parsers, signatures and docstrings that define them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import fp8dist
+from fp8dist.cli import launch
+from fp8dist.cli.main import _parser as command_line
+from fp8dist.settings import VARIABLES, Settings
+from launch.train_gpt.options.flags import parser as job_parser
+from scripts.benchmarks.markdown import table
+
+__all__ = [
+    "COMMANDS",
+    "FLAGS_OF",
+    "RECIPES",
+    "command_help",
+    "command_line",
+    "flags_of",
+    "job_parser",
+    "of_job",
+    "of_prepare",
+    "of_recipes",
+]
+
+FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "recipe": ("--recipe",),
+        "enabled": ("--precision",),
+        "amax_sync": ("--amax-sync", "--no-amax-sync"),
+        "check_every": ("--check-every",),
+        "check_policy": ("--check-policy",),
+        "backend": ("--backend",),
+        "fp8_all_gather": ("--fp8-all-gather", "--no-fp8-all-gather"),
+        "overrides": ("--override", "--high-first", "--high-last"),
+        "fallback": ("--fallback-steps", "--fallback-saturated", "--fallback-underflow"),
+        "history_len": ("--history-len",),
+        "amax_algo": ("--amax-algo",),
+        "margin": ("--margin",),
+        "format": ("--format",),
+        "update": ("--update",),
+        "power_of_two": ("--power-of-two",),
+        "high_precision": ("--high-gemms",),
+    }
+)
+"""The flags of the example job that set an argument of ``prepare``, or a field of a recipe."""
+
+RECIPES = (fp8dist.DelayedScaling, fp8dist.CurrentScaling, fp8dist.RowwiseScaling, fp8dist.BlockScaling)
+
+_DEFAULT = re.compile(r"\s*\(default: (?P<value>.*)\)$|^default: (?P<whole>.*)$")
+_CODE = re.compile(
+    r"(?<!\w)'[^']+'(?!\w)|--[a-z][\w-]*|\b[\w-]+\.(?:jsonl|json|txt|png)\b(?:@\w+)?|(?<![\w`])[\w.]*_[\w…]*|\S*\*\S*"
+    r"|(?:^|(?<=; )|(?<=\. ))(?!default|FP8)[a-z][\w-]*(?=: )|\{\w+\}"
+)
+
+
+def _subcommands() -> Mapping[str, argparse.ArgumentParser]:
+    (choices,) = [action.choices for action in command_line()._actions if isinstance(action.choices, dict)]
+    return choices
+
+
+COMMANDS = tuple(_subcommands())
+"""The verbs of the command line."""
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """All of a parser's flags."""
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
+def command_help(name: str) -> str:
+    """What a verb of the command line takes."""
+    if name == "launch":
+        return f"```text\nusage: {launch.USAGE}\n\n{(launch.__doc__ or '').strip()}\n```\n"
+    parser = _subcommands()[name]
+    places = [action for action in parser._actions if not action.option_strings]
+    usage = " ".join(f"{action.metavar}{' …' if action.nargs == '+' else ''}" for action in places)
+    described = [f"{_coded(parser.description)}\n"] if parser.description else []
+    needed = [action for action in parser._actions if action.required and action.option_strings]
+    flags = "".join(f" {action.option_strings[0]} {action.metavar}" for action in needed)
+    return "\n".join(
+        [*described, f"Usage: `fp8dist {name}{flags} [FLAG …]{f' {usage}' if usage else ''}`\n", _rows(parser._actions)]
+    )
+
+
+def of_job() -> str:
+    """The flags of the example job, grouped as its parser groups them."""
+    parser = job_parser()
+    texts = []
+    for group in parser._action_groups:
+        if group._group_actions and group.title not in ("positional arguments", "options", "optional arguments"):
+            title = _coded(f"{str(group.title)[0].upper()}{str(group.title)[1:]}")
+            texts.append(f"### {title}\n\n{_rows(group._group_actions)}")
+    return "\n".join(texts)
+
+
+def of_prepare() -> str:
+    """The arguments of ``prepare``, with their environment variables and the example job's flags."""
+    meanings = _arguments_of(fp8dist.prepare)
+    resolved = Settings.resolve(environ={})
+    rows = []
+    for name, parameter in inspect.signature(fp8dist.prepare).parameters.items():
+        if name == "model":
+            continue
+        variable = f"FP8DIST_{name.upper()}"
+        default = getattr(resolved, name) if variable in VARIABLES else parameter.default
+        rows.append(
+            [f"`{name}`", _code_if(variable, variable in VARIABLES), _flags(name), _value(default), meanings[name]]
+        )
+    return table(["argument", "environment variable", "flag of the example job", "default", "meaning"], rows)
+
+
+def of_recipes() -> str:
+    """The fields of the recipes: which have them, with which default."""
+    fields: dict[str, dict[Any, list[str]]] = {}
+    meanings: dict[str, str] = {}
+    for recipe in RECIPES:
+        for field in dataclasses.fields(recipe):
+            fields.setdefault(field.name, {}).setdefault(field.default, []).append(f"`{recipe.__name__}`")
+        meanings = {**_arguments_of(recipe), **meanings}
+    rows = []
+    for name, defaults in fields.items():
+        several = len(defaults) > 1
+        default = "; ".join(_value(v) + (f" ({', '.join(of)})" if several else "") for v, of in defaults.items())
+        of_all = sum(map(len, defaults.values())) == len(RECIPES)
+        owners = "all" if of_all else ", ".join(of for each in defaults.values() for of in each)
+        rows.append([f"`{name}`", owners, _flags(name), default, meanings[name]])
+    return table(["field", "recipes", "flag of the example job", "default", "meaning"], rows)
+
+
+def _rows(actions: Iterable[argparse.Action]) -> str:
+    rows = []
+    for action in actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        meaning, default = _meaning_and_default(action)
+        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
+        rows.append([names, _takes(action), default, meaning])
+    return table(["name", "value", "default", "meaning"], rows)
+
+
+def _takes(action: argparse.Action) -> str:
+    if action.choices:
+        return ", ".join(f"`{choice}`" for choice in action.choices)
+    if action.nargs == 0 or not action.option_strings:
+        return ""
+    return f"`{action.metavar}`{' …' if action.nargs == '+' else ''}"
+
+
+def _meaning_and_default(action: argparse.Action) -> tuple[str, str]:
+    help_, default = action.help or "", action.default
+    found = _DEFAULT.search(help_)
+    if found:
+        said = found["value"] or found["whole"]
+        return _sentence(_DEFAULT.sub("", help_)), _coded(said)
+    if action.required:
+        return _sentence(help_), "required" if action.option_strings else ""
+    if default is None or default is argparse.SUPPRESS:
+        return _sentence(help_), ""
+    return _sentence(help_), "off" if default is False else f"`{default}`"
+
+
+def _arguments_of(documented: Callable[..., Any]) -> dict[str, str]:
+    """What a docstring's ``Args`` says, by name."""
+    section = re.search(r"\nArgs:\n(.*?)(?=\n\S|\Z)", inspect.getdoc(documented) or "", re.S)
+    assert section is not None, f"{documented.__name__} has no Args"
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?=\S)", textwrap.dedent(section[1])):
+        name, _, text = entry.partition(": ")
+        found[name] = _sentence(" ".join(text.split()).replace("``", "`"), coded=False)
+    return found
+
+
+def _flags(name: str) -> str:
+    return ", ".join(f"`{flag}`" for flag in FLAGS_OF.get(name, ()))
+
+
+def _code_if(text: str, condition: bool) -> str:
+    return f"`{text}`" if condition else ""
+
+
+def _value(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
+
+
+def _sentence(text: str, coded: bool = True) -> str:
+    """With a capital, unless it begins with a name, and a full stop."""
+    text = _coded(text) if coded else text
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '…')) or not text else '.'}"
+
+
+def _coded(text: str) -> str:
+    """With flags, names and patterns in backticks."""
+    return _CODE.sub(lambda found: f"`{found[0].strip(chr(39))}`", text)

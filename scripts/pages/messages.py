@@ -1,0 +1,168 @@
+"""The reference of errors: each public exception, and the messages that the code makes it with."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from fp8dist import errors as exceptions
+from fp8dist.step import order
+from scripts.pages.filling import ROOT
+
+__all__ = ["PLACE", "errors", "messages_in", "public_errors"]
+
+PLACE = "\u2039…\u203a"
+"""What stands where a message says something of the case."""
+
+_AS: Mapping[str, str] = MappingProxyType({"Named": "CheckpointError", "Unsupported": "CheckpointError"})
+"""Private classes that a caller sees as a public one."""
+
+_ELSEWHERE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
+    {
+        "DivergenceError": (("divergence.py", "_headline"), ("divergence.py", "_sentence")),
+        "LossDiverged": (("errors.py", "__str__"),),
+        "ManifestMismatchError": (
+            *(("sync/groups.py", "_differences"), ("sync/groups.py", "_absent")),
+            ("sync/groups.py", "_told"),
+        ),
+    }
+)
+"""Functions that give an exception its text, where that is not made in the same place."""
+
+_UNCHANGED = ("one_line", "str")
+"""Functions that give back the text that they take, more or less."""
+
+Texts = Mapping[str, list[ast.expr]]
+
+
+def public_errors() -> dict[str, type[Exception]]:
+    """The exceptions of ``fp8dist.errors``, the base first."""
+    found = {name: getattr(exceptions, name) for name in exceptions.__all__}
+    kinds = [(name, kind) for name, kind in found.items() if inspect.isclass(kind) and issubclass(kind, Exception)]
+    return dict(sorted(kinds, key=lambda one: (one[1] is not exceptions.Fp8DistError, one[0])))
+
+
+def errors() -> str:
+    """A heading for each exception, and its messages by room."""
+    by_kind: dict[str, dict[str, dict[str, None]]] = {}
+    for path in sorted((ROOT / "fp8dist").rglob("*.py")):
+        room = path.relative_to(ROOT / "fp8dist").parts[0].removesuffix(".py")
+        for kind, text in [*messages_in(path), *_from_elsewhere(path), *_of_order(room)]:
+            by_kind.setdefault(kind, {}).setdefault(room, {})[text] = None
+    texts = []
+    for name, error in public_errors().items():
+        bases = [base.__name__ for base in error.__bases__]
+        first = (inspect.getdoc(error) or "").splitlines()[0].replace("``", "`")
+        texts.append(f"## {name}\n\n{first} (A subclass of {', '.join(f'`{base}`' for base in bases)}.)\n")
+        for room, said in sorted(by_kind.get(name, {}).items()):
+            lines = "".join(f"- {_code(text)}\n" for text in said)
+            texts.append(f"**{room}**\n\n{lines}")
+    return "\n".join(texts)
+
+
+def messages_in(path: Path) -> Iterator[tuple[str, str]]:
+    """(public exception, template) of each that a file makes, where any text of it is known, in order."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    public = public_errors()
+    constants = _texts_in(tree.body)
+    defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = {node.name: node for node in defined}
+    seen: set[int] = set()
+    for function in [*defined, tree]:
+        known = {**constants, **_texts_in(list(ast.walk(function)))}
+        for call in ast.walk(function):
+            if not isinstance(call, ast.Call) or not call.args or id(call) in seen:
+                continue
+            called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            kind = _AS.get(called, called)
+            if kind not in public:
+                continue
+            seen.add(id(call))
+            for text in _templates(call.args[0], known, functions):
+                if re.search(r"[a-zA-Z]{3}", text):
+                    yield kind, " ".join(text.split())
+
+
+def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
+    """What functions of a file return, or collect, that exceptions of others are made with."""
+    place = path.relative_to(ROOT / "fp8dist").as_posix()
+    for kind, functions in _ELSEWHERE.items():
+        wanted = [name for file, name in functions if file == place]
+        defined = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if wanted else ()
+        for node in defined:
+            if isinstance(node, ast.FunctionDef) and node.name in wanted:
+                known = _texts_in(list(ast.walk(node)))
+                values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
+                for value in [*values, *(each for texts in known.values() for each in texts if node.name == "_told")]:
+                    for text in _templates(value, known, {}):
+                        if re.search(r"[a-z]{3} ", text):
+                            yield kind, " ".join(text.split())
+
+
+def _of_order(room: str) -> Iterator[tuple[str, str]]:
+    """Calls in the wrong order: ``fp8dist/step/order.py`` has them as a table."""
+    if room == "step":
+        for call, refused in order._REFUSED.items():
+            for phase, instead in refused.items():
+                yield "ConfigurationError", f"{call} {phase.value}: {instead}"
+
+
+def _texts_in(nodes: list[ast.stmt] | list[ast.AST]) -> dict[str, list[ast.expr]]:
+    """What names are assigned, or what is appended to them."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found.setdefault(node.targets[0].id, []).append(node.value)
+    return found
+
+
+def _templates(node: ast.expr, known: Texts, functions: Mapping[str, ast.FunctionDef], depth: int = 0) -> list[str]:
+    """All texts that an expression may be."""
+    if depth > 4:
+        return [PLACE]
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else [PLACE]
+    if isinstance(node, ast.IfExp):
+        return [text for side in (node.body, node.orelse) for text in _templates(side, known, functions, depth + 1)]
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(_piece(value, known) for value in node.values)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        sides = [_templates(side, known, functions, depth + 1) for side in (node.left, node.right)]
+        return [left + right for left in sides[0] for right in sides[1]]
+    if isinstance(node, ast.Name) and node.id in known:
+        return [text for value in known[node.id] for text in _templates(value, known, functions, depth + 1)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return _of_call(node.func.id, node, known, functions, depth)
+    return [PLACE]
+
+
+def _of_call(
+    name: str, call: ast.Call, known: Texts, functions: Mapping[str, ast.FunctionDef], depth: int
+) -> list[str]:
+    if name in _UNCHANGED and call.args:
+        return _templates(call.args[0], known, functions, depth + 1)
+    if name not in functions:
+        return [PLACE]
+    inside = _texts_in(list(ast.walk(functions[name])))
+    returned = [node.value for node in ast.walk(functions[name]) if isinstance(node, ast.Return) and node.value]
+    return [text for value in returned for text in _templates(value, {**known, **inside}, functions, depth + 1)]
+
+
+def _piece(value: ast.expr, known: Texts) -> str:
+    """A part of an f-string. A name that always is the same text is that text."""
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    inner = value.value if isinstance(value, ast.FormattedValue) else value
+    texts = known.get(inner.id, []) if isinstance(inner, ast.Name) else []
+    if len(texts) == 1 and isinstance(texts[0], ast.Constant) and isinstance(texts[0].value, str):
+        return texts[0].value
+    return PLACE
+
+
+def _code(text: str) -> str:
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}"

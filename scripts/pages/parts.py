@@ -1,0 +1,47 @@
+"""The made parts by name. Outputs of commands are in ``commands.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from scripts.benchmarks.gpu import results
+from scripts.benchmarks.gpu.tables import TABLES
+from scripts.convergence import results as convergence_results
+from scripts.convergence.tables import CONVERGENCE_TABLES
+from scripts.pages import exit_codes, flags, messages, runs, variables
+from scripts.pages.filling import ROOT, Parts
+
+__all__ = ["REFERENCE", "parts_of"]
+
+REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {
+        **{f"cli-{name}": partial(flags.command_help, name) for name in flags.COMMANDS},
+        "flags": flags.of_job,
+        "arguments": flags.of_prepare,
+        "recipe-fields": flags.of_recipes,
+        "environment": variables.of_library,
+        "launcher-environment": variables.of_launcher,
+        "script-environment": variables.of_script,
+        "exits-job": exit_codes.of_job,
+        "exits-cli": exit_codes.of_cli,
+        "exits-launcher": exit_codes.of_launcher,
+        "errors": messages.errors,
+    }
+)
+"""Parts that are made of the code."""
+
+
+def parts_of(root: Path = ROOT) -> Parts:
+    """All parts, with the results that are kept below ``root``."""
+    measured = results.load_all(root / "kernels" / "results")
+    convergence, versions = convergence_results.load(root), runs.versions_of(root)
+    return {
+        **{name: partial(table, measured) for name, table in TABLES.items()},
+        **{name: partial(table, convergence) for name, table in CONVERGENCE_TABLES.items()},
+        "versions": partial(runs.versions, versions),
+        "hardware": partial(runs.hardware, measured, convergence, versions),
+        **REFERENCE,
+    }

@@ -1,0 +1,80 @@
+"""What has run where: versions of Python and torch, and hardware, from the files of results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks.markdown import table
+
+__all__ = ["hardware", "versions", "versions_of"]
+
+Results = Mapping[str, Any]
+
+
+def versions_of(root: Path) -> list[dict[str, Any]]:
+    """The rows of ``scripts/results/versions.json``; none, if there is no such file."""
+    path = root / "scripts" / "results" / "versions.json"
+    return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
+
+
+def versions(rows: Sequence[Results]) -> str:
+    """How many tests passed with each pair of Python and torch."""
+    pythons = sorted({row["python"] for row in rows}, key=_number)
+    torches = sorted({_release(row["torch"]) for row in rows}, key=_number)
+    cells = {(row["python"], _release(row["torch"])): _outcome(row) for row in rows}
+    head = ["Python", *(f"torch {torch}" for torch in torches)]
+    return table(head, [[python, *(cells.get((python, torch), "-") for torch in torches)] for python in pythons])
+
+
+def hardware(measured: Sequence[Results], convergence: Results | None, rows: Sequence[Results]) -> str:
+    """What has run on which hardware, as a list.
+
+    Args:
+        measured: the results of GPUs.
+        convergence: those of ``scripts/convergence``; None: there are none.
+        rows: those of ``scripts/test-versions``.
+    """
+    lines = [f"- **GPU:** {_gpu(data)}" for data in measured] or [
+        "- **GPU: nothing has run on one yet,** nor with NCCL. No speed on a GPU is known. Kernels run under",
+        "  Triton's interpreter, and are compiled for Hopper and Blackwell.",
+    ]
+    cpu = "- **CPU:** all tests, with gloo"
+    if convergence is not None:
+        cpu += f"; convergence over {convergence['steps']} steps ({convergence['machine']})"
+    lines.append(f"{cpu}.")
+    if rows:
+        pythons = _range([row["python"] for row in rows])
+        torches = _range([row["torch"] for row in rows])
+        lines.append(f"- **Versions:** Python {pythons} and torch {torches}, {len(rows)} pairs of them.")
+    return "\n".join(lines) + "\n"
+
+
+def _gpu(data: Results) -> str:
+    tests, name = data["tests"], data["device"]["name"]
+    said = f"{tests['passed']} tests passed, {tests['failed']} failed" if tests else "no test has run"
+    done = sum(part["status"] == "done" for part in data["parts"].values())
+    return f"{name}: {said}; {done} of {len(data['parts'])} benchmarks are complete ({data['date'][:10]})."
+
+
+def _outcome(row: Results) -> str:
+    failed = f", {row['failed']} failed" if row["failed"] else ""
+    return f"{row['passed']} passed{failed}, {row['date']}"
+
+
+def _release(version: str) -> str:
+    return version.split("+")[0]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+def _range(found: Sequence[str]) -> str:
+    """The lowest to the highest, without the last number."""
+    minors = sorted({_number(_release(version))[:2] for version in found})
+    ends = dict.fromkeys((minors[0], minors[-1]))
+    return " to ".join(".".join(map(str, minor)) for minor in ends)

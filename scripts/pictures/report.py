@@ -1,0 +1,118 @@
+"""A divergence report as a terminal shows it: three ranks train, one bit of a weight flips on one of them.
+
+The text is that of a real run, kept in docs/images/report.txt, so that the picture is the same wherever it is drawn.
+``rerun`` runs the ranks anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from scripts.pictures.svg import document, rect, text
+
+__all__ = ["TEXT", "draw", "rerun"]
+
+TEXT = Path(__file__).resolve().parents[2] / "docs" / "images" / "report.txt"
+
+RANKS, ODD, STEPS = 3, 2, 3
+PLACE, BIT = (3, 5), 4
+"""Which element of the weight flips, and which bit of it."""
+
+SIZE = 12.0
+ADVANCE = 7.2
+"""Width of a character, in pixels."""
+
+
+def rerun() -> None:
+    """Run the ranks, and keep what was logged in TEXT. The host's name is replaced."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, args=(folder,), nprocs=RANKS)
+        logged = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("log-*"))]
+    (report,) = [log for log in logged if log]  # One rank speaks.
+    TEXT.parent.mkdir(parents=True, exist_ok=True)
+    TEXT.write_text(report.replace(socket.gethostname(), "host0"), encoding="utf-8")
+
+
+def _rank(rank: int, folder: str) -> None:
+    """One rank: train for some steps, with a check after each."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    handler = logging.FileHandler(Path(folder) / f"log-{rank}", encoding="utf-8")
+    logging.getLogger("fp8dist").addHandler(handler)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).bfloat16()
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=16), group=dist.group.WORLD)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2)
+    manager.attach(parallel, optimizer=optimizer)
+    for step in range(1, STEPS + 1):
+        parallel(torch.randn(32, 64, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == STEPS and rank == ODD:
+            weight: torch.Tensor = model.get_parameter("0.weight").detach()
+            weight[PLACE].view(torch.int16).bitwise_xor_(1 << BIT)
+        manager.check(policy="warn")
+    dist.barrier()
+    handler.close()
+    os._exit(0)  # gloo of some versions of torch aborts a process that ends otherwise.
+
+
+def draw() -> str:
+    """The picture.
+
+    Raises:
+        FileNotFoundError: ``rerun`` has never run.
+    """
+    rows, y = [], 72.0
+    for row in _wrapped(TEXT.read_text(encoding="utf-8").rstrip("\n").split("\n")):
+        rows.append(text(30, y, row, mono=True, size=SIZE, length=ADVANCE * len(row)))
+        y += 19
+    notes = (
+        ("step, last good", "it happened after the check of the last good step, and before that of this step"),
+        ("kind, name", "which tensor: the weight of the first Linear"),
+        ("ranks, reference", f"rank {ODD} has it otherwise; rank 0 is the lowest of the majority"),
+        ("value, expected", "the first element that differs: on the odd rank, and on the reference"),
+        ("ULP", "how far apart the two values are, in units in the last place"),
+        ("what", "(wrapped here) one element, and its bits differ in one place: a flipped bit"),
+        ("last line", "host and device of the odd rank"),
+    )
+    shown = [text(30, y + 36, "How to read it", bold=True, size=14)]
+    for place, (field, meaning) in enumerate(notes):
+        shown += [
+            text(30, y + 62 + 22 * place, field, "blue", bold=True, mono=True, size=12),
+            text(170, y + 62 + 22 * place, meaning),
+        ]
+    return document(
+        "A divergence report",
+        "A terminal with what one of three ranks prints when a bit of a weight has flipped on another: "
+        + " ".join(TEXT.read_text(encoding="utf-8").split()),
+        y + 216,
+        [
+            rect(14, 14, 732, y - 16, "plain", radius=8),
+            *(rect(30 + 20 * place, 28, 11, 11, colour) for place, colour in enumerate(("red", "orange", "green"))),
+            text(380, 38, 'standard error of a job of 3 ranks, policy="warn"', "muted", anchor="middle", size=12),
+            *rows,
+            *shown,
+        ],
+    )
+
+
+def _wrapped(lines: list[str]) -> list[str]:
+    """As a terminal wraps lines that is as wide as all columns but the last."""
+    width = lines[1].index("what")
+    return [line[start : start + width] for line in lines for start in range(0, len(line), width)]

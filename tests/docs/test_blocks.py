@@ -1,0 +1,100 @@
+"""Python code on the pages of the manual runs as it stands there, and prints what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import forked
+from tests.support.pages import Block, blocks, pages
+
+MODEL = """
+import torch
+import torch.distributed as dist
+
+import fp8dist
+
+if rendezvous:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+x = torch.randn(32, 64)
+
+def train_step():
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+PREPARED = MODEL + "manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=16), group=group)\n"
+ATTACHED = PREPARED + "manager.attach(model, optimizer=optimizer)\ntrain_step()\n"
+DDP = PREPARED + "model = torch.nn.parallel.DistributedDataParallel(model)\n" + ATTACHED.removeprefix(PREPARED)
+PRELUDES = {"model": MODEL, "prepared": PREPARED, "attached": ATTACHED, "ddp": DDP}
+"""What a fragment needs before it; the pages do not show it."""
+
+PYTHON = [block for page, text in pages().items() for block in blocks(page, text) if block.language == "python"]
+
+
+def _words(how: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in how.split())
+
+
+def _run_script(words: list[str]) -> int:
+    script = Path(words[0])
+    os.chdir(script.parent)
+    # In a namespace that outlives the program: gloo may hang when DDP is freed after destroy_process_group().
+    exec(compile(script.read_text(), words[0], "exec"), sys.modules["__main__"].__dict__)
+    return 0
+
+
+def _whole(block: Block, ranks: int | None) -> str:
+    """The program: with what its page does not show."""
+    prelude = _words(block.how).get("prelude")
+    if prelude is None:
+        return block.text
+    group = "dist.group.WORLD" if ranks else "None"
+    end = "\nif dist.is_initialized():\n    dist.barrier()\n    dist.destroy_process_group()\n"
+    begin = PRELUDES[prelude].replace("group=group", f"group={group}").replace("if rendezvous", f"if {bool(ranks)}")
+    return begin + block.text + end
+
+
+def _matches(printed: str, expected: str) -> bool:
+    """… on a page stands for anything."""
+    pattern = ".*?".join(re.escape(part) for part in expected.strip().split("…"))
+    return re.fullmatch(pattern, printed.strip(), re.S) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("blocks")
+@pytest.mark.parametrize(
+    "block",
+    [block for block in PYTHON if not block.how.startswith("no,")],
+    ids=lambda block: f"{block.page}:{block.line}",
+)
+def test_a_block_runs_and_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
+    how = _words(block.how)
+    assert set(how) <= {"ranks", "prelude"}, block.how
+    ranks = int(how["ranks"]) if "ranks" in how else None
+    script = tmp_path / "script.py"
+    script.write_text(_whole(block, ranks))
+    done = forked.run([str(script)], ranks, {}, main=_run_script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if block.output is not None:
+        assert _matches(done.stdout, block.output), f"printed\n{done.stdout}\nand not\n{block.output}"
+
+
+def test_a_block_is_left_out_for_a_reason_only() -> None:
+    left_out = [block for block in PYTHON if block.how.startswith("no,")]
+    assert all(len(block.how.split()) > 2 for block in left_out)
+    assert len(left_out) <= 12, [f"{block.page}:{block.line}: {block.how}" for block in left_out]
+
+
+def test_outputs_are_compared() -> None:
+    (block,) = blocks("page", "<!-- run: ranks=2 -->\n```python\nprint(1)\n```\n\n<!-- output -->\n```text\n1 …\n```\n")
+    assert (block.how, block.text, block.output) == ("ranks=2", "print(1)\n", "1 …\n")
+    assert _matches("1 and 2\n", "1 …\n")
+    assert not _matches("2\n", "1 …\n")

@@ -1,0 +1,177 @@
+"""The reference pages name everything that there is, once, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import fp8dist
+from fp8dist import ddp, fsdp
+from fp8dist.divergence import Divergence, Finding
+from fp8dist.manager import StateManager
+from fp8dist.settings import VARIABLES
+from fp8dist.state import storage
+from scripts.pages import exit_codes, flags, variables
+from tests.support.main_job import RANKS, TINY, start
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def page(name: str) -> str:
+    return (REFERENCE / name).read_text()
+
+
+def first_cells(text: str) -> list[str]:
+    """The code spans in the first cell of each row of a text's tables, in order."""
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def section(text: str, heading: str) -> str:
+    """What stands below a heading, up to the next."""
+    (found,) = re.findall(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", text, re.M | re.S)
+    return str(found)
+
+
+# api.md, cli.md, flags.md, environment.md -----------------------------------------------------------
+
+
+def test_every_public_name_is_on_the_api_page_once() -> None:
+    directives = re.findall(r"^::: (\S+)$", page("api.md"), re.M)
+    directives[directives.index("fp8dist.prepare.prepare")] = "fp8dist.prepare"  # The module has the same name.
+    hooks = [
+        f"fp8dist.{module.__name__.rpartition('.')[2]}.{name}" for module in (ddp, fsdp) for name in module.__all__
+    ]
+    assert sorted(directives) == sorted([*(f"fp8dist.{name}" for name in fp8dist.__all__), *hooks])
+
+
+def test_every_verb_has_its_help() -> None:
+    text = page("cli.md")
+    assert [name for name in flags.COMMANDS if f"## fp8dist {name}\n" not in text] == []
+    assert [name for name in flags.COMMANDS if f"<!-- made: cli-{name} -->" not in text] == []
+
+
+def test_all_arguments_and_flags_are_in_the_tables() -> None:
+    job = first_cells(flags.of_job())
+    assert sorted(job) == sorted(set(flags.flags_of(flags.job_parser())) - {"-h", "--help"})
+    named = {flag for several in flags.FLAGS_OF.values() for flag in several}
+    assert named <= set(job)
+    fields = {field.name for recipe in flags.RECIPES for field in dataclasses.fields(recipe)}
+    assert set(first_cells(flags.of_recipes())) == fields
+    assert set(flags.FLAGS_OF) <= fields | set(first_cells(flags.of_prepare()))
+
+
+def test_a_value_and_a_default_are_told_apart() -> None:
+    table = flags.of_job()
+    assert "| `--history-len` | `N` | 1024 | " in table
+    assert "| `--tensorboard` |  | off | " in table
+    assert "| `--precision` | `bf16`, `fp32`, `fp8` | `fp8` | " in table
+    assert "| `check_every` | `FP8DIST_CHECK_EVERY` | `--check-every` | `0` | " in flags.of_prepare()
+    assert "| `--ranks` | `N` | required | " in flags.command_help("simulate")
+
+
+def test_variables_are_those_that_the_code_reads() -> None:
+    settings = (ROOT / "fp8dist" / "settings.py").read_text().split("class Settings", 1)[1]
+    read = {f"FP8DIST_{name.upper()}" for name in re.findall(r'\bsetting\(\s*"(\w+)"', settings)}
+    assert set(VARIABLES) == read | set(re.findall(r"environ\.get\(\"(FP8DIST_\w+)", settings))
+    launcher = (ROOT / "fp8dist" / "launcher" / "environment.py").read_text()
+    names = set(re.findall(r'(?:environment\.get\(|_number\(environment, )"([A-Z_]+)"', launcher))
+    assert {name for name, _, _ in variables.launcher_variables()} == names
+    assert all(meaning and default for _, meaning, default in variables.launcher_variables())
+    assert first_cells(variables.of_script()) == ["PYTHON"]
+
+
+def test_variables_that_the_launcher_sets() -> None:
+    plan = (ROOT / "fp8dist" / "launcher" / "plan.py").read_text()
+    rest = page("environment.md").split("sets the following variables")[1]
+    assert [name for name in first_cells(rest) if f'"{name}"' not in plan] == []
+
+
+# collectives.md, exit-codes.md, metrics.md, errors.md -------------------------------------------------
+
+
+def test_table_of_collective_calls_is_complete() -> None:
+    text = page("collectives.md")
+    hooks = {"join_hook", "join_device", "join_process_group"}
+    public = {name for name in vars(StateManager) if not name.startswith("_")} - hooks
+    assert {name for name in public if f"manager.{name}" not in text} == set()
+    functions = {
+        name for name in fp8dist.__all__ if name[0].islower() and not hasattr(getattr(fp8dist, name), "__path__")
+    }
+    assert {name for name in functions - {"errors", "prepare"} if f"fp8dist.{name}" not in text} == set()
+
+
+def test_every_exit_status_has_a_meaning() -> None:
+    assert exit_codes.statuses_of_job().keys() == set(_constants(ROOT / "launch" / "train_gpt" / "exits.py"))
+    assert all(len(meaning) > 10 for meaning in exit_codes.statuses_of_job().values())
+    source = (ROOT / "fp8dist" / "cli" / "main.py").read_text()
+    assert "CONSISTENT, DIVERGED, USAGE, UNREADABLE = range(4)" in source
+    assert [line[:4] for line in exit_codes.of_cli().splitlines()[2:]] == ["| 0 ", "| 1 ", "| 2 ", "| 3 "]
+    assert exit_codes.of_launcher().startswith("Exit status")
+
+
+def _constants(path: Path) -> Iterator[int]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, int):
+            yield node.value.value
+
+
+def test_metrics_are_those_of_a_manager() -> None:
+    manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
+    assert first_cells(page("metrics.md")) == list(manager.metrics())
+
+
+# files.md ---------------------------------------------------------------------------------------------
+
+
+def test_fields_of_reports_and_states() -> None:
+    text = page("files.md")
+    report = {field.name for field in dataclasses.fields(Divergence)} | {"consistent"}
+    assert set(first_cells(section(text, "divergence.json and divergence.txt"))) == report
+    assert set(first_cells(section(text, "findings"))) == {field.name for field in dataclasses.fields(Finding)}
+    state = first_cells(section(text, "FP8 state"))
+    assert sorted(state) == sorted(["version", *storage._NAMES, "info", *storage._TENSORS])
+
+
+@pytest.mark.slow
+def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
+    flags = (*TINY, "--watch-every", "4", "--watch-ranks", "--eval-every", "6", "--check-every", "6")
+    done = start(RANKS, *flags, "--out", str(tmp_path / "done"))
+    assert done.returncode == 0, done.stderr
+    evidence = tmp_path / "evidence"
+    stopped = start(
+        RANKS, *flags, "--inject", "scale:1:8", "--out", str(tmp_path / "stopped"), FP8DIST_REPORT_DIR=str(evidence)
+    )
+    assert stopped.returncode == 4, stopped.stderr
+    summary = json.loads((tmp_path / "done" / "summary.json").read_text())
+    (mine,) = json.loads((evidence / "step00000008-rank0.json").read_text())
+    written: dict[str, set[str]] = {
+        "metrics.jsonl": _keys(tmp_path / "done" / "metrics.jsonl") | _keys(tmp_path / "stopped" / "metrics.jsonl"),
+        "summary.json": set(summary),
+        "waiting": set(summary["waiting"]),
+        "scales.jsonl": _keys(tmp_path / "done" / "scales.jsonl"),
+        "findings": set(json.loads((tmp_path / "stopped" / "divergence.json").read_text())["findings"][0]),
+        "FP8DIST_REPORT_DIR": {"stepS-report.txt", "stepS-report.json", "stepS-rankR.json", *mine},
+    }
+    for heading, fields in written.items():
+        assert set(first_cells(section(page("files.md"), heading))) == fields, heading
+    told = section(page("files.md"), "waiting")
+    inside = {name for rank in summary["waiting"]["ranks"] for name in rank} | {"behind_ms"}
+    assert {name for name in inside if f"`{name}`" not in told} == set()
+    assert {re.sub(r"\d{8}", "S", re.sub(r"rank\d", "rankR", path.name)) for path in evidence.iterdir()} == {
+        name for name in written["FP8DIST_REPORT_DIR"] if "." in name
+    }
+
+
+def _keys(path: Path) -> set[str]:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    return {key for line in lines for key in line}

@@ -1,0 +1,96 @@
+"""The built site, in a browser: every internal link leads somewhere, and nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urldefrag, urljoin
+
+import pytest
+
+from tests.support.pages import ROOT, pages
+
+CHROMIUM = shutil.which("chromium")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="mkdocstrings needs Python 3.11"),
+    pytest.mark.skipif(
+        CHROMIUM is None and "CI" not in os.environ, reason="chromium is missing (scripts/setup-hosts installs it)"
+    ),
+]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM is not None
+    with sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(site: str, browser: Any) -> None:
+    page = browser.new_page()
+    trouble: list[str] = []
+    page.on("console", lambda said: said.type == "error" and trouble.append(f"{page.url}: {said.text}"))
+    page.on("pageerror", lambda error: trouble.append(f"{page.url}: {error}"))
+    page.on("request", lambda request: request.url.startswith((site, "data:")) or trouble.append(request.url))
+    page.on("response", lambda answer: answer.status < 400 or trouble.append(f"{answer.status} {answer.url}"))
+    waiting, anchors, cited = [site], {}, []
+    while waiting:
+        address = waiting.pop()
+        page.goto(address)
+        anchors[address] = set(page.evaluate("[...document.querySelectorAll('[id]')].map(one => one.id)"))
+        hidden = page.evaluate(
+            "[...document.images].filter(one => !one.complete || !one.naturalWidth).map(one => one.src)"
+        )
+        trouble += [f"{address}: {image} does not show" for image in hidden]
+        for link in page.evaluate("[...document.links].map(one => one.getAttribute('href'))"):
+            target, anchor = urldefrag(urljoin(address, link))
+            if target.startswith(site):
+                cited.append((address, target, anchor))
+                if target not in anchors and target not in waiting:
+                    waiting.append(target)
+    broken = [
+        (where, f"{target}#{anchor}") for where, target, anchor in cited if anchor and anchor not in anchors[target]
+    ]
+    assert (trouble, broken) == ([], [])
+    assert len(anchors) == len(pages()) + 1  # And the changelog.
+
+
+def test_the_search_finds_a_page(site: str, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(site)
+    page.locator(".md-search__input").first.fill("ManifestMismatchError")
+    page.locator(".md-search-result__item").first.wait_for(timeout=10_000)
+    assert "ManifestMismatchError" in page.locator(".md-search-result__list").inner_text()

@@ -1,0 +1,132 @@
+"""The form of the pages: README's order, lengths, and the phrases that CONTRIBUTING's page of style replaces."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import re
+import subprocess
+from typing import TypeGuard
+
+import pytest
+
+from scripts.pages.filling import names
+from tests.support.pages import ROOT, TOP, blocks, pages
+
+PAGES = pages()
+MADE = re.compile(r"<!-- made: [^\n]* -->.*?<!-- end of [^\n]* -->\n", re.S)
+OTHERS = ("train.py", "check.py", "loop.py", "launch.py", "your_script.py", "X.py")
+"""Files of a reader; X stands for a name."""
+
+
+def _written(text: str) -> str:
+    """What a person wrote: without the parts that scripts make."""
+    return MADE.sub("", text)
+
+
+def test_readme_is_short_and_in_order() -> None:
+    readme = PAGES["README.md"]
+    assert len(readme.splitlines()) <= 150
+    order = [
+        "# fp8dist",
+        "docs/images/boxes.svg",
+        "It is for ",
+        "<!-- made: hardware -->",
+        "## Install",
+        "## Check that your ranks agree",
+        "parameters differ between ranks",
+        "## Train in FP8",
+        "## Two commands",
+        "| you have | read |",
+        "| | fp8dist | TransformerEngine | torchao |",
+    ]
+    places = [readme.index(part) for part in order]
+    assert places == sorted(places)
+    check, train = (block.text for block in blocks("README.md", readme) if block.language == "python")
+    assert len([line for line in check.splitlines() if line.strip()]) <= 15
+    assert len([line for line in train.splitlines() if line.strip()]) <= 17
+
+
+def test_the_first_screen_says_what_has_run_on_which_hardware() -> None:
+    """Made from results, see ``hardware`` in scripts/pages/runs.py."""
+    head = PAGES["README.md"].splitlines()[:30]
+    assert "hardware" in names("\n".join(head))
+    assert any(line.startswith("- **GPU") for line in head)
+    assert any(line.startswith("- **CPU") for line in head)
+
+
+def test_a_page_is_short() -> None:
+    limits = {"ARCHITECTURE.md": 120}
+    lengths = {page: len(_written(text).splitlines()) for page, text in PAGES.items()}
+    assert {page: n for page, n in lengths.items() if n > limits.get(page, 165)} == {}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_are_at_most_100_characters(page: str) -> None:
+    """Rows of tables, blocks of output and lines with nothing but a link may be longer."""
+    limit = 100 if page.startswith(("README", "docs")) else 120
+    text = re.sub(r"```text\n.*?```", "", _written(PAGES[page]), flags=re.S)
+    long = [line for line in text.splitlines() if len(line) > limit]
+    assert [line for line in long if not re.match(r" *\||!?\[[^]]*\]\([^)]*\)$| *<!--|::: ", line)] == []
+
+
+def _rows_of_style() -> list[tuple[str, str]]:
+    """(before, after) of the table in CONTRIBUTING."""
+    table = PAGES["CONTRIBUTING.md"].split("| not | but |\n|---|---|\n")[1].split("\n\n")[0]
+    return [tuple(cell.strip() for cell in row.strip("|").split(" | ")) for row in table.splitlines()]  # type: ignore[misc]
+
+
+def _tracked() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        return [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if ".venv" not in path.parts]
+    return listed.stdout.splitlines()
+
+
+def test_phrases_that_style_replaces_stand_nowhere() -> None:
+    pairs = _rows_of_style()
+    assert len(pairs) >= 20
+    phrases = [before.strip('"`.') for before, _ in pairs]
+    found = []
+    for name in _tracked():
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".sh", ".yaml", ".cfg", ".sbatch", "") and path.is_file():
+            text = " ".join(path.read_text(errors="ignore").replace("# ", "").split())
+            if name != "CONTRIBUTING.md":
+                found += [(name, phrase) for phrase in phrases if phrase in text]
+    assert found == []
+
+
+def test_quoted_messages_stand_in_the_code() -> None:
+    """Troubleshooting quotes literal parts of messages: adjacent literals joined, cut at placeholders."""
+    quoted = re.findall(r"\*\*Text:\*\* (`+) ?(.+?) ?\1", PAGES["docs/troubleshooting.md"], re.S)
+    assert len(quoted) >= 20
+    trees = [ast.parse(path.read_text()) for room in ("fp8dist", "launch") for path in (ROOT / room).rglob("*.py")]
+    literals = [" ".join(n.value.split()) for t in trees for n in ast.walk(t) if _is_text(n)]
+    assert [text for _, text in quoted if not any(" ".join(text.split()) in literal for literal in literals)] == []
+
+
+def _is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_files_that_are_cited_exist() -> None:
+    """In comments, docstrings and pages: by path from the top, or the end of one."""
+    patterns = ("*.*", *(f"{top}/**/*" for top in ("docs", "fp8dist", "kernels", "launch", "scripts", "tests")))
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
+    known = ["/" + path.relative_to(ROOT).as_posix() for path in paths]
+    missing = []
+    for path in paths:
+        if path.suffix in (".py", ".md", ".sh", ".sbatch", ".yaml", ".cfg", ""):
+            text = path.read_text()
+            prose = text if path.suffix == ".md" else " ".join(re.findall(r'""".*?"""|#[^\n]*', text, re.S))
+            cited = re.findall(r"(?<![\w./*-])(?!pytorch/)[\w./*-]+\.(?:py|md|sh)\b", prose)
+            ends = {name: name.removeprefix("../").removeprefix("../") for name in cited}
+            missing += [(path.name, name) for name, end in ends.items() if not fnmatch.filter(known, f"*/{end}")]
+    assert [one for one in missing if one[1].rpartition("/")[2] not in OTHERS] == []
+
+
+def test_pages_at_the_top_are_the_known_ones() -> None:
+    assert {path.name for path in ROOT.glob("*.md")} == {*TOP, "CHANGELOG.md"}

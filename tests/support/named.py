@@ -1,0 +1,134 @@
+"""The names on a page: calls, flags, variables, metrics and files, and which of them do not exist."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+import fp8dist
+from fp8dist.settings import VARIABLES
+from scripts.pages.flags import command_line, flags_of, job_parser
+from tests.support.pages import ROOT
+
+FOREIGN = (
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone", "--tee"),
+    *("--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--log-dir", "--filename", "--upgrade"),
+    *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--account", "--partition", "--time"),
+    *("--strict", "--tb", "--durations", "--lf", "--help", "--its-flags"),
+)
+"""Flags of torchrun, SLURM, kubectl, pip, pytest and MkDocs, and of nobody's program."""
+
+THEIRS = ("train.py", "loop.py", "check.py", "launch.py", "job.py", "my_job.py", "X.py")
+"""Programs of a reader."""
+
+TOPS = ("fp8dist", "kernels", "launch", "scripts", "tests", "docs")
+
+_FENCE = re.compile(r"^ *```[^\n]*\n(.*?)^ *```", re.M | re.S)
+_SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
+_PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOPS)})/[\w./*-]*\w")
+_BARE = re.compile(r"[\w*-]+\.(?:py|sh|sbatch|cfg|toml)")
+
+
+def code_of(text: str) -> list[str]:
+    """The code blocks and code spans of a page."""
+    return [*_FENCE.findall(text), *(span for _, span in _SPAN.findall(_FENCE.sub("", text)))]
+
+
+def strangers(text: str) -> list[str]:
+    """What a page names that does not exist."""
+    return sorted({name for code in code_of(text) for name in _unknown(code)})
+
+
+def _unknown(code: str) -> Iterator[str]:
+    manager = _manager()
+    for name in re.findall(r"(?<![\w./])manager\.(?!py\b)([a-zA-Z_]\w*)", code):
+        if not hasattr(manager, name):
+            yield f"manager.{name}"
+    for names in re.findall(r"(?<![\w./-])fp8dist((?:\.[a-zA-Z_]\w*)+)(?![\w-])", code):
+        if not _exists(names.split(".")[1:]):
+            yield f"fp8dist{names}"
+    for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w", code):
+        if flag not in known_flags() and flag not in FOREIGN:
+            yield flag
+    for variable in re.findall(r"(?<!\w)FP8DIST_[A-Z_]*[A-Z]", code):
+        if variable not in VARIABLES:
+            yield variable
+    for metric in re.findall(r"(?<![\w/.-])fp8/[a-z_]*[a-z](?![\w/<])", code):
+        if metric not in metrics():
+            yield metric
+    for path in _PATH.findall(code):
+        if not any(ROOT.glob(path.rstrip("."))):
+            yield path
+    if _BARE.fullmatch(code) and code not in THEIRS and not _is_a_file(code):
+        yield code
+
+
+def _exists(names: list[str]) -> bool:
+    found: Any = fp8dist
+    place = "fp8dist"
+    for name in names:
+        place = f"{place}.{name}"
+        if hasattr(found, name):
+            found = getattr(found, name)
+        elif name in getattr(found, "__annotations__", ()):
+            return True
+        else:
+            try:
+                found = importlib.import_module(place)
+            except ImportError:
+                return False
+    return True
+
+
+@functools.cache
+def _manager() -> fp8dist.StateManager:
+    return fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
+
+
+@functools.cache
+def metrics() -> tuple[str, ...]:
+    """What ``manager.metrics()`` has."""
+    return tuple(_manager().metrics())
+
+
+@functools.cache
+def own_flags() -> frozenset[str]:
+    """Those of the example job and of the command line."""
+    verbs = [action.choices for action in command_line()._actions if isinstance(action.choices, dict)]
+    parsers = [job_parser(), command_line(), *(parser for verb in verbs for parser in verb.values())]
+    return frozenset(flag for parser in parsers for flag in flags_of(parser) if flag.startswith("--"))
+
+
+@functools.cache
+def known_flags() -> frozenset[str]:
+    """Those, and what the programs in ``scripts`` and ``launch`` take."""
+    found = set(own_flags())
+    for top in ("scripts", "launch", "tests/launch/programs"):
+        for path in (ROOT / top).rglob("*"):
+            if path.is_file() and path.suffix in ("", ".py", ".sh", ".sbatch"):
+                text = path.read_text()
+                flags = re.findall(r'"(--[a-z][\w-]*)"', text)
+                found.update(flags)
+                if "BooleanOptionalAction" in text:
+                    found.update(flag.replace("--", "--no-") for flag in flags)
+                for labels in re.findall(r"^\s*((?:--[\w-]+ \| )*--[\w-]+)\)", text, re.M):
+                    found.update(labels.split(" | "))
+    return frozenset(found)
+
+
+@functools.cache
+def _files() -> tuple[str, ...]:
+    return tuple(
+        path.name for top in (*TOPS, ".ci") for path in (ROOT / top).rglob("*") if "__pycache__" not in path.parts
+    )
+
+
+def _is_a_file(name: str) -> bool:
+    return any(ROOT.glob(name)) or any(
+        re.fullmatch(name.replace(".", r"\.").replace("*", ".*"), one) for one in _files()
+    )
