@@ -60,9 +60,9 @@ class Finding:
     rank of the first side). ``ulp`` is their distance in units in the last place, None if undefined (NaN, bool,
     complex).
 
-    ``step`` is the first step seen to be bad, ``last_good_step`` the last one at which a check compared things of this
-    kind and found them good, if known. A sync, or a check by ``check_every``, of step n sees the state before the
-    update of step n: a checkpoint saved before step ``last_good_step`` is good, one saved after it may not be.
+    ``step`` is the step in which the difference was found. ``last_good_step``, if known, is the last number of
+    optimizer steps after which things of this kind were compared and equal: a checkpoint of that step, or an earlier
+    one, is good.
     ``hosts``, ``mesh_coords``, ``local_ranks`` and ``devices`` belong to ``ranks``, in the same order.
     """
 

@@ -62,7 +62,8 @@ def check(
             ``{"*.experts.*": None}``. The first match counts.
         gradients: also compare gradients. Call ``check`` after they are reduced and before they are zeroed.
         optimizer: also compare the state of this optimizer, or of a list of optimizers.
-        step: step number for the report. The module remembers the last step at which each kind of tensor was good.
+        step: number of optimizer steps done, for the report. The module remembers the last step at which each kind of
+            tensor was good.
         policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
             "repair": copy from the majority, raise if there is none.
 

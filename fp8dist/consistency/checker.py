@@ -236,8 +236,12 @@ class Checker:
 
     # Comparing -------------------------------------------------------------------------------------
 
-    def check(self, step: int, scope: Scope, policy: Policy) -> DivergenceReport:
+    def check(self, done: int, step: int, scope: Scope, policy: Policy) -> DivergenceReport:
         """Compare the FP8 state, and what ``scope`` selects, across the ranks. COLLECTIVE.
+
+        Args:
+            done: number of optimizer steps that the state is the result of.
+            step: number of the step in progress, else ``done``.
 
         Raises:
             DivergenceError: ranks differ, and ``policy`` is "raise", or "repair" and the repair failed.
@@ -268,7 +272,7 @@ class Checker:
             self.seconds += time.perf_counter() - start
         self._tell_all()
         if report.consistent:
-            self._last_good.update(dict.fromkeys(report.compared, step))
+            self._last_good.update(dict.fromkeys(report.compared, done))
         self.say_what_is_skipped(report, anchor, scope)
         return report
 

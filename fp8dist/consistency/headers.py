@@ -74,8 +74,9 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))
     step = max(e.words[WORD_STEP] for e in everyone)
     participants = [e.participant for e in everyone]
-    # Every sync compares the header, so the previous step was good.
-    located = [replace(f, step=step, last_good_step=step - 1).located(participants) for f in findings]
+    # Every sync compares the header. That of the previous step compared the state before its update.
+    good = step - 2 if step > 1 else None
+    located = [replace(f, step=step, last_good_step=good).located(participants) for f in findings]
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
 
 

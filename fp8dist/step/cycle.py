@@ -348,9 +348,11 @@ class StepCycle:
     def _check(self, scope: Scope, policy: Policy, in_step: bool) -> DivergenceReport:
         """Run a check. ``in_step``: True if another step is in progress, so that a difference may come from it."""
         self.settle()
-        if not self.settings.enabled:
-            return self.checker.check(self.job.boundaries, scope, policy)
-        return self.checker.check(max(int(sync.arena.step) for sync in self.syncs) + in_step, scope, policy)
+        if self.settings.enabled:
+            done = max(int(sync.arena.step) for sync in self.syncs)
+        else:
+            done = self.job.boundaries - in_step
+        return self.checker.check(done, done + in_step, scope, policy)
 
     # What hooks tell -------------------------------------------------------------------------------
 

@@ -556,7 +556,13 @@ def _diverging_parameter(policy: str) -> Any:
 def test_a_weight_that_drifts_is_raised_by_all_ranks_at_the_next_check(four_ranks: RankPool) -> None:
     results = four_ranks.run(_diverging_parameter, "raise", timeout=60)
     for raised, told, _ in results:
-        assert raised[0] == (4, "last.bias", (2,), 5, 3)  # In the fifth step; the previous check ran in the third.
+        assert raised[0] == (
+            4,
+            "last.bias",
+            (2,),
+            5,
+            2,
+        )  # In the fifth step; the previous check saw the update of the second.
         assert told[0] == ("diverged", 5)
         assert raised == results[0][0]
     assert [lines for *_, lines in results] == [len(results[0][0]), 0, 0, 0]

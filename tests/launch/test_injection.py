@@ -60,7 +60,7 @@ def test_a_damaged_scale_is_reported_at_its_own_step(tmp_path: Path) -> None:
     (finding,) = stopped.findings
     assert (finding["kind"], finding["name"]) == ("scale", SCALE)
     assert (finding["ranks"], finding["reference_rank"]) == ([1], 0)
-    assert (finding["step"], finding["last_good_step"]) == (5, 4)
+    assert (finding["step"], finding["last_good_step"]) == (5, 3)
     assert finding["value"] == 2 * finding["expected"]
     assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in stopped.stderr
     # Steps that were done, but whose losses were not shared yet, are kept too.
@@ -93,8 +93,8 @@ def test_a_flipped_bit_is_found_by_the_next_check(tmp_path: Path) -> None:
     (finding,) = stopped.findings
     assert (finding["kind"], finding["name"]) == ("parameter", WEIGHT)
     assert (finding["ranks"], finding["reference_rank"]) == ([2], 0)
-    # The flip comes after the update of step 5. The checks run in steps 5 and 9, before these end.
-    assert (finding["last_good_step"], finding["step"]) == (5, 9)
+    # The flip comes after the update of step 5. The checks run in steps 5 and 9, before their updates.
+    assert (finding["last_good_step"], finding["step"]) == (4, 9)
     assert finding["index"] == [64, 0]
 
 
