@@ -111,9 +111,9 @@ class LossDiverged(Fp8DistError):
 
 
 class SyncError(Fp8DistError, RuntimeError):
-    """The collective of a step failed or timed out.
+    """The collective of a step or of a check failed or timed out.
 
-    The message names the manager, the step, the ranks and the missing ranks, as far as the job's store knows them. The
+    The message names its owner, the step, the ranks and the missing ranks, as far as the job's store knows them. The
     communication library's own error is its cause. The process group can no longer be used.
     """
 

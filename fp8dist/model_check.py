@@ -21,6 +21,7 @@ from fp8dist.optimizer_hooks import unwrap_optimizers
 from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.settings import Policy, report_dir
 from fp8dist.sync.groups import GroupLike, SyncGroup, world_size
+from fp8dist.sync.roll_call import enrol
 
 __all__ = ["check"]
 
@@ -83,6 +84,9 @@ def check(
     if any(m._join_config.enable for m in module.modules() if isinstance(m, Joinable)):
         raise ConfigurationError("check() is collective: ranks without data do not reach it inside a Join context")
     require_checkable(module)
+    if LAST_GOOD_STEPS not in module.__dict__:
+        module.__dict__[LAST_GOOD_STEPS] = {}
+        enrol()  # So that an error can name the host of a missing rank.
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers: list[StateManager] = [m.__dict__[ATTRIBUTE] for m in module.modules() if ATTRIBUTE in m.__dict__]
     checkers = [manager._checkable().checker for manager in managers]
@@ -97,15 +101,14 @@ def check(
         _device_of(module),
         report_dir(),
         step=step or 0,
-        last_good=module.__dict__.get(LAST_GOOD_STEPS, {}),
+        last_good=module.__dict__[LAST_GOOD_STEPS],
         vouched=group is not None,
         groups=groups,
     )
     if checkers and not any(checker.settings.enabled for checker in checkers):
         checkers[0].say_what_is_skipped(report, anchor, scope)
     if report.consistent and step is not None:
-        good = module.__dict__.get(LAST_GOOD_STEPS, {})
-        module.__dict__[LAST_GOOD_STEPS] = {**good, **dict.fromkeys(report.compared, step)}
+        module.__dict__[LAST_GOOD_STEPS] = {**module.__dict__[LAST_GOOD_STEPS], **dict.fromkeys(report.compared, step)}
     return report
 
 

@@ -361,11 +361,14 @@ def run_check(
         for checker in checkers:
             checker.tell_report(report)
 
-    with _on_device(device):
+    owner = checkers[0].syncs[0].owner if checkers and checkers[0].syncs else "fp8dist.check"
+    with (
+        _on_device(device),
+        failing_by_name(owner, lambda: f"the check of step {step}" if step else "the check", anchor.ranks),
+    ):
         known = [finding for checker in checkers for finding in checker.known_findings()]
         try:
-            with failing_by_name("fp8dist.check", lambda: f"the check of step {step}", anchor.ranks):
-                compared = check_replicas(anchor, build, known, everything=policy == "repair")
+            compared = check_replicas(anchor, build, known, everything=policy == "repair")
             report = compared.report
             # Switching FP8 off must not end a job that checks its FP8 state.
             if compared.nothing and (not checkers or any(checker.settings.enabled for checker in checkers)):

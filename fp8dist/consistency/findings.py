@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,15 +56,20 @@ def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank")
     return [Finding(0, kind, kind, ranks, reference, detail=shown, sides=sides) for ranks in odd]
 
 
-def last_good_step(kind: str, told: Iterable[Mapping[str, int]]) -> int | None:
-    """Return the last step before a finding of this kind that was good on all ranks; None if not known.
+def last_good_step(kind: str, told: Sequence[Mapping[str, int | None]]) -> int | None:
+    """Return the last number of updates after which things like those of a finding were good on all ranks; None if
+    there is none.
 
-    ``told``: each rank's last good step by kind of the compared things.
+    ``told``: the same by each rank, for each kind of thing that this check compares.
     """
-    of_things = {"scale": "slot", "history": "slot"}.get(kind, kind)
-    in_every_check = kind in ("manifest", "step", "layout", "error")
-    steps = (max(good.values(), default=None) if in_every_check else good.get(of_things) for good in told)
-    return min((step for step in steps if step is not None), default=None)
+    if kind in ("manifest", "step"):  # Every check compares them.
+        steps = [max((step for step in good.values() if step is not None), default=None) for good in told]
+    elif kind in ("layout", "error", "more"):  # May be about things of any kind.
+        steps = [None if None in good.values() else min(good.values(), default=None) for good in told]  # type: ignore[type-var]
+    else:
+        steps = [good.get({"scale": "slot", "history": "slot"}.get(kind, kind)) for good in told]
+    known = [step for step in steps if step is not None]
+    return min(known) if known and len(known) == len(steps) else None
 
 
 def layout_findings(

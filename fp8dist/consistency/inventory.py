@@ -92,6 +92,11 @@ class Holdings:
         return tuple(m.label for m in self.memberships)
 
     @property
+    def good(self) -> dict[str, int | None]:
+        """``last_good`` of each compared kind; None if it was never good."""
+        return {kind: self.last_good.get(kind) for kind in self.compared}
+
+    @property
     def compared(self) -> dict[str, int]:
         """Number of compared things by kind."""
         return dict(sorted(Counter(key.kind for s in self.sets for key in s.keys).items()))

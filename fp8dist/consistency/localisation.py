@@ -57,7 +57,7 @@ def localise_set(
     """
     group, keys = s.group, s.keys
     layout = hashlib.sha256(repr(sorted(keys)).encode()).hexdigest()
-    told: list[_Told] = group.gather(_Told(mine.participant(group), layout, mine.step, dict(mine.last_good)))
+    told: list[_Told] = group.gather(_Told(mine.participant(group), layout, mine.step, mine.good))
     layouts = sides_of({t.participant.rank: t.layout for t in told})
     findings: list[Finding] = []
     common = sorted(keys)
@@ -78,8 +78,10 @@ def localise_set(
     step = max(t.step for t in told)
     good = [t.last_good for t in told]
     everyone = [t.participant for t in told]
+    kinds = ["more" if f.name == MORE else f.kind for f in findings]
     return [
-        replace(f, step=step, last_good_step=last_good_step(f.kind, good)).located(everyone) for f in findings
+        replace(f, step=step, last_good_step=last_good_step(kind, good)).located(everyone)
+        for f, kind in zip(findings, kinds)
     ], differing
 
 
@@ -99,7 +101,7 @@ class _Told(NamedTuple):
     participant: Participant
     layout: str
     step: int
-    last_good: Mapping[str, int]
+    last_good: Mapping[str, int | None]
 
 
 def _compare_layouts(

@@ -190,7 +190,7 @@ def _differing_words(
     if not names:
         return []
     shown = {name: repr(words[name]) for name in names}
-    told = anchor.gather((mine.participant(anchor), shown, mine.step, dict(mine.last_good)))
+    told = anchor.gather((mine.participant(anchor), shown, mine.step, mine.good))
     everyone = [p for p, *_ in told]
     step = max(step for *_, step, _ in told)
     good = [good for *_, good in told]

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -204,15 +203,23 @@ def failing_by_name(who: str, what: Callable[[], str], ranks: Sequence[int]) -> 
     start = time.perf_counter()
     try:
         yield
-    except (torch.OutOfMemoryError, SyncError):
-        raise
     except RuntimeError as error:
+        if not _is_of_communication(error):
+            raise
         seconds = time.perf_counter() - start
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise SyncError(
             f"rank {dist.get_rank()}: {who}: {what()} with ranks {ranks_text(ranks)} failed after {seconds:.1f} s. "
             f"{roll_call(ranks, error=error)} ({cause})"
         ) from error
+
+
+def _is_of_communication(error: RuntimeError) -> bool:
+    """True for errors of NCCL and gloo. A rank with an error of its own must not say that others are missing."""
+    if isinstance(error, dist.DistError):
+        return True
+    said = str(error).lower()
+    return type(error) is RuntimeError and any(word in said for word in ("gloo", "nccl", "timed out", "connection"))
 
 
 def _timed_out(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -602,7 +603,7 @@ def test_the_last_good_step_is_one_that_was_good_on_all_ranks(four_ranks: RankPo
         assert found == [("step", (1,), 8, 3), ("parameter", (3,), 8, 3)]
 
 
-def _damaged_moment() -> list[Any]:
+def _damaged_moment(pickled: bool) -> list[Any]:
     """Checks that do not compare the optimizer's state say nothing of it."""
     torch.manual_seed(0)
     model = Block()
@@ -613,15 +614,46 @@ def _damaged_moment() -> list[Any]:
     fp8dist.check(model, group=world, optimizer=optimizer, step=1)
     if dist.get_rank() == 2:
         optimizer.state[model.norm.bias]["exp_avg"][3] += 1
+    if pickled:
+        model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
     fp8dist.check(model, group=world, step=2)
+    seen = []
+    for damage in (lambda: None, optimizer.state.clear):
+        if dist.get_rank() == 2:
+            damage()
+        with captured_log():
+            report = fp8dist.check(model, group=world, optimizer=optimizer, step=3, policy="warn")
+        seen += [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
+    return seen
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["", "pickled"])
+def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(four_ranks: RankPool, pickled: bool) -> None:
+    for found in four_ranks.run(_damaged_moment, pickled, timeout=60):
+        assert {(ranks, step, good) for _, ranks, step, good in found} == {((2,), 3, 1)}
+        assert {kind for kind, *_ in found} == {"optimizer", "layout"}
+
+
+def _newcomer() -> Any:
+    """Rank 2 has never checked before."""
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+    trio, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        fp8dist.check(model, group=pair, step=5)  # type: ignore[arg-type]
+    if dist.get_rank() == 3:
+        return None
+    if dist.get_rank() == 2:
+        _nudge(model.bias)
     with captured_log():
-        report = fp8dist.check(model, group=world, optimizer=optimizer, step=3, policy="warn")
-    return [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
+        report = fp8dist.check(model, group=trio, step=6, policy="warn")  # type: ignore[arg-type]
+    return [(f.ranks, f.last_good_step) for f in report.findings]
 
 
-def test_the_last_good_step_is_that_of_the_same_kind_of_tensor(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(_damaged_moment, timeout=60):
-        assert [(ranks, step, good) for _, ranks, step, good in found] == [((2,), 3, 1)]
+def test_no_step_was_good_on_a_rank_that_has_not_checked(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_newcomer, timeout=60) == [[((2,), None)]] * 3 + [None]
 
 
 def _inside_join() -> Any:

@@ -29,10 +29,9 @@ def test_every_part_of_the_reference_is_on_a_page() -> None:
     assert [name for name in REFERENCE if name not in shown] == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "demo" else pytest.mark.slow) for name in SHOWN]
-)
+@pytest.mark.parametrize("name", SHOWN)
 def test_commands_still_print_what_is_shown(name: str) -> None:
     """If not: ``python -m scripts.pages commands NAME`` shows what they print now."""
     shown = next(text for text in PAGES.values() if f"command {name}" in names(text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import Fp8DistError, SyncError
+from fp8dist.sync.roll_call import failing_by_name
 from tests.support.ranks import RankPool
 from tests.support.training import batch, make_net
 
@@ -58,22 +60,35 @@ def test_a_rank_that_does_not_come_is_a_sync_error() -> None:
     assert unchanged
 
 
-def _not_checked() -> str:
-    """Rank 1 does not call the check."""
+def _not_checked(policy: Any, late: bool) -> str:
+    """Rank 1 does not call the check, or leaves it for good where a repair begins."""
     group: Any = dist.new_group(timeout=timedelta(seconds=2))
-    if dist.get_rank() == 0:
-        with pytest.raises(SyncError) as caught:
-            fp8dist.check(nn.Linear(16, 16), group=group, step=7)
-        return str(caught.value)
-    return ""
+    net = nn.Linear(16, 16)
+    if dist.get_rank() == 1:
+        if late:
+            with mock.patch("fp8dist.consistency.checker.repair", side_effect=KeyError), pytest.raises(KeyError):
+                fp8dist.check(net, group=group, policy=policy)
+        return ""
+    with pytest.raises(SyncError) as caught:
+        fp8dist.check(net, group=group, step=7, policy=policy)
+    return str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_call_a_check_is_named() -> None:
-    pool = RankPool(2)
+@pytest.mark.parametrize(("policy", "late"), [("warn", False), ("repair", True)])
+def test_a_rank_that_does_not_call_a_check_is_named(policy: str, late: bool) -> None:
+    pool = RankPool(3)
     try:
-        text, _ = pool.run(_not_checked)
+        text, _, other = pool.run(_not_checked, policy, late)
     finally:
         pool.close()
-    assert text.startswith("rank 0: fp8dist.check: the check of step 7 with ranks 0, 1 failed after ")
-    assert "Missing of 2 ranks: rank 1: gone, hung, or out of reach" in text
+    for rank, said in ((0, text), (2, other)):
+        assert said.startswith(f"rank {rank}: fp8dist.check: the check of step 7 with ranks 0, 1, 2 failed after ")
+        assert "Missing of 3 ranks: rank 1" in said
+
+
+def test_an_error_of_this_rank_says_nothing_of_others() -> None:
+    for error in (NotImplementedError("x"), RecursionError("timed out"), RuntimeError("shapes differ")):
+        with pytest.raises(type(error)) as caught, failing_by_name("a", lambda: "b", [0, 1]):
+            raise error
+        assert caught.value is error
