@@ -16,10 +16,10 @@ from scripts.pages.filling import ROOT
 __all__ = ["PLACE", "errors", "messages_in", "public_errors"]
 
 PLACE = "\u2039…\u203a"
-"""What stands where a message says something of the case."""
+"""Placeholder for a value in a message."""
 
 _AS: Mapping[str, str] = MappingProxyType({"Named": "CheckpointError", "Unsupported": "CheckpointError"})
-"""Private classes that a caller sees as a public one."""
+"""Public base classes of private exceptions."""
 
 _ELSEWHERE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
@@ -31,23 +31,23 @@ _ELSEWHERE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         ),
     }
 )
-"""Functions that give an exception its text, where that is not made in the same place."""
+"""Functions that build the text of an exception in another place than its raise."""
 
 _UNCHANGED = ("one_line", "str")
-"""Functions that give back the text that they take, more or less."""
+"""Functions that return their text argument with small changes."""
 
 Texts = Mapping[str, list[ast.expr]]
 
 
 def public_errors() -> dict[str, type[Exception]]:
-    """The exceptions of ``fp8dist.errors``, the base first."""
+    """Return the exceptions of ``fp8dist.errors``, the base class first."""
     found = {name: getattr(exceptions, name) for name in exceptions.__all__}
     kinds = [(name, kind) for name, kind in found.items() if inspect.isclass(kind) and issubclass(kind, Exception)]
     return dict(sorted(kinds, key=lambda one: (one[1] is not exceptions.Fp8DistError, one[0])))
 
 
 def errors() -> str:
-    """A heading for each exception, and its messages by room."""
+    """Return a heading for each exception, and its messages by room."""
     by_kind: dict[str, dict[str, dict[str, None]]] = {}
     for path in sorted((ROOT / "fp8dist").rglob("*.py")):
         room = path.relative_to(ROOT / "fp8dist").parts[0].removesuffix(".py")
@@ -65,7 +65,7 @@ def errors() -> str:
 
 
 def messages_in(path: Path) -> Iterator[tuple[str, str]]:
-    """(public exception, template) of each that a file makes, where any text of it is known, in order."""
+    """Yield (public exception, template) of each exception that a file raises with a known text, in order."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     public = public_errors()
     constants = _texts_in(tree.body)
@@ -88,7 +88,7 @@ def messages_in(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
-    """What functions of a file return, or collect, that exceptions of others are made with."""
+    """Yield the same for texts that functions of this file build for exceptions raised elsewhere."""
     place = path.relative_to(ROOT / "fp8dist").as_posix()
     for kind, functions in _ELSEWHERE.items():
         wanted = [name for file, name in functions if file == place]
@@ -112,7 +112,7 @@ def _of_order(room: str) -> Iterator[tuple[str, str]]:
 
 
 def _texts_in(nodes: list[ast.stmt] | list[ast.AST]) -> dict[str, list[ast.expr]]:
-    """What names are assigned, or what is appended to them."""
+    """Return the expressions that are assigned to each name."""
     found: dict[str, list[ast.expr]] = {}
     for node in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -121,7 +121,7 @@ def _texts_in(nodes: list[ast.stmt] | list[ast.AST]) -> dict[str, list[ast.expr]
 
 
 def _templates(node: ast.expr, known: Texts, functions: Mapping[str, ast.FunctionDef], depth: int = 0) -> list[str]:
-    """All texts that an expression may be."""
+    """Return all texts that an expression can have."""
     if depth > 4:
         return [PLACE]
     if isinstance(node, ast.Constant):
@@ -153,7 +153,7 @@ def _of_call(
 
 
 def _piece(value: ast.expr, known: Texts) -> str:
-    """A part of an f-string. A name that always is the same text is that text."""
+    """Return a part of an f-string as text. A name with one possible text is replaced by it."""
     if isinstance(value, ast.Constant):
         return str(value.value)
     inner = value.value if isinstance(value, ast.FormattedValue) else value

@@ -36,13 +36,18 @@ ADVANCE = 7.2
 
 
 def rerun() -> None:
-    """Run the ranks, and keep what was logged in TEXT. The host's name is replaced."""
+    """Run the ranks, and keep what was logged in TEXT."""
+    TEXT.parent.mkdir(parents=True, exist_ok=True)
+    TEXT.write_text(logged(), encoding="utf-8")
+
+
+def logged() -> str:
+    """Run the ranks, and return what one of them logs. The host's name is replaced."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, args=(folder,), nprocs=RANKS)
-        logged = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("log-*"))]
-    (report,) = [log for log in logged if log]  # One rank speaks.
-    TEXT.parent.mkdir(parents=True, exist_ok=True)
-    TEXT.write_text(report.replace(socket.gethostname(), "host0"), encoding="utf-8")
+        texts = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("log-*"))]
+    (report,) = [text for text in texts if text]  # One rank reports.
+    return report.replace(socket.gethostname(), "host0")
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -83,7 +88,7 @@ def draw() -> str:
         rows.append(text(30, y, row, mono=True, size=SIZE, length=ADVANCE * len(row)))
         y += 19
     notes = (
-        ("step, last good", "it happened after the check of the last good step, and before that of this step"),
+        ("step, last good", f"found in step {STEPS}; a checkpoint of the last good step, or an earlier one, is good"),
         ("kind, name", "which tensor: the weight of the first Linear"),
         ("ranks, reference", f"rank {ODD} has it otherwise; rank 0 is the lowest of the majority"),
         ("value, expected", "the first element that differs: on the odd rank, and on the reference"),

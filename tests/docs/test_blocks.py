@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import forked
-from tests.support.pages import Block, blocks, pages
+from tests.support.pages import MADE, Block, blocks, pages
 
 MODEL = """
 import torch
@@ -84,13 +84,27 @@ def test_a_block_runs_and_prints_what_the_page_says(block: Block, tmp_path: Path
     done = forked.run([str(script)], ranks, {}, main=_run_script)
     assert done.returncode == 0, done.stdout + done.stderr
     if block.output is not None:
-        assert _matches(done.stdout, block.output), f"printed\n{done.stdout}\nand not\n{block.output}"
+        printed = done.stdout or done.stderr
+        assert _matches(printed, block.output), f"printed\n{printed}\nand not\n{block.output}"
 
 
 def test_a_block_is_left_out_for_a_reason_only() -> None:
     left_out = [block for block in PYTHON if block.how.startswith("no,")]
     assert all(len(block.how.split()) > 2 for block in left_out)
     assert len(left_out) <= 12, [f"{block.page}:{block.line}: {block.how}" for block in left_out]
+
+
+def test_blocks_are_of_languages_that_something_checks() -> None:
+    """A block of text is output that is compared, a part that a script makes, or says why it is neither."""
+    left = []
+    for page, text in pages().items():
+        for block in blocks(page, MADE.sub("", text)):
+            reason = block.language == "text" and block.how.startswith("no,")
+            if block.language not in ("python", "sh", "json") and not reason:
+                left.append((page, block.text[:60]))
+        fences = re.findall(r"^ *```(.*)$", text, re.M)
+        assert [fence for fence in fences if not re.fullmatch(r"\w*", fence)] == [], page
+    assert left == []
 
 
 def test_outputs_are_compared() -> None:

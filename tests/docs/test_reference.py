@@ -83,6 +83,13 @@ def test_variables_are_those_that_the_code_reads() -> None:
     settings = (ROOT / "fp8dist" / "settings.py").read_text().split("class Settings", 1)[1]
     read = {f"FP8DIST_{name.upper()}" for name in re.findall(r'\bsetting\(\s*"(\w+)"', settings)}
     assert set(VARIABLES) == read | set(re.findall(r"environ\.get\(\"(FP8DIST_\w+)", settings))
+    anywhere = {
+        name
+        for top in ("fp8dist", "kernels", "launch")
+        for path in (ROOT / top).rglob("*.py")
+        for name in re.findall(r"FP8DIST_[A-Z_]*[A-Z]", path.read_text())
+    }
+    assert anywhere <= set(VARIABLES)
     launcher = (ROOT / "fp8dist" / "launcher" / "environment.py").read_text()
     names = set(re.findall(r'(?:environment\.get\(|_number\(environment, )"([A-Z_]+)"', launcher))
     assert {name for name, _, _ in variables.launcher_variables()} == names

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urldefrag, urljoin
 
@@ -33,14 +34,18 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+def _build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build the pages of a checkout. Not with --quiet, which counts no warnings."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(build, cwd=root, env=environment, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the built site."""
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(
-        build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
-    )
+    done = _build(ROOT, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -86,6 +91,20 @@ def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(site: str, 
     ]
     assert (trouble, broken) == ([], [])
     assert len(anchors) == len(pages()) + 1  # And the changelog.
+
+
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    for name in ("fp8dist", "kernels", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs" / "ddp.md").open("a") as page:
+        page.write("\n[planted](no-such-page.md)\n")
+    done = _build(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert "no-such-page.md" in done.stderr
+    assert "Aborted with 1 warnings" in done.stdout + done.stderr
 
 
 def test_the_search_finds_a_page(site: str, browser: Any) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from scripts.pictures.__main__ import FOLDER, PICTURES
+from scripts.pictures.report import TEXT
 
+ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 SLOW = {"slot": pytest.mark.slow}
 """A picture that trains a model."""
@@ -71,3 +78,16 @@ def _luminance(colour: str) -> float:
     channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.slow
+def test_the_report_is_what_three_ranks_log_today() -> None:
+    """If not: ``python -m scripts.pictures --rerun report``."""
+    program = "from scripts.pictures.report import logged\nif __name__ == '__main__':\n    print(logged(), end='')"
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # A file, because ranks are spawned.
+        file.write(program)
+        file.flush()
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, file.name], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == TEXT.read_text(encoding="utf-8")

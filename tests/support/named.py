@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib
 import re
@@ -55,6 +56,9 @@ def _unknown(code: str) -> Iterator[str]:
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w", code):
         if flag not in known_flags() and flag not in FOREIGN:
             yield flag
+    for error in re.findall(r"(?<![\w.])[A-Z][A-Za-z0-9]*(?:Error|Scaling|Diverged)\b", code):
+        if error not in known_classes():
+            yield error
     for variable in re.findall(r"(?<!\w)FP8DIST_[A-Z_]*[A-Z]", code):
         if variable not in VARIABLES:
             yield variable
@@ -88,6 +92,13 @@ def _exists(names: list[str]) -> bool:
 @functools.cache
 def _manager() -> fp8dist.StateManager:
     return fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
+
+
+@functools.cache
+def known_classes() -> frozenset[str]:
+    """Names of classes that pages may use without a module."""
+    foreign = ("Float8CurrentScaling", "Float8BlockScaling", "ChildFailedError", "DistBackendError")
+    return frozenset({*dir(builtins), *dir(fp8dist), *dir(fp8dist.errors), *foreign})
 
 
 @functools.cache

@@ -12,9 +12,13 @@ TOP = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 _BLOCK = re.compile(
     r"(?:^ *<!-- run: (?P<how>[^\n]*) -->\n)?"
     r"^(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^ *```\n"
-    r"(?:\n* *<!-- output -->\n *```text\n(?P<output>.*?)^ *```\n)?",
+    r"(?:(?:(?!^ *```).)*?<!-- output -->\n *```text\n(?P<output>.*?)^ *```\n)?",
     re.M | re.S,
 )
+
+
+MADE = re.compile(r"<!-- made: [^\n]* -->.*?<!-- end of [^\n]* -->\n", re.S)
+"""Parts that scripts make."""
 
 
 class Block(NamedTuple):
