@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import shlex
 
 import pytest
 
@@ -10,8 +13,10 @@ import fp8dist
 from fp8dist.manager import StateManager
 from fp8dist.settings import VARIABLES
 from launch.train_gpt import exits
+from launch.train_gpt.data import BadInput
+from scripts.pages.flags import command_line, job_parser
 from tests.support.named import code_of, metrics, own_flags, strangers
-from tests.support.pages import pages
+from tests.support.pages import blocks, pages
 
 PAGES = pages()
 
@@ -36,6 +41,10 @@ def test_what_is_named_exists(page: str) -> None:
         ("tests/kernels/test_fused_*.py", "tests/kernels/test_fusing_*.py"),
         ("order.py", "orders.py"),
         ("setup.cfg", "setup.toml"),
+        ("prepare(model, skip=None)", "prepare(skips=)"),
+        ("manager.watch(every=100)", "manager.watch(evry=)"),
+        ("DelayedScaling(margin=1)", "DelayedScaling(margins=)"),
+        ("summary.json", "summry.json"),
     ],
 )
 def test_a_planted_name_is_found(right: str, wrong: str) -> None:
@@ -43,7 +52,7 @@ def test_a_planted_name_is_found(right: str, wrong: str) -> None:
     assert strangers(in_span.format(right)) == []
     assert strangers(in_span.format(wrong)) == [wrong]
     assert strangers(in_block.format(right)) == []
-    if wrong not in ("orders.py", "setup.toml"):  # In a block these may be a reader's own files.
+    if wrong not in ("orders.py", "setup.toml", "summry.json"):  # In a block these may be a reader's own files.
         assert strangers(in_block.format(wrong)) == [wrong]
     assert strangers(f"Prose about {wrong} is no code.\n") == []
 
@@ -70,3 +79,38 @@ def test_every_exit_status_is_on_the_page() -> None:
     page = PAGES["docs/reference/exit-codes.md"]
     statuses = [getattr(exits, name) for name in exits.__all__ if name.isupper()]
     assert [status for status in (0, *statuses) if f"| {status} | " not in page] == []
+
+
+def refused(command: str) -> str:
+    """Return why the example job or ``fp8dist`` refuses a command line; "" if it does not, or for other programs."""
+    words = [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]
+    job = next((i for i, word in enumerate(words) if word in ("launch/torchrun.sh", "launch.train_gpt")), None)
+    own = next((i for i, word in enumerate(words) if word == "fp8dist"), None)
+    if job is not None and (words[job + 1 :] or ["-"])[0].startswith("-"):
+        parser, given = job_parser(), words[job + 1 :]
+    elif own is not None and words[own + 1 : own + 2] != ["launch"]:
+        parser, given = command_line(), words[own + 1 :]
+    else:
+        return ""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            parser.parse_args(given)
+    except BadInput as error:
+        return str(error)
+    except SystemExit as ended:
+        return said.getvalue() if ended.code else ""
+    return ""
+
+
+def test_commands_in_shell_blocks_are_taken() -> None:
+    lines = [
+        (page, line.strip())
+        for page, text in PAGES.items()
+        for block in blocks(page, text)
+        if block.language == "sh"
+        for line in block.text.splitlines()
+    ]
+    assert [(page, line, why) for page, line in lines if (why := refused(line))] == []
+    assert "invalid choice: 'blok'" in refused("NPROC=2 launch/torchrun.sh --recipe blok  # no such recipe")
+    assert "invalid choice: 'docter'" in refused("torchrun -m fp8dist docter")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,12 +28,18 @@ FOREIGN = (
 THEIRS = ("train.py", "loop.py", "check.py", "launch.py", "job.py", "my_job.py", "X.py")
 """Programs of a reader."""
 
+OF_TRANSFORMER_ENGINE = ("amax_history_len", "fp8_format")
+"""Arguments of TransformerEngine's recipes, whose names are those of this library."""
+
 TOPS = ("fp8dist", "kernels", "launch", "scripts", "tests", "docs")
 
 _FENCE = re.compile(r"^ *```[^\n]*\n(.*?)^ *```", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOPS)})/[\w./*-]*\w")
-_BARE = re.compile(r"[\w*-]+\.(?:py|sh|sbatch|cfg|toml)")
+_BARE = re.compile(r"[\w*-]+\.(?:py|sh|sbatch|cfg|toml|jsonl?|txt)")
+
+
+_CALL = re.compile(r"(?<![\w.])((?:manager\.|fp8dist\.|)[a-zA-Z_]\w*)\(((?:[^()]|\([^()]*\))*)\)")
 
 
 def code_of(text: str) -> list[str]:
@@ -65,11 +72,21 @@ def _unknown(code: str) -> Iterator[str]:
     for metric in re.findall(r"(?<![\w/.-])fp8/[a-z_]*[a-z](?![\w/<])", code):
         if metric not in metrics():
             yield metric
+    yield from _unknown_keywords(code)
     for path in _PATH.findall(code):
         if not any(ROOT.glob(path.rstrip("."))):
             yield path
     if _BARE.fullmatch(code) and code not in THEIRS and not _is_a_file(code):
         yield code
+
+
+def _unknown_keywords(code: str) -> Iterator[str]:
+    for call, words in _CALL.findall(code):
+        known = _parameters(call.rpartition(".")[2])
+        for word in re.findall(r"(?<![\w.])(\w+)=", re.sub(r"\([^()]*\)", "", words)):
+            if known and word not in known and word not in OF_TRANSFORMER_ENGINE:
+                yield f"{call}({word}=)"
+        yield from _unknown_keywords(words)
 
 
 def _exists(names: list[str]) -> bool:
@@ -99,6 +116,17 @@ def known_classes() -> frozenset[str]:
     """Names of classes that pages may use without a module."""
     foreign = ("Float8CurrentScaling", "Float8BlockScaling", "ChildFailedError", "DistBackendError")
     return frozenset({*dir(builtins), *dir(fp8dist), *dir(fp8dist.errors), *foreign})
+
+
+@functools.cache
+def _parameters(name: str) -> frozenset[str]:
+    """The keywords of a public function, class or method of the manager; none if it is no such thing, or any goes."""
+    if name in ("step", "load", "save", "check", "attach") and not hasattr(fp8dist, name):
+        found = [getattr(fp8dist.StateManager, name)]
+    else:
+        found = [getattr(place, name) for place in (fp8dist, fp8dist.StateManager) if hasattr(place, name)]
+    signatures = [inspect.signature(one).parameters for one in found if callable(one)]
+    return frozenset(word for parameters in signatures for word in parameters)
 
 
 @functools.cache
@@ -140,6 +168,8 @@ def _files() -> tuple[str, ...]:
 
 
 def _is_a_file(name: str) -> bool:
-    return any(ROOT.glob(name)) or any(
-        re.fullmatch(name.replace(".", r"\.").replace("*", ".*"), one) for one in _files()
+    return (
+        name in (ROOT / "docs/reference/files.md").read_text()
+        or any(ROOT.glob(name))
+        or any(re.fullmatch(name.replace(".", r"\.").replace("*", ".*"), one) for one in _files())
     )
