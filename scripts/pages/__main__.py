@@ -1,12 +1,12 @@
-"""Fill the made parts of README.md, ARCHITECTURE.md and docs/: tables of measured figures, and of what the code says.
+"""Fill the generated parts of README.md, ARCHITECTURE.md and docs/: tables of measurements, and reference tables.
 
-    python -m scripts.pages                     make all parts but the outputs of commands
-    python -m scripts.pages --check             say which pages are out of date (exit status 1: some are)
-    python -m scripts.pages commands [NAME …]   run the commands whose output is shown, all or these, and show it
+    python -m scripts.pages                     generate all parts except the outputs of commands
+    python -m scripts.pages --check             list the pages that are out of date (exit status 1 if any)
+    python -m scripts.pages commands [NAME …]   run these commands (default: all), and fill in their output
     python -m scripts.pages --summary DIR       print the goals with the GPU results in DIR
 
-A part is what stands between ``<!-- made: NAME -->`` and ``<!-- end of NAME -->``. scripts/pages/parts.py has the
-names, and scripts/pages/commands.py those of the commands (``<!-- made: command NAME -->``).
+A part lies between ``<!-- made: NAME -->`` and ``<!-- end of NAME -->``. scripts/pages/parts.py lists the names, and
+scripts/pages/commands.py the names of the commands (``<!-- made: command NAME -->``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """See the top of this file."""
+    """Run the command line that the top of this file describes; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.pages", description="Fill the made parts of the pages.", allow_abbrev=False
     )
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     add("--summary", type=Path, metavar="DIR", help="print the goals with the GPU results in this folder")
     options = parser.parse_args(arguments)
     if options.summary:
-        from scripts.benchmarks.gpu.tables import summary  # On a machine that may have torch and Triton only.
+        from scripts.benchmarks.gpu.tables import summary  # Must run with only torch and Triton.
 
         print(summary(options.summary))
         return 0

@@ -1,7 +1,7 @@
-"""Commands whose output pages show, as they are typed at the top of a checkout.
+"""Commands whose output the pages show. A user types them at the top of a checkout.
 
-A part ``command NAME`` is a block with the command line and what it prints. A command runs in a folder of its own,
-which has everything of the checkout but its ``runs``.
+A part ``command NAME`` is a block with the command line and its output. A command runs in a temporary folder with
+links to everything in the checkout except ``runs``.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from scripts.pages.filling import ROOT
 __all__ = ["COMMANDS", "Command", "CommandFailed", "block", "masked", "output_of"]
 
 Mask = tuple[str, str]
-"""A pattern of what changes from run to run, and what stands for it."""
+"""(regex for text that changes from run to run, replacement)."""
 
 
 class Command(NamedTuple):
     """A command whose output is shown.
 
     Attributes:
-        words: as they are typed. ``fp8dist`` is this checkout's.
-        environment: typed in front of them.
-        masks: applied to the shown text and to that of another run, before the two are compared.
-        status: the exit status that it ends with.
-        first: the pattern of the first line that is shown; "": all from the beginning.
-        last: the pattern of the last line that is shown; "": all to the end.
-        in_checkout: run it in the checkout itself, because it sets up ``.venv``.
+        words: the words of the command line. ``fp8dist`` runs this checkout's version.
+        environment: variables that precede the words on the command line.
+        masks: applied to the shown text and to the text of a new run before a comparison.
+        status: the expected exit status.
+        first: the pattern of the first line to show; "": start at the beginning.
+        last: the pattern of the last line to show; "": show all lines to the end.
+        in_checkout: run the command in the checkout itself, because it sets up ``.venv``.
     """
 
     words: tuple[str, ...]
@@ -53,7 +53,7 @@ class Command(NamedTuple):
 
 
 class CommandFailed(Exception):
-    """A command ended with another exit status than it should, or printed no line that is to be shown."""
+    """A command ended with an unexpected exit status, or did not print a line that the page needs."""
 
 
 NUMBERS: Mask = (r" *[-+]?\d+(\.\d+)?", " #")
@@ -64,7 +64,7 @@ _OF_JOBS = (
     *("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "JOIN_TIMEOUT", "LOGS", "IFNAME"),
     *("LOCAL_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET"),
 )
-"""Variables that would change what a command prints."""
+"""Variables that would change the output of a command."""
 
 _SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps 12"
 _STRAGGLER = Command(
@@ -93,22 +93,22 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 
 def block(name: str) -> str:
-    """The command line and what it prints, as a block of Markdown. Runs it."""
+    """Run the command and return its command line and output, as a Markdown block."""
     return f"```text\n$ {COMMANDS[name].line}\n{output_of(name)}\n```"
 
 
 def masked(name: str, text: str) -> str:
-    """A shown text without what changes from run to run."""
+    """Return the text with everything that changes from run to run masked."""
     for pattern, instead in COMMANDS[name].masks:
         text = re.sub(pattern, instead, text)
     return text
 
 
 def output_of(name: str) -> str:
-    """What a command prints, as it is shown: without names of this machine, its folders and its kernel.
+    """Run a command and return the output to show, without names of this machine, its folders and its kernel.
 
     Raises:
-        CommandFailed: it does not end as it should.
+        CommandFailed: the exit status is unexpected, or a line to show is missing.
     """
     command = COMMANDS[name]
     with tempfile.TemporaryDirectory(prefix="fp8dist-pages-") as folder:
@@ -136,7 +136,7 @@ def _argv(words: Sequence[str]) -> list[str]:
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Without what the caller's shell says of FP8 and of jobs, and with a terminal of a known width."""
+    """Return the environment without the caller's FP8 and job variables, and with a fixed terminal width."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FP8DIST_", "PYTEST_")) and k not in _OF_JOBS}
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     fixed = {"PYTHON": sys.executable, "PYTHONPATH": path, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
@@ -157,7 +157,7 @@ def _shown(command: Command, lines: Sequence[str]) -> list[str]:
 
 
 def _anonymous(text: str) -> str:
-    """Without the names of this machine and of its kernel. Columns stay where they are."""
+    """Replace the names of this machine and its kernel. Columns stay aligned."""
     host, instead = socket.gethostname(), "host0"
 
     def renamed(found: re.Match[str]) -> str:

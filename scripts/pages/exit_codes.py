@@ -16,12 +16,12 @@ __all__ = ["of_cli", "of_job", "of_launcher", "statuses_of_job"]
 
 
 def of_job() -> str:
-    """Those of the example job, from ``launch/train_gpt/exits.py``."""
+    """Return the table of the example job, from ``launch/train_gpt/exits.py``."""
     return _table({0: "The run is done.", **statuses_of_job()})
 
 
 def statuses_of_job() -> dict[int, str]:
-    """(status, meaning) of each constant there: the first sentence below it."""
+    """Return {status: meaning} of the example job. A meaning is the first sentence below the constant."""
     body = ast.parse(inspect.getsource(exits)).body
     found = {}
     for before, node in itertools.pairwise(body):
@@ -32,13 +32,13 @@ def statuses_of_job() -> dict[int, str]:
 
 
 def of_cli() -> str:
-    """Those of ``fp8dist check``, ``inspect``, ``doctor`` and ``simulate``, from their help."""
+    """Return the table of ``fp8dist check``, ``inspect``, ``doctor`` and ``simulate``, from their help."""
     said = " ".join(command_line._EPILOG.split("exit codes: ")[1].split(";")[0].split())
     return _table({int(number): text for number, text in re.findall(r"(\d+) ([^,]+)", said)})
 
 
 def of_launcher() -> str:
-    """What the launcher's help says of its status."""
+    """Return the paragraph on the exit status in the launcher's help."""
     (text,) = re.findall(r"^Exit status.*?(?=\n\n|\Z)", launch.__doc__ or "", re.M | re.S)
     return text.strip() + "\n"
 

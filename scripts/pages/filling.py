@@ -1,4 +1,4 @@
-"""Made parts of pages: what stands between ``<!-- made: NAME -->`` and ``<!-- end of NAME -->``, each on a line."""
+"""Generated parts of pages, between the lines ``<!-- made: NAME -->`` and ``<!-- end of NAME -->``."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ __all__ = ["ROOT", "Parts", "filled", "names", "pages", "problems"]
 ROOT = Path(__file__).resolve().parents[2]
 
 Parts = Mapping[str, Callable[[], str]]
-"""What makes each part, by its name."""
+"""The function that generates each part, by the part's name."""
 
 _PART = re.compile(r"^(<!-- made: (?P<name>.+?) -->\n)(?P<text>.*?)(^<!-- end of (?P=name) -->$)", re.M | re.S)
 _MARKER = re.compile(r"^<!-- (made:|end of) (.+?) -->$", re.M)
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """The pages that may have made parts."""
+    """Return the pages that may have generated parts."""
     top = [path for path in (root / "README.md", root / "ARCHITECTURE.md") if path.exists()]
     return [*top, *sorted((root / "docs").rglob("*.md"))]
 
 
 def names(page: str) -> list[str]:
-    """The names of a page's parts, in order."""
+    """Return the names of a page's generated parts, in order."""
     return [part["name"] for part in _PART.finditer(page)]
 
 
 def filled(page: str, parts: Parts) -> str:
-    """A page's text with these parts made anew. Other parts stay as they are."""
+    """Return the page's text with these parts regenerated. Other parts stay unchanged."""
 
     def made(part: re.Match[str]) -> str:
         if part["name"] not in parts:
@@ -41,7 +41,7 @@ def filled(page: str, parts: Parts) -> str:
 
 
 def problems(page: str, known: Iterable[str]) -> list[str]:
-    """What is wrong with a page's markers: names of no part, and parts without a beginning or an end."""
+    """Return the problems of a page's markers: unknown names, and parts without a beginning or an end."""
     complete, available = names(page), set(known)
     found = [f"there is no made part {name!r}" for name in complete if name not in available]
     for kind, name in _MARKER.findall(page):

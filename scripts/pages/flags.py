@@ -51,7 +51,7 @@ FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "high_precision": ("--high-gemms",),
     }
 )
-"""The flags of the example job that set an argument of ``prepare``, or a field of a recipe."""
+"""Flags of the example job, by the argument of ``prepare`` or the recipe field that they set."""
 
 RECIPES = (fp8dist.DelayedScaling, fp8dist.CurrentScaling, fp8dist.RowwiseScaling, fp8dist.BlockScaling)
 
@@ -68,16 +68,16 @@ def _subcommands() -> Mapping[str, argparse.ArgumentParser]:
 
 
 COMMANDS = tuple(_subcommands())
-"""The verbs of the command line."""
+"""The subcommands of ``fp8dist``."""
 
 
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """All of a parser's flags."""
+    """Return all flags of a parser."""
     return [flag for action in parser._actions for flag in action.option_strings]
 
 
 def command_help(name: str) -> str:
-    """What a verb of the command line takes."""
+    """Return the usage and the arguments of a subcommand, as Markdown."""
     if name == "launch":
         return f"```text\nusage: {launch.USAGE}\n\n{(launch.__doc__ or '').strip()}\n```\n"
     parser = _subcommands()[name]
@@ -92,7 +92,7 @@ def command_help(name: str) -> str:
 
 
 def of_job() -> str:
-    """The flags of the example job, grouped as its parser groups them."""
+    """Return tables of the example job's flags, in the groups of its parser."""
     parser = job_parser()
     texts = []
     for group in parser._action_groups:
@@ -103,7 +103,7 @@ def of_job() -> str:
 
 
 def of_prepare() -> str:
-    """The arguments of ``prepare``, with their environment variables and the example job's flags."""
+    """Return a table of the arguments of ``prepare``, with their environment variables and the example job's flags."""
     meanings = _arguments_of(fp8dist.prepare)
     resolved = Settings.resolve(environ={})
     rows = []
@@ -119,7 +119,7 @@ def of_prepare() -> str:
 
 
 def of_recipes() -> str:
-    """The fields of the recipes: which have them, with which default."""
+    """Return a table of recipe fields, with the recipes that have them and their defaults."""
     fields: dict[str, dict[Any, list[str]]] = {}
     meanings: dict[str, str] = {}
     for recipe in RECIPES:
@@ -169,7 +169,7 @@ def _meaning_and_default(action: argparse.Action) -> tuple[str, str]:
 
 
 def _arguments_of(documented: Callable[..., Any]) -> dict[str, str]:
-    """What a docstring's ``Args`` says, by name."""
+    """Return the texts in the docstring's ``Args`` section by argument name."""
     section = re.search(r"\nArgs:\n(.*?)(?=\n\S|\Z)", inspect.getdoc(documented) or "", re.S)
     assert section is not None, f"{documented.__name__} has no Args"
     found: dict[str, str] = {}
@@ -194,11 +194,11 @@ def _value(default: object) -> str:
 
 
 def _sentence(text: str, coded: bool = True) -> str:
-    """With a capital, unless it begins with a name, and a full stop."""
+    """Add a full stop and a capital. Text that begins with a code span gets no capital."""
     text = _coded(text) if coded else text
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '…')) or not text else '.'}"
 
 
 def _coded(text: str) -> str:
-    """With flags, names and patterns in backticks."""
+    """Put flags, names and patterns in backticks."""
     return _CODE.sub(lambda found: f"`{found[0].strip(chr(39))}`", text)

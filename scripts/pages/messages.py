@@ -1,4 +1,4 @@
-"""The reference of errors: each public exception, and the messages that the code makes it with."""
+"""The reference of errors: each public exception with its messages, from the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ELSEWHERE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         ),
     }
 )
-"""Functions that build the text of an exception in another place than its raise."""
+"""Functions that build the text of an exception, away from its ``raise``."""
 
 _UNCHANGED = ("one_line", "str")
 """Functions that return their text argument with small changes."""
@@ -47,7 +47,7 @@ def public_errors() -> dict[str, type[Exception]]:
 
 
 def errors() -> str:
-    """Return a heading for each exception, and its messages by room."""
+    """Return a heading for each exception, and its messages by subpackage."""
     by_kind: dict[str, dict[str, dict[str, None]]] = {}
     for path in sorted((ROOT / "fp8dist").rglob("*.py")):
         room = path.relative_to(ROOT / "fp8dist").parts[0].removesuffix(".py")
@@ -65,7 +65,7 @@ def errors() -> str:
 
 
 def messages_in(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (public exception, template) of each exception that a file raises with a known text, in order."""
+    """Yield (public exception, message template) for each ``raise`` with a known text in a file, in order."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     public = public_errors()
     constants = _texts_in(tree.body)
@@ -88,7 +88,7 @@ def messages_in(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the same for texts that functions of this file build for exceptions raised elsewhere."""
+    """Yield (public exception, message template) for texts that this file builds and other code raises."""
     place = path.relative_to(ROOT / "fp8dist").as_posix()
     for kind, functions in _ELSEWHERE.items():
         wanted = [name for file, name in functions if file == place]
@@ -104,7 +104,7 @@ def _from_elsewhere(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_order(room: str) -> Iterator[tuple[str, str]]:
-    """Calls in the wrong order: ``fp8dist/step/order.py`` has them as a table."""
+    """Yield the messages for calls in the wrong order, from the table in ``fp8dist/step/order.py``."""
     if room == "step":
         for call, refused in order._REFUSED.items():
             for phase, instead in refused.items():
@@ -153,7 +153,7 @@ def _of_call(
 
 
 def _piece(value: ast.expr, known: Texts) -> str:
-    """Return a part of an f-string as text. A name with one possible text is replaced by it."""
+    """Return a part of an f-string as text. If a name has only one possible text, insert the text."""
     if isinstance(value, ast.Constant):
         return str(value.value)
     inner = value.value if isinstance(value, ast.FormattedValue) else value

@@ -1,4 +1,4 @@
-"""The made parts by name. Outputs of commands are in ``commands.py``."""
+"""The generated parts by name. Outputs of commands are in ``commands.py``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
         "errors": messages.errors,
     }
 )
-"""Parts that are made of the code."""
+"""Parts that are generated from the code."""
 
 
 def parts_of(root: Path = ROOT) -> Parts:
-    """All parts, with the results that are kept below ``root``."""
+    """Return all parts. Results come from files below ``root``."""
     measured = results.load_all(root / "kernels" / "results")
     convergence, versions = convergence_results.load(root), runs.versions_of(root)
     return {

@@ -1,4 +1,4 @@
-"""What has run where: versions of Python and torch, and hardware, from the files of results."""
+"""Tested versions of Python and torch, and tested hardware, from the results files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Results = Mapping[str, Any]
 
 
 def versions_of(root: Path) -> list[dict[str, Any]]:
-    """The rows of ``scripts/results/versions.json``; none, if there is no such file."""
+    """Return the rows of ``scripts/results/versions.json``; an empty list if there is no such file."""
     path = root / "scripts" / "results" / "versions.json"
     return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
 def versions(rows: Sequence[Results]) -> str:
-    """How many tests passed with each pair of Python and torch."""
+    """Return a table of the passed tests for each pair of Python and torch."""
     pythons = sorted({row["python"] for row in rows}, key=_number)
     torches = sorted({_release(row["torch"]) for row in rows}, key=_number)
     cells = {(row["python"], _release(row["torch"])): _outcome(row) for row in rows}
@@ -31,12 +31,12 @@ def versions(rows: Sequence[Results]) -> str:
 
 
 def hardware(measured: Sequence[Results], convergence: Results | None, rows: Sequence[Results]) -> str:
-    """What has run on which hardware, as a list.
+    """Return a Markdown list of tests and benchmarks by hardware.
 
     Args:
         measured: the results of GPUs.
-        convergence: those of ``scripts/convergence``; None: there are none.
-        rows: those of ``scripts/test-versions``.
+        convergence: the results of ``scripts/convergence``, or None.
+        rows: the results of ``scripts/test-versions``.
     """
     lines = [f"- **GPU:** {_gpu(data)}" for data in measured] or [
         "- **GPU: nothing has run on one yet,** nor with NCCL. No speed on a GPU is known. Kernels run under",
@@ -74,7 +74,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def _range(found: Sequence[str]) -> str:
-    """The lowest to the highest, without the last number."""
+    """Return "lowest to highest" as major.minor versions."""
     minors = sorted({_number(_release(version))[:2] for version in found})
     ends = dict.fromkeys((minors[0], minors[-1]))
     return " to ".join(".".join(map(str, minor)) for minor in ends)

@@ -15,27 +15,27 @@ __all__ = ["launcher_variables", "of_launcher", "of_library", "of_script"]
 
 SCRIPT = Path("launch") / "torchrun.sh"
 _NAME, _MEANING, _DEFAULT = slice(4, 18), slice(18, 41), slice(41, None)
-"""Where the launcher's help has its columns."""
+"""The columns of the launcher's help."""
 
 
 def of_library() -> str:
-    """All ``FP8DIST_…``, from ``fp8dist/settings.py``."""
+    """Return a table of all ``FP8DIST_…`` variables, from ``fp8dist/settings.py``."""
     return table(["variable", "default", "meaning"], [[f"`{name}`", *said] for name, said in VARIABLES.items()])
 
 
 def of_launcher() -> str:
-    """The variables that ``fp8dist launch`` reads, from its help."""
+    """Return a table of the variables that ``fp8dist launch`` reads, from its help."""
     return _table(launcher_variables())
 
 
 def of_script() -> str:
-    """Those that ``launch/torchrun.sh`` reads beside them, from its comment."""
+    """Return a table of the further variables that ``launch/torchrun.sh`` reads, from its comment."""
     comment = [line[2:] for line in (ROOT / SCRIPT).read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     return _table(_parsed([line for line in comment if re.match(r" {4}[A-Z]+ {2,}\S.* {2,}default: ", line)]))
 
 
 def launcher_variables() -> list[tuple[str, str, str]]:
-    """(name, meaning, default) of each variable in the launcher's help."""
+    """Return (name, meaning, default) of each variable in the launcher's help."""
     help_ = launch.__doc__ or ""
     return _parsed(help_.split("\nEnvironment (", 1)[1].split("\n\n", 1)[0].splitlines()[1:])
 
@@ -54,7 +54,7 @@ def _parsed(lines: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:
-    """With paths, patterns and other variables as code, and a capital at the start."""
+    """Return a table. Paths, patterns and variables become code; meanings start with a capital."""
     names = "|".join(name for name, _, _ in rows)
     code = re.compile(rf"\S*[*/]\S*[^\s,.;]|\b(?:{names}|node-NODE_RANK)\b")
 

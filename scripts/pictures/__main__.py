@@ -1,8 +1,8 @@
 """Draw the pictures of the documentation into docs/images.
 
-.venv/bin/python -m scripts.pictures                   all of them
-.venv/bin/python -m scripts.pictures boxes slot        some
-.venv/bin/python -m scripts.pictures report --rerun    run the ranks of the divergence report anew
+.venv/bin/python -m scripts.pictures                   draw all pictures
+.venv/bin/python -m scripts.pictures boxes slot        draw some
+.venv/bin/python -m scripts.pictures report --rerun    rerun the ranks of the divergence report, then draw it
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PICTURES: MappingProxyType[str, Callable[[], str]] = MappingProxyType(
 
 
 def main() -> None:
-    """Parse the command line and write files."""
+    """Parse the command line and write the pictures."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.pictures", description="Draw the pictures of the documentation."
     )

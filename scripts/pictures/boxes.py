@@ -8,7 +8,7 @@ __all__ = ["draw"]
 
 
 def draw() -> str:
-    """The picture."""
+    """Return the picture as SVG."""
     description = (
         "Your training program, launch/ and scripts/ use fp8dist/, which uses kernels/fp8dist_kernels/, "
         "which uses PyTorch and Triton. Nothing uses what is above it."

@@ -16,16 +16,16 @@ __all__ = ["draw"]
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 10
-"""Steps that each point of a curve is a mean over."""
+"""Number of steps that each point of a curve averages."""
 
 LIMIT = 2.5
-"""Of the gaps' axis, in percent, either way."""
+"""The gap axis runs from -LIMIT to LIMIT, in percent."""
 
 COLOURS = ("plain", "orange", "red", "green", "blue", "purple")
 
 
 def draw() -> str:
-    """The picture.
+    """Return the picture as SVG.
 
     Raises:
         ValueError: there are no results.
@@ -70,12 +70,12 @@ def draw() -> str:
 
 
 def smoothed(curve: Sequence[float]) -> list[float]:
-    """Mean over the last WINDOW steps, fewer at the start."""
+    """Return the moving mean over the last WINDOW steps, fewer at the start."""
     return [statistics.fmean(curve[max(0, end - WINDOW) : end]) for end in range(1, len(curve) + 1)]
 
 
 def _losses(curves: Mapping[str, Mapping[str, list[float]]], others: Sequence[str]) -> list[str]:
-    """All variants in one plot."""
+    """Return all variants in one plot."""
     left, right, top, bottom, low, high = 60, 736, 52, 216, 2.0, 6.0
     steps = len(next(iter(curves[REFERENCE].values())))
 
@@ -114,7 +114,7 @@ def _losses(curves: Mapping[str, Mapping[str, list[float]]], others: Sequence[st
 def _gap(
     x: float, y: float, title: str, label: str, curves: Sequence[Sequence[float]], colour: str, axis: bool
 ) -> list[str]:
-    """One variant's gap."""
+    """Return the plot of one variant's gap."""
     width, high = 208, 112
     steps = len(curves[0])
 

@@ -1,4 +1,4 @@
-"""Who shares a scale on a mesh of 2 × 2 × 2 ranks."""
+"""The ranks that share a scale, on a mesh of 2 × 2 × 2 ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scripts.pictures.svg import document, rect, text
 __all__ = ["draw"]
 
 SIZE = 2
-"""Of each axis: dp, fsdp and tp, in this order."""
+"""Size of each axis. The axes are dp, fsdp and tp, in this order."""
 
 CUTS = "FSDP cuts it along dim 0, TP along dim 1 (RowwiseParallel): 4 parts. DP keeps 2 copies of each."
 
@@ -15,7 +15,7 @@ CELL, HIGH = 158, 62
 
 
 def draw() -> str:
-    """The picture."""
+    """Return the picture as SVG."""
     description = (
         "Eight ranks on a mesh of dp, fsdp and tp, 2 places on each axis. FSDP and tensor parallelism cut a Linear's "
         "weight into four parts; each part is on two ranks, one of each dp. All eight ranks are one group and share "
@@ -55,7 +55,7 @@ def draw() -> str:
 
 
 def _half(x: float, dp: int) -> list[str]:
-    """The ranks of one place on the axis dp."""
+    """Return the ranks at one position of the dp axis."""
     parts = [text(x + 2, 116, f"dp = {dp}", bold=True)]
     for fsdp in range(SIZE):
         for tp in range(SIZE):
@@ -73,7 +73,7 @@ def _half(x: float, dp: int) -> list[str]:
 
 
 def _weight(x: float, y: float, row: int, column: int) -> list[str]:
-    """A small square in four, one of them filled."""
+    """Return a square of four cells with one cell filled."""
     places = [(i, j) for i in range(SIZE) for j in range(SIZE)]
     return [
         *(rect(x + 18 * j, y + 18 * i, 18, 18, "grid", radius=0) for i, j in places),

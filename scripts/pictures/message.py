@@ -12,7 +12,7 @@ from scripts.pictures.svg import document, line, rect, text
 __all__ = ["draw"]
 
 BYTES = 4
-"""Of a word."""
+"""Bytes per word."""
 
 _NAMES = MappingProxyType(
     {
@@ -23,13 +23,13 @@ _NAMES = MappingProxyType(
     }
 )
 SLOTS = 672
-"""Of the example at the bottom: 224 Linears."""
+"""Slots in the example at the bottom: 224 Linears."""
 
 LEFT, ACROSS, ROW = 28, 704, 46
 
 
 def draw() -> str:
-    """The picture."""
+    """Return the picture as SVG."""
     total = BYTES * HEADER
     description = (
         f"An array of int32 words. Bytes 0 to {BYTES * WORDS}: {', '.join(_NAMES[word] for word in range(WORDS))}. "
@@ -85,7 +85,7 @@ def _words(y: float, first: int, names: list[str], colour: str) -> list[str]:
 
 
 def _amaxes(y: float) -> list[str]:
-    """Some slots, and that there are more."""
+    """Return the words of some slots, with an ellipsis for the others."""
     width = ACROSS / WORDS
     words = [
         (f"{BYTES * HEADER}", "amax of slot 0", f"3.25 = {_hex(_bits(3.25))}"),
@@ -108,7 +108,7 @@ def _amaxes(y: float) -> list[str]:
 
 
 def _bits(value: float) -> int:
-    """Of a float32."""
+    """Return the bits of a float32."""
     bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
     return bits
 

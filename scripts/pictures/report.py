@@ -1,7 +1,7 @@
-"""A divergence report as a terminal shows it: three ranks train, one bit of a weight flips on one of them.
+"""A divergence report in a terminal: three ranks train, and one bit of a weight flips on one rank.
 
-The text is that of a real run, kept in docs/images/report.txt, so that the picture is the same wherever it is drawn.
-``rerun`` runs the ranks anew.
+The text comes from a real run and is stored in docs/images/report.txt, so that every machine draws the same picture.
+``rerun`` repeats the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXT = Path(__file__).resolve().parents[2] / "docs" / "images" / "report.txt"
 
 RANKS, ODD, STEPS = 3, 2, 3
 PLACE, BIT = (3, 5), 4
-"""Which element of the weight flips, and which bit of it."""
+"""The element of the weight that changes, and the bit that flips."""
 
 SIZE = 12.0
 ADVANCE = 7.2
@@ -36,22 +36,22 @@ ADVANCE = 7.2
 
 
 def rerun() -> None:
-    """Run the ranks, and keep what was logged in TEXT."""
+    """Run the ranks, and write their log to TEXT."""
     TEXT.parent.mkdir(parents=True, exist_ok=True)
     TEXT.write_text(logged(), encoding="utf-8")
 
 
 def logged() -> str:
-    """Run the ranks, and return what one of them logs. The host's name is replaced."""
+    """Run the ranks and return the report, with the host's name replaced."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, args=(folder,), nprocs=RANKS)
         texts = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("log-*"))]
-    (report,) = [text for text in texts if text]  # One rank reports.
+    (report,) = [text for text in texts if text]  # Exactly one rank reports.
     return report.replace(socket.gethostname(), "host0")
 
 
 def _rank(rank: int, folder: str) -> None:
-    """One rank: train for some steps, with a check after each."""
+    """Train for some steps on one rank, with a check after each step."""
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     handler = logging.FileHandler(Path(folder) / f"log-{rank}", encoding="utf-8")
@@ -74,11 +74,11 @@ def _rank(rank: int, folder: str) -> None:
         manager.check(policy="warn")
     dist.barrier()
     handler.close()
-    os._exit(0)  # gloo of some versions of torch aborts a process that ends otherwise.
+    os._exit(0)  # With some versions of torch, gloo aborts the process at a normal exit.
 
 
 def draw() -> str:
-    """The picture.
+    """Return the picture as SVG.
 
     Raises:
         FileNotFoundError: ``rerun`` has never run.
@@ -118,6 +118,6 @@ def draw() -> str:
 
 
 def _wrapped(lines: list[str]) -> list[str]:
-    """As a terminal wraps lines that is as wide as all columns but the last."""
+    """Wrap lines as a terminal does whose width ends before the last column."""
     width = lines[1].index("what")
     return [line[start : start + width] for line in lines for start in range(0, len(line), width)]

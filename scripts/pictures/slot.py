@@ -1,4 +1,4 @@
-"""One slot over 200 steps of a training with one outlier: its amax, the largest amax of its history, and its scale."""
+"""One slot over 200 training steps with one outlier: its amax, the largest amax of its history, and its scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Sample", "draw", "run"]
 
 STEPS, OUTLIER, HISTORY = 200, 80, 64
 SIZE = 200.0
-"""The largest magnitude of the input at the step of the outlier."""
+"""The amax of the input at the outlier step."""
 
 LEFT, RIGHT = 84, 736
 
@@ -50,7 +50,7 @@ def run() -> list[Sample]:
 
 
 def draw() -> str:
-    """The picture."""
+    """Return the picture as SVG."""
     samples = run()
     before, low, after = (samples[step - 1].scale for step in (OUTLIER - 1, OUTLIER, OUTLIER + HISTORY))
     usual = [sample.amax for step, sample in enumerate(samples, 1) if step != OUTLIER]
@@ -106,7 +106,7 @@ def _x(step: float) -> float:
 def _plot(
     top: float, title: str, values: list[float], limits: tuple[float, float], ticks: tuple[int, ...], colour: str
 ) -> list[str]:
-    """A curve over the steps, the values on a logarithmic axis."""
+    """Return a curve over the steps, with a logarithmic value axis."""
     high = 124
 
     def y(value: float) -> float:

@@ -13,14 +13,14 @@ LANE = 30
 """Height of a lane's bars."""
 
 FORWARD, BACKWARD, LAUNCH, REDUCE, COMMIT, OPTIMIZER, DATA = 64, 120, 16, 76, 16, 104, 92
-"""How long each part takes, in pixels. No measurement."""
+"""Length of each part in pixels. Not measured."""
 
 LATER = 26
-"""How much later rank 1 ends its backward."""
+"""Delay of the end of rank 1's backward, in pixels."""
 
 
 class _Bar(NamedTuple):
-    """``label`` None: too narrow for one; the legend says what ``mark`` is."""
+    """A bar in a lane. A bar that is too narrow for a label has a ``mark``, which the legend explains."""
 
     length: float
     colour: str
@@ -29,7 +29,7 @@ class _Bar(NamedTuple):
 
 
 def draw() -> str:
-    """The picture."""
+    """Return the picture as SVG."""
     launch, commit = _Bar(LAUNCH, "purple", "", "L"), _Bar(COMMIT, "green", "", "C")
     after = [_Bar(OPTIMIZER, "blue", "optimizer"), _Bar(DATA, "plain", "data loading")]
     description = (
@@ -74,12 +74,12 @@ def _passes(late: float) -> list[_Bar]:
 
 
 def _end(bars: list[_Bar]) -> float:
-    """Where the next forward begins."""
+    """Return the x at which the next forward begins."""
     return LEFT + sum(bar.length for bar in bars)
 
 
 def _section(y: float, name: str, what: str, ranks: list[list[_Bar]], start: float) -> list[str]:
-    """Rank 0, the network, rank 1: three lanes below a heading."""
+    """Return three lanes below a heading: rank 0, the network, rank 1."""
     parts = [text(24, y, name, bold=True, mono=True, size=14), text(210, y, what, "muted")]
     tops = (y + 16, y + 16 + 2 * (LANE + 14))
     for rank, (top, bars) in enumerate(zip(tops, ranks)):
@@ -120,7 +120,7 @@ def _lane(top: float, bars: list[_Bar]) -> list[str]:
 
 
 def _difference(same: float, hidden: float) -> list[str]:
-    """How much earlier the next forward begins, below the lanes."""
+    """Return the arrow below the lanes that shows how much earlier the next forward begins."""
     bottom = 216 + 16 + 3 * LANE + 2 * 14
     return [
         line((same, 28 + 16), (same, bottom + 30), "red", dashed=True),

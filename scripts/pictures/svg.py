@@ -1,7 +1,7 @@
-"""The few shapes that the pictures are made of, as strings of SVG.
+"""The shapes in the pictures, as SVG strings.
 
-Each picture is a card with a background of its own. Its colours follow the reader's light or dark mode, so it is
-readable on any page. Shapes and texts name a colour of the palette, not a value.
+Each picture is a card with its own background. Its colours follow the reader's light or dark mode, so it is readable
+on any page. Shapes and texts name a colour of the palette, not a value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape, quoteattr
 __all__ = ["WIDTH", "Point", "arrow", "document", "line", "polygon", "polyline", "rect", "text"]
 
 WIDTH = 760
-"""Of every picture, in pixels at full size."""
+"""Width of every picture, in pixels at full size."""
 
 SMALLEST_FONT = 12
 
@@ -29,7 +29,7 @@ class _Colour(NamedTuple):
     ink: str
 
 
-# The hues are those of Okabe and Ito, which people with any kind of colour blindness can tell apart.
+# The hues of Okabe and Ito, which are distinct with every kind of colour blindness.
 _LIGHT = MappingProxyType(
     {
         "card": _Colour("#ffffff", "#d0d7de", "#1f2328"),
@@ -61,11 +61,11 @@ _MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', mono
 
 
 def document(title: str, description: str, height: float, body: Iterable[str]) -> str:
-    """A whole picture: a rounded card with ``body`` on it.
+    """Return a whole picture: a rounded card with ``body`` on it.
 
     Args:
-        title: what screen readers announce.
-        description: what the picture tells, for who cannot see it.
+        title: the title that screen readers announce.
+        description: the content of the picture, for readers who cannot see it.
     """
     dark = "".join(f"    {rule}\n" for rule in _rules(_DARK))
     return (
@@ -96,7 +96,7 @@ def _rules(palette: MappingProxyType[str, _Colour]) -> list[str]:
 def rect(
     x: float, y: float, width: float, height: float, colour: str, *, radius: float = 6, dashed: bool = False
 ) -> str:
-    """A rectangle with an outline. ``dashed``: the outline only, without a fill."""
+    """Return a rectangle with an outline. ``dashed``: a dashed outline without a fill."""
     look = f'class="{colour}-line" stroke-dasharray="6 4"' if dashed else f'class="{colour}"'
     return (
         f'<rect x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}" '
@@ -105,12 +105,12 @@ def rect(
 
 
 def line(start: Point, end: Point, colour: str, *, width: float = 1.5, dashed: bool = False) -> str:
-    """A straight line."""
+    """Return a straight line."""
     return polyline([start, end], colour, width=width, dashed=dashed)
 
 
 def arrow(start: Point, end: Point, colour: str, *, width: float = 1.5, dashed: bool = False) -> str:
-    """A line with a head at ``end``."""
+    """Return a line with an arrowhead at ``end``."""
     (x0, y0), (x1, y1) = start, end
     length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
     dx, dy = (x1 - x0) / length, (y1 - y0) / length
@@ -120,7 +120,7 @@ def arrow(start: Point, end: Point, colour: str, *, width: float = 1.5, dashed: 
 
 
 def polyline(points: Sequence[Point], colour: str, *, width: float = 1.5, dashed: bool = False) -> str:
-    """Lines from point to point."""
+    """Return lines from point to point."""
     dashes = ' stroke-dasharray="5 4"' if dashed else ""
     return (
         f'<polyline points="{_points(points)}" class="{colour}-line" stroke-width="{_number(width)}" '
@@ -129,7 +129,7 @@ def polyline(points: Sequence[Point], colour: str, *, width: float = 1.5, dashed
 
 
 def polygon(points: Sequence[Point], look: str, *, opacity: float = 1) -> str:
-    """A filled area. ``look``: a colour's name, which has an outline; with "-solid" it has none."""
+    """Return a filled polygon. ``look``: a colour's name for a fill with an outline; append "-solid" for no outline."""
     return f'<polygon points="{_points(points)}" class="{look}" opacity="{opacity:g}"/>\n'
 
 
@@ -145,12 +145,12 @@ def text(
     mono: bool = False,
     length: float | None = None,
 ) -> str:
-    """Text with its first baseline at ``y``; each line of ``content`` is one in the picture.
+    """Return text with its first baseline at ``y``. Each line of ``content`` becomes a line of the picture.
 
     Args:
-        anchor: "start", "middle" or "end": what of a line is at ``x``.
-        mono: in a font of equal widths, blanks as they are.
-        length: stretch a line to this width, whatever the reader's font is.
+        anchor: "start", "middle" or "end": the point of each line that is at ``x``.
+        mono: use a monospaced font.
+        length: stretch each line to this width, whatever the reader's font, and keep blanks.
     """
     assert size >= SMALLEST_FONT
     classes = " ".join([f"{colour}-ink", *(["bold"] if bold else []), *(["mono"] if mono else [])])
@@ -167,5 +167,5 @@ def _points(points: Sequence[Point]) -> str:
 
 
 def _number(value: float) -> str:
-    """With one decimal at the most."""
+    """Return the number with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")

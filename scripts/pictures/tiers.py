@@ -13,7 +13,7 @@ __all__ = ["draw"]
 
 HEADER_BYTES = 4 * HEADER
 CHECK_BYTES = 104
-"""Of a clean check: 13 words of int64."""
+"""Bytes of a clean check: 13 int64 words."""
 
 
 class _Tier(NamedTuple):
@@ -61,7 +61,7 @@ HIGH = (104, 104, 86, 86)
 
 
 def draw() -> str:
-    """The picture."""
+    """Return the picture as SVG."""
     description = " ".join(
         f"Tier {number}: {' '.join(tier.when.split())}; compares {' '.join(tier.compares.split())}; "
         f"costs {' '.join(tier.cost.split())}; {finds}."

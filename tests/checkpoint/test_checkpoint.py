@@ -26,7 +26,7 @@ from tests.support.ranks import RankPool
 from tests.support.states import state_of
 from tests.support.training import batch, bits, make_net
 
-# DCP has warnings of its own where there is no process group.
+# DCP warns if there is no process group.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -36,7 +36,7 @@ States = dict[tuple[str, str], dict[str, Any]]
 
 
 class _Training:
-    """Model and optimizer as DCP wants them: one Stateful."""
+    """Model and optimizer as one Stateful, as DCP expects."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -52,7 +52,7 @@ class _Training:
 
 
 class _Job:
-    """A net that trains under DDP, FSDP2 or alone, as the process group says.
+    """A net that trains under ``layout`` (DDP or FSDP2), or alone without a process group.
 
     ``source``: a folder to load from, before ``attach`` or (``late``) after it.
     """
@@ -82,7 +82,7 @@ class _Job:
         self.manager.attach(self.model, optimizer=self.optimizer)
 
     def whole(self) -> dict[str, Any]:
-        """What is saved and loaded."""
+        """Return the state to save or load."""
         return {"train": _Training(self.model, self.optimizer), "fp8": self.manager}
 
     def save(self, folder: str) -> None:
@@ -92,7 +92,7 @@ class _Job:
         dcp.load(self.whole(), checkpoint_id=folder)
 
     def train(self, first: int, last: int) -> list[float]:
-        """Losses of steps first to last - 1."""
+        """Train steps ``first`` to ``last - 1``. Return their losses."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         losses = []
         for step in range(first, last):
@@ -105,7 +105,7 @@ class _Job:
         return losses
 
     def seen(self) -> tuple[int, States, dict[str, bytes]]:
-        """(step, FP8 state, parameters), exactly."""
+        """Return (step, FP8 state, parameters) for exact comparison."""
         parameters = {name: bits(_whole(p)) for name, p in self.net.named_parameters()}
         return self.manager.steps, state_of(self.manager), parameters
 
@@ -142,7 +142,7 @@ def _saved_async(folder: str) -> tuple[Any, Any]:
     job = _Job()
     job.train(0, 5)
     before = job.seen()
-    # A group of its own: its thread must not mix its collectives with those of training.
+    # A separate group: collectives of the saving thread must not mix with those of training.
     group = dist.new_group(backend="gloo")
     future = dcp.async_save(job.whole(), checkpoint_id=folder, process_group=group)
     job.train(5, 9)
@@ -161,7 +161,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(two_ranks: RankPool, t
 
 
 def _continued(source: str | None, target: str, layout: str, steps: int) -> tuple[Any, Any]:
-    """(as it was loaded, as it was saved some steps later)."""
+    """Return the state (after loading, ``steps`` steps later when it was saved)."""
     job = _Job(source, layout=layout)
     loaded = job.seen()
     start = job.manager.steps
@@ -211,7 +211,7 @@ def _pairs() -> list[Any]:
 
 
 def _own_values(kind: str, folder: str) -> tuple[list[str], list[float], list[float]]:
-    """Ranks 0 and 1 see 10, ranks 2 and 3 see 11: (keys, amaxes of the two inputs, the same after loading)."""
+    """Record 10 on ranks 0 and 1, 11 on ranks 2 and 3. Return (keys, amaxes of both inputs, the same after loading)."""
 
     def new() -> tuple[nn.Module, StateManager]:
         torch.manual_seed(0)
@@ -235,7 +235,7 @@ def _own_values(kind: str, folder: str) -> tuple[list[str], list[float], list[fl
 
 
 def test_states_of_ranks_and_groups_stay_apart(four_ranks: RankPool, tmp_path: Path) -> None:
-    """DCP keeps one of equal keys; a key says who shares its state."""
+    """DCP keeps one value per key, so a key names the ranks that share the state."""
     mine = [[10.0, 10.0]] * 2 + [[11.0, 11.0]] * 2
     expected = {
         "amax_sync": (mine, 4),
@@ -274,7 +274,7 @@ def _manager(history_len: int = 3, head: bool = False, steps: int = 0) -> tuple[
 
 @pytest.fixture
 def body(tmp_path: Path) -> Iterator[tuple[str, StateManager]]:
-    """A DCP folder, and the manager that is in it."""
+    """Yield a DCP folder and the manager that was saved in it."""
     model, manager = _manager(steps=5)
     dcp.save({"fp8": manager}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     yield str(tmp_path / "dcp"), manager

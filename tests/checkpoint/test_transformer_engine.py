@@ -1,4 +1,4 @@
-"""Import of TransformerEngine's FP8 state: every layout, the order of histories, names, and pickles that do harm."""
+"""Import of TransformerEngine's FP8 state: every layout, the order of histories, names, and malicious pickles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Key = tuple[int, str]
 
 
 def foreign(recipe: DelayedScaling | None = None, names: tuple[str, ...] = ("fc",)) -> StateManager:
-    """A manager with slots whose amaxes the test chooses."""
+    """Return a manager whose slots record the amaxes that the test chooses."""
     model = nn.Sequential(nn.Linear(16, 16))
     manager = fp8dist.prepare(model, recipe or DelayedScaling(history_len=5))
     for name in names:
@@ -57,7 +57,7 @@ def amaxes(rng: random.Random, gemms: int = 1) -> dict[Key, float]:
 
 
 def trained(steps: int, gemms: int = 1, due: bool = False, seed: int = 0, **options: Any) -> Module:
-    """A module after some steps; ``due``: saved when the scale was not yet made of the last step's amax."""
+    """Return a module after ``steps`` steps. ``due``: the last step's amax has not updated the scale yet."""
     module, rng = Module(gemms, **options), random.Random(seed)
     for step in range(steps):
         module.record(amaxes(rng, gemms))
@@ -85,7 +85,7 @@ def test_every_layout_says_the_same(version: str) -> None:
         for role in ROLES:
             slot, scaled = state.slots[0, Role(role)], module.of(0, role)
             assert slot.scale == scaled.scale
-            # Of five rows one is the step under way, and is empty once a scale was made.
+            # One of the five rows belongs to the current step. It is empty after the scale update.
             assert slot.history.tolist() == fitted(scaled.seen[-5 if due else -4 :], 5)
             assert slot.due == due
             assert slot.fp8_max == (None if version.startswith("0") else scaled.fp8_max)
@@ -100,7 +100,7 @@ def test_protocols() -> None:
 
 
 def test_formats_by_name() -> None:
-    """As some Pythons pickle the members of an enum: getattr(Format, "E4M3")."""
+    """Some Pythons pickle the members of an enum as getattr(Format, "E4M3")."""
     with stand_ins() as classes:
         recipe = recipe_of(Module(), classes.DelayedScaling, classes)
         classes.Format.__reduce_ex__ = lambda self, protocol: (getattr, (classes.Format, self.name))
@@ -175,7 +175,7 @@ def test_histories_keep_their_age(due: bool) -> None:
             expected = fitted(seen[-5 if due else -4 :], length)
             assert manager.amax_history("fc", role).tolist() == expected
             assert float(manager.amax("fc", role)) == seen[-1]
-            # The ring goes on where it stands: one more entry pushes the oldest out.
+            # One more entry replaces the oldest one in the ring.
             manager.record("fc", role, torch.tensor([0.75]))
         manager.step()
         for role in ROLES:
@@ -184,7 +184,7 @@ def test_histories_keep_their_age(due: bool) -> None:
 
 
 def test_training_goes_on_with_the_same_scales() -> None:
-    """Bit for bit, as long as both see the same amaxes; small ones come later, so that large ones leave the window."""
+    """Scales are bitwise equal for the same amaxes. Amaxes become smaller, so that large ones leave the window."""
     for steps, margin, version, due in (
         (1, 0, "1.x", True),
         (3, 0, "2.x", False),
@@ -196,7 +196,7 @@ def test_training_goes_on_with_the_same_scales() -> None:
         manager = foreign(DelayedScaling(history_len=5, margin=margin))
         report = manager.load_transformer_engine({"fc._extra_state": entry_of(module, version)})
         assert len(report.converted) == (3 if due else 0)
-        if due:  # Where this is so, the first thing that the next step does is the update.
+        if due:  # The next step starts with the pending update.
             module.update()
         rng = random.Random(1)
         for step in range(8):
@@ -233,7 +233,7 @@ def test_what_was_never_seen_stays_cold() -> None:
 
 
 def test_zeros_do_not_hide_the_newest_amax() -> None:
-    """TransformerEngine rolls histories of modules that did not run."""
+    """TransformerEngine also rolls the histories of modules that did not run."""
     module = trained(2)
     for _ in range(2):
         module.update()
@@ -281,7 +281,7 @@ def test_powers_of_two() -> None:
 
 
 def test_scales_without_a_window() -> None:
-    """They follow from the amax that the old scale stands for."""
+    """The new scales follow from the amax that the old scale implies."""
     module = Module(margin=2)
     for role in ROLES:
         module.of(0, role).scale = module.of(0, role).fp8_max / 4 / 0.5
@@ -296,7 +296,7 @@ def test_scales_without_a_window() -> None:
 
 
 def test_names_as_they_are() -> None:
-    """A real model: wrapper prefixes do not count, other entries are passed over, and training goes on."""
+    """A real model: wrapper prefixes are ignored, other entries are skipped, and training continues."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=5))
     first, last = trained(3, seed=1), trained(4, seed=2)
@@ -413,11 +413,11 @@ def test_the_report_can_be_read() -> None:
     ]
 
 
-# What is refused ---------------------------------------------------------------------------------------
+# Refusals ----------------------------------------------------------------------------------------------
 
 
 class Call:
-    """Pickled as a call of any function."""
+    """An object that is pickled as a call of any function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -477,7 +477,7 @@ def test_the_bombs_are_some(tmp_path: Path) -> None:
 
 
 def test_names_of_classes_are_no_licence() -> None:
-    """Only getattr of the format is one, and only what is listed of its module."""
+    """Allowed are only getattr on the format class, and the listed names of the recipe module."""
     for text, pickled in {
         "attribute": b"\x80\x02c__builtin__\ngetattr\ncos\nsystem\nX\x01\x00\x00\x00a\x86R.",
         "os.system": b"\x80\x02cos\nsystem\n.",
@@ -528,7 +528,7 @@ def test_every_truncation_is_refused() -> None:
 
 
 def numbers_of(tensors: dict[str, Tensor]) -> dict[str, Any] | None:
-    """Scale, history (oldest first), and whether an amax is due, by role; None where a number is impossible."""
+    """Return {role: (scale, history with the oldest first, True if an amax is due)}, or None for impossible numbers."""
     found = {}
     for role, direction, column in (("input", "fwd", 0), ("weight", "fwd", 1), ("grad_output", "bwd", 0)):
         now, *rows = tensors[f"amax_history_{direction}"][:, column].tolist()
@@ -541,8 +541,8 @@ def numbers_of(tensors: dict[str, Tensor]) -> dict[str, Any] | None:
 
 
 def test_damaged_bytes_are_refused_or_read_as_they_stand() -> None:
-    """A pickle has no checksum. No other byte than its own changes a number, but those of a tensor's shape and strides
-    may choose others of its numbers."""
+    """A pickle has no checksum. Only a number's own bytes change it, but the bytes of a tensor's shape and strides may
+    select other saved numbers."""
     rng = random.Random(0)
     data = entry_of(trained(2), "2.x").numpy().tobytes()
     tensors = trained(2).tensors(inverse=False)
@@ -632,7 +632,7 @@ def test_impossible_state() -> None:
 
 
 def test_tensors_stay_inside_their_storage() -> None:
-    """A pickle cannot make a tensor larger than itself, or read beside it."""
+    """A pickle cannot make a tensor larger than its storage, or read outside of it."""
     good = pickle.dumps(trained(2).tensors(), 2)
     shape = b"K\x05K\x03\x86"
     assert shape in good
@@ -662,7 +662,7 @@ def test_nothing_is_changed_when_an_algorithm_fails() -> None:
 
 
 def test_several_arenas_and_a_resume() -> None:
-    """What was imported is saved and loaded like any other state."""
+    """Imported state is saved and loaded like any other state."""
     manager, other = foreign(), foreign()
     manager.load_transformer_engine({"fc._extra_state": entry_of(trained(9), "2.x")})
     other.load_state_dict(manager.state_dict())

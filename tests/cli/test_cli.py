@@ -27,7 +27,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def weights() -> Tensors:
-    """A few tensors of several dtypes; one of more than a block of 256 KiB."""
+    """Return a few tensors of several dtypes. One exceeds a block of 256 KiB."""
     generator = torch.Generator().manual_seed(0)
     return {
         "big": torch.randn(300, 400, generator=generator),
@@ -49,19 +49,19 @@ WRITERS: dict[str, Callable[[Tensors, Path], None]] = {
 
 
 def write(tensors: Tensors, path: Path, how: str = "safetensors") -> str:
-    """The path of a checkpoint of these."""
+    """Write a checkpoint of the tensors. Return its path."""
     WRITERS[how](tensors, path)
     return str(path)
 
 
 def flip(tensor: Tensor, place: int, bit: int) -> None:
-    """One bit of one element."""
+    """Flip one bit of one element."""
     words = tensor.view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
     words[place] ^= 1 << bit
 
 
 def check(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and report of ``fp8dist check --json``."""
+    """Return the exit code and report of ``fp8dist check --json``."""
     code = main(["check", "--json", *arguments])
     return code, json.loads(capsys.readouterr().out)
 
@@ -155,7 +155,7 @@ def test_nan_and_infinity_are_equal_to_themselves_and_told_in_json(tmp_path: Pat
 
 
 def trained() -> tuple[nn.Module, fp8dist.StateManager]:
-    """The same model after the same three steps, whenever it is called."""
+    """Return a model and its manager after three steps. Every call gives the same state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
@@ -166,7 +166,7 @@ def trained() -> tuple[nn.Module, fp8dist.StateManager]:
 
 
 def saved_states(folder: Path, count: int, damage: Callable[[int, fp8dist.StateManager], None]) -> str:
-    """The path, with {rank}, of state files of equal managers, some of which were damaged."""
+    """Save the state of equal managers after ``damage``. Return the files' path, with {rank}."""
     for rank in range(count):
         _, manager = trained()
         damage(rank, manager)
@@ -187,7 +187,7 @@ def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
     found = [(f["kind"], f["name"], f["field"], f["ranks"], f["reference_rank"]) for f in report["findings"]]
     assert found == [("scale", "0:weight", "scale", [2], 0), ("history", "1:grad_output", "history", [1], 0)]
     assert report["findings"][1]["value"] == 7.0
-    assert report["findings"][1]["index"] == [1]  # Three steps of four: the first is the second oldest place.
+    assert report["findings"][1]["index"] == [1]  # Three of four entries are used, so the first step is at 1.
     assert main(["check", path]) == 1
     table = capsys.readouterr().out
     assert "0:weight" in table
@@ -227,7 +227,7 @@ def test_inspect_state_and_parameters(tmp_path: Path, capsys: Capture) -> None:
 
 
 def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateManager], None]) -> list[str]:
-    """Paths of two checkpoints of equal models and managers; one was damaged before it was saved."""
+    """Save two checkpoints of equal models and managers after ``damage``. Return their paths."""
     paths = []
     for number in range(2):
         model, manager = trained()
@@ -286,7 +286,7 @@ def test_fp8_state_in_a_checkpoint_is_shown_slot_by_slot(how: str, tmp_path: Pat
 
 
 def test_states_of_many_keys_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
-    """Also where one place's name is the beginning of another's."""
+    """Also if one key is a prefix of another."""
     model = nn.Sequential(nn.Linear(16, 16))
     manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4))
     blob = manager.state_dict()["shared"]
@@ -396,7 +396,7 @@ def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
-    """Three files of 80 MB in tensors of 4 MB: far less than one file is held."""
+    """For three files of 80 MB, with tensors of 4 MB, memory stays far below one file."""
     tensors = {f"t{i}": torch.randn(1_000_000) for i in range(20)}
     for rank in range(3):
         if rank == 2:
@@ -429,7 +429,7 @@ def test_the_installed_command(capsys: Capture) -> None:
     assert (left.value.code, capsys.readouterr().out) == (0, f"fp8dist {fp8dist.__version__}\n")
 
 
-# What reviewers broke -------------------------------------------------------------------------------------
+# Regressions -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -452,7 +452,7 @@ def test_more_differences_than_are_looked_into(tmp_path: Path, capsys: Capture) 
 
 
 def test_damaged_scales_and_histories_of_dumps_can_be_looked_at(tmp_path: Path, capsys: Capture) -> None:
-    """``load`` refuses them; a check is for finding them."""
+    """``load`` refuses such state, but ``check`` must find the damage."""
 
     def damage(rank: int, manager: fp8dist.StateManager) -> None:
         if rank == 1:

@@ -1,4 +1,4 @@
-"""The doctor: what it says of this machine, and that it says so whatever goes wrong."""
+"""The doctor: its report on this machine, and on every kind of failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the all-reduce, which takes seconds."""
+    """Skip the all-reduce, which takes seconds."""
     monkeypatch.setattr(doctor, "_all_reduces", lambda *_: [])
 
 
@@ -167,7 +167,7 @@ def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Over the job's ranks, twice in one job."""
+    """The all-reduce runs over the job's ranks, twice in one job."""
     script = tmp_path / "job.py"
     script.write_text(
         "import json, os\nfrom fp8dist.cli.doctor import examine\n"

@@ -1,4 +1,4 @@
-"""Python code on the pages of the manual runs as it stands there, and prints what they say."""
+"""Python code on the pages runs unchanged, and prints the output that the pages show."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PREPARED = MODEL + "manager = fp8dist.prepare(model, fp8dist.DelayedScaling(hist
 ATTACHED = PREPARED + "manager.attach(model, optimizer=optimizer)\ntrain_step()\n"
 DDP = PREPARED + "model = torch.nn.parallel.DistributedDataParallel(model)\n" + ATTACHED.removeprefix(PREPARED)
 PRELUDES = {"model": MODEL, "prepared": PREPARED, "attached": ATTACHED, "ddp": DDP}
-"""What a fragment needs before it; the pages do not show it."""
+"""Code that runs before a fragment. The pages do not show it."""
 
 PYTHON = [block for page, text in pages().items() for block in blocks(page, text) if block.language == "python"]
 
@@ -46,13 +46,13 @@ def _words(how: str) -> dict[str, str]:
 def _run_script(words: list[str]) -> int:
     script = Path(words[0])
     os.chdir(script.parent)
-    # In a namespace that outlives the program: gloo may hang when DDP is freed after destroy_process_group().
+    # A namespace that outlives the program: gloo may hang if DDP is freed after destroy_process_group().
     exec(compile(script.read_text(), words[0], "exec"), sys.modules["__main__"].__dict__)
     return 0
 
 
 def _whole(block: Block, ranks: int | None) -> str:
-    """The program: with what its page does not show."""
+    """Return the whole program: the block with its prelude and the end of the process group."""
     prelude = _words(block.how).get("prelude")
     if prelude is None:
         return block.text
@@ -63,7 +63,7 @@ def _whole(block: Block, ranks: int | None) -> str:
 
 
 def _matches(printed: str, expected: str) -> bool:
-    """… on a page stands for anything."""
+    """Return True if the output matches. "…" on a page matches any text."""
     pattern = ".*?".join(re.escape(part) for part in expected.strip().split("…"))
     return re.fullmatch(pattern, printed.strip(), re.S) is not None
 
@@ -95,7 +95,7 @@ def test_a_block_is_left_out_for_a_reason_only() -> None:
 
 
 def test_blocks_are_of_languages_that_something_checks() -> None:
-    """A block of text is output that is compared, a part that a script makes, or says why it is neither."""
+    """A text block is checked output, a generated part, or is marked "no" with a reason."""
     left = []
     for page, text in pages().items():
         for block in blocks(page, MADE.sub("", text)):

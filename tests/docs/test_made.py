@@ -1,4 +1,4 @@
-"""Made parts of pages are up to date, and their names are known."""
+"""Generated parts of pages are up to date, and their names are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = sorted({name.removeprefix("command ") for text in PAGES.values() for nam
 
 @pytest.mark.parametrize("page", PAGES)
 def test_parts_are_up_to_date(page: str) -> None:
-    """If not: ``python -m scripts.pages`` makes them."""
+    """If this fails, run ``python -m scripts.pages``."""
     known = {*parts_of(), *(f"command {name}" for name in COMMANDS)}
     assert problems(PAGES[page], known) == []
     assert filled(PAGES[page], parts_of()) == PAGES[page]
@@ -33,7 +33,7 @@ def test_every_part_of_the_reference_is_on_a_page() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHOWN)
 def test_commands_still_print_what_is_shown(name: str) -> None:
-    """If not: ``python -m scripts.pages commands NAME`` shows what they print now."""
+    """If this fails, run ``python -m scripts.pages commands NAME`` to update the output."""
     shown = next(text for text in PAGES.values() if f"command {name}" in names(text))
     part = shown.split(f"<!-- made: command {name} -->")[1].split(f"<!-- end of command {name} -->")[0]
     assert part.strip(), "it was never run"

@@ -1,4 +1,4 @@
-"""Pages name only what exists, and everything that a user may meet is on some page."""
+"""Pages mention only existing names, and some page mentions each public name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_planted_name_is_found(right: str, wrong: str) -> None:
     assert strangers(in_span.format(right)) == []
     assert strangers(in_span.format(wrong)) == [wrong]
     assert strangers(in_block.format(right)) == []
-    if wrong not in ("orders.py", "setup.toml", "summry.json"):  # In a block these may be a reader's own files.
+    if wrong not in ("orders.py", "setup.toml", "summry.json"):  # In a code block, these may be the reader's own files.
         assert strangers(in_block.format(wrong)) == [wrong]
     assert strangers(f"Prose about {wrong} is no code.\n") == []
 

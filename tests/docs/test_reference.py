@@ -1,4 +1,4 @@
-"""The reference pages name everything that there is, once, and nothing else."""
+"""The reference pages list every public name exactly once, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def page(name: str) -> str:
 
 
 def first_cells(text: str) -> list[str]:
-    """The code spans in the first cell of each row of a text's tables, in order."""
+    """Return the code spans in the first cell of each table row, in order."""
     rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
 def section(text: str, heading: str) -> str:
-    """What stands below a heading, up to the next."""
+    """Return the text below a heading, up to the next heading."""
     (found,) = re.findall(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", text, re.M | re.S)
     return str(found)
 

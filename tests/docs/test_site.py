@@ -1,4 +1,4 @@
-"""The built site, in a browser: every internal link leads somewhere, and nothing is loaded from elsewhere."""
+"""The built site in a browser: every internal link has a target, and no page loads external resources."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 def _build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Build the pages of a checkout. Not with --quiet, which counts no warnings."""
+    """Build the pages of a checkout. --quiet would ignore warnings."""
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(build, cwd=root, env=environment, capture_output=True, text=True)
@@ -43,7 +43,7 @@ def _build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the built site."""
+    """Return the address of the built site."""
     folder = tmp_path_factory.mktemp("site")
     done = _build(ROOT, folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,7 +90,7 @@ def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(site: str, 
         (where, f"{target}#{anchor}") for where, target, anchor in cited if anchor and anchor not in anchors[target]
     ]
     assert (trouble, broken) == ([], [])
-    assert len(anchors) == len(pages()) + 1  # And the changelog.
+    assert len(anchors) == len(pages()) + 1  # All pages and the changelog.
 
 
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:

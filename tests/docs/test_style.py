@@ -1,4 +1,4 @@
-"""The form of the pages: README's order, lengths, and the phrases that CONTRIBUTING's page of style replaces."""
+"""The style of the pages: README's order, lengths, and the phrases that CONTRIBUTING replaces."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.pages import MADE, ROOT, TOP, blocks, pages
 
 PAGES = pages()
 OTHERS = ("train.py", "check.py", "loop.py", "launch.py", "your_script.py", "X.py")
-"""Files of a reader; X stands for a name."""
+"""Names of a reader's own files."""
 
 
 def _written(text: str) -> str:
-    """What a person wrote: without the parts that scripts make."""
+    """Return the page without its generated parts."""
     return MADE.sub("", text)
 
 
@@ -47,7 +47,7 @@ def test_readme_is_short_and_in_order() -> None:
 
 
 def test_the_first_screen_says_what_has_run_on_which_hardware() -> None:
-    """Made from results, see ``hardware`` in scripts/pages/runs.py."""
+    """Generated from results, see ``hardware`` in scripts/pages/runs.py."""
     head = PAGES["README.md"].splitlines()[:30]
     assert "hardware" in names("\n".join(head))
     assert any(line.startswith("- **GPU") for line in head)
@@ -62,7 +62,7 @@ def test_a_page_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_lines_are_at_most_100_characters(page: str) -> None:
-    """Rows of tables, blocks of output and lines with nothing but a link may be longer."""
+    """Table rows, output blocks and lines with only a link may be longer."""
     limit = 100 if page.startswith(("README", "docs")) else 120
     text = re.sub(r"```text\n.*?```", "", _written(PAGES[page]), flags=re.S)
     long = [line for line in text.splitlines() if len(line) > limit]
@@ -70,7 +70,7 @@ def test_lines_are_at_most_100_characters(page: str) -> None:
 
 
 def _rows_of_style() -> list[tuple[str, str]]:
-    """(before, after) of the table in CONTRIBUTING."""
+    """Return the (before, after) rows of the style table in CONTRIBUTING."""
     table = PAGES["CONTRIBUTING.md"].split("| not | but |\n|---|---|\n")[1].split("\n\n")[0]
     return [tuple(cell.strip() for cell in row.strip("|").split(" | ")) for row in table.splitlines()]  # type: ignore[misc]
 
@@ -99,7 +99,7 @@ def test_phrases_that_style_replaces_stand_nowhere() -> None:
 
 
 def test_quoted_messages_stand_in_the_code() -> None:
-    """Troubleshooting quotes literal parts of messages: adjacent literals joined, cut at placeholders."""
+    """Troubleshooting quotes literal parts of messages, between placeholders. Adjacent literals count as one."""
     quoted = re.findall(r"\*\*Text:\*\* (`+) ?(.+?) ?\1", PAGES["docs/troubleshooting.md"], re.S)
     assert len(quoted) >= 20
     trees = [ast.parse(path.read_text()) for room in ("fp8dist", "launch") for path in (ROOT / room).rglob("*.py")]
@@ -112,7 +112,7 @@ def _is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def test_files_that_are_cited_exist() -> None:
-    """In comments, docstrings and pages: by path from the top, or the end of one."""
+    """Comments, docstrings and pages cite a file by its path from the top, or by the end of its path."""
     patterns = ("*.*", *(f"{top}/**/*" for top in ("docs", "fp8dist", "kernels", "launch", "scripts", "tests")))
     paths = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
     known = ["/" + path.relative_to(ROOT).as_posix() for path in paths]

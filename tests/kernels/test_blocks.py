@@ -18,7 +18,7 @@ Lines = Sequence[Sequence[float]]
 
 
 def expected(lines: Lines, height: int, width: int, dtype: torch.dtype, power_of_two: bool) -> tuple[Lines, Lines]:
-    """(values in FP8, inv_scales) of a matrix cut into blocks of height x width, in plain Python."""
+    """Return (FP8 values, inv_scales) of a matrix with one scale per block of height x width, in plain Python."""
     limit = 448.0 if dtype is torch.float8_e4m3fn else 57344.0
     fp8 = [[0.0] * len(line) for line in lines]
     inv_scales: list[list[float]] = []

@@ -1,4 +1,4 @@
-"""Casts and amaxes as compiled for Hopper and Blackwell: what the machine code must and must not have."""
+"""Machine code of casts and amaxes for Hopper and Blackwell: required and forbidden instructions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled,
 pytestmark = pytest.mark.long
 
 REGISTERS = 64
-"""More, and fewer than 1024 threads fit on a multiprocessor: too few loads under way to keep memory busy."""
+"""Limit for 1024 threads on a multiprocessor. Fewer threads have too few loads in flight to saturate memory."""
 
 
 def check_all(kernels: list[Compiled], names: dict[str, int], record_property: Callable[[str, object], None]) -> None:
-    """``names``: how many of each kernel there must be."""
+    """Assert that no kernel spills or uses inexact instructions. ``names``: the expected count of each kernel."""
     record_property("compiled", table(kernels))
     assert Counter(kernel.kernel for kernel in kernels) == names
     for kernel in kernels:
@@ -24,7 +24,7 @@ def check_all(kernels: list[Compiled], names: dict[str, int], record_property: C
         assert kernel.stack == 0, name
         assert not kernel.count(r"\b(STL|LDL)\b"), name
         assert kernel.shared <= SHARED_MEMORY_LIMIT, name
-        # Division that is not IEEE; instructions that break FP8 stores beside them (triton issue 11111).
+        # No inexact division, and no instructions that break adjacent FP8 stores (triton issue 11111).
         assert not kernel.count(r"div\.(full|approx)", of="ptx"), name
         assert not kernel.count(r"(min|max)[a-z.]*\.NaN|\.ftz", of="ptx"), name
 
@@ -36,7 +36,7 @@ def test_casts(capability: int, record_property: Callable[[str, object], None]) 
     check_all(kernels, dict(zip(("cast_kernel", "amax_kernel"), counts)), record_property)
     for kernel in kernels:
         if kernel.kernel != "cast_kernel":
-            if "outgrown" in kernel.case:  # It reads all of each weight.
+            if "outgrown" in kernel.case:  # This kernel reads whole weights.
                 assert kernel.registers <= 80, kernel.case
                 assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
             continue
@@ -53,7 +53,7 @@ def test_casts(capability: int, record_property: Callable[[str, object], None]) 
         straight_only |= ": columns" in kernel.case and "transposed" in kernel.case
         if not straight_only:
             assert kernel.count(r"STG\.E\.128") == 2, kernel.case
-        if "both" in kernel.case or straight_only:  # 8 numbers from each load of 16 bytes: a warp writes 256 in a row.
+        if "both" in kernel.case or straight_only:  # A 16-byte load gives 8 values: a warp writes 256 in a row.
             assert kernel.count(r"STG\.E\.64") == 4, kernel.case
         assert not kernel.count(r"STG\.E\.(U8|U16)"), kernel.case
 
@@ -65,7 +65,7 @@ def test_amaxes(capability: int, record_property: Callable[[str, object], None])
     for kernel in kernels:
         assert kernel.count(r"\b(atom|red)\.[a-z.]*max\.s32", of="ptx") == 1, kernel.case
         if "wide" in kernel.case:
-            # The fringe of odd sizes is read number by number, with an address for each.
+            # Edges of odd sizes are read element by element, each with an address of its own.
             assert kernel.registers <= (96 if "odd" in kernel.case else 80), kernel.case
             assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
 
@@ -80,7 +80,7 @@ def test_shares(capability: int, record_property: Callable[[str, object], None])
         if not kernel.case.startswith(("bf16 odd", "fp16 every second")):
             wide = "f32" in kernel.case
             assert kernel.registers <= (128 if wide else 80), kernel.case
-            assert kernel.count(r"LDG\.E\.128") == (16 if wide else 8), kernel.case  # Of whole tiles, and at edges.
+            assert kernel.count(r"LDG\.E\.128") == (16 if wide else 8), kernel.case  # Whole tiles and edges.
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -89,7 +89,7 @@ def test_casts_with_many_scales(capability: int, record_property: Callable[[str,
     check_all(kernels, {"lines_kernel": 6, "amax_kernel": 2, "squares_kernel": 2}, record_property)
     for kernel in kernels:
         assert kernel.registers <= 80, kernel.case  # Three tiles at a time.
-        # A tile is read once; where each copy has scales of its own, by a program for each copy.
+        # One read per tile, or one per copy where the two copies have separate scales.
         reads = 2 if kernel.kernel == "lines_kernel" and "rows" not in kernel.case.split(", ") else 1
         assert kernel.count(r"LDG\.E\.128") >= reads * (8 if "f32" in kernel.case else 4), kernel.case
         assert not kernel.count(r"LDG\.E\.(U8|U16|64)"), kernel.case
@@ -102,9 +102,9 @@ def test_casts_with_many_scales(capability: int, record_property: Callable[[str,
 
 
 def test_one_kernel_serves_all_slots() -> None:
-    """Where a slot lies in its arena, and when its tensor has outgrown its scale, are no reasons to compile again: that
-    would stall the first steps."""
+    """The position of a slot in its arena and its ``outgrown`` limit must not trigger a recompilation, which would
+    stall the first steps."""
     kernels = compiled("tests.kernels.compiled.slots")
     assert len(kernels) == 3 * 5
-    # The cast with and without a limit, the amax for either, and with a slot to grow.
+    # Two casts (with and without ``outgrown``), the amax kernel of each, and ``observe``.
     assert len({kernel.ptx for kernel in kernels}) == 5

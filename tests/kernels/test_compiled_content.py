@@ -1,4 +1,4 @@
-"""The digest's kernel as a GPU would run it."""
+"""Machine code of the digest's kernel, compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 WORDS_A_THREAD = 8
 REGISTERS_FOR_THREE_PROGRAMS = 65536 // (3 * 256) // 8 * 8
 WORDS_PER_CLOCK = 4.3e12 / 8 / (132 * 1.75e9)
-"""Of a multiprocessor of an H200, at the speed of its memory."""
+"""Words that a multiprocessor of an H200 reads per clock at full memory bandwidth."""
 
 
 @cache
@@ -25,7 +25,7 @@ def leaves(capability: int) -> Compiled:
 
 
 def loop_of(kernel: Compiled) -> list[str]:
-    """The instructions of the innermost loop that reads 16 bytes at a time."""
+    """Return the instructions of the innermost loop with 16-byte loads."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", kernel.sass)
     code = [(int(address, 16), text.strip()) for address, text in found]
     loops = []
@@ -43,7 +43,7 @@ def test_it_reads_16_bytes_at_a_time_and_adds_without_waiting(capability: int) -
     assert sum("LDG.E.128" in text for text in loop) * 2 == WORDS_A_THREAD
     assert sum("REDG.E.ADD.64" in text for text in loop) == 2
     assert not [text for text in loop if re.search(r"\bBAR\b|\bSTS\b|\bLDS\b", text)]
-    assert kernel.shared <= 1 << 14  # None; with Triton 3.6 some, for bytes at odd addresses.
+    assert kernel.shared <= 1 << 14  # 0, except that Triton 3.6 uses some for bytes at odd addresses.
     assert kernel.count(r"div\.full|\bMUFU\b", "ptx") == kernel.count(r"\bMUFU\b") == 0
 
 
@@ -59,8 +59,8 @@ def test_three_programs_fit_and_nothing_is_spilled(
 
 
 def test_a_word_takes_less_than_half_of_the_instructions_there_is_time_for() -> None:
-    """Each clock, a multiprocessor issues for 128 threads. A multiplication takes 1/64 of a clock, a wide one,
-    to be safe, 1/32."""
+    """Per clock, a multiprocessor issues for 128 threads. A multiplication takes 1/64 clock; a wide one counts
+    as 1/32, to be safe."""
     loop = loop_of(leaves(90))
     per_word = len(loop) / WORDS_A_THREAD
     wide = sum("IMAD.WIDE" in text for text in loop)

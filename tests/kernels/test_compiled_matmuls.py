@@ -1,4 +1,4 @@
-"""Every tile that may be chosen, compiled for the GPUs it may be chosen on: no spills, tensor cores kept busy."""
+"""Every candidate tile, compiled for the GPUs that may use it: no spills, tensor cores kept busy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULE = "tests.kernels.compiled.matmuls"
 ALL_FOR_HOPPER = 40
 
 CONSUMER_SHARED_MEMORY_LIMIT = 101_376
-"""Bytes that a block of an Ada or consumer Blackwell GPU may have."""
+"""Bytes of shared memory that a block may use on an Ada or consumer Blackwell GPU."""
 
 
 def _assert_fits(one: Compiled, most_shared: int) -> None:
@@ -39,11 +39,11 @@ def test_hopper(hopper: list[Compiled], record_property: Callable[[str, object],
         assert one.count(r"mma\.sync", of="ptx") == 0, one.case
         assert one.count("UTMALDG") > 0, one.case
         assert one.count("UTMASTG") > 0, one.case
-        # ptxas may serialise QGMMAs, with a wait after each: then all of a group end in gsb0, and not only its last.
+        # If ptxas serialises QGMMAs, with a wait after each, all of a group end in gsb0; else only the last does.
         groups = one.count(r"wgmma\.commit_group", of="ptx")
         assert one.count(r"QGMMA[^;]*gsb0") == groups, one.case
         assert products >= 4 * groups, one.case
-        if one.case.startswith("fast"):  # A step's products run while the next step's operands are waited for.
+        if one.case.startswith("fast"):  # The products of a step overlap the wait for the operands of the next step.
             assert one.count(r"wgmma\.wait_group\.sync\.aligned\s+1", of="ptx") == 1, one.case
 
 
@@ -61,7 +61,7 @@ def test_blackwell(record_property: Callable[[str, object], None]) -> None:
     assert len(kernels) == 22
     for one in kernels:
         _assert_fits(one, SHARED_MEMORY_LIMIT)
-        assert one.count(r"UTC\w*MMA") > 0, one.case  # tcgen05
+        assert one.count(r"UTC\w*MMA") > 0, one.case  # tcgen05.
         assert one.count("UTMALDG") > 0, one.case
         assert one.count(r"\b(HMMA|QMMA|IMMA)\b") == 0, one.case
 

@@ -1,4 +1,4 @@
-"""Launch and commit compiled for GPUs."""
+"""Machine code of the launch and commit kernels for GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, compiled, table
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [90, 100])
 def test_state_kernels(capability: int, record_property: Callable[[str, object], None]) -> None:
-    """Divisions that must equal the CPU's bits, atomics that need no order, nothing spilled."""
+    """Divisions are IEEE, as on the CPU; one atomic addition per kernel; no spills."""
     kernels = compiled("tests.kernels.compiled.update", capability)
     record_property("compiled", table(kernels))
     assert len(kernels) == 8

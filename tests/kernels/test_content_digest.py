@@ -1,4 +1,4 @@
-"""The digest of content: equal to its formula, blind to strides, and to nothing else."""
+"""The content digest equals its formula, ignores strides, and sees every other change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 
 class SplitMix64:
-    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014: the generator, step by step."""
+    """The generator of Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
 
     def __init__(self) -> None:
         self.state = 0
@@ -70,14 +70,14 @@ def mixed(z: int) -> int:
 
 @cache
 def keys() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of lane 0 and lane 1: odd numbers from one stream."""
+    """Return the keys of lane 0 and lane 1: odd numbers from one stream."""
     generator = SplitMix64()
     stream = [generator.next() | 1 for _ in range(2 * BLOCK_WORDS)]
     return tuple(stream[:BLOCK_WORDS]), tuple(stream[BLOCK_WORDS:])
 
 
 def digest_in_python(content: bytes, seed: tuple[int, int]) -> tuple[int, int]:
-    """Word for word from the docstring of reference/content.py, in Python's integers."""
+    """Return the digest in Python integers, as the docstring of reference/content.py defines it."""
     lanes = []
     for lane in range(2):
         total = 0
@@ -94,7 +94,7 @@ def digest_in_python(content: bytes, seed: tuple[int, int]) -> tuple[int, int]:
 
 
 def digest_in_numpy(content: bytes, seed: tuple[int, int]) -> tuple[int, int]:
-    """The same for more than a few words."""
+    """Return the same digest, faster, for more than a few words."""
     lanes = []
     words = np.frombuffer(content + bytes(-len(content) % 8), dtype="<u8")
     for lane in range(2):
@@ -136,7 +136,7 @@ def any_bytes(nbytes: int, seed: int = 0) -> Tensor:
 
 
 def any_tensor(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Tensor:
-    """Any bits; of a bool only its two."""
+    """Return a tensor of random bits; a bool tensor has only True and False."""
     numel = int(np.prod(shape, dtype=np.int64))
     if dtype is torch.bool:
         return (any_bytes(numel, seed) % 2).bool().reshape(tuple(shape))
@@ -144,7 +144,7 @@ def any_tensor(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Tenso
 
 
 def content_of(tensor: Tensor) -> bytes:
-    """Of a contiguous tensor: its memory, read by address."""
+    """Return the bytes of a contiguous tensor."""
     assert tensor.is_contiguous()
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -154,7 +154,7 @@ def content_of(tensor: Tensor) -> bytes:
 
 
 def test_the_generator_of_keys_is_splitmix64() -> None:
-    generator = SplitMix64()  # The first numbers for seed 0, as published with its reference implementation.
+    generator = SplitMix64()  # Seed 0. The reference implementation publishes its first numbers.
     assert [generator.next() for _ in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
@@ -184,7 +184,7 @@ def test_a_whole_block_equals_the_formula_in_pythons_integers() -> None:
 
 
 def test_more_blocks_than_keys_equal_the_formula() -> None:
-    """As of a tensor of 8 GiB and more: made from leaves, for want of memory."""
+    """Tensors from 8 GiB have more blocks than keys. The test makes leaves directly, to save memory."""
     count = BLOCK_WORDS + 5
     leaves = any_bytes(16 * count, 9).view(torch.int64).view(count, 2)
     (found,) = digester().digests(leaves, [count], torch.tensor([[3, 4]]))
@@ -273,7 +273,7 @@ def test_unaligned_memory_gives_the_same() -> None:
         for offset in (1, 2, 4, 7, 8, 13):
             view = memory[offset : offset + nbytes]
             assert digest_of(view) == digest_in_numpy(content_of(view.clone()), (0, 0)), offset
-            as_numpy = memory.numpy()[offset : offset + nbytes]  # Unaligned although the tensor's own offset is 0.
+            as_numpy = memory.numpy()[offset : offset + nbytes]  # Unaligned, although the tensor's storage offset is 0.
             assert digest_of(torch.from_numpy(as_numpy)) == digest_of(view.clone()), offset
 
 
@@ -300,7 +300,7 @@ def test_the_digest_leaves_the_tensor_alone_and_needs_no_graph() -> None:
 
 
 def test_every_single_flipped_bit_is_seen() -> None:
-    """500 at random, over two blocks and a ragged tail; both lanes change."""
+    """Flip 500 random bits of two blocks and a partial one: each flip changes both lanes."""
     tensor = any_tensor(torch.bfloat16, (BLOCK_BYTES + 13,), 6)
     before = digest_of(tensor)
     chance = random.Random(0)
@@ -375,7 +375,7 @@ def test_two_equal_flips_are_seen(value: str) -> None:
 
 
 def test_two_flips_of_different_bits_of_one_word_are_seen() -> None:
-    """Bit i + 32 shows in the low half of a word, too: flipped together with bit i it must not cancel."""
+    """The fold mixes bit i + 32 into the low half of the word. It must not cancel a flip of bit i."""
     word = torch.zeros(1, dtype=torch.int64)
     seen = {digest_of(word)}
     for i in range(32):
@@ -390,7 +390,7 @@ def test_two_flips_of_different_bits_of_one_word_are_seen() -> None:
 
 @pytest.mark.slow
 def test_hundreds_of_pairs_of_sign_bits_are_seen() -> None:
-    """The top bits meet only the lowest bits of the keys: the worst case of a keyed sum."""
+    """Top bits are multiplied only by the lowest bits of the keys: the worst case of a keyed sum."""
     chance = random.Random(3)
     for width in (32, 64):
         words = any_bytes(8 * BLOCK_WORDS, width).view(torch.int64)
@@ -414,7 +414,7 @@ def test_a_change_of_all_signs_is_seen() -> None:
 
 
 def test_the_same_change_of_both_halves_of_two_words_is_seen() -> None:
-    """Bits i and i + 32 of a word, in each of two words: signs of two pairs of float32, say."""
+    """Flip bits i and i + 32 in each of two words, for example the signs of two pairs of float32."""
     for high in (32, 39, 48, 55, 62, 63):
         words = any_bytes(8 * 64, 5).view(torch.int64)
         before = digest_of(words)
@@ -469,7 +469,7 @@ def test_the_sign_of_zero_and_the_payload_of_nan_are_seen() -> None:
         assert digest_of(zeros) != digest_of(negative)
         nans = torch.full((9,), float("nan")).to(dtype)
         payload = nans.clone()
-        flip(payload, 8 * dtype.itemsize * 4)  # The lowest bit of the mantissa; it stays a NaN.
+        flip(payload, 8 * dtype.itemsize * 4)  # The lowest mantissa bit: the value stays NaN.
         assert payload.float().isnan().all()
         assert digest_of(nans) != digest_of(payload)
 
@@ -532,7 +532,7 @@ def test_keys_say_what_a_tensor_is() -> None:
 
 
 def test_swapped_tensors_of_equal_shape_change_the_sum_over_all() -> None:
-    """Tier 1 compares the sum of all digests: what trades places must not cancel in it."""
+    """Tier 1 compares the sum of all digests. A swap of two tensors must change the sum."""
     a, b = torch.randn(5, 5), torch.randn(5, 5)
     straight = TensorContent("parameter", [Named("a", a), Named("b", b)]).digests(Digester()).sum(0)
     crossed = TensorContent("parameter", [Named("a", b), Named("b", a)]).digests(Digester()).sum(0)

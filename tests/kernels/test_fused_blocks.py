@@ -14,7 +14,7 @@ from fp8dist_kernels.triton import blocks as fused
 from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # Of the interpreter's numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
 BLOCKS = (None, (1, 128), (128, 128))
 SHAPES = ((1, 16), (33, 80), (130, 272), (17, 3), (0, 32))
@@ -66,7 +66,7 @@ def test_either_copy_alone(block: Any, layout: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_offsets_beyond_32_bits(block: Any) -> None:
-    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched memory costs nothing.
+    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched pages take no CPU memory.
     for x in (room.as_strided((3, 16), (2**30, 1)), room.as_strided((16, 257), (1, 2**23))):
         x.copy_(hard_values(*x.shape, finite=True))
         assert_same(run(fused, x, torch.float8_e4m3fn, block), run(plain, x.clone(), torch.float8_e4m3fn, block))

@@ -19,7 +19,7 @@ from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_va
 from tests.support.devices import DEVICE
 from tests.support.oracle import FLOAT32_MAX, amax_of, divide, float32, scale_for
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # Of the interpreter's numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
 VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
 THOROUGH = pytest.mark.parametrize(
@@ -30,7 +30,7 @@ SHAPES = ((1, 16), (33, 80), (130, 272), (17, 3), (0, 32))
 
 
 def run(kernels: Any, x: Tensor, dtype: torch.dtype, before: float = -1.0, **changes: Any) -> tuple[Tensor, ...]:
-    """Row-major, transposed, inv_scale and ``pending`` of one call."""
+    """Return (row-major copy, transposed copy, inv_scale, ``pending``) of one call."""
     options: dict[str, Any] = {
         "scale": 0.37, "cold": False, "record": True, "just_in_time": False, "margin": 0, "power_of_two": False,
         "rows": True, "columns": True, **changes,
@@ -53,11 +53,11 @@ def test_a_cast_is_the_twins(layout: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_all_shapes_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five shapes and eight layouts, which meet the pairs of types in turn."""
+    """Five shapes times eight layouts, with the pairs of dtypes in turn."""
     poison(monkeypatch)
     types = [*itertools.product(DTYPES, FORMATS)]
     for index, ((tokens, features), layout) in enumerate(itertools.product(SHAPES, LAYOUTS)):
-        turn = index + index // len(LAYOUTS)  # So that each layout meets all of them.
+        turn = index + index // len(LAYOUTS)  # Shift the pairing, so that each layout meets all types.
         source, dtype = types[turn % 6]
         finite = turn % 4 < 2
         x = LAYOUTS[layout](hard_values(tokens, features, index, finite).to(source))
@@ -128,7 +128,7 @@ def test_a_negative_nan_is_recorded_as_nan() -> None:
 @pytest.mark.parametrize(("tokens", "stride"), [(3, 2**30), (260, 2**23)], ids=["in a tile", "between tiles"])
 def test_offsets_beyond_32_bits(tokens: int, stride: int) -> None:
     for on_its_side in (False, True):
-        # Memory that is not touched costs nothing.
+        # Untouched pages take no CPU memory.
         room = torch.empty((tokens - 1) * stride + 16, dtype=torch.float16, device=DEVICE)
         x = room.as_strided((tokens, 16), (stride, 1))
         x.copy_(hard_values(tokens, 16, finite=True))
@@ -139,7 +139,7 @@ def test_offsets_beyond_32_bits(tokens: int, stride: int) -> None:
 
 
 def test_float64_beyond_float32_is_infinite() -> None:
-    """In either version: it is read as float32."""
+    """Both versions read float64 as float32."""
     x = torch.full((16, 16), 1e300, dtype=torch.float64, device=DEVICE)
     one, cold = torch.ones((), device=DEVICE), torch.zeros((), dtype=torch.bool, device=DEVICE)
     for version in (plain, fused):
@@ -154,12 +154,12 @@ def test_float64_beyond_float32_is_infinite() -> None:
 
 
 def has_outgrown(amax: float, scale: float, outgrown: float, dtype: torch.dtype) -> bool:
-    """From its definition. ``amax`` and ``scale`` are float32 values."""
+    """Return True if the tensor has outgrown its scale, by definition. ``amax`` and ``scale`` are float32 values."""
     return math.isfinite(amax) and float32(amax * scale) > float32(outgrown * FP8_MAX[dtype])
 
 
 def scales_at_the_limit(amax: float, outgrown: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest float32 scale that a tensor with this amax has not outgrown, and the next, which it has."""
+    """Return the largest float32 scale that a tensor with this amax has not outgrown, and the next float32 above it."""
     fits = np.float32(outgrown * FP8_MAX[dtype] / amax)
     while has_outgrown(amax, float(fits), outgrown, dtype):
         fits = np.nextafter(fits, np.float32(0))
@@ -169,14 +169,14 @@ def scales_at_the_limit(amax: float, outgrown: float, dtype: torch.dtype) -> tup
 
 
 def of_amax(amax: float, source: torch.dtype = torch.float32) -> Tensor:
-    """[5, 48] with this amax (>= 1), of a negative number."""
+    """Return a tensor [5, 48] whose amax (>= 1) is that of a negative element."""
     x = hard_values(5, 48, finite=True).clamp(-1, 1)
     x[4, 33] = -amax
     return x.to(source)
 
 
 def check_outgrown(version: Any, x: Tensor, dtype: torch.dtype, **options: Any) -> bool:
-    """Cast, and compare with the definition. Returns whether the scale was made just in time."""
+    """Cast and compare with the definition. Return True if the scale must be computed just in time."""
     values = x.flatten().tolist()
     amax = amax_of([float32(v) for v in values])
     assert amax is not None
@@ -199,8 +199,8 @@ def check_outgrown(version: Any, x: Tensor, dtype: torch.dtype, **options: Any) 
 @THOROUGH
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_a_tensor_has_outgrown_its_scale_above_the_limit(version: Any, dtype: torch.dtype) -> None:
-    # 1.1 is no float32, nor is its product with 448. In float32, each of these amaxes would be decided otherwise by a
-    # division: of the limit by the amax or by the scale, of the product by the format's largest number, or of both.
+    # For each of these amaxes, a float32 division in place of the product gives another result: limit / amax,
+    # limit / scale or product / FP8 max. (1.1 and 1.1 * 448 are not float32 values.)
     for outgrown, amax in ((1.25, 1.55342495), (2.0, 2.73025084), (1.1, 2.0)):
         fits, does_not = scales_at_the_limit(float32(amax), outgrown, dtype)
         assert not check_outgrown(version, of_amax(amax), dtype, scale=fits, outgrown=outgrown)
@@ -221,7 +221,7 @@ def test_a_tensor_of_any_type_outgrows_its_scale(version: Any, source: torch.dty
 @pytest.mark.slow
 def test_all_programs_of_a_cast_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
-    x = hard_values(130, 80, finite=True).clamp(-1, 1).bfloat16()  # Two by two programs.
+    x = hard_values(130, 80, finite=True).clamp(-1, 1).bfloat16()  # 2 x 2 programs.
     scales = scales_at_the_limit(3.0, 1.25, FORMATS[0])
     for place, scale, fresh in (((0, 0), scales[1], True), ((129, 79), scales[0], False), ((129, 79), scales[1], True)):
         x[place] = 3.0
@@ -239,7 +239,7 @@ def test_without_the_keyword_nothing_is_outgrown(version: Any) -> None:
 
 @THOROUGH
 def test_outgrown_and_cold(version: Any) -> None:
-    """Either is a reason, but a cold slot's only with ``just_in_time``: else its scale is 1 on purpose."""
+    """An outgrown slot gets a new scale. A cold slot gets one only with ``just_in_time``; else its scale stays 1."""
     rules = itertools.cycle(((False, 0), (True, 1), (False, -2)))
     for amax, cold, just_in_time in itertools.product((1.0, 100.0), (False, True), (False, True)):
         power_of_two, margin = next(rules)
@@ -266,9 +266,9 @@ def test_outgrown_whichever_copies_are_written(
 
 @THOROUGH
 def test_an_amax_that_is_not_finite_outgrows_nothing(version: Any) -> None:
-    """The slot's scale is used: 1 just in time."""
+    """The cast uses the slot's scale, or 1 if the slot is cold and ``just_in_time``."""
     negative_nan = of_amax(1e6)
-    negative_nan.view(torch.int32)[0, 0] = -1  # Of the largest payload.
+    negative_nan.view(torch.int32)[0, 0] = -1  # A NaN with the largest payload.
     for x, cold, just_in_time in (
         (of_amax(math.inf), False, False), (of_amax(math.inf), False, True), (of_amax(math.inf), True, True),
         (of_amax(-math.inf), False, False), (of_amax(math.nan), False, True), (of_amax(math.nan), True, False),

@@ -1,4 +1,4 @@
-"""Triton's leaves of the digest against plain torch, and the digest against its formula in Python's integers."""
+"""Triton's leaves of the digest against plain torch, and the digest against its formula in Python integers."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def triton() -> ContentDigest:
 
 
 def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """One launch; the leaves of each tensor, on the CPU."""
+    """Return the leaves of each tensor, on the CPU, from one launch."""
     leaves, counts = triton().many_leaves(tensors)
     assert counts == [block_count(tensor.nbytes) for tensor in tensors]
     return list(leaves.cpu().split(counts))
 
 
 def agree(tensors: Sequence[Tensor]) -> None:
-    """Triton's leaves of tensors of the CPU, taken at once on the device, are plain torch's."""
+    """Assert that Triton's leaves, from one launch on the device, equal plain torch's leaves on the CPU."""
     found = leaves_of([tensor.to(DEVICE) for tensor in tensors])
     for i, (tensor, leaves) in enumerate(zip(tensors, found)):
         assert torch.equal(leaves, twin().leaves(tensor)), i
 
 
 def cut(sizes: Sequence[int], offset: int, seed: int = 1) -> list[Tensor]:
-    """Pieces of one memory on the device, each at an address that is ``offset`` beyond a multiple of 64."""
+    """Return slices of one device buffer, each at an address ``offset`` bytes past a multiple of 64."""
     starts = np.cumsum([0, *(64 * (size // 64 + 2) for size in sizes)]).tolist()
     memory = any_bytes(starts[-1], seed).to(DEVICE)
     assert memory.data_ptr() % 64 == 0
@@ -74,7 +74,7 @@ def cut(sizes: Sequence[int], offset: int, seed: int = 1) -> list[Tensor]:
 
 @pytest.fixture
 def more_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device of 16 multiprocessors: three strips, 48 programs."""
+    """Pretend 16 multiprocessors: three strips, 48 programs."""
     monkeypatch.setattr(fused, "processors", lambda device: 16)
 
 
@@ -195,7 +195,7 @@ def test_rows_of_several_blocks() -> None:
     assert torch.equal(triton().row_leaves(words.to(DEVICE)).cpu(), expected)
 
 
-# Who does what ------------------------------------------------------------------------------------------------
+# How programs share the work ----------------------------------------------------------------------------------
 
 PLANS: dict[str, list[tuple[int, int]]] = {  # (address, bytes)
     "one of 5 GiB": [(1 << 40, 5 << 30)],
@@ -237,7 +237,7 @@ def test_each_tile_of_each_tensor_is_done_once(plan: str, strips: int) -> None:
 
 
 class Using(Digester):
-    """With one backend, wherever."""
+    """A digester with the same backend on every device."""
 
     def __init__(self, backend: str) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Using(Digester):
 
 
 class Ops(TorchDispatchMode):
-    """Names of the torch ops that run."""
+    """Records the names of the torch ops that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ def test_digests_of_slots_are_those_of_plain_torch() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_one_element_with_any_stride(backend: str) -> None:
-    """torch calls it contiguous."""
+    """torch treats a tensor of one element as contiguous, whatever its stride."""
     digest = ContentDigest(torch.device(DEVICE), backend)
     column = torch.full((1, 4), 3.0, device=DEVICE)[:, 0]
     assert digest.leaves(column).tolist() == digest.leaves(torch.full((1,), 3.0, device=DEVICE)).tolist()

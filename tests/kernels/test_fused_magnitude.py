@@ -16,7 +16,7 @@ from tests.support.casting import DTYPES, LAYOUTS, hard_values, poison
 from tests.support.devices import DEVICE
 from tests.support.oracle import amax_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # Of the interpreter's numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (), (1,), (7,), (3, 5), (130, 272), (2, 3, 16), (20, 1000), (0, 4), (9000,), (2, 1, 4, 3),
@@ -76,7 +76,7 @@ def test_special_values() -> None:
         x[17] = value
         assert seen_by(fused.observe, x) == repr(abs(value))
         if math.isnan(value):
-            x.view(torch.int32)[17] = -1  # Negative, and of the largest payload.
+            x.view(torch.int32)[17] = -1  # A negative NaN with the largest payload.
             assert seen_by(fused.observe, x) == "nan"
 
 
@@ -108,7 +108,7 @@ def test_parts_cover_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_offsets_beyond_32_bits() -> None:
-    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched memory costs nothing.
+    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched pages take no CPU memory.
     for shape, strides in (((3, 16), (2**30, 1)), ((257, 16), (2**23, 1)), ((16, 2), (3, 2**31))):
         x = room.as_strided(shape, strides)
         x.zero_()

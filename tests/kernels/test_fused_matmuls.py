@@ -1,4 +1,4 @@
-"""Triton's products against float64: bitwise where sums are exact, within the accumulator's error else."""
+"""Triton's products against float64: bitwise if sums are exact, else within the accumulator's error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.products import E4M3, E5M2, PAIRS, Product, random_numbers, s
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALINGS = pytest.mark.parametrize("scaling", list(Scaling), ids=lambda scaling: scaling.value)
 COLUMNS = (16, 48, 144)
-SHAPES = tuple(  # Each two sizes meet.
+SHAPES = tuple(  # Each pair of sizes occurs.
     (m, COLUMNS[(i + j) % 3], k) for i, m in enumerate((1, 17, 129)) for j, k in enumerate((16, 80, 144, 272))
 )
 
@@ -27,16 +27,16 @@ TILES = (
     Tile(rows=128, columns=128, depth=128, warps=8, stages=3, group=8),
 )
 WIDE = Tile(rows=128, columns=256, depth=128, warps=8, stages=3, group=2)
-"""In several pieces when it is written, in two halves under slow accumulation, in quarters under block scales."""
+"""A tile that is written in several pieces, computed in halves (slow accumulation) or quarters (block scales)."""
 
 ACCUMULATOR = 2.0**-10 if DEVICE == "cuda" else 2.0**-16
-"""Relative to the sum of magnitudes. Hopper's FP8 tensor cores drop what is 2**-13 below the largest summand; the
-interpreter has float32, with 272 additions."""
+"""Tolerance relative to the sum of magnitudes. Hopper's FP8 tensor cores drop bits 2**-13 below the largest summand;
+the interpreter does 272 float32 additions."""
 
 
 @pytest.fixture
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written shows as NaN."""
+    """Fill new outputs with NaN, so that unwritten memory shows."""
     empty = torch.empty
 
     def nan(*args: object, **kwargs: object) -> Tensor:
@@ -188,7 +188,7 @@ def test_products_of_nothing(scaling: Scaling) -> None:
             assert torch.equal(got, matmul_reference(a, b, *scales, torch.bfloat16, bias))
 
 
-# What is refused -------------------------------------------------------------------------------------
+# Refused arguments -----------------------------------------------------------------------------------
 
 
 def test_other_pairs_of_operands_are_refused() -> None:
@@ -214,7 +214,7 @@ def test_scales_and_layouts_that_fit_nothing_are_refused() -> None:
 
 
 def test_inverse_scales_whose_product_is_no_float32() -> None:
-    """They are applied one after the other: zeros stay zeros, small numbers keep their bits."""
+    """The two inverse scales are applied in turn: zeros stay zeros, small numbers keep their bits."""
     a, b = (torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     large = torch.tensor(2.0**100, device=DEVICE)
     zeros = torch.zeros_like(a)
@@ -225,7 +225,7 @@ def test_inverse_scales_whose_product_is_no_float32() -> None:
 
 
 def test_inverse_scales_of_lines_whose_product_is_no_float32() -> None:
-    """In each block that of ``a`` is applied first, then that of ``b``."""
+    """In each block, the inverse scale of ``a`` is applied first, then that of ``b``."""
     a, b = (torch.ones(16, 144, device=DEVICE).to(E4M3) for _ in range(2))
     zeros = torch.zeros_like(a)
 

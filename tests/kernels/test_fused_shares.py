@@ -14,7 +14,7 @@ from fp8dist_kernels.triton import shares as fused
 from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # Of the interpreter's numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
 BLOCKS = (None, (0, 0), (1, 128), (128, 128))
 SHAPES = ((1, 16), (33, 80), (130, 272), (17, 3), (128, 128), (0, 32))
@@ -29,7 +29,7 @@ def run(
 
 
 def scales_of(x: Tensor, block: Any, seed: int = 0) -> Tensor:
-    """From 2**-10 to 2**10, of all mantissas."""
+    """Return scales from 2**-10 to 2**10 with random mantissas."""
     tokens, features = x.shape
     height, width = block or (1, max(1, features))
     shape = (-(-tokens // height), -(-features // width)) if height else ()
@@ -57,10 +57,10 @@ def test_shares_are_the_twins(block: Any, layout: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_all_shapes_and_strides() -> None:
-    """Six shapes and eight layouts, which meet blocks and types in turn."""
+    """Six shapes times eight layouts, with blocks and dtypes in turn."""
     sources = (*DTYPES, torch.float64)
     for index, ((tokens, features), layout) in enumerate(itertools.product(SHAPES, LAYOUTS)):
-        turn = index + index // len(LAYOUTS)  # So that each layout meets all of them.
+        turn = index + index // len(LAYOUTS)  # Shift the pairing, so that each layout meets all types.
         block = BLOCKS[(turn + index // 4) % 4]
         x = LAYOUTS[layout](hard_values(tokens, features, index, finite=turn % 2 == 0).to(sources[turn % 4]))
         inv_scale = scales_of(x, block, index)
@@ -89,7 +89,7 @@ def test_limits_themselves() -> None:
         limits = [limit * torch.tensor(scale) for limit in plain.limits(dtype)]
         x = torch.stack([torch.nextafter(limit, limit * end) for limit in limits for end in (0, 1, 2)])
         got = compare(x.view(1, -1).to(DEVICE), torch.tensor(scale, device=DEVICE), dtype, (0, 0))
-        # Above the upper limit one; at or below the lower one two.
+        # Of six values, one is above the upper limit, and two are at or below the lower limit.
         assert [got[0][1].item(), got[1][2].item()] == [float(torch.tensor(1.0) / 6), float(torch.tensor(2.0) / 6)]
 
 
@@ -119,7 +119,7 @@ def test_programs_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("block", [(0, 0), (1, 128)], ids=str)
 def test_offsets_beyond_32_bits(block: Any) -> None:
-    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched memory costs nothing.
+    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched pages take no CPU memory.
     for far in (room.as_strided((3, 16), (2**30, 1)), room.as_strided((16, 257), (1, 2**23))):
         far.copy_(hard_values(*far.shape, finite=True))
         inv_scale = scales_of(far, block)

@@ -1,4 +1,4 @@
-"""Launch and commit in Triton: the same bits as the plain versions, which other tests hold against an oracle."""
+"""Launch and commit in Triton, bitwise against the plain versions (other tests compare those with an oracle)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _words(rng: random.Random, n: int) -> Tensor:
 
 
 def _arrays(n: int, length: int, shards: int = 0, seed: int = 0) -> StateArrays:
-    """Slots of both formats, the first ``shards`` of them sharded weights with one to three users."""
+    """Return ``n`` slots of both formats. The first ``shards`` are sharded weights with one to three users each."""
     rng = random.Random(seed)
     formats = [FP8_MAX[name] for name in ("e4m3", "e5m2")]
     arrays = StateArrays.allocate(
@@ -64,7 +64,7 @@ def _arrays(n: int, length: int, shards: int = 0, seed: int = 0) -> StateArrays:
 
 
 def _there(arrays: StateArrays) -> StateArrays:
-    """A copy, on the device that is tested."""
+    """Return a copy on the device under test."""
     return StateArrays(*(tensor.clone().to(DEVICE) for tensor in arrays))
 
 
@@ -76,7 +76,7 @@ def _assert_equal(mine: StateArrays, theirs: StateArrays) -> None:
 
 
 def _message(arrays: StateArrays, rng: random.Random, wrong: int | None = None) -> Tensor:
-    """What a collective might give: other ranks' amaxes, and maybe a header word that differs."""
+    """Return the result of a collective: amaxes of other ranks, and a differing header word if ``wrong`` is given."""
     reduced = arrays.send.clone()
     reduced[HEADER:] = torch.maximum(reduced[HEADER:], _words(rng, len(arrays.pending)))
     if wrong is not None:
@@ -122,7 +122,7 @@ def test_launch(n: int) -> None:
     ],
 )
 def test_commits_of_many_steps(algorithm: Any, margin: int, power_of_two: bool, just_in_time: bool) -> None:
-    """Eight steps with all kinds of amaxes; windows wrap."""
+    """Eight steps with all kinds of amaxes. The windows wrap around."""
     rng = random.Random(margin)
     n, rule = 37, UpdateRule(5, margin, power_of_two, just_in_time, algorithm)
     plain = _arrays(n, rule.length)
@@ -140,7 +140,7 @@ def test_commits_of_many_steps(algorithm: Any, margin: int, power_of_two: bool, 
 
 
 def test_window_lengths() -> None:
-    """Rings of every shape, at places before, at and after the end of the window."""
+    """Rings of several shapes, with positions before, at and after the end of the window."""
     for length in (1, 2, 7, 16, 100, 5000):
         rng = random.Random(length)
         rule = RULE._replace(length=length)
@@ -204,7 +204,7 @@ def test_sharded_weights_count_where_a_user_ran(n: int) -> None:
 
 
 def test_commits_against_the_oracle() -> None:
-    """Not only as the plain version does. At first with scale 1, at the limit of what counts as saturated."""
+    """Compare with the oracle, too. The first step has scale 1 and amaxes at the saturation limit."""
     rng = random.Random(5)
     rules = Rules(history_len=3, margin=1, warmup="unit")
     slots = [SlotOracle(FP8_MAX["e4m3" if i % 2 == 0 else "e5m2"], rules) for i in range(16)]

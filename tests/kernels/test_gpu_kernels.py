@@ -1,6 +1,6 @@
 """Kernels on a GPU: products against float64; casts, amaxes, updates and digests, bit for bit, against plain torch.
 
-The tests named small are those that compute-sanitizer runs (``scripts/gpu sanitize``).
+compute-sanitizer runs the tests named small (``scripts/gpu sanitize``).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SHAPES = {"small": (37, 48), "small-wide": (16, 272), "medium": (1000, 1536)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 NORM, ELEMENT = MappingProxyType({True: 2e-2, False: 5e-3}), 0.2
-"""Of the norm, by whether the tensor cores add up on their own, with some 14 bits; and of the root mean square, for any
-element. A rounding to bf16 is off by 2e-3, a tile that is wrong by 1."""
+"""Tolerances. NORM: error relative to the norm, by ``fast`` (tensor cores accumulate alone, with about 14 bits).
+ELEMENT: error of an element relative to the root mean square. Rounding to bf16 gives 2e-3, a wrong tile about 1."""
 
 
 def _product(operands: Operands, fast: bool, bias: Tensor | None = None) -> Tensor:
@@ -66,7 +66,7 @@ def test_products(shape: str, kind: str, fast: bool, use: str) -> None:
 
 
 def _tensor(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> Tensor:
-    """On the CPU: magnitudes from subnormal to saturating, both zeros, and for "special" Inf and NaN."""
+    """Return a CPU tensor with subnormal to saturating magnitudes and both zeros; "special" adds Inf and NaN."""
     generator = torch.Generator().manual_seed(7)
     rows, columns = shape if layout != "flipped" else shape[::-1]
     x = torch.randn(rows, 2 * columns if layout == "sliced" else columns, generator=generator)
@@ -105,7 +105,7 @@ def test_casts(shape: str, dtype: torch.dtype, layout: str) -> None:
 
 
 def _there(x: Tensor, device: str) -> Tensor:
-    """A copy with the same strides."""
+    """Return a copy on ``device`` with the same strides."""
     storage = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device=device)
     there = storage.as_strided(x.shape, x.stride(), x.storage_offset())
     return there.copy_(x)

@@ -1,4 +1,4 @@
-"""The interpreter that Triton's kernels are tested with: our repair of it, and upstream's fault."""
+"""Triton's interpreter: its FP8 conversion bug, and our fix for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernel
 
 
 def _numbers() -> Tensor:
-    """Mantissas that carry, ties, subnormals of both formats."""
+    """Return values that hit mantissa carries, ties and subnormals of both formats."""
     generator = torch.Generator().manual_seed(0)
     mantissas = torch.randn(4096, generator=generator)
     return torch.cat(
@@ -30,7 +30,7 @@ def _numbers() -> Tensor:
 
 @FORMATS
 def test_upstream_still_converts_wrongly(ours: torch.dtype, theirs: tl.dtype) -> None:
-    """When this fails, Triton has mended its interpreter: then ``tests/support/interpreter.py`` can go."""
+    """If this fails, Triton has fixed its interpreter: delete ``tests/support/interpreter.py``."""
     numbers = _numbers()
     got = convert_float_upstream(numbers.numpy(), tl.float32, theirs, None)
     assert (got.view(np.uint8) != numbers.to(ours).view(torch.uint8).numpy()).any()

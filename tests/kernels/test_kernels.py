@@ -58,7 +58,7 @@ def test_amax_bits_of_numbers() -> None:
 
 
 def test_amax_bits_of_nan() -> None:
-    """A NaN of either sign is above Inf as an integer, at any place."""
+    """As an integer, the bits of a NaN of either sign exceed those of Inf, so a NaN anywhere wins the MAX."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rows: list[list[int]] = [[], [0x3F800000], [0x7F800000, 0xFF800000], [0x3F800000] * 64]
         for word, others in itertools.product(NAN_WORDS, rows):
@@ -101,7 +101,7 @@ def test_record_amax_is_a_maximum_that_keeps_nan() -> None:
 
 
 class _Encoder:
-    """Round to nearest even into an FP8 format, by search in the table of its values."""
+    """Rounds to nearest even into an FP8 format, by search in the table of its values."""
 
     def __init__(self, exponent_bits: int, bias: int, maximum: float) -> None:
         mantissa_bits = 7 - exponent_bits
@@ -116,7 +116,7 @@ class _Encoder:
         assert self.values[-1] == maximum
 
     def encode(self, value: float) -> int | None:
-        """The code, None for any NaN code. Inf is NaN."""
+        """Return the FP8 code; None (any NaN code) for NaN and Inf."""
         if math.isnan(value) or math.isinf(value):
             return None
         sign = 0x80 if math.copysign(1.0, value) < 0 else 0
@@ -131,7 +131,7 @@ class _Encoder:
         return sign | (below if to_below < to_above else above)
 
     def scaled(self, value: float, scale: float) -> int | None:
-        """The code of ``value * scale`` in float32; finite values saturate whatever the product."""
+        """Return the code of ``value * scale`` in float32. Finite values saturate even if the product overflows."""
         if math.isinf(value):
             return None
         product = float32(value * scale)
@@ -167,7 +167,7 @@ def test_all_bfloat16_values(dtype: torch.dtype) -> None:
 
 @FP8
 def test_ties_and_their_neighbours(dtype: torch.dtype) -> None:
-    """Midpoints of all neighbouring values, and the float32 next to them, from subnormal to saturation."""
+    """Midpoints of all neighbouring values and the adjacent float32 values, from subnormal to saturation."""
     values = ENCODERS[dtype].values
     points = [(a + b) / 2 for a, b in itertools.pairwise(values)] + values
     points += [values[-1] * f for f in (1.01, 1.03125, 1.0625, 1.125, 1.2, 2.0)]
@@ -180,7 +180,7 @@ def test_ties_and_their_neighbours(dtype: torch.dtype) -> None:
 
 @FP8
 def test_inf_and_nan_become_nan(dtype: torch.dtype) -> None:
-    """Also where the scale is tiny or huge, and of either sign."""
+    """For tiny and huge scales, and for both signs."""
     x = _tensor([0x7F800000, 0xFF800000, *NAN_WORDS, 0x3F800000]).view(2, 4)
     for scale in (1.0, 1e-30, 1e30):
         rows, columns = saturating_cast(x, torch.tensor(scale), dtype, True, True)
@@ -190,7 +190,7 @@ def test_inf_and_nan_become_nan(dtype: torch.dtype) -> None:
 
 @FP8
 def test_what_is_cast_block_by_block(dtype: torch.dtype) -> None:
-    """Large tensors, in blocks of rows of which the last is short: as one expression over the whole gives."""
+    """Large tensors are cast in blocks of rows, the last one short. The result equals a cast of the whole tensor."""
     for shape, source in (((301, 1000), torch.float32), ((3, 200_000), torch.bfloat16), ((300_000, 1), torch.bfloat16)):
         for transposed in (False, True):
             x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).mul_(50).to(source)
@@ -249,7 +249,7 @@ def test_the_input_is_left_alone_and_dequantized(dtype: torch.dtype) -> None:
 
 
 def test_rings_against_lists() -> None:
-    """Random participation and magnitudes, several times around."""
+    """Random participation and magnitudes, over several laps of the ring."""
     for length in (1, 2, 3, 5, 16, 17, 1000):
         rng = random.Random(length)
         n, shape = 5, RingShape(length)
@@ -324,7 +324,7 @@ def test_every_single_bit_flip_is_seen() -> None:
 
 @pytest.mark.parametrize("constant", [False, True])
 def test_equal_flips_in_two_places_are_seen(constant: bool) -> None:
-    """Where XOR is blind."""
+    """An XOR would miss the change."""
     rng = random.Random(1)
     words = torch.full((256,), 0x3F800000, dtype=torch.int32) if constant else _words(256, 1)
     before = _digest(words)
@@ -339,7 +339,7 @@ def test_equal_flips_in_two_places_are_seen(constant: bool) -> None:
 
 
 def test_swapped_words_are_seen() -> None:
-    """Where a plain sum is blind."""
+    """A plain sum would miss the change."""
     rng = random.Random(2)
     words = _words(256, 2)
     before = _digest(words)
@@ -368,13 +368,13 @@ def test_the_digest_does_not_depend_on_the_order_of_summation() -> None:
 
 
 def test_keys() -> None:
-    """Odd, distinct, and the same for a place whatever the count: what the digest's promises rest on."""
+    """Keys are odd and distinct, and do not depend on the count. The digest's guarantees rely on this."""
     keys = position_keys(5000, torch.device("cpu"))
     assert bool((keys & 1).all())
     assert len(set(keys.tolist())) == 5000
     assert position_keys(7, torch.device("cpu")).equal(keys[:7])
     high = (keys >> 32).unique()
-    assert len(high) > 4990  # Random in the upper half, too.
+    assert len(high) > 4990  # The upper halves are random, too.
 
 
 def test_digest_of_nothing() -> None:
@@ -390,7 +390,7 @@ def _sent(words: list[int]) -> Tensor:
 
 
 def test_header_agreement() -> None:
-    """Per word, whether all ranks sent the same, after an integer MAX."""
+    """An integer MAX over ranks tells for each word if all ranks sent the same value."""
     for ranks in (2, 3, 5):
         rng = random.Random(ranks)
         edges = [-(2**31), -(2**31) + 1, -1, 0, 1, 2**31 - 2, 2**31 - 1]
@@ -442,7 +442,7 @@ def test_launch_sends_header_and_amaxes() -> None:
 
 
 def test_withhold() -> None:
-    """A skipped optimizer step sends nothing and keeps what it had, non-finite ones unless dropped."""
+    """A skipped optimizer step sends no amaxes and keeps the pending ones; ``drop`` discards non-finite ones."""
     for drop in (False, True):
         for held in (False, True):
             amaxes = [-1.0, 0.0, 5.0, math.inf, math.nan]

@@ -1,4 +1,4 @@
-"""Scaled products in plain torch: what the scales belong to, and each backend's numbers."""
+"""Scaled products in plain torch: the scaling that shapes imply, and the numbers of each backend."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_torch_agrees(scaling: Scaling) -> None:
 
 
 def test_a_bias_is_added_before_rounding() -> None:
-    """bfloat16 has 256 and 258: 256.5 + 0.75 rounds to 258. 256.5 rounded first would be 256, and stay there."""
+    """bfloat16 has 256 and 258. 256.5 + 0.75 rounds to 258; if 256.5 is rounded to 256 first, the sum stays 256."""
     a = torch.full((16, 16), 16.0).to(E4M3).to(DEVICE)
     b = torch.ones(16, 16).to(E4M3).to(DEVICE)
     inv_scale_a, inv_scale_b = torch.tensor(256.5 / 256.0, device=DEVICE), torch.tensor(1.0, device=DEVICE)
@@ -91,7 +91,7 @@ def test_products_of_nothing(scaling: Scaling) -> None:
 def test_shapes_tell_what_scales_belong_to(scaling: Scaling) -> None:
     for m, n, k in ((2, 16, 16), (200, 256, 272), (128, 128, 128), (3, 16, 1024)):
         given = small_integers(m, n, k, scaling)
-        one_block = scaling is Scaling.BLOCKWISE_1D and k <= 128  # A scale for each row, then.
+        one_block = scaling is Scaling.BLOCKWISE_1D and k <= 128  # With one block, the scales are row-wise.
         assert scaling_of(*given.operands) is (Scaling.ROWWISE if one_block else scaling), (m, n, k)
 
 
@@ -191,7 +191,7 @@ def test_scales_of_lines_are_laid_out_for_torch() -> None:
 
 @pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])
 def test_torch_takes_block_scales_that_are_so_laid_out(scaling: Scaling) -> None:
-    """Its own checks, without the product."""
+    """On the meta device, torch only checks its arguments."""
     m, n, k = 64, 256, 1280
     given = small_integers(m, n, k, scaling)
     scale_a, scale_b = block_scales_for_torch(given.inv_scale_a, given.inv_scale_b, scaling)

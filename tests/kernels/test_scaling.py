@@ -68,7 +68,7 @@ def _expected(words: list[int], format: Format, margin: int, power_of_two: bool,
 
 
 def test_formats() -> None:
-    """OCP FP8: what the oracle believes is what torch's dtypes can hold."""
+    """The oracle's largest OCP FP8 values are those of torch's dtypes."""
     for format in (E4M3, E5M2):
         assert format.max == oracle.FP8_MAX[format.name] == torch.finfo(format.dtype).max
     assert FLOAT32_MAX == oracle.FLOAT32_MAX
@@ -86,7 +86,7 @@ def test_special_amaxes(format: Format, power_of_two: bool) -> None:
 @FORMATS
 @POWERS
 def test_random_amaxes(format: Format, power_of_two: bool) -> None:
-    """12,000 amaxes over all exponents: a reciprocal and a multiplication would be off by one bit in many."""
+    """12,000 amaxes over all exponents. A reciprocal with a multiplication is off by one bit for many of them."""
     rng = random.Random(power_of_two)
     for margin in MARGINS:
         words = [rng.randrange(0x7F800000) for _ in range(2000)]
@@ -95,7 +95,7 @@ def test_random_amaxes(format: Format, power_of_two: bool) -> None:
 
 
 def test_the_shortcut_would_be_seen() -> None:
-    """448 * (1 / amax), which is what ``float / tensor`` computes, differs on these inputs."""
+    """On these inputs, 448 * (1 / amax), which ``float / tensor`` computes, gives other bits."""
     rng = random.Random(0)
     words = [rng.randrange(0x3F000000, 0x41000000) for _ in range(1000)]
     shortcut = bits(_tensor(words).reciprocal() * 448.0)
@@ -123,7 +123,7 @@ def test_where_keeps_the_previous_scale() -> None:
 
 
 def test_round_down_to_power_of_two() -> None:
-    """Every normal exponent, at its ends and inside. (A scale is never subnormal.)"""
+    """The ends and the inside of every normal exponent. A scale is never subnormal."""
     words = [e << 23 | m for e in range(1, 255) for m in (0, 1, 0x400000, 0x7FFFFF)]
     expected = [oracle.bits_of(math.ldexp(0.5, math.frexp(oracle.of_bits(w))[1])) for w in words]
     assert bits(round_down_to_power_of_two(_tensor(words))) == expected
@@ -133,7 +133,7 @@ def test_round_down_to_power_of_two() -> None:
 @pytest.mark.parametrize("margin", [-64, 64])
 @POWERS
 def test_extreme_margins_give_usable_scales(format: Format, margin: int, power_of_two: bool) -> None:
-    """The recipe allows margins from -64 to 64: no scale may become 0, or its inverse is Inf."""
+    """With margins from -64 to 64, no scale may become 0: its inverse would be Inf."""
     scales = _tensor(
         [w & 0xFFFFFFFF for w in _scales([1, 0x00800000, 0x3F800000, 0x7F7FFFFF], format, margin, power_of_two, 1.0)]
     )

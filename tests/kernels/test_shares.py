@@ -1,4 +1,4 @@
-"""Shares of a cast, in plain torch: against counts in plain Python, and against what casts make of the elements."""
+"""Shares of a cast in plain torch, against counts in plain Python and against the results of real casts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST = {E4M3: 2.0**-10, E5M2: 2.0**-17}
 
 
 def places() -> tuple[Tensor, Tensor]:
-    """Two that were not measured yet, views into an array."""
+    """Return two scalar outputs, views into an array, that hold -1 (not measured)."""
     array = torch.full((2, 7), -1.0, device=DEVICE)
     return array[0, 3], array[1, 5]
 
@@ -34,7 +34,7 @@ def measured(x: Tensor, inv_scale: Tensor, dtype: torch.dtype, block: tuple[int,
 
 
 def expected(x: Tensor, scales: Sequence[Sequence[float]], dtype: torch.dtype, block: tuple[int, int]) -> list[float]:
-    """``scales``: inverse ones, by block."""
+    """Return the saturated and underflow shares, in plain Python. ``scales``: inverse scales by block."""
     cut_off = lost = 0
     for i, row in enumerate(x.float().tolist()):
         for j, value in enumerate(row):
@@ -78,7 +78,7 @@ def test_scales_as_casts_make_them(blocks: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_what_is_counted_is_what_the_cast_does(dtype: torch.dtype) -> None:
-    """With a power of two, scaling is exact: lost is what becomes zero, cut off what no rounding explains."""
+    """Power-of-two scaling is exact: ``lost`` counts values cast to zero, ``cut_off`` values too large to round."""
     least, most = LEAST[dtype], MOST[dtype]
     steps = (1 - 2.0**-8, 1.0, 1 + 2.0**-8)
     x = torch.tensor([[sign * limit * step for limit in (least, most) for step in steps for sign in (1, -1)]])

@@ -1,4 +1,4 @@
-"""Which tile a product is cut into: the formula, the shipped tables, the tuner that writes them."""
+"""The choice of a tile for a product: the formula, the shipped tables, and the tuner that writes them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_large_products_get_the_widest_tile() -> None:
 
 
 def test_small_products_are_spread_over_the_processors() -> None:
-    """Otherwise most of them would have nothing to do."""
+    """Large tiles would leave most multiprocessors idle."""
     for m, n in ((64, 4096), (16, 8192), (1, 1024), (512, 512)):
         tile = _of_hopper(m, n, 4096)
         assert (tile.rows, tile.columns) == (64, 64)
@@ -65,7 +65,7 @@ def test_with_no_other_tile_the_busiest_program_reads_less() -> None:
 
 
 def _busiest(problem: Problem, tile: Tile) -> int:
-    """Bytes of operands that the program with the most tiles reads, counting two steps for writing each of them."""
+    """Return the operand bytes that the busiest program reads; writing a tile counts as two steps."""
     tiles = math.ceil(problem.m / tile.rows) * math.ceil(problem.n / tile.columns)
     mine = max(len(range(program, tiles, H200_PROCESSORS)) for program in range(H200_PROCESSORS))
     return mine * (tile.rows + tile.columns) * 128 * (math.ceil(problem.k / 128) + 2)
@@ -77,10 +77,10 @@ def test_tiles_are_what_the_kernels_can_do() -> None:
             chosen = candidates(Problem(4096, 4096, 4096, scaling, fast), capability)
             assert len(set(chosen)) == len(chosen) > 0
             for tile in chosen:
-                assert tile.depth == 128  # A block of scales, and of slow accumulation.
-                assert tile.rows >= 64  # of wgmma
+                assert tile.depth == 128  # The block size of scales and of slow accumulation.
+                assert tile.rows >= 64  # The minimum of wgmma.
                 assert not scaling.in_blocks or tile.columns in (64, 128, 256)
-                assert scaling is not Scaling.BLOCKWISE_1D or tile.columns <= 128  # Wider ones spill.
+                assert scaling is not Scaling.BLOCKWISE_1D or tile.columns <= 128  # Wider tiles spill registers.
 
 
 def test_the_choice_is_a_function() -> None:
@@ -104,7 +104,7 @@ def _entry(m: int = 4096, tile: Tile = SQUARE, vs_torch: float = 1.02, **other: 
 
 @pytest.fixture
 def ship(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Make a text the table of all devices."""
+    """Return a function that makes a JSON text the table of all devices."""
 
     def use(text: str) -> None:
         table = TileTable.from_json(text)
@@ -159,7 +159,7 @@ def test_block_scaled_products_have_one_speed(ship: Any, scaling: Scaling) -> No
 
 
 def test_a_tile_that_is_not_shipped_is_not_taken(ship: Any) -> None:
-    """For instance of a table that was measured with an older version."""
+    """A table of an older version may name a tile that no longer exists."""
     unknown = Tile(rows=128, columns=128, depth=64, warps=4, stages=7, group=8)
     ship(_file(_entry(tile=unknown)))
     assert tile_for(PROBLEM, CPU) in candidates(PROBLEM, HOPPER)
@@ -229,7 +229,7 @@ def test_the_tuner_needs_a_gpu(tmp_path: Path) -> None:
 
 
 class Tuner:
-    """The tuner on a GPU that does not exist. ``outcomes``: ratios, or what is raised instead, in turn."""
+    """The tuner on a fake GPU. ``outcomes``: the successive results, a ratio or an exception to raise."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
         self.out = out
@@ -254,7 +254,7 @@ class Tuner:
 
     @property
     def ratios(self) -> list[float]:
-        """In the table, smallest first."""
+        """The ratios in the written table, in ascending order."""
         test_shipped_tables_hold_what_was_measured(self.out)
         return sorted(entry["vs_torch"] for entry in json.loads(self.out.read_text())["entries"])
 

@@ -1,4 +1,4 @@
-"""Ranks of the example job that are killed or hang: what the others say, and that a restarted job loses nothing."""
+"""Killed and hanging ranks of the example job: messages of the other ranks, and bitwise-equal restarted runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Undisturbed = Callable[[str], Run]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """A run that nothing happens to, made once per kind of parallelism."""
+    """Return a function that makes a run without faults, once per kind of parallelism."""
     made: dict[str, Run] = {}
 
     def run(parallel: str) -> Run:
@@ -33,7 +33,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 def processes_of(out: Path) -> list[str]:
-    """Command lines of live processes that have to do with this run."""
+    """Return the command lines of this run's live processes."""
     lines = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
     return [line for line in lines if str(out) in line and "-u -m launch.train_gpt" in line]
 
@@ -64,10 +64,10 @@ def test_a_killed_rank_costs_steps_but_no_bit(
     assert run.summary["fp8_state_identical"] is True
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000008", "step-00000012"]
-    # The rank that was left has said where it was.
+    # The surviving rank has logged its position.
     kind, victim, step = fault.split(":")
     (said,) = re.findall(rf"^rank {1 - int(victim)}: (.+)$", run.output, re.MULTILINE)
-    # Its part of the sync may have arrived before it died: then the next step misses it.
+    # The killed rank's part of the sync may have arrived. Then the survivor fails in the next step.
     steps = (int(step), int(step) + 1) if kind == "kill-sync" else (int(step),)
     assert any(f"step {number}" in said for number in steps)
     assert "GPT" in said
@@ -89,7 +89,7 @@ def test_a_hanging_rank_is_given_up(tmp_path: Path) -> None:
 
 
 def start_ranks(*commands: tuple[tuple[str, ...], str]) -> list[tuple[int, str]]:
-    """Start each command as a rank whose agent has restarted so many times; exit status and stderr of each."""
+    """Start a rank per (command, restart count of its agent). Return the exit status and stderr of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -107,7 +107,7 @@ def start_ranks(*commands: tuple[tuple[str, ...], str]) -> list[tuple[int, str]]
 
 
 def test_agents_that_count_differently_resume_alike(tmp_path: Path) -> None:
-    """As on two nodes: the agent of one has restarted because of its own ranks, the other because of its fellow."""
+    """On two nodes the agents' restart counts may differ, here 0 and 1. Both ranks must resume from the same step."""
     flags = [*TINY, "--save-every", "6", "--inject", "kill-forward:0:9", "--out", str(tmp_path)]
     finish(tmp_path, RANKS, *TINY, "--save-every", "6", "--stop-after", "6")
     ends = start_ranks(*(((*SINGLE, *flags), own) for own in ("0", "1")))

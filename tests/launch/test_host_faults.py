@@ -1,8 +1,8 @@
-"""Hosts that are cut off, half cut off, slow, ahead of the time, of another version, or started again under the job.
+"""Hosts that are cut off, half cut off, slow, a day ahead, of another version, or restarted during the job.
 
-Each has an address of its own (``tests/support/hosts.py``) and is started as docs/launching.md says. Ranks that survive
-end within ``--timeout`` and MARGIN, each with one line that says where it was and who is missing. Nothing is left of
-the job.
+Each host has its own address (``tests/support/hosts.py``) and is started as in docs/launching.md. Surviving ranks end
+within ``--timeout`` plus MARGIN. Each writes one line with its position and the missing ranks. No process of the job
+remains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def shared() -> Iterator[Lab]:
 
 @pytest.fixture
 def lab(shared: Lab) -> Iterator[Lab]:
-    """The hosts as new: nothing runs, all is connected."""
+    """Yield the lab. Afterwards, end all processes and reconnect all hosts."""
     yield shared
     for host in shared.hosts:
         host.kill_all()
@@ -47,7 +47,7 @@ def lab(shared: Lab) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def undisturbed(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run on the same hosts that nothing happens to."""
+    """A run on the same hosts without faults."""
     return HostedJob(shared, tmp_path_factory.mktemp("undisturbed")).start_all().finish()
 
 
@@ -55,19 +55,19 @@ Fault = Callable[[Lab, Host], None]
 
 
 def cut(lab: Lab, victim: Host) -> None:
-    """Nothing comes from it or to it."""
+    """Disconnect the victim in both directions."""
     victim.cut()
 
 
 def mute(lab: Lab, victim: Host) -> None:
-    """It hears the others, and they do not hear it."""
+    """Let the victim receive but not be received: the other hosts drop its packets."""
     for host in lab.hosts:
         if host is not victim:
             host.drop_from(victim)
 
 
 def deafen(lab: Lab, victim: Host) -> None:
-    """The others hear it, and it does not hear them."""
+    """Let the victim send but not receive: it drops the other hosts' packets."""
     for host in lab.hosts:
         if host is not victim:
             victim.drop_from(host)
@@ -116,7 +116,7 @@ def test_the_others_say_who_is_missing(
     assert not (tmp_path / "run/summary.json").exists()
 
 
-# Of faketime, Debian's 0.9.10 breaks clock_nanosleep on the monotonic clock, and with it Python's time.sleep.
+# Not faketime: Debian's 0.9.10 breaks clock_nanosleep on the monotonic clock, and with it Python's time.sleep.
 TOMORROW = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -188,7 +188,7 @@ def test_a_host_of_another_version_is_named(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("comes_back", [False, True], ids=["killed", "cut for a while"])
 def test_a_host_that_is_started_again_resumes(lab: Lab, tmp_path: Path, undisturbed: Run, comes_back: bool) -> None:
-    """The others wait for it in torchrun's rendezvous, and all go on from the checkpoint."""
+    """The other hosts wait for it in torchrun's rendezvous. All resume from the checkpoint."""
     kind = "stop-step:2:7"
     job = HostedJob(lab, tmp_path, "--save-every", "4", "--inject", kind, MAX_RESTARTS="3").start_all()
     lost = lab.hosts[2]
@@ -203,7 +203,7 @@ def test_a_host_that_is_started_again_resumes(lab: Lab, tmp_path: Path, undistur
     assert lost.wait_until_idle(5) == []
     job.start(lost)
     run = job.finish()
-    seen = "" if comes_back else ", or waiting for one that is"  # A connection that was reset, before the time-out.
+    seen = "" if comes_back else ", or waiting for one that is"  # A kill resets connections before the time-out.
     for host in lab.hosts[:2]:
         assert f"Missing of 3 ranks: rank 2 (host2): gone, hung, or out of reach{seen}: " in job.last_words(host)
     assert run.summary["resumed_after_step"] == 4

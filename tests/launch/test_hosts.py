@@ -1,4 +1,4 @@
-"""The lab of hosts itself: what tests on it take for granted."""
+"""The lab of hosts: the properties that other tests rely on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ while True:
             peer.sendall(chunk[:1])
 """
 
-# Seconds that one byte takes there and back, the median of 20.
+# Prints the round-trip time of one byte in seconds, the median of 20.
 ASK = """
 import socket, sys, time
 with socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])) as peer:
@@ -41,7 +41,7 @@ with socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])) a
 print(sorted(took)[10])
 """
 
-# Seconds until two megabytes have arrived.
+# Prints the seconds until two megabytes have arrived.
 SEND = """
 import socket, sys, time
 with socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])) as peer:
@@ -62,12 +62,12 @@ def serve(host: Host) -> subprocess.Popen[str]:
 
 
 def ask(host: Host, other: Host, what: str = ASK) -> float:
-    """What the program measured."""
+    """Run the program ``what`` on ``host`` against ``other``. Return the seconds that it prints."""
     return float(host.run([sys.executable, "-S", "-c", what, other.name, "20"]).stdout)
 
 
 def answers(other: Host, host: Host) -> bool:
-    """Whether ``other`` answers ``host`` within two seconds."""
+    """Return True if ``other`` answers ``host`` within two seconds."""
     done = host.run([sys.executable, "-S", "-c", ASK, other.name, "2"])
     assert done.returncode == 0 or "TimeoutError" in done.stderr or "refused" in done.stderr, done.stderr
     return done.returncode == 0
@@ -81,7 +81,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 @pytest.mark.slow
 def test_hosts_have_names_addresses_and_processes_of_their_own(lab: Lab) -> None:
-    """And what is orphaned there leaves no zombie."""
+    """Orphaned processes leave no zombie."""
     first, second, third = lab.hosts
     third.run(["bash", "-c", "sleep 0.2 & disown"])
     process = serve(second)
@@ -110,7 +110,7 @@ def test_faults_of_the_network_and_their_end(lab: Lab) -> None:
     assert answers(third, first)
     second.mend()
     assert ask(first, second) < 1
-    first.drop_from(second)  # The answers to its own questions, too.
+    first.drop_from(second)  # Also drops the answers to its own requests.
     assert not answers(first, second)
     assert answers(first, third)
     first.drop_nothing()
@@ -153,7 +153,7 @@ time.sleep(1000)
 
 
 def needs_hosts() -> None:
-    """Skip the test where the machine cannot have a lab of any kind."""
+    """Skip the test if the machine cannot run any kind of lab."""
     reason = why_not(delayed=True)
     if reason is not None:
         pytest.skip(f"no lab of hosts: {reason}")

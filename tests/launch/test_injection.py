@@ -1,4 +1,4 @@
-"""Faults that are injected into the example job, and what the job says and does about them."""
+"""Faults injected into the example job: the job's reports and reactions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.main_job import CHECK, RANKS, TINY, TORCHRUN, assert_refused, finish, metrics, start
 
-THREE = {"NPROC": "3"}  # The fewest with a majority.
+THREE = {"NPROC": "3"}  # The smallest number of ranks with a majority.
 SCALE = "blocks.0.attention_out:weight"
 WEIGHT = "blocks.0.mlp_in.weight"
 TABLE_HEADER = "step  last good  kind"
@@ -20,7 +20,7 @@ TABLE_HEADER = "step  last good  kind"
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a run that stopped because its ranks differ left behind."""
+    """The output of a run that stopped because its ranks differ."""
 
     report: dict[str, Any]
     table: str
@@ -33,13 +33,13 @@ class Stopped:
 
     @property
     def error_files(self) -> list[dict[str, Any]]:
-        """Of all ranks, as torchrun's summary names them."""
+        """The messages in all ranks' error files, which torchrun's summary names."""
         paths = re.findall(r"error_file: (.+)", self.stderr)
         return [json.loads(Path(path).read_text())["message"] for path in paths]
 
 
 def stop(folder: Path, *flags: str, command: tuple[str, ...] = RANKS, **variables: str) -> Stopped:
-    """Run the job until it stops; checks that it stops as documented."""
+    """Run the job until it stops. Assert that it stops as documented."""
     out = folder / "run"
     done = start(command, *TINY, *flags, "--out", str(out), TMPDIR=str(folder), **variables)
     assert done.returncode == 4, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -63,7 +63,7 @@ def test_a_damaged_scale_is_reported_at_its_own_step(tmp_path: Path) -> None:
     assert (finding["step"], finding["last_good_step"]) == (5, 3)
     assert finding["value"] == 2 * finding["expected"]
     assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in stopped.stderr
-    # Steps that were done, but whose losses were not shared yet, are kept too.
+    # Completed steps whose losses were not shared yet are kept too.
     assert [line["step"] for line in metrics(stopped.out)] == [1, 2, 3, 4]
 
 
@@ -74,9 +74,9 @@ def test_every_rank_fails_alike_and_torchelastic_is_told(tmp_path: Path) -> None
     (finding,) = stopped.findings
     assert (finding["name"], finding["ranks"], finding["reference_rank"]) == (WEIGHT, [0], 1)
     assert 5 <= finding["step"] <= 5 + 4
-    assert "[rank 1] parameters differ between ranks" in stopped.stderr  # Rank 0 is the odd one.
+    assert "[rank 1] parameters differ between ranks" in stopped.stderr  # Rank 0 is the damaged one.
     assert [line["step"] for line in metrics(stopped.out)] == [1, 2, 3, 4, 5, 6, 7, 8]
-    # torchrun may end a rank in the moment between its last word and its exit.
+    # torchrun may kill a rank between its last output and its exit.
     exit_codes = set(re.findall(r"exitcode  : (-?\d+)", stopped.stderr))
     assert "4" in exit_codes
     assert exit_codes <= {"4", "-15"}
@@ -116,7 +116,7 @@ def test_a_nan_is_counted_by_all_and_stops_nobody(tmp_path: Path) -> None:
     assert run.summary["checks"] == 3  # After 4 and 8 steps, and at the end.
     assert run.summary["check_ms_per_check"] > 0
     assert run.summary["divergences"] == 0
-    assert run.lines[0]["nonfinite_amaxes"] == 1  # Rank 0's own counter, and the same on all.
+    assert run.lines[0]["nonfinite_amaxes"] == 1  # Rank 0's counter. All ranks count the same.
     assert run.summary["fp8_state_identical"] is True
     assert run.summary["parameters_identical"] is True
     assert run.losses[-1] < run.losses[0]

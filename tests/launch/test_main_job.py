@@ -21,7 +21,7 @@ from tests.support.ranks import RankPool
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--steps", "80"]
 
-# Runs are shared between tests, and so should be the process that keeps them.
+# Tests share cached runs, so they must run in the same worker process.
 pytestmark = pytest.mark.xdist_group("main_job")
 
 
@@ -30,7 +30,7 @@ Runner = Callable[..., Run]
 
 @pytest.fixture(scope="module")
 def two_rank_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """A tiny FP8 run on two ranks; one with the same flags and ``again`` is made only once."""
+    """Return a function that makes a tiny FP8 run on two ranks, once per combination of flags and ``again``."""
     made: dict[tuple[object, ...], Run] = {}
 
     def run(*flags: str, again: int = 0) -> Run:
@@ -61,7 +61,7 @@ def test_fp8_learns_like_fp32_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_hold_the_same_state_for_one_collective_a_step(two_rank_run: Runner) -> None:
     run = two_rank_run()
-    slots = 4 * 3  # qkv, attention_out, mlp_in, mlp_out; lm_head is none
+    slots = 4 * 3  # qkv, attention_out, mlp_in, mlp_out; lm_head is not an FP8 module
     assert run.summary["ranks"] == 2
     assert run.summary["fp8_slots"] == slots
     assert run.summary["fp8_collectives_per_step"] == 1
@@ -74,14 +74,14 @@ def test_two_ranks_hold_the_same_state_for_one_collective_a_step(two_rank_run: R
 
 @pytest.mark.long
 def test_forked_ranks_are_those_of_torchrun(tmp_path: Path, two_rank_run: Runner) -> None:
-    """So that what other tests see on them is true of real jobs. And with LOGS each rank has a log of its own."""
+    """Other tests may therefore use forked ranks. With LOGS each rank has its own log."""
     logs = tmp_path / "logs"
     run = finish(tmp_path / "two", TORCHRUN, *TINY, LOGS=str(logs))
     assert_equal_runs(run, two_rank_run())
     assert run.losses != finish(tmp_path / "one", ALONE, *TINY).losses
     (first,) = logs.glob("*/attempt_0/0/stdout.log")
     (second,) = logs.glob("*/attempt_0/1/stdout.log")
-    assert second.read_text() == ""  # Rank 0 speaks for all.
+    assert second.read_text() == ""  # Only rank 0 prints.
     table = first.read_text().splitlines()
     assert any("FP8 state identical on all ranks" in line for line in table)
     assert all(f"[0]: {line}\n" in run.output for line in table)
@@ -89,7 +89,7 @@ def test_forked_ranks_are_those_of_torchrun(tmp_path: Path, two_rank_run: Runner
 
 @pytest.mark.slow
 def test_metrics_have_a_line_per_step(two_rank_run: Runner) -> None:
-    """And validation leaves training alone."""
+    """Validation does not affect training."""
     lines = two_rank_run("--eval-every", "6").lines
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
@@ -163,7 +163,7 @@ def test_sharded_runs_learn_what_ddp_learns(two_rank_run: Runner) -> None:
     whole = two_rank_run()
     for parallel in ("fsdp1", "fsdp2", "hsdp"):
         run = two_rank_run("--parallel", parallel)
-        # Gradients are summed in another order, and clipped by a norm that was.
+        # Gradients and their norm, which clips them, are summed in another order.
         assert run.losses == pytest.approx(whole.losses, rel=1e-5)
         assert run.summary["validation_loss"] == pytest.approx(whole.summary["validation_loss"], rel=1e-5)
         assert run.summary["parameters_identical"] is True
@@ -182,10 +182,10 @@ def test_two_replicas_of_one_shard_are_ddp(two_rank_run: Runner) -> None:
 def test_gathering_fp8_changes_bytes_and_no_bits(two_rank_run: Runner) -> None:
     fp8, fp32 = (two_rank_run("--parallel", "fsdp2", flag) for flag in ("--fp8-all-gather", "--no-fp8-all-gather"))
     assert_equal_runs(fp8, fp32)
-    assert_equal_runs(fp8, two_rank_run("--parallel", "fsdp2"))  # On, where it can be.
+    assert_equal_runs(fp8, two_rank_run("--parallel", "fsdp2"))  # The default: on where supported.
     gathered = fp32.summary["bytes_gathered_per_step"] - fp8.summary["bytes_gathered_per_step"]
     weights = 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32)  # Elements of the block's four Linears.
-    assert gathered == 2 * (weights // 2) * (4 - 1)  # Forward and backward; half from the other rank; 3 bytes each.
+    assert gathered == 2 * (weights // 2) * (4 - 1)  # Forward, backward; half is remote; 3 bytes saved.
 
 
 @pytest.mark.long
@@ -194,7 +194,7 @@ def test_sharded_accumulation_and_bfloat16(tmp_path: Path, flags: list[str]) -> 
     accumulates = ["--accumulate", "2", "--eval-every", "6", "--batch-size", "3"]  # Uneven validation.
     bf16 = finish(tmp_path / "bf16", RANKS, *TINY, "--parallel", *flags, "--precision", "bf16", *accumulates)
     ddp = finish(tmp_path / "ddp", RANKS, *TINY, "--parallel", "ddp", "--precision", "fp32", *accumulates)
-    assert bf16.losses == pytest.approx(ddp.losses, rel=1e-3)  # bfloat16 has 8 bits.
+    assert bf16.losses == pytest.approx(ddp.losses, rel=1e-3)  # bfloat16 has 8 significant bits.
     assert bf16.summary["validation_loss"] == pytest.approx(ddp.summary["validation_loss"], rel=1e-3)
 
 
@@ -245,7 +245,7 @@ def test_a_mistake_is_one_line_and_exit_2() -> None:
 
 
 def test_torchrun_sh_tells_a_mistake_before_it_starts_a_rank() -> None:
-    """One node with two ranks, and two nodes with one: both are two ranks."""
+    """Both one node with two ranks and two nodes with one rank each are two ranks."""
     message = "--parallel none is for one rank, got 2"
     assert_refused(start(TORCHRUN, "--parallel", "none"), message)
     nodes = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "NPROC": "1"}

@@ -1,4 +1,4 @@
-"""The example job's recipes, what leaves FP8 and when, what is written about scales, and its loss guard."""
+"""The example job's recipes, switches to high precision, log of scales, and loss guard."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from launch.train_gpt.ranks import Ranks
 from launch.train_gpt.recipes import fallback_of, overrides_of, recipe_of
 from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, Run, assert_refused, finish, metrics, start
 
-# Runs are shared between tests, and so should be the process that keeps them.
+# Tests share cached runs, so they must run in the same worker process.
 pytestmark = pytest.mark.xdist_group("main_job_precision")
 
 TWO_BLOCKS = f"--layers 2 --width 64 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 1".split()
 MODULES = [f"blocks.{block}.{name}" for block in (0, 1) for name in ("attention_out", "mlp_in", "mlp_out", "qkv")]
 SLOTS = sorted(f"{module}:{role}" for module in MODULES for role in ("input", "weight", "grad_output"))
 PLANTED = "blocks.1.mlp_in:input"
-"""Where ``--inject outlier`` plants it."""
+"""The slot whose tensor gets the outlier of ``--inject outlier``."""
 
 COLD = "slots had no amax in the first step"
-"""What the library says of FP8 that begins without scales."""
+"""Part of the library's message when FP8 starts without scales."""
 
 Runner = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
 def single_run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """A run of one process; one with the same flags is made only once."""
+    """Return a function that makes a run of one process, once per combination of flags."""
     made: dict[tuple[str, ...], Run] = {}
 
     def run(*flags: str) -> Run:
@@ -133,7 +133,7 @@ def test_weights_are_gathered_as_fp8_where_they_can_be(monkeypatch: pytest.Monke
         (["--override", "*.qkv=rowwise"], False),
         (["--recipe", "block", "--width", "256"], True),
         (["--recipe", "block", "--width", "384"], False),
-        (["--recipe", "block", "--width", "384", "--parallel", "hsdp"], True),  # Of two ranks each has all.
+        (["--recipe", "block", "--width", "384", "--parallel", "hsdp"], True),  # Whole weights: shards of one rank.
         (["--override", "*.qkv=block", "--width", "192"], False),
         (["--parallel", "ddp"], False),
     ]:
@@ -161,7 +161,7 @@ def test_each_recipe_learns_and_leaves_ranks_alike(
     run = finish(tmp_path, RANKS, *TWO_BLOCKS, "--recipe", recipe, "--parallel", parallel, "--check-every", "5")
     assert run.summary["fp8_slots"] == len(SLOTS)
     assert run.summary["fp8_state_identical"] is run.summary["parameters_identical"] is True
-    # Half of its data is that of one process in FP32, so it is about as far; FP8 shows.
+    # Half of the data is that of the FP32 run on one process, so the losses are close but not equal.
     fp32 = single_run("--precision", "fp32")
     assert run.losses[-1] == pytest.approx(fp32.losses[-1], rel=0.03)
     assert run.losses[-1] < run.losses[0] - 0.5
@@ -189,16 +189,16 @@ def test_whole_blocks_are_gathered_as_fp8(tmp_path: Path) -> None:
     ]
     assert runs[0].losses == runs[1].losses
     saved = runs[1].summary["bytes_gathered_per_step"] - runs[0].summary["bytes_gathered_per_step"]
-    weights = 12 * 256 * 256  # Of the block's four Linears.
+    weights = 12 * 256 * 256  # The block's four Linears.
     scales = 4 * weights // 128**2
-    assert saved == 2 * (3 * weights - scales) // 2  # Forward and backward; half from the other rank.
+    assert saved == 2 * (3 * weights - scales) // 2  # Forward and backward; half comes from the other rank.
 
 
 # Resuming ----------------------------------------------------------------------------------------
 
 
 def assert_resumes(folder: Path, command: tuple[str, ...], *flags: str, at: int = 6) -> tuple[Run, Run]:
-    """An interrupted run ends as one that is not. Returns (straight, the interrupted one)."""
+    """Assert that an interrupted run ends like an uninterrupted one. Return (uninterrupted run, resumed run)."""
     straight = finish(folder / "straight", command, *TWO_BLOCKS, *flags)
     save = ["--save-every", str(at)]
     finish(folder / "parts", command, *TWO_BLOCKS, *flags, *save, "--stop-after", str(at))
@@ -214,10 +214,10 @@ def assert_resumes(folder: Path, command: tuple[str, ...], *flags: str, at: int 
     "recipe", ["delayed", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("current", "rowwise"))]
 )
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, recipe: str) -> None:
-    """In the middle of its steps in high precision."""
+    """The interruption comes during the steps in high precision."""
     straight, second = assert_resumes(tmp_path, ALONE, "--recipe", recipe, "--fp8-start-step", "9")
     for run in (straight, second):
-        # As it is when the step has ended.
+        # Counted at the end of a step: step 8 has already switched to FP8.
         assert [line["high_precision_modules"] for line in run.lines] == [len(MODULES)] * 7 + [0] * 5
 
 
@@ -245,12 +245,12 @@ def fp32_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_fp8_goes_on_from_fp32_with_scales_of_a_calibration(tmp_path: Path, fp32_checkpoint: str) -> None:
     flags = [*TWO_BLOCKS, "--precision", "fp8", "--resume", fp32_checkpoint]
     cold = finish(tmp_path / "cold", ALONE, *flags)
-    assert f"16 of {len(SLOTS)} {COLD}" in cold.output  # Those of weights have scales.
+    assert f"16 of {len(SLOTS)} {COLD}" in cold.output  # Slots of weights have scales.
     warm = finish(tmp_path / "warm", ALONE, *flags, "--calibrate-steps", "4", "--save-every", "3")
     assert COLD not in warm.output
     assert "has no FP8 state: scales come from --calibrate-steps" in warm.output
     assert warm.losses != cold.losses
-    # Its own checkpoint has FP8 state, which no calibration may change.
+    # This run's checkpoint has FP8 state, which a calibration must not change.
     again = ["--calibrate-steps", "4", "--resume", str(tmp_path / "warm/checkpoints/step-00000009")]
     assert finish(tmp_path / "again", ALONE, *TWO_BLOCKS, *again).losses == warm.losses[3:]
 
@@ -276,7 +276,7 @@ def test_an_outlier_on_one_rank_sends_all_to_high_precision_for_a_while(tmp_path
     watched = ["--watch-every", "5", "--watch-ranks", "--tensorboard", "--check-every", "2"]
     run = finish(tmp_path, RANKS, *TWO_BLOCKS, *flags, *watched)
     assert "[rank 1] --inject outlier:1:5: the input of blocks.1.mlp_in has " in run.output
-    # The first rank's: its own tensors were as usual.
+    # Rank 0's metrics: its own tensors have no outlier.
     high = [line["high_precision_modules"] for line in run.lines]
     assert high[:4] == [0] * 4
     assert all(high[4:7])
@@ -296,7 +296,7 @@ def test_an_outlier_on_one_rank_sends_all_to_high_precision_for_a_while(tmp_path
 
 
 def scales(out: Path) -> list[dict[str, Any]]:
-    """The lines of scales.jsonl, which must be strict JSON."""
+    """Return the lines of scales.jsonl. Each must be strict JSON."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -328,7 +328,7 @@ def test_a_loss_that_jumps_stops_all_ranks_with_exit_6(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     lines = metrics(out)
     assert [line["step"] for line in lines] == list(range(1, 12))
-    assert lines[-1]["loss"] > 10 * lines[-2]["loss"]  # The mean, and rank 0's was as usual.
+    assert lines[-1]["loss"] > 10 * lines[-2]["loss"]  # The mean: only rank 1's loss jumped.
     assert not (out / "summary.json").exists()
     assert (out / "checkpoints/step-00000008/.metadata").exists()
 
@@ -348,7 +348,7 @@ def test_a_warning_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_guard_remembers_across_a_resume(tmp_path: Path, single_run: Runner) -> None:
-    """Its window of ten losses began before the checkpoint; and the halved rate stays."""
+    """The guard's window of ten losses starts before the checkpoint, and the halved learning rate stays."""
     straight, _ = assert_resumes(tmp_path / "before", ALONE, "--loss-guard", "lower-lr", *SPIKE)
     rates = [line["learning_rate"] for line in straight.lines]
     usual = [line["learning_rate"] for line in single_run().lines]
@@ -363,12 +363,12 @@ def test_a_loss_that_jumps_sends_all_to_high_precision(single_run: Runner) -> No
     run = single_run("--loss-guard", "fallback", *SPIKE)
     high = [line["high_precision_modules"] for line in run.lines]
     assert high == [0] * 10 + [len(MODULES)] * 2
-    assert run.summary["fallbacks"] == 0  # Those are of modules that fall back by themselves.
+    assert run.summary["fallbacks"] == 0  # Counts only modules that fall back by themselves.
 
 
 @pytest.mark.slow
 def test_a_loss_that_jumps_skips_the_update_on_all_ranks(tmp_path: Path) -> None:
-    """After step 11 the model is that of step 10, though only rank 1 met the spike; then training goes on."""
+    """After step 11 the model equals that of step 10, although only rank 1 had the spike. Then training continues."""
     flags = [*TWO_BLOCKS, "--precision", "fp8", "--loss-guard", "skip", "--save-every", "100"]
     spike = ["--inject", "spike:1:11"]
     before = finish(tmp_path / "before", RANKS, *flags, "--stop-after", "10")

@@ -1,4 +1,4 @@
-"""The example job on hosts with addresses of their own: what it learns there, and what a late network costs."""
+"""The example job on hosts with their own addresses: equal results, and the cost of network latency."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.main_job import RANKS, TINY, finish
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 
 LATENCY = 0.005
-"""Seconds, one way."""
+"""One-way latency in seconds."""
 
 
 def test_four_hosts_train_as_one(tmp_path: Path) -> None:
-    """gloo takes a ring in the order of the ranks wherever they are, so sums are made in the same order."""
+    """gloo's ring follows the order of the ranks on any hosts, so the order of sums is the same."""
     flags = ["--parallel", "fsdp2", "--timeout", "60", "--inject", "slow:2:50"]
     with lab_or_skip(4) as lab:
         spread = HostedJob(lab, tmp_path, *flags).start_all().finish()
@@ -31,7 +31,7 @@ def test_four_hosts_train_as_one(tmp_path: Path) -> None:
 
 
 def test_next_step_hides_the_sync(tmp_path: Path) -> None:
-    """Under the optimizer's step of 7 million parameters. Gradients, whose reduction both wait for, are the same."""
+    """The sync overlaps with the optimizer's step of 7 million parameters. Both runs wait for the same gradients."""
     size = ["--layers", "4", "--width", "384", "--heads", "4", "--context", "32", "--batch-size", "2"]
     flags = [*size, "--steps", "14", "--log-every", "14", "--timeout", "60"]
     runs = {}

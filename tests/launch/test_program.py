@@ -1,4 +1,4 @@
-"""Programs that are not ours, started by launch/torchrun.sh and by ``fp8dist launch``."""
+"""Users' programs, started by launch/torchrun.sh and by ``fp8dist launch``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAID = [f"rank {rank} of 2: loss " for rank in range(2)]
 
 @pytest.mark.slow
 def test_a_program_by_its_path(tmp_path: Path) -> None:
-    """That of the caller's folder, not the repository's; each rank has a log."""
+    """The path is relative to the caller's folder, not the repository. Each rank has a log."""
     shutil.copy(LESSON, tmp_path / "lesson.py")
     done = start(LAUNCH, "./lesson.py", "--steps", "3", FOLDER=str(tmp_path), LOGS="logs of it")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,7 +36,7 @@ def test_a_program_by_its_path(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_module_whose_rank_fails_gives_the_status(tmp_path: Path) -> None:
-    """The other one misses it in a collective, and may end with a traceback, and 1, in the same moment."""
+    """The other rank then fails in a collective. It may end with a traceback and status 1 at the same moment."""
     (tmp_path / "lessons").mkdir()
     shutil.copy(LESSON, tmp_path / "lessons/ddp.py")
     done = start(LAUNCH, "-m", "lessons.ddp", "--fail-rank", "1", FOLDER=str(tmp_path))
@@ -93,12 +93,12 @@ def test_another_node_that_has_ended_the_job_is_told_in_one_line(
 def test_of_ranks_that_fail_together_the_cause_gives_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     for codes, status in [
         ([7], 7),
-        ([1, 7], 7),  # Rank 0 has missed rank 1 in a collective, and had no handler for that.
-        ([5, 1], 1),  # The example job has one.
+        ([1, 7], 7),  # Rank 0 failed in a collective with rank 1, without handling the error.
+        ([5, 1], 1),  # The example job handles the error with exit 5.
         ([5, -15, 3], 3),
         ([1, -9], 128 + 9),
         ([7, 1], 7),
-        ([7, 3, 9], 3),  # Of equals it is the first.
+        ([7, 3, 9], 3),  # The first failure wins.
         ([5, 5], 5),
         ([-15], 128 + 15),
     ]:

@@ -1,4 +1,4 @@
-"""Checkpoints of the example job: when they count, which stay, and that a resumed run is the same run."""
+"""Checkpoints of the example job: when one is complete, which ones are kept, and bitwise-equal resumed runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Opener = Callable[..., Any]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opener:
-    """Makes the Checkpoints of a job of one process, as torchrun has restarted it so many times."""
+    """Return a function that makes the Checkpoints of a one-process job after ``restarts`` restarts by torchrun."""
 
     def make(*flags: str, restarts: int = 0) -> Any:
         options = parse(["--out", str(tmp_path), *flags])
@@ -49,7 +49,7 @@ def opened(tmp_path: Path) -> Opener:
 
 
 def write(folder: Path) -> Path:
-    """Something that looks like a checkpoint."""
+    """Create and return a folder that looks like a checkpoint."""
     folder.mkdir(parents=True)
     (folder / ".metadata").write_text("of DCP\n")
     (folder / "__0_0.distcp").write_text("tensors\n")
@@ -137,7 +137,7 @@ def test_only_a_restarted_job_takes_over_what_it_was_not_told_of(tmp_path: Path,
     assert leftover.exists()  # A job that was refused changes nothing.
     assert opened("--save-every", "4", restarts=1).find() == newest
     assert not leftover.exists()
-    assert opened(restarts=1).find() is None  # It saves nothing, so that is another's.
+    assert opened(restarts=1).find() is None  # This job saves nothing, so the checkpoints belong to another job.
     assert opened("--resume", "auto").find() == newest
 
 
@@ -145,7 +145,7 @@ def test_a_crash_before_loading_does_not_bring_later_steps_back(tmp_path: Path, 
     four, eight = (write(tmp_path / f"checkpoints/step-0000000{step}") for step in (4, 8))
     flags = ["--save-every", "4", "--resume", str(four)]
     assert opened(*flags).find() == four
-    # Here it dies.
+    # The job dies here.
     assert opened(*flags, restarts=1).find() == four
     assert not eight.exists()
     assert (tmp_path / "checkpoints/abandoned-step-00000008").is_dir()
@@ -204,7 +204,7 @@ def test_a_save_in_the_background_counts_when_it_is_done(
     made.save(8, module, optimizer, None)
     futures[1].set_exception(CheckpointException("write", {0: (OSError(errno.ENOSPC, "full"), None)}))  # type: ignore[dict-item]
     with pytest.raises(failures.CheckpointFailed, match="checkpoint of step 8 could not be written"):
-        made.save(12, module, optimizer, None)  # It waits for the one before.
+        made.save(12, module, optimizer, None)  # Waits for the previous save.
     assert len(futures) == 2
     assert folders.whole(parent) == [parent / "step-00000004"]
 
@@ -254,13 +254,13 @@ def assert_same_end(run: Run, straight: Run) -> None:
     ],
 )
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, update: str, ranks: str) -> None:
-    """Three ranks: only then does the order of a sum show."""
+    """DDP runs on three ranks, because the order of a sum has no effect on two."""
     flags = [*TINY, "--parallel", parallel, "--update", update]
     straight = finish(tmp_path / "straight", RANKS, *flags, NPROC=ranks)
     out = tmp_path / "parts"
     first = finish(out, RANKS, *flags, "--save-every", "4", "--stop-after", "6", NPROC=ranks)
     assert [line["step"] for line in first.lines] == [1, 2, 3, 4, 5, 6]
-    # As a killed run leaves it: steps after the last checkpoint, half a line, a save that was not finished.
+    # Imitate a killed run: steps after the last checkpoint, half a line, and an unfinished save.
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 7, "loss": 1.0}) + '\n{"step": 8, "lo')
     write(out / "checkpoints/partial-step-00000008")
@@ -273,7 +273,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, parallel: str, update: st
 
 @pytest.mark.slow
 def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
-    """And a finished run has nothing left to do."""
+    """Resuming a finished run takes no steps."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
     first, again = (finish(tmp_path, ALONE, *TINY, "--save-every", "5", "--resume", "auto") for _ in range(2))
     assert first.summary["resumed_after_step"] == 0
@@ -306,7 +306,7 @@ def test_going_on_from_an_older_checkpoint(tmp_path: Path) -> None:
     ids=["fsdp1", "fsdp2"],
 )
 def test_others_read_the_same_state(tmp_path: Path, source: str, others: dict[str, str]) -> None:
-    """No step is made after loading, so what comes out must be what went in, whoever holds it."""
+    """No step follows loading, so the parameters must equal the saved ones under any kind of parallelism."""
     stop = ["--save-every", "6", "--stop-after", "6"]
     saved = finish(tmp_path / "saved", RANKS, *TINY, *stop, "--parallel", source)
     folder = str(tmp_path / "saved/checkpoints/step-00000006")
@@ -314,7 +314,7 @@ def test_others_read_the_same_state(tmp_path: Path, source: str, others: dict[st
         out = tmp_path / parallel
         run = finish(out, RANKS, *TINY, *stop, "--parallel", parallel, "--resume", folder, NPROC=ranks)
         assert run.summary["parameters_sha256"] == saved.summary["parameters_sha256"]
-        # The mean over ranks is taken in another order.
+        # The mean over ranks is summed in another order.
         assert run.summary["validation_loss"] == pytest.approx(saved.summary["validation_loss"], rel=1e-6)
         assert run.summary["fp8_state_identical"] is True
         assert run.lines == []
@@ -365,7 +365,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def _with_small_files(flags: list[str]) -> int:
-    """The job, where no file may have more than 40 KiB: a checkpoint's has more."""
+    """Run the job with files limited to 40 KiB. A checkpoint's files are larger."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (40 * 1024, resource.RLIM_INFINITY))
     return job.start(flags)
 

@@ -1,4 +1,4 @@
-"""What the example job makes of what its ranks have measured: quantiles by hand, and who is a straggler."""
+"""The example job's statistics of its ranks' times: quantiles computed by hand, and stragglers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 from launch.train_gpt.measure import skew
 
 Steps = list[list[tuple[float, float, float]]]
-"""By rank and step: ms in the sync, in other collectives, in all."""
+"""[rank][step]: ms (in the sync, in other collectives, in total)."""
 
 
 def measured(steps: Steps) -> Any:
-    """As the recorder hands it on: [ranks, 3, steps]."""
+    """Return the times as the recorder delivers them: [ranks, 3, steps]."""
     return np.array(steps, dtype=np.float64).transpose(0, 2, 1)
 
 
 def interpolated(values: Sequence[float], quantile: float) -> float:
-    """Between the two nearest, as most tools do."""
+    """Return the quantile, by linear interpolation between the two nearest values."""
     ordered = sorted(values)
     place = quantile * (len(ordered) - 1)
     below = math.floor(place)
@@ -33,14 +33,14 @@ def interpolated(values: Sequence[float], quantile: float) -> float:
 
 
 def made_up(ranks: int, steps: int, seed: int = 0) -> Steps:
-    """Any times."""
+    """Return random times."""
     numbers = random.Random(seed)
     one = lambda: (numbers.random(), 10 * numbers.random(), 20 + 10 * numbers.random())  # noqa: E731
     return [[one() for _ in range(steps)] for _ in range(ranks)]
 
 
 def with_own(own: Sequence[Sequence[float]], step: float) -> Steps:
-    """Ranks that wait until all are done: own time and wait make up the step."""
+    """Return times of ranks that wait for each other: own time plus wait is ``step``."""
     return [[(0.0, step - ms, step) for ms in of_rank] for of_rank in own]
 
 
@@ -62,7 +62,7 @@ def test_each_line_has_the_spread_over_the_ranks() -> None:
 def test_the_summary_has_each_rank_over_the_steps() -> None:
     steps = made_up(3, 30)
     seen = skew.Skew(3)
-    for start in range(0, 30, 7):  # As they come, an interval at a time.
+    for start in range(0, 30, 7):  # One interval at a time, as in the job.
         seen.add(measured([of_rank[start : start + 7] for of_rank in steps]))
     summary = seen.summary(["a", "b", "c"])
     assert summary["steps"] == 30
@@ -103,11 +103,11 @@ def test_one_rank_waits_for_nobody() -> None:
     seen = skew.Skew(1)
     assert seen.add(measured([[(0.0, 0.0, 9.0)] * 2])) == [{}, {}]
     assert seen.summary(["a"]) is None
-    assert skew.Skew(2).summary(["a", "b"]) is None  # No step was made.
+    assert skew.Skew(2).summary(["a", "b"]) is None  # No step was recorded.
 
 
 def noisy(ranks: int, steps: int, slow: dict[int, float], noise: float = 4.0) -> Steps:
-    """Own times about 50 ms, and more on ranks that are slow."""
+    """Return times with about 50 ms of own time, plus ``slow[rank]`` ms on slow ranks."""
     numbers = random.Random(ranks)
     own = [[50 + slow.get(rank, 0) + noise * numbers.random() for _ in range(steps)] for rank in range(ranks)]
     return with_own(own, 120)
@@ -130,7 +130,7 @@ def test_a_rank_that_is_slow_in_each_step_is_named() -> None:
 
 def test_a_slow_host_is_named_by_all_of_its_ranks() -> None:
     seen = skew.Skew(8)
-    seen.add(measured(noisy(8, 24, {4: 20, 5: 30, 6: 20, 7: 20})))  # Half of them.
+    seen.add(measured(noisy(8, 24, {4: 20, 5: 30, 6: 20, 7: 20})))  # Half of the ranks.
     summary = seen.summary(["a"] * 4 + ["b"] * 4)
     assert (summary["straggler"]["rank"], summary["straggler"]["host"]) == (5, "b")
     assert sorted(other["rank"] for other in summary["also_behind"]) == [4, 6, 7]
@@ -153,7 +153,7 @@ def test_what_is_no_straggler() -> None:
         ([[50.0] * 20, [53.0] * 20], 120),  # 2.5% of the step.
         ([[2.0] * 20, [2.9] * 20], 4),  # A large part of it, but less than a millisecond.
         ([[50.0] * 20, [50.0] * 12 + [500.0] * 8], 600),  # Late in less than half of the steps, however late.
-        ([[50.0] * 7, [500.0] * 7], 600),  # Too few to tell.
+        ([[50.0] * 7, [500.0] * 7], 600),  # Too few steps.
     ]:
         seen = skew.Skew(2)
         seen.add(measured(with_own(own, step)))

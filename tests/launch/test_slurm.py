@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch, submitted to a SLURM with two nodes."""
+"""launch/slurm.sbatch, submitted to a SLURM cluster with two nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_THIS_MACHINE = ("--nodes", "2", "--cpus-per-task", "1")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Slurm]:
-    """Two nodes."""
+    """A SLURM cluster with two nodes."""
     with slurm.running(2) as cluster:
         yield cluster
 
@@ -39,7 +39,7 @@ def submit(
     options: tuple[str, ...] = (),
     **variables: str,
 ) -> str:
-    """Submit a tiny job, or this program with all its arguments, from the repository's root; its number."""
+    """Submit a tiny job, or ``program`` with its arguments, from the repository's root. Return the job's number."""
     out.mkdir()
     own = ["--output", str(out / "job.log"), *ON_THIS_MACHINE, *options]
     job_words = program or (*TINY, *flags, "--out", str(out / "run"))
@@ -56,7 +56,7 @@ def ended(cluster: Slurm, job: str) -> dict[str, str]:
 
 
 def processes_after(cluster: Slurm, seconds: float) -> list[tuple[int, str]]:
-    """What is left of jobs after a while, at the latest."""
+    """Wait up to ``seconds`` for the processes of jobs to end. Return those that remain."""
     deadline = time.monotonic() + seconds
     while (left := cluster.processes()) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -69,7 +69,7 @@ def test_a_job_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
     log = (out / "job.log").read_text()
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), log
     summary = json.loads((out / "run/summary.json").read_text())
-    assert summary["ranks"] == 2  # One per GPU, as SLURM gives them; two on a node where it gives none.
+    assert summary["ranks"] == 2  # One per GPU that SLURM allocates; a node without GPUs has two.
     assert summary["fp8_state_identical"] is summary["parameters_identical"] is True
     assert [line["step"] for line in metrics(out / "run")] == list(range(1, summary["steps"] + 1))
     assert "[0]: FP8 state identical on all ranks" in log
@@ -79,7 +79,7 @@ def test_a_job_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_program_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
-    """One rank fails on purpose: the job's status is that of this rank, the highest of all nodes'."""
+    """One rank fails on purpose. The job's status is that rank's, the highest of all nodes."""
     out, program = tmp_path / "out", (str(LESSON.relative_to(ROOT)), "--fail-rank", "1")
     state = ended(cluster, submit(cluster, out, program=program, options=("--gpus-per-node", "0"), NPROC="1"))
     log = (out / "job.log").read_text()

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch up to where srun would start, so also with more nodes than a test can have."""
+"""launch/slurm.sbatch up to the call of srun, and thus with more nodes than a test can have."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ printf '%s\\n' "$@"
 def submitted(
     folder: Path, body: str, *words: str, srun: str = SRUN, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script with these arguments as SLURM does, in ``folder``; ``scontrol`` does this, and ``srun`` tells
-    what it is to do, or runs it."""
+    """Run the script with arguments ``words`` in ``folder``, as SLURM does. A fake ``scontrol`` runs ``body``. A fake
+    ``srun`` prints its arguments, or runs them."""
     for name, script in {"scontrol": SCONTROL.format(body=body), "srun": srun}.items():
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
@@ -48,7 +48,7 @@ def submitted(
 
 
 def test_the_first_of_very_many_nodes_is_the_master(tmp_path: Path) -> None:
-    """Names of more bytes than a pipe holds: who writes them notices that nobody reads on."""
+    """The names exceed a pipe's buffer, so their writer notices when the reader stops."""
     done = submitted(tmp_path, "seq --format node%.0f 100000")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == "node1 2 fp8dist-7.ranks"
@@ -87,7 +87,7 @@ SLURM_NODEID=0 exec "$@"
 
 @pytest.mark.slow
 def test_a_program_gets_its_arguments_and_gives_the_status(tmp_path: Path) -> None:
-    """Its path is relative to the folder of submission, and nothing of the example job runs."""
+    """The path is relative to the folder of submission. No code of the example job runs."""
     program = "import os, sys\nprint(os.environ['RANK'], *sys.argv, 'launch' in sys.modules)\nsys.exit(7)\n"
     (tmp_path / "train.py").write_text(program)
     one = {"SLURM_JOB_NUM_NODES": "1", "NPROC": "1", "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The launcher: what it makes of its environment, what is written for each rank, and nodes that do not come."""
+"""The launcher: its plan from environment variables, the logs of each rank, and nodes that do not join."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ PROGRAM = ["train.py", "--steps", "7"]
 
 @dataclass(frozen=True)
 class Planned:
-    """What the launcher would start."""
+    """The arguments and environment with which the launcher would start torchrun."""
 
-    arguments: Any  # As torchrun itself reads them.
+    arguments: Any  # Parsed by torchrun itself.
     environment: dict[str, str]
 
 
 def planned(program: Sequence[str] = PROGRAM, **variables: str) -> Planned:
-    """The plan with these variables, and none of its own that the tests may have."""
+    """Return the plan for ``variables``, without launcher variables from the environment of the tests."""
     own = {*CHOSEN, *OURS, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
     environment = {name: value for name, value in os.environ.items() if name not in own} | variables
     plan = Plan.of(Job.read(environment), program, environment)
@@ -120,12 +120,12 @@ def test_what_the_user_has_set_stays() -> None:
     assert plan.environment["GLOO_SOCKET_IFNAME"] == "ib0"
     assert plan.environment["NCCL_SOCKET_IFNAME"] == "=lo,ib1"
     assert (plan.arguments.local_addr, plan.arguments.rdzv_conf) == ("10.1.2.3", "timeout=20")
-    # With an interface and an address nothing is asked, nor is IPv6 refused.
+    # With IFNAME and LOCAL_ADDR set, nothing is looked up and IPv6 is accepted.
     own = {"MASTER_ADDR": "fd00::9", "IFNAME": "ib0", "LOCAL_ADDR": "fd00::1"}
     plan = planned(**{**TWO_NODES, **own})
     assert (plan.arguments.master_addr, plan.arguments.local_addr) == ("fd00::9", "fd00::1")
     assert [plan.environment[name] for name in CHOSEN[:2]] == ["ib0", "=ib0"]
-    # Where all is said, nothing is asked: this name has no address.
+    # With everything set, nothing is looked up: this name has no address.
     said = {"MASTER_ADDR": "no-such-host.invalid", "NCCL_SOCKET_IFNAME": "ib", "LOCAL_ADDR": "fd00::1"}
     plan = planned(**{**TWO_NODES, **said}, GLOO_SOCKET_IFNAME="ib0")
     assert plan.environment["NCCL_SOCKET_IFNAME"] == "ib"
@@ -140,7 +140,7 @@ def test_a_folder_for_the_logs_of_each_node() -> None:
 
 
 def test_interfaces_are_asked_for_only_when_needed() -> None:
-    """One that does not exist is a mistake, but not where all is said."""
+    """An IFNAME that does not exist is an error, unless LOCAL_ADDR is set too."""
     with pytest.raises(
         BadVariable, match=r"^IFNAME none0: this node has no none0 with an IPv4 address, only (.+, )?lo"
     ):
@@ -166,8 +166,8 @@ def test_a_variable_that_cannot_be_used() -> None:
 
 
 def test_the_launcher_needs_no_torch_until_it_starts_the_agent(tmp_path: Path) -> None:
-    """Of its own modules: ``import fp8dist`` itself needs torch, and torchrun.sh must not wait for that to find a
-    mistake."""
+    """The launcher's own modules do not import torch. ``import fp8dist`` does, but torchrun.sh must report a mistake
+    without waiting for it."""
     folder = ROOT / "fp8dist/launcher"
     bare = (
         "import sys, types\n"
@@ -199,7 +199,7 @@ def test_a_node_has_a_rank_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_flags_are_checked_for_the_ranks_of_all_nodes(tmp_path: Path) -> None:
-    """Before this node waits for the other."""
+    """The check comes before this node waits for the other one."""
     two_nodes = {**TWO_NODES, "NODE_RANK": "0", "NPROC": "1", "JOIN_TIMEOUT": "1"}
     done = start(TORCHRUN, "--parallel", "none", "--out", str(tmp_path), **two_nodes)
     assert_refused(done, "--parallel none is for one rank, got 2")
@@ -217,7 +217,7 @@ def test_nodes_that_cannot_start(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("fp8dist launch: MASTER_ADDR no-such-host.invalid: ")
 
 
-# Runs where it may change the network and /etc.
+# Runs in its own network and mount namespaces, so it may change the network and /etc.
 IN_A_NAMESPACE = """
 import os, subprocess
 from fp8dist.launcher.interface import Unreachable, chosen
@@ -266,7 +266,7 @@ ask("10.9.4.1")                   # As another node of it.
 def test_the_interface_is_the_one_that_leads_to_node_0(tmp_path: Path) -> None:
     hosts, switch = tmp_path / "hosts", tmp_path / "nsswitch.conf"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node0\nfd00::9 node6\n")
-    switch.write_text("hosts: files\n")  # A name server that does not answer is no reason to give up.
+    switch.write_text("hosts: files\n")  # No DNS: a name server that does not answer must not matter.
     done = subprocess.run(
         ["unshare", "--net", "--mount", sys.executable, "-c", IN_A_NAMESPACE],
         env={**os.environ, "HOSTS": str(hosts), "SWITCH": str(switch)},
@@ -343,7 +343,7 @@ def test_a_port_in_use_is_a_mistake_on_node_0(restarts: str) -> None:
 
 @pytest.fixture
 def free_port() -> str:
-    """A port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""launch/trainjob.yaml: what Kubeflow Trainer's own models make of it, and what its command starts."""
+"""launch/trainjob.yaml: Kubeflow Trainer's own models accept it, and its command starts the right program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 def lost(document: dict[str, Any]) -> list[str]:
-    """Paths of what the model does not know, or reads as something else. The models ignore unknown fields."""
+    """Return the paths of fields that the model lacks or reads differently. The models ignore unknown fields."""
     model = KINDS[document["apiVersion"], document["kind"]]
     read = json.loads(model.from_dict(copy.deepcopy(document)).to_json())  # type: ignore[union-attr]
     return list(_differences(document, read, ""))
@@ -97,7 +97,7 @@ def test_four_nodes_with_flags_that_the_job_knows(monkeypatch: pytest.MonkeyPatc
 
 
 def started_by_trainer(folder: Path, *args: str) -> tuple[list[str], str, dict[str, str]]:
-    """What the pod's command starts with these ``args``: words of ``fp8dist launch``, its folder and environment."""
+    """Run the pod's command with ``args``. Return the arguments, folder and environment of ``fp8dist launch``."""
     (job,) = documents()
     trainer = job["spec"]["trainer"]
     python = folder / "python"
@@ -106,7 +106,7 @@ def started_by_trainer(folder: Path, *args: str) -> tuple[list[str], str, dict[s
     own = {variable["name"]: variable["value"] for variable in trainer["env"]}
     here = {"REPOSITORY": str(ROOT), "PYTHON": str(python)}
     assert set(here) <= set(own)
-    # As its torch plugin does (kubeflow/trainer pull request 1840).
+    # Set by Trainer's torch plugin (kubeflow/trainer pull request 1840).
     set_by_trainer = {
         "PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "localhost",
         "PET_MASTER_PORT": "29400",
@@ -122,8 +122,8 @@ def started_by_trainer(folder: Path, *args: str) -> tuple[list[str], str, dict[s
 
 def test_its_command_starts_torchrun_with_what_trainer_sets(tmp_path: Path) -> None:
     (job,) = documents()
-    flags = [*job["spec"]["trainer"]["args"][:-1], str(tmp_path)]  # The folder of --out is made.
-    if sys.version_info >= (3, 11):  # Older Pythons cannot tell it from ours.
+    flags = [*job["spec"]["trainer"]["args"][:-1], str(tmp_path)]  # The job creates the folder of --out.
+    if sys.version_info >= (3, 11):  # Older Pythons would import it instead of our package.
         (tmp_path / "launch.py").write_text("raise SystemExit(9)\n")
     words, _, environment = started_by_trainer(tmp_path, *flags)
     arguments = get_args_parser().parse_args(Plan.of(Job.read(environment), words, environment).arguments)

@@ -1,4 +1,4 @@
-"""Waiting in the example job: a slow rank is named, whatever the ranks wait in, and measuring changes nothing."""
+"""Waiting times of the example job: a slow rank is named for every kind of wait, and measuring changes no result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.ranks import RankPool
 from tests.support.training import batch, bits, make_net
 
 SLOW_MS = 200
-"""Far more than what else a rank of a busy machine loses in a step."""
+"""Far more than any other delay of a rank in a step on a busy machine."""
 
 
 # One rank's measurement -----------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def _wrapped(kind: str) -> nn.Module:
 
 
 def _trained(kind: str, measured: bool, late: float) -> tuple[list[list[float]], dict[str, bytes], list[str]]:
-    """Rank 1 is late in the middle of each forward: what each rank measures, its parameters, and what it called."""
+    """Train with rank 1 late in each forward. Return (measured times, parameters, names of collectives)."""
     module = _wrapped(kind)
     rank = dist.get_rank()
     net = module.module if kind in ("ddp", "fsdp1") else module
@@ -114,16 +114,16 @@ def waiting_of(run: Run) -> dict[str, Any]:
 
 
 def named_in(run: Run) -> set[int]:
-    """Ranks that a line of the run or its summary calls a straggler."""
+    """Return the ranks that a line of the run or its summary calls a straggler."""
     straggler = waiting_of(run)["straggler"]
     ranks = {line["straggler"] for line in run.lines} | {straggler and straggler["rank"]}
     return ranks - {None}
 
 
 def even_run(folder: Path, *flags: str, **variables: str) -> Run:
-    """A run without a slow rank, in which nobody is named."""
-    # A machine that does other things can really make one rank late. It will hardly do so three times, but a wrong
-    # measure would.
+    """Return a run without a slow rank, in which no rank is named."""
+    # Other load on the machine can make a rank late, but hardly in three runs. A wrong measure would name a rank in
+    # each of them.
     seen = []
     for attempt in range(3):
         run = finish(folder / f"even-{attempt}", RANKS, *flags, **variables)
@@ -157,7 +157,7 @@ def test_the_slow_rank_is_named_and_trains_the_same(tmp_path: Path) -> None:
     slow = finish(tmp_path / "slow", RANKS, *flags, "--inject", f"slow:1:{SLOW_MS}")
     assert f"[rank 1] --inject slow: {SLOW_MS} ms in each forward" in slow.output
     assert_named(slow, 1, 2)
-    # A wait of 0.2 s would show in the sync; DDP and FSDP have waited for it before.
+    # DDP and FSDP have already waited for the slow rank, so little of the delay is left for the sync.
     assert waiting_of(slow)["ranks"][0]["sync_wait_p50_ms"] < SLOW_MS / 4
     even = finish(tmp_path / "even", RANKS, *flags)
     assert even.losses == slow.losses
@@ -165,7 +165,7 @@ def test_the_slow_rank_is_named_and_trains_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone  # Where other tests run, a rank may be behind.
+@pytest.mark.alone  # Other tests may delay a rank.
 def test_without_a_slow_rank_nobody_is_named(tmp_path: Path) -> None:
     even = even_run(tmp_path, *TINY, "--parallel", "ddp")
     assert "straggler:                                                none" in even.output
@@ -190,7 +190,7 @@ def test_high_precision_has_stragglers_too(tmp_path: Path) -> None:
 
 
 def _measured(flags: list[str]) -> int:
-    """The job, writing down what it calls. In each rank."""
+    """Run the job on one rank, and write the names of its collectives to a file."""
     with counted_collectives() as calls:
         status = job.start(flags)
     folder = Path(flags[flags.index("--out") + 1])
@@ -199,7 +199,7 @@ def _measured(flags: list[str]) -> int:
 
 
 def _bare(flags: list[str]) -> int:
-    """The same with no measurement in it."""
+    """Like ``_measured``, but without measuring the waits."""
     waiting: Any = Waiting
     waiting.step = waiting.collectives = lambda self: nullcontext()
     waiting.backward = lambda self, loss: loss.backward()
@@ -208,7 +208,7 @@ def _bare(flags: list[str]) -> int:
 
 
 def _driven(folder: Path, bare: bool, *flags: str) -> tuple[list[float], str, list[list[str]]]:
-    """Two ranks of the job, with measurement or with none of it: losses, parameters, and what each rank called."""
+    """Run the job on two ranks, without measuring if ``bare``. Return (losses, digest, each rank's collectives)."""
     done = forked.run([*TINY, *flags, "--out", str(folder)], 2, {}, main=_bare if bare else _measured)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((folder / "summary.json").read_text())

@@ -163,7 +163,7 @@ def test_reuse_resumes_after_a_closure() -> None:
     assert len(casts) == LINEARS
 
 
-# What a cast may serve -----------------------------------------------------------------------------
+# Valid uses of a cast ------------------------------------------------------------------------------
 
 
 def attached(**recipe: Any) -> tuple[Net, StateManager, torch.optim.Optimizer]:
@@ -430,7 +430,7 @@ def test_tied_weights_are_cast_anew_after_a_step() -> None:
         assert bits(model(x)) == after
 
 
-# Where nothing tells that a weight is another one ---------------------------------------------------
+# Weights that are replaced without any notice -------------------------------------------------------
 
 
 def fresh_before_every_forward(module: nn.Module, job: Any) -> None:

@@ -120,7 +120,7 @@ def test_the_formulas() -> None:
 
 
 def copies_that_are_cast(linear: nn.Linear) -> dict[str, tuple[bool, bool]]:
-    """Return for each tensor of a forward and a backward: if the plain and the transposed copy are cast."""
+    """Return, per tensor of a forward and a backward, (plain copy is cast, transposed copy is cast)."""
     slots, seen = linear.fp8_slots, {}
     original = slots.quantize
 

@@ -71,7 +71,7 @@ def test_high_precision_for_some_steps_ends_by_itself(recipe: Recipe) -> None:
 
 
 def test_who_comes_back_has_scales() -> None:
-    """As if it had stayed in FP8: the histories have the amaxes of its last steps in high precision."""
+    """Scales are as if the module had stayed in FP8: its last steps in high precision record amaxes."""
     steps = OBSERVED_STEPS + 5
     run = Run(DelayedScaling(history_len=64))
     run.fp8.set_precision("*", "high", steps=steps)
@@ -117,7 +117,7 @@ def test_right_back_nothing_is_cold() -> None:
 
 
 def test_only_some_gemms() -> None:
-    """dgrad in high precision: weight gradients that do not depend on a dgrad stay as in FP8."""
+    """With dgrad in high precision, weight gradients that do not depend on a dgrad stay as in FP8."""
     run, other = Run(DelayedScaling(history_len=4)), Run(DelayedScaling(history_len=4))
     run.fp8.set_precision("*", "high", gemms=("dgrad",))
     assert run.fp8.high_precision("last") == ("dgrad",)

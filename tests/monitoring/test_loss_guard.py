@@ -1,4 +1,4 @@
-"""Which losses a guard objects to, what it does then, and that all ranks do it at the same step."""
+"""Losses that raise an alarm, the action that follows, and the agreement of all ranks on the step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_median_is_of_the_window_only() -> None:
 
 
 def test_the_median_is_that_of_the_good_losses() -> None:
-    """Against the standard library's median of what was good so far."""
+    """The guard's median equals that of the standard library over the last good losses."""
     guard, good = LossGuard(action=silent, window=20, min_history=5), cast(list[float], [])
     spikes = 0
     for i, loss in enumerate(noisy(3.0, 0.3, 300)):
@@ -84,7 +84,7 @@ def test_the_median_is_that_of_the_good_losses() -> None:
 
 
 def test_losses_of_any_sign_and_size() -> None:
-    """Usual noise is no spike, whatever the level; a rise far beyond it, by more than the level itself, is."""
+    """At any level, usual noise raises no alarm; a rise by three times the level does."""
     for level in (-3.0, 0.0, 1e-6, 1e30, -1e30):
         size = abs(level) or 1e-12
         guard = guard_after(noisy(level, size / 10, 2000))
@@ -92,13 +92,13 @@ def test_losses_of_any_sign_and_size() -> None:
 
 
 def test_a_negative_loss_may_rise_by_its_magnitude() -> None:
-    """A tenth of -3 above -3 is no spike, though it is above twice -3."""
+    """From -3 to -2.7 is no spike, although -2.7 > 2 * -3."""
     guard = guard_after([-3.0] * 20 + [-2.7, -0.1])
     assert guard.observe(0.1) is not None
 
 
 def test_near_zero_the_usual_noise_counts() -> None:
-    """Absolute values of normal noise exceed twice their median every sixth time."""
+    """One in six absolute values of normal noise exceeds twice the median, so the noise term must prevent alarms."""
     losses = [abs(loss) for loss in noisy(0.0, 1e-4, 2000)]
     guard_after(losses)
     strict = LossGuard(action=silent, noise=0.0)
@@ -227,7 +227,7 @@ def test_stop_raises_at_each_alarm() -> None:
 
 
 class Switch:
-    """Stands in for a manager: notes how its precision is set."""
+    """Stands in for a manager and records the calls that set its precision."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int | None]] = []
@@ -248,7 +248,7 @@ def test_fallback_sets_high_precision_once_for_alarms_in_a_row() -> None:
     with captured_log() as log:
         for _ in range(3):
             guard.observe(7.5)
-    assert switch.calls == [("*", "high", 51)]  # This step's end counts.
+    assert switch.calls == [("*", "high", 51)]  # 50 steps, and the end of this step.
     ((_, message),) = log
     assert message.endswith("; 50 steps follow in high precision")
 
@@ -358,7 +358,7 @@ def test_mistakes() -> None:
 
 
 def one_rank_differs(odd: float, mesh: bool) -> dict[str, Any]:
-    """Rank 1 alone meets ``odd`` at step 13."""
+    """Rank 1 alone observes the loss ``odd`` at step 13."""
     group: Any = init_device_mesh("cpu", (2,)) if mesh else dist.group.WORLD
     called: list[LossAlarm] = []
     switch = Switch()
@@ -422,7 +422,7 @@ def test_reduced_losses_need_no_collective(two_ranks: RankPool) -> None:
 
 
 def uneven_losses() -> tuple[str, float]:
-    """float32 would lose what float64 keeps."""
+    """Return the recorded mean and the local loss of a float64 loss whose mean float32 cannot represent."""
     guard = LossGuard(min_history=1, mean_over=dist.group.WORLD)
     loss = torch.tensor(2.0**25 if dist.get_rank() == 0 else 1.0, dtype=torch.float64)
     guard.observe(loss)
@@ -460,4 +460,5 @@ def test_fallback_of_a_real_manager() -> None:
             manager.step()
             high.append((manager.high_precision("0"), manager.high_precision("1")))
     everything = ("fprop", "dgrad", "wgrad")
-    assert high == [((), ()), *[(everything, everything)] * 2, ((), ()), ((), ())]  # After each step: 3 and 4.
+    # Read after each step: steps 3 and 4 run in high precision.
+    assert high == [((), ()), *[(everything, everything)] * 2, ((), ()), ((), ())]

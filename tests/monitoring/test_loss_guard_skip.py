@@ -1,4 +1,4 @@
-"""Updates that a loss guard leaves out, and what it says of a loss that comes after its update."""
+"""Updates that a loss guard skips, and its error for a loss that is observed after its update."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def state_of(optimizer: Optimizer) -> list[tuple[str, object]]:
-    """All of an optimizer's state, exactly."""
+    """Return the optimizer's whole state, tensors as bits."""
     states = optimizer.state_dict()
     return [
         (f"{index}.{name}", bits(local(value)) if isinstance(value, Tensor) else value)
@@ -64,7 +64,7 @@ def state_of(optimizer: Optimizer) -> list[tuple[str, object]]:
 
 
 def skipping(optimizer: Any, **options: Any) -> LossGuard:
-    """A guard that has seen four losses of one."""
+    """Return a guard that has seen four losses of 1.0."""
     guard = LossGuard("skip", min_history=2, optimizer=optimizer, **options)
     guard.load_state_dict({"step": 4, "alarms": 0, "losses": [1.0] * 4, "spikes": [], "streak": None})
     return guard
@@ -93,7 +93,7 @@ def test_a_skipped_step_leaves_parameters_and_state_alone() -> None:
         loss_of(net, *batch(0, 7)).backward()
         before, state, gradients = parameter_bits(net), state_of(optimizer), gradient_bits(net)
         with captured_log() as log:
-            for _ in range(2):  # Each alarm, not only the first of a streak.
+            for _ in range(2):  # Every alarm skips, not only the first of a streak.
                 assert guard.observe(bad) is not None
                 optimizer.step()
                 assert (parameter_bits(net), state_of(optimizer), gradient_bits(net)) == (before, state, gradients)
@@ -107,7 +107,7 @@ def test_a_skipped_step_leaves_parameters_and_state_alone() -> None:
 
 
 def test_an_alarm_is_for_one_step() -> None:
-    """A step that nobody observes is made, and so is one after an alarm whose step the loop left out."""
+    """A step without an observed loss runs. So does a step after an alarm whose own step the loop never ran."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     guard = skipping(optimizer)
@@ -118,14 +118,14 @@ def test_an_alarm_is_for_one_step() -> None:
     gradients = [p.grad for p in net.parameters()]
     optimizer.step()
     assert parameter_bits(net) == before
-    # The very tensors are back: a CUDA graph may write to them again.
+    # The same tensor objects are restored, because a CUDA graph may write to them again.
     assert all(p.grad is gradient for p, gradient in zip(net.parameters(), gradients))
     optimizer.step()
     assert parameter_bits(net) != before
     loss_of(net, *batch(0, 0)).backward()
     before = parameter_bits(net)
     with captured_log():
-        assert guard.observe(50.0) is not None  # The loop makes no step of this one.
+        assert guard.observe(50.0) is not None  # The loop takes no step for this loss.
     optimizer.zero_grad()
     loss_of(net, *batch(0, 1)).backward()
     assert guard.observe(1.0) is None
@@ -153,7 +153,7 @@ def test_all_of_several_optimizers_skip() -> None:
 
 
 def test_observe_before_backward_skips_too() -> None:
-    """The gradients are dropped inside the step, so it does not matter when they were computed."""
+    """The guard drops the gradients inside step(), so it does not matter when backward() ran."""
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     guard = skipping(optimizer)
@@ -168,7 +168,7 @@ def test_observe_before_backward_skips_too() -> None:
 
 
 class Wrapped:
-    """As Accelerate keeps an optimizer."""
+    """Wraps an optimizer as Accelerate does."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -190,7 +190,7 @@ def test_a_wrapped_optimizer_and_a_scheduler() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own.
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Raised by torch itself.
 def test_a_compiled_step_skips() -> None:
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -212,7 +212,7 @@ def test_a_compiled_step_skips() -> None:
 
 
 def test_grad_scaler() -> None:
-    """It looks for infinities in the gradients that are dropped, so neither step() nor update() misses them."""
+    """GradScaler still checks the dropped gradients for Inf, so step() and update() both work."""
     cases = [
         ("adamw", ""),
         ("adamw", "before observe"),
@@ -246,7 +246,7 @@ def test_grad_scaler() -> None:
             changed.append(parameter_bits(net) != before)
             scales.append(scaler.get_scale())
         assert changed == [True, False, False, True, True]
-        assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # As without a guard.
+        assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # The same scales as without a guard.
 
 
 # FP8 -----------------------------------------------------------------------------------------------------
@@ -277,11 +277,11 @@ def test_the_fp8_step_ends_as_usual(scaled: bool) -> None:
     assert seen == [float((factor * batch(0, i)[0]).abs().max()) for i, factor in enumerate([1.0, 1.0, 1000.0, 1.0])]
 
 
-# Orders that are right -----------------------------------------------------------------------------------
+# Correct orders ------------------------------------------------------------------------------------------
 
 
 class Loop:
-    """A training loop of which each test chooses the order."""
+    """A training loop whose order of calls each test chooses."""
 
     def __init__(self, action: Any, **options: Any) -> None:
         self.net = make_net()
@@ -387,7 +387,7 @@ def test_a_step_that_a_scaler_skips_is_no_step() -> None:
 
 
 def test_optimizers_that_take_turns() -> None:
-    """Each step is of one of them, and the gradients of the other are old."""
+    """Each step belongs to one optimizer; the other still has old gradients."""
     net = make_net()
     half = torch.optim.SGD(net.first.parameters(), lr=0.1)
     other = torch.optim.SGD(net.last.parameters(), lr=0.1)
@@ -402,7 +402,7 @@ def test_optimizers_that_take_turns() -> None:
         optimizer.zero_grad()
 
 
-# Orders that are not -------------------------------------------------------------------------------------
+# Wrong orders --------------------------------------------------------------------------------------------
 
 WRONG = {
     "usual": "forward backward step observe zero",
@@ -426,7 +426,7 @@ def test_what_is_late_is_told() -> None:
     for order, action in cases:
         loop = Loop(ACTIONS[action])
         if action == "skip":
-            for _ in range(2):  # From the first, and again.
+            for _ in range(2):  # The first wrong order raises, and so does the second.
                 with pytest.raises(ConfigurationError, match=LATE):
                     loop.run(WRONG[order], times=1)
             continue
@@ -495,7 +495,7 @@ def test_a_closure_is_refused() -> None:
         assert parameter_bits(net) == before
 
 
-# Lives ---------------------------------------------------------------------------------------------------
+# Lifetimes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -568,7 +568,7 @@ def test_mistakes() -> None:
 # Ranks ---------------------------------------------------------------------------------------------------
 
 BAD = 5
-"""The batch that spikes on rank 1."""
+"""Index of the batch whose loss spikes on rank 1."""
 
 
 def batches(leave_out: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -594,7 +594,7 @@ def parallel(kind: str) -> nn.Module:
 
 
 def trained(kind: str, name: str, leave_out: bool, clip: bool) -> dict[str, Any]:
-    """A run that skips the bad batch, or, without a guard, one that never meets it."""
+    """Train with a guard that skips the bad batch, or, if ``leave_out``, without a guard and without the bad batch."""
     net = parallel(kind)
     optimizer = OPTIMIZERS[name](list(net.parameters()))
     guard = None if leave_out else LossGuard("skip", min_history=3, mean_over=dist.group.WORLD, optimizer=optimizer)
@@ -684,7 +684,7 @@ def test_late_on_all_ranks(two_ranks: RankPool, kind: str) -> None:
 
 
 def one_rank_is_idle() -> list[str]:
-    """Rank 1's optimizer has parameters that every other step does not use."""
+    """On rank 1, every other step has no gradients."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     guard = LossGuard("skip", mean_over=dist.group.WORLD, optimizer=optimizer)

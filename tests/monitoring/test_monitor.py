@@ -1,4 +1,4 @@
-"""What is written about slots, and which scales have jumped."""
+"""The monitor: its records of slots, and its detection of scale jumps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refuse(constant: str) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Strictly: Python's reader takes NaN and Infinity, other languages' do not."""
+    """Return the parsed lines. Reject NaN and Infinity, which Python's JSON reader accepts and others do not."""
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
@@ -130,7 +130,7 @@ def test_slots_that_are_new_or_cold_do_not_jump() -> None:
     assert monitor.observe(2, scales(64.0, 64.0)) == []
     assert monitor.observe(3, scales(NAN, NAN)) == []
     assert monitor.observe(4, scales(1.0, 1.0)) == []
-    # One that was not observed meanwhile is compared with what it last was.
+    # A slot that is not observed for a while is compared with its last observed scale.
     assert monitor.observe(5, [SlotStatistics(A, 1.0, 1.0)]) == []
     assert [jump.slot for jump in monitor.observe(6, scales(1.0, 2.0))] == [B]
 
@@ -198,7 +198,7 @@ def test_a_full_disk_does_not_end_the_training() -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads."""
+    """Return the scalars that TensorBoard reads from the folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))

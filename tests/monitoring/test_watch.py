@@ -1,4 +1,4 @@
-"""watch(): the slots' numbers of all ranks, at an interval, in one collective."""
+"""watch(): statistics of the slots on all ranks, every n steps, in one collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 9
 
 
 def trained(path: Path | None, recipe: Recipe, steps: int = 6, rank: int = 0, **options: Any) -> Any:
-    """(lines, manager, net) of a net that was watched every third step."""
+    """Train a net with a watch every third step; return (lines, manager, net)."""
     prepared = {name: options.pop(name) for name in ("group", "overrides", "fallback", "amax_sync") if name in options}
     net = make_net()
     manager = fp8dist.prepare(net, recipe, **prepared)
@@ -57,7 +57,7 @@ def test_every_third_step_all_slots(tmp_path: Path) -> None:
 
 
 def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts(tmp_path: Path) -> None:
-    """Seen by an independent count on the tensors themselves."""
+    """Compare with an independent count on the tensors."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
     manager.watch(3, tmp_path / "s")
@@ -67,7 +67,7 @@ def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts(tmp_p
     net.branch.register_forward_pre_hook(lambda m, args: seen.update(input=args[0].detach().clone()))
     for step in range(3):
         scale = manager.scale("branch", "input").item()
-        x, y = batch(0, 0 if step < 2 else 4)  # The third is larger than what the scale was made for.
+        x, y = batch(0, 0 if step < 2 else 4)  # The third input exceeds the range of its scale.
         (net(3 * x if step == 2 else x) - y).square().mean().backward()
         optimizer.step()
     (line,) = [line for line in read(tmp_path / "s") if line["slot"] == "branch:input"]
@@ -89,7 +89,7 @@ def test_recipes_without_state_are_watched_as_well(tmp_path: Path, recipe: Recip
             largest = 57344.0 if line["slot"].endswith("grad_output") else 448.0
             assert line["scale"] == (torch.tensor(largest) / torch.tensor(line["amax"])).item()
         else:
-            assert line["scale"] is None  # Each row or block has its own.
+            assert line["scale"] is None  # Each row or block has a scale of its own.
     assert manager.steps == 6
 
 
@@ -141,7 +141,7 @@ def test_a_jump_is_told_once(tmp_path: Path) -> None:
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=1))
     manager.watch(1, tmp_path / "s", jump=8)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes nothing; with 0 it would be no step.
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with lr=0 the step would not count.
     manager.attach(optimizer=optimizer)
     events: list[Event] = []
     manager.on_event(events.append)
@@ -151,7 +151,7 @@ def test_a_jump_is_told_once(tmp_path: Path) -> None:
             net(x * (100 if step == 2 else 1)).mean().backward()
             optimizer.step()
     steps = [event.step for event in events if event.kind == "jump"]
-    assert steps == [4, 5]  # The scale that step 3 made is what step 4 casts with.
+    assert steps == [4, 5]  # Step 4 casts with the scale that step 3 computes.
     assert {slot.fqn for slot in events[0].slots} >= {"first"}
     assert len(log) == 2
 
@@ -173,7 +173,7 @@ def test_a_resume_goes_on_in_the_same_file(tmp_path: Path, steps: int) -> None:
 
 
 def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
-    """The state's count is one ahead after a calibration, and behind where FP8 began later."""
+    """The step count of the state may differ: one more after a calibration, fewer if FP8 starts late."""
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=8))
     manager.watch(3, tmp_path / "scales", resume_after=100)
@@ -214,7 +214,7 @@ def _watched(path: str, recipe: Recipe, ranks: bool, options: dict[str, Any]) ->
 
 @pytest.mark.parametrize(("kind", "ranks"), [("delayed", True), ("current", False), ("three", True), ("three", False)])
 def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path, kind: str, ranks: bool) -> None:
-    """And the largest of all ranks, with who held it."""
+    """The lines hold the largest amax over ranks and the rank that had it."""
     options: dict[str, Any] = {}
     recipe: Recipe = CurrentScaling() if kind == "current" else DelayedScaling(history_len=8)
     if kind == "three":
@@ -224,11 +224,11 @@ def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path,
     assert sizes.count(size) == 2
     slots = {"delayed": SLOTS, "three": 3}.get(kind)
     syncs = [4 * (8 + slots)] * 6 if slots else []
-    # Besides: weight amaxes at attach, and the syncs of delayed scaling.
+    # The other collectives: weight amaxes at attach, and the syncs of delayed scaling.
     assert sorted(size_ for size_ in sizes if size_ != size) == sorted(syncs + ([4 * slots] if slots else []))
     assert sizes == sizes_there
     for line, here, other in zip(lines, own, there):
-        if kind == "current":  # Local scales differ; what was trained did not depend on the group.
+        if kind == "current":  # Scales are local, so the group does not change the training.
             assert line["amax"] == max(here["amax"], other["amax"])
             if ranks:
                 assert line["amax_rank"] == (0 if here["amax"] >= other["amax"] else 1)
@@ -263,7 +263,7 @@ def test_a_rank_that_does_not_watch_is_told_at_attach(two_ranks: RankPool, tmp_p
 
 
 def _with_a_policy(path: str) -> Any:
-    """Lanes of the fallback and the watch read the same shares."""
+    """Train with a watch and a fallback, which read the same shares; return (lines, number of fallbacks)."""
     rank = dist.get_rank()
     fallback = Fallback(steps=2, saturated=1.0)
     lines, manager, _ = trained(

@@ -1,4 +1,4 @@
-"""Whatever is done to a checkpoint, reading it succeeds or raises CheckpointError, on one line that names it."""
+"""Reading a damaged checkpoint succeeds, or raises CheckpointError with one line that names the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fp8dist import DelayedScaling
 from fp8dist.errors import CheckpointError
 from fp8dist.offline.sources import open_source
 
-# A checkpoint as {file name: content}; one that is a file of its own has the name "".
+# A checkpoint as {file name: content}. A checkpoint of a single file has the name "".
 Content = dict[str, bytes]
 INTERESTING = [0, 1, 2, 0x7F, 0x80, 0x81, 0x8A, 0x93, 0x95, 0xFF, *b"(.)]}0bcegjqrstuNQRXK"]
 
@@ -57,7 +57,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Content]:
 
 
 def _read_all(content: Content, marker: Path | None = None) -> bool:
-    """Whether it can be read. Fails on anything but success and one proper CheckpointError."""
+    """Return True if the checkpoint can be read, False for a proper CheckpointError; fail on any other outcome."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
         if "" in content:
@@ -84,7 +84,7 @@ def _read_all(content: Content, marker: Path | None = None) -> bool:
 
 @st.composite
 def _mutation(draw: st.DrawFn) -> Callable[[bytes, bytes], bytes]:
-    """A change of some bytes, with another file at hand to splice from."""
+    """Draw a function (data, other) that changes some bytes of ``data``; a splice copies from ``other``."""
     kind = draw(st.sampled_from(["cut", "flip", "set", "insert", "delete", "double", "splice", "number"]))
     place, length = draw(st.floats(0, 1)), draw(st.integers(1, 40))
     byte = draw(st.one_of(st.sampled_from(INTERESTING), st.integers(0, 255)))
@@ -114,7 +114,7 @@ def _mutation(draw: st.DrawFn) -> Callable[[bytes, bytes], bytes]:
 
 
 def _rezipped(data: bytes, change: Callable[[bytes], bytes], record: str = "data.pkl") -> bytes:
-    """The archive with one record changed and its checksum right: past it, to the unpickler."""
+    """Return the archive with one record changed and valid checksums, so that the change reaches the unpickler."""
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w") as new:
         for name in old.namelist():
@@ -124,7 +124,7 @@ def _rezipped(data: bytes, change: Callable[[bytes], bytes], record: str = "data
 
 
 def _remade(content: Content, changes: dict[Any, Callable[[bytes], bytes]]) -> Content:
-    """A DCP folder with some of its pieces changed, at places and lengths that are right again."""
+    """Return a DCP folder with some pieces changed and their offsets and lengths updated in the index."""
     index, data = pickle.loads(content[".metadata"]), b""
     for key, place in sorted(index.storage_data.items(), key=lambda item: item[1].offset):
         piece = content[place.relative_path][place.offset : place.offset + place.length]
@@ -180,7 +180,7 @@ def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(4))  # For two workers.
+@pytest.mark.parametrize("part", range(4))  # Split, so that two workers can share the test.
 @settings(_UNHURRIED, max_examples=7_500 // 4)
 @given(data=st.data())
 def test_damaged_files_at_length(valid: dict[str, Content], part: int, data: st.DataObject) -> None:
@@ -189,7 +189,7 @@ def test_damaged_files_at_length(valid: dict[str, Content], part: int, data: st.
 
 @pytest.mark.slow
 def test_bytes_all_over_an_index(valid: dict[str, Content]) -> None:
-    """An index has no checksum. What a flipped bit leaves readable, still reads without harm."""
+    """An index has no checksum. If it is still readable after a bit flip, reading it must be safe."""
     index = valid["dcp"][".metadata"]
     for place in range(0, len(index), 11):
         broken = bytearray(index)
@@ -198,7 +198,7 @@ def test_bytes_all_over_an_index(valid: dict[str, Content]) -> None:
 
 
 class _Call:
-    """Pickled as a call of any function."""
+    """Pickles as a call of the given function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -223,7 +223,7 @@ def _bombs(marker: str) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "protocol"), [*zip([name for name, _ in _bombs("")], itertools.cycle((0, 2, 4)))])
 def test_crafted_pickles(valid: dict[str, Content], name: str, protocol: int, tmp_path: Path) -> None:
-    """Alone, appended and in place of each pickle of each kind. Nothing of them is ever run."""
+    """A crafted pickle never runs: alone, appended, or in place of a pickle of any kind of checkpoint."""
     marker = tmp_path / "marker"
     bomb = pickle.dumps(dict(_bombs(str(marker)))[name], protocol)
     head = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
@@ -235,10 +235,10 @@ def test_crafted_pickles(valid: dict[str, Content], name: str, protocol: int, tm
     assert not _read_all({**index, ".metadata": bomb}, marker)
     assert not _read_all(_remade(index, {"w": lambda piece: _rezipped(piece, lambda _: bomb)}), marker)
     assert not _read_all(_remade(index, {"w": lambda _: bomb}), marker)
-    # A value that is no tensor is then listed as its bytes, unless even that cannot be told.
+    # A non-tensor value is listed as its bytes; a CheckpointError is fine, too, if the reader cannot tell its kind.
     _read_all(_remade(index, {"lr": lambda piece: _rezipped(piece, lambda _: bomb)}), marker)
     assert _read_all(_remade(index, {"lr": lambda _: bomb}), marker)
-    # Inside an index that is otherwise right.
+    # Inside an otherwise valid index.
     metadata = pickle.loads(index[".metadata"])
     metadata.planner_data = dict(_bombs(str(marker)))[name]
     assert not _read_all({**index, ".metadata": pickle.dumps(metadata, protocol)}, marker)

@@ -1,4 +1,4 @@
-"""Checkpoints of every kind, read offline: the values are those that torch reads, and nothing else gets through."""
+"""Offline reading of all kinds of checkpoints: the values equal those that torch reads; bad input is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
 
 
 def _all(path: Path | str) -> dict[str, Tensor]:
-    """What a source says it holds, read; what it says of each is compared with what is read."""
+    """Return all tensors of a source by name, and assert that each matches its entry."""
     found = {}
     with open_source(path) as source:
         assert source.path == str(path)
@@ -83,7 +83,7 @@ def _same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
 
 
 def _refused(path: Path | str, *texts: str) -> str:
-    """The error of opening or reading ``path``: one line that names it."""
+    """Return the error message of opening or reading ``path``; assert that it is one line and names the path."""
     with pytest.raises(CheckpointError) as caught:
         _all(path)
     text = str(caught.value)
@@ -119,7 +119,7 @@ def test_state_files(tmp_path: Path) -> None:
     assert found["0:input/scale"].item() == manager.scale("0", "input").item()
     with open_source(path) as source:
         assert source.family == "state"
-    renamed = path.rename(tmp_path / "state.bin")  # It is the content that counts.
+    renamed = path.rename(tmp_path / "state.bin")  # The content decides, not the name.
     _same(_all(renamed), expected)
 
 
@@ -193,7 +193,7 @@ def _trained() -> dict[str, Any]:
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """An oracle of its own for names and values."""
+    """Yield (name, tensor) pairs: an independent oracle."""
     if isinstance(value, Mapping) or type(value) in (list, tuple, torch.Size):
         children = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, child in children:
@@ -352,7 +352,7 @@ def test_compressed_and_big_endian_archives(tmp_path: Path) -> None:
 
 
 def _rezip(path: Path, records: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> Path:
-    """The same archive with other records; all checksums are right."""
+    """Rewrite the archive with other records and valid checksums."""
     with zipfile.ZipFile(path) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
     folder = next(iter(content)).partition("/")[0]
@@ -381,7 +381,7 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Unpickled by pickle, it leaves a file."""
+    """Creates the file ``marker`` when pickle loads it."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -407,7 +407,7 @@ def test_pickles_are_never_executed(tmp_path: Path, protocol: int) -> None:
     _refused(folder, ".metadata")
     (folder / ".metadata").write_bytes(index)
     _replace_pieces(folder, lambda data: _rezipped(data, bomb))
-    with open_source(folder) as source:  # A value is listed as its bytes, a tensor cannot be.
+    with open_source(folder) as source:  # A non-tensor value is listed as its bytes. Tensors are not.
         assert [(e.name, e.dtype) for e in source.entries] == [("a", "float32"), ("b", "uint8")]
         assert bytes(source.read(1).tolist()).startswith(bomb)
         with pytest.raises(CheckpointError, match="the piece of a at"):
@@ -465,7 +465,7 @@ def test_hostile_pickles(tmp_path: Path, name: str, pickled: bytes) -> None:
 
 
 class Laughs:
-    """A list of two lists of two lists …, 2**60 in all: not to be printed, hashed or compared."""
+    """Nested pairs that unfold to 2**60 items: printing, hashing or comparing them never ends."""
 
     def __init__(self, hashable: bool = False) -> None:
         self.value: Any = "ha"
@@ -490,7 +490,7 @@ def test_lists_that_unfold_without_end(tmp_path: Path, where: str) -> None:
         system = laughs
     path = tmp_path / "a.pt"
     parts = [pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, version, system, value, keys)]
-    if where == "key":  # Pickle itself would never end to make one.
+    if where == "key":  # A dict with this key would hash it, which never ends.
         parts[3] = b"\x80\x02}" + pickle.dumps(laughs, 2)[2:-1] + b"K\x01s."
     path.write_bytes(b"".join(parts))
     _refused(path)
@@ -499,7 +499,7 @@ def test_lists_that_unfold_without_end(tmp_path: Path, where: str) -> None:
 
 
 class Call:
-    """Pickled as a call."""
+    """Pickles as a call of the given function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -528,7 +528,7 @@ def test_indexes_that_unfold_without_end(tmp_path: Path, where: str) -> None:
     else:
         index.planner_data = laughs
     _write_index(folder, index)
-    if where == "planner":  # Nobody looks at it.
+    if where == "planner":  # The reader ignores planner_data.
         _all(folder)
     else:
         _refused(folder, ".metadata")
@@ -581,7 +581,7 @@ def test_tensors_stay_inside_their_storage(tmp_path: Path, changes: dict[str, An
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns that there is no process group; tracing warns of itself."""
+    """Silence the warnings of DCP (no process group) and of tracing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -611,7 +611,7 @@ def _rezipped(data: bytes, pickled: bytes) -> bytes:
 
 
 def _replace_pieces(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Every stored piece changed, each in a file of its own."""
+    """Change every stored piece, and store each in a file of its own."""
     index = _index(folder)
     for number, (key, place) in enumerate(index.storage_data.items()):
         data = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
@@ -632,7 +632,7 @@ def test_dcp_folders(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_equal_values_are_equal_however_they_were_pickled(tmp_path: Path) -> None:
-    """Pickles tell one object twice from two equal objects."""
+    """Pickles differ between one object stored twice and two equal objects."""
     text = "".join(["a", "b"])
     first = _dcp(tmp_path / "1", {"x": [text, text]})
     second = _dcp(tmp_path / "2", {"x": [text, "".join(["a", "b"])]})
@@ -656,7 +656,7 @@ def test_tensors_inside_values(tmp_path: Path) -> None:
 
 
 def _save_shards(folder: str) -> dict[str, Any]:
-    """Saved by two ranks: sharded over either dim, unevenly, replicated, and values per rank."""
+    """Save on two ranks: tensors sharded over either dim, sharded unevenly and replicated, and per-rank values."""
     mesh = init_device_mesh("cpu", (2,))
     full = {
         "rows": torch.arange(20.0).reshape(5, 4),
@@ -721,7 +721,7 @@ def test_pieces_stay_in_the_folder(tmp_path: Path, name: Any) -> None:
 
 
 def _two_chunks(tmp_path: Path) -> tuple[Path, Any, list[Any]]:
-    """A folder, its index, and the chunks of a tensor of shape (4,) in two pieces."""
+    """Return a folder, its index, and the chunks of a tensor of shape (4,) in two pieces."""
     folder = _dcp(tmp_path, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])})
     index = _index(folder)
     description = index.state_dict_metadata["a"]
@@ -767,7 +767,7 @@ def test_an_index_that_does_not_fit(tmp_path: Path, damage: str) -> None:
 
 
 def test_old_indexes(tmp_path: Path) -> None:
-    """Torch before 2.3 took TensorProperties from sharded tensors; Python 3.13 moved PosixPath."""
+    """torch before 2.3 pickles TensorProperties from another module; Python 3.13 pickles PosixPath from another."""
     folder = _dcp(tmp_path, {"a": torch.ones(2)})
     data = pickle.dumps(_index(folder), 2)
     new, old = b"ctorch.distributed.checkpoint.metadata\n", b"ctorch.distributed._shard.sharded_tensor.metadata\n"
@@ -799,7 +799,7 @@ def test_tilings() -> None:
     assert tiles([0, 3], [])
 
 
-# What is no checkpoint -----------------------------------------------------------------------------------
+# Not a checkpoint ----------------------------------------------------------------------------------------
 
 
 def _write(path: Path, kind: str) -> None:
@@ -910,7 +910,7 @@ def test_slices(tmp_path: Path) -> None:
 
 def test_panics_are_caught_and_interrupts_are_not() -> None:
     class PanicException(BaseException):
-        """As safetensors' Rust raises it."""
+        """Stands in for the exception that safetensors' Rust code raises."""
 
     with pytest.raises(CheckpointError, match="x: cannot be read: PanicException: oh no"), failures.reading("x"):
         raise PanicException("oh\nno")
@@ -930,19 +930,19 @@ def test_there_is_no_tensor_of_an_object() -> None:
 
 @pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """10 tensors of 10 MB: reading takes the memory of one. Mapped pages do not count."""
+    """Reading 10 tensors of 10 MB takes the memory of one, without mapped pages."""
     tensors = {f"t{i}": torch.full((10 << 18,), float(i)) for i in range(10)}
     _save(tmp_path / "zip", tensors, legacy=False)
     _save(tmp_path / "legacy", tensors, legacy=True)
     save_file(tensors, tmp_path / "safetensors")
     _dcp(tmp_path / "dcp", tensors)
-    _save(tmp_path / "hostile", {"a": torch.ones(4)})  # Claims two terabytes.
+    _save(tmp_path / "hostile", {"a": torch.ones(4)})  # Altered below to claim two terabytes.
     with zipfile.ZipFile(tmp_path / "hostile") as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
         pickled = archive.read(name)
     claimed = pickled.replace(b"K\x04", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))
     _rezip(tmp_path / "hostile", {"data.pkl": claimed})
-    # Each is read by a fork: with the memory that one import of torch leaves, and no other.
+    # A fork reads each checkpoint, so that all start with the same memory, after one import of torch.
     program = """
         import os, sys
         from pathlib import Path
@@ -974,7 +974,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
-    }  # What is freed goes back to the system at once.
+    }  # Return freed memory to the system at once.
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
     for kind, line in zip(kinds, done.stdout.splitlines(), strict=True):
         peak, read = map(int, line.split())
@@ -983,7 +983,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 def test_many_sources_at_once(tmp_path: Path) -> None:
-    """Sources of many ranks are open together: they hold no descriptors of torch.save and DCP files."""
+    """Sources of many ranks may be open at once, so sources of torch.save and DCP hold no file descriptors."""
     path = _save(tmp_path / "a.pt", {"a": torch.ones(2)})
     before = len(os.listdir("/proc/self/fd"))
     sources: list[Source] = [open_source(path) for _ in range(50)]

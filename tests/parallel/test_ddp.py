@@ -455,7 +455,7 @@ def test_join_refuses_what_would_hang(two_ranks: RankPool) -> None:
         assert "comm_hook" in with_hook
 
 
-# What the library must not hide ------------------------------------------------------------------
+# Errors that must not be hidden ------------------------------------------------------------------
 
 
 def _forget_group() -> str:
@@ -490,7 +490,7 @@ def test_the_oracle_of_these_tests_can_fail(two_ranks: RankPool) -> None:
     assert outcomes[0].losses != outcomes[1].losses
 
 
-# What an early launch must not lose, or let through -------------------------------------------------
+# Early launches: no lost and no undetected state ----------------------------------------------------
 
 
 def _damaged_with_hook(update: str, policy: str) -> Any:

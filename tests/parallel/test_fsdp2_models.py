@@ -227,7 +227,7 @@ def test_reentrant_checkpointing_is_as_without_reentrance(two_ranks: RankPool) -
         assert mine[2] == other[2]
 
 
-# One rank, and what is kept ----------------------------------------------------------------------
+# One rank, and kept bytes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_four_ranks_differ_from_ddp_no_more_than_float32_does(four_ranks: RankPo
     assert_as_ddp(four_ranks, job, 4)
 
 
-# What the amaxes are -------------------------------------------------------------------------------
+# Amaxes --------------------------------------------------------------------------------------------
 
 
 class LocalAmaxes:
@@ -185,8 +185,8 @@ def test_first_step_is_that_of_one_process_with_the_whole_batch(two_ranks: RankP
             slot for slot in alone if slot[1] == "weight" or slot == ("first", "input")
         }
         for slot, amax in amaxes.items():
-            # Inputs are cast just in time, with this rank's amax, not that of both: E4M3 rounds by 1/16 at most, E5M2
-            # by 1/8, and here is a sum of two. A gradient of a rank's mean is twice that of the whole batch's.
+            # Inputs are cast just in time, with this rank's amax instead of the maximum of both. E4M3 rounds by at most
+            # 1/16, E5M2 by 1/8. A rank's mean over half of the batch has twice the gradient.
             factor = 2 if slot[1] == "grad_output" else 1
             assert amax / factor == pytest.approx(alone[slot], rel=0.25), slot
 

@@ -1,4 +1,4 @@
-"""Regressions of the FP8 all-gather: unnoticed writes, ranks that communicate alone, weights that stay gathered."""
+"""Regressions of the FP8 all-gather: undetected writes, collectives on one rank only, weights that stay gathered."""
 
 from __future__ import annotations
 

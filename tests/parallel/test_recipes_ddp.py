@@ -23,7 +23,7 @@ from tests.support.sharded import HISTORY, Job, build, full
 from tests.support.training import batch, bits, make_net
 
 STEPS = 4
-SLOTS = 3 * 3  # Of Net.
+SLOTS = 3 * 3  # Slots of Net.
 
 RECIPES: dict[str, tuple[Recipe, dict[str, Recipe | High], list[int]]] = {
     # (recipe, overrides, bytes of each all-reduce of a step)

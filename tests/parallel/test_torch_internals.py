@@ -136,11 +136,11 @@ def test_an_fp8_all_gather_is_refused_where_fsdp2_does_not_tell_where_it_reshard
         assert attach.endswith("or leave fp8_all_gather out")
 
 
-# FSDP around a part of what is seen -----------------------------------------------------------------
+# FSDP around a part of the model --------------------------------------------------------------------
 
 
 def _renamed_hook(inside: bool) -> tuple[list[str], str]:
-    """A tensor-parallel Linear that may also belong to FSDP2, of a root that was not passed."""
+    """Attach a tensor-parallel Linear, beside an FSDP2 module if ``inside``. Return (warnings, the error)."""
     net = _net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
     whole = nn.Sequential(net)

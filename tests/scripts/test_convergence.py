@@ -1,4 +1,4 @@
-"""scripts/convergence: arithmetic, tables, which runs are repeated, and the comparison of gradients."""
+"""scripts/convergence: arithmetic, tables, the choice of runs to repeat, and the comparison of gradients."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TWENTY = 20 * [9.0]
 
 
 def run(final: float, validation: float) -> dict[str, Any]:
-    """Of 20 steps: the last two are what counts, and their mean is ``final``."""
+    """Return a run of 20 steps. Only the last two losses count; their mean is ``final``."""
     return {"losses": [*TWENTY[:18], final - 0.5, final + 0.5], "validation_loss": validation, "tokens_per_s": 1.0}
 
 
 def kept(**runs: dict[str, Any]) -> dict[str, Any]:
-    """A results file of two seeds. Gaps of the recipe: +1 % and -0.5 %."""
+    """Return a results file with two seeds. The recipe's gaps are +1 % and -0.5 %."""
     two = {
         "fp32": {"0": run(2.0, 2.5), "1": run(4.0, 5.0)},
         "current": {"0": run(2.02, 2.55), "1": run(3.98, 4.9)},
@@ -167,11 +167,11 @@ def test_what_is_no_results_file_is_refused(tmp_path: Path, change: dict[str, An
     assert results.load(tmp_path) == kept()
 
 
-# What is run, and what is not run again
+# Choice of runs to repeat
 
 
 def _task(folder: Path, code: str = "", **stamp: Any) -> Task:
-    """Counts its runs in the file ``count``."""
+    """Return a task that counts its runs in the file ``count``."""
     program = f"import time, sys; from pathlib import Path; f = Path({str(folder)!r}); {code or 'pass'}\n"
     program += "with open(f / 'count', 'a') as c: c.write('x')\n(f / 'product').touch()"
     return Task(folder.name, folder, ("-c", program), "product", stamp, {"commit": stamp.get("version", "none")})
@@ -269,7 +269,7 @@ STREAMS = ("blocks.0", "blocks.1")
 
 @pytest.fixture
 def model() -> nn.Module:
-    """A small one of the example job, with weights large enough that all blocks matter."""
+    """Return a small GPT of the example job, with weights so large that all blocks matter."""
     torch.manual_seed(0)
     made = GPT(layers=2, width=32, heads=2, context=16)
     for parameter in made.parameters():
@@ -310,7 +310,7 @@ def test_gradients_are_those_of_autograd(model: nn.Module) -> None:
     parameters = [model.get_submodule(name).weight for name in LINEARS]
     for name, wanted in zip(LINEARS, torch.autograd.grad(loss(model), parameters)):
         assert torch.equal(found.weights[name], wanted)
-    # By what flows into the first block: the position's gradient is its sum over the windows.
+    # The gradient of ``position`` is the gradient of the first block's input, summed over the windows.
     position = torch.autograd.grad(loss(model), [model.position])[0]
     torch.testing.assert_close(found.inputs["blocks.0"].sum(0), position)
 
@@ -343,7 +343,7 @@ def test_each_gemm_turns_what_it_makes(model: nn.Module) -> None:
 
 
 def test_scales_that_do_not_fit_turn_them_a_lot(model: nn.Module) -> None:
-    factor = 1e-6  # Gradients below E5M2's smallest number, 2**-16.
+    factor = 1e-6  # Gradients fall below E5M2's smallest value, 2**-16.
     bad = _cosines(model, fp8dist.DelayedScaling(warmup="unit"), factor, calibrated=False)
     good = _cosines(model, fp8dist.DelayedScaling(), factor)
     assert bad.overall < 0.5 < 0.9 < good.overall

@@ -1,4 +1,4 @@
-"""scripts/gpu on a machine without a GPU: what it says, and that its benchmark runs at tiny sizes."""
+"""scripts/gpu on a machine without a GPU: its messages, and its benchmark at tiny sizes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_benchmark_runs_at_tiny_sizes(tmp_path: Path) -> None:
 
 
 def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NaN gives a relative error that JSON has no number for."""
+    """A product of NaN has a NaN error, which JSON cannot represent."""
 
     def product(a: Any, b: Any, inv_scale_a: Any, inv_scale_b: Any, dtype: Any, fast: bool) -> torch.Tensor:
         return torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=dtype)
@@ -134,7 +134,7 @@ def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, 
 
 
 class Noting(HostStopwatch):
-    """Notes what the slots have recorded when an action begins."""
+    """Records the pending amaxes of the slots at the start of each action."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""scripts/mutants: what it draws, what it changes, and that it tells a caught fault from a survivor."""
+"""scripts/mutants: its choice of mutations, its edits, and its verdicts (caught or survived)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    """The script, which has no suffix, as a module."""
+    """Return the script, which has no suffix, as a module."""
     loader = importlib.machinery.SourceFileLoader("scripts_mutants", str(ROOT / "scripts" / "mutants"))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "dont_write_bytecode", True)  # Else beside the script.
-        patch.setitem(sys.modules, loader.name, module)  # Dataclasses look there.
+        patch.setattr(sys, "dont_write_bytecode", True)  # Else bytecode lands beside the script.
+        patch.setitem(sys.modules, loader.name, module)  # dataclasses look modules up there.
         loader.exec_module(module)
     return module
 
@@ -93,7 +93,7 @@ def test_what_python_does_not_see_is_not_drawn(tool: ModuleType, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def found(tool: ModuleType) -> dict[str, list[Any]]:
-    """All that can be drawn, by room."""
+    """Return all candidate mutations by folder."""
     return dict(tool.candidates())
 
 

@@ -1,4 +1,4 @@
-"""docs/images: the pictures are what scripts/pictures draws, and anybody can read them."""
+"""docs/images: the pictures are up to date with scripts/pictures, and readable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.pictures.report import TEXT
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 SLOW = {"slot": pytest.mark.slow}
-"""A picture that trains a model."""
+"""A picture whose drawing trains a model."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in PICTURES])
@@ -57,7 +57,7 @@ def test_text_is_large_enough_and_inside(name: str) -> None:
 
 
 def test_text_stands_out_from_its_background() -> None:
-    """A contrast of 4.5 (WCAG 2, AA), in the light and in the dark variant."""
+    """Contrast is at least 4.5 (WCAG 2, AA), in the light and the dark variant."""
     style = ElementTree.parse(FOLDER / "boxes.svg").getroot().findtext(f"{SVG}style") or ""
     for variant in style.split("@media"):
         fills = dict(re.findall(r"\.([a-z]+) \{ fill: (#\w{6})", variant))
@@ -82,9 +82,9 @@ def _luminance(colour: str) -> float:
 
 @pytest.mark.slow
 def test_the_report_is_what_three_ranks_log_today() -> None:
-    """If not: ``python -m scripts.pictures --rerun report``."""
+    """If this fails, run ``python -m scripts.pictures --rerun report``."""
     program = "from scripts.pictures.report import logged\nif __name__ == '__main__':\n    print(logged(), end='')"
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # A file, because ranks are spawned.
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # A file, because spawned ranks import their program.
         file.write(program)
         file.flush()
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}

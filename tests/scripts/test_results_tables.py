@@ -1,4 +1,4 @@
-"""Tables of measured figures come from kernels/results, and from nothing else."""
+"""Tables of measured figures come only from kernels/results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _part(cases: list[dict[str, Any]], figures: dict[str, Any], **changes: Any) 
 
 
 def measured(**parts: Any) -> dict[str, Any]:
-    """The results of a device that does not exist."""
+    """Return the results of a fictional device."""
     ratios = {"geomean": 0.98, "lowest": 0.91, "lowest_case": "70b down wgrad", "shapes": 96, "fprop": 0.97}
     product = {"name": "70b down wgrad", "timings": {"fp8dist": _timing(100.0)}, "tflops": {"fp8dist": 1234.4}}
     cast = {

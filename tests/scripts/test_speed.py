@@ -1,4 +1,4 @@
-"""The benchmark's own logic: timing, checking before timing, time limits, and what becomes of failures."""
+"""The benchmark's own logic: timing, checks before timing, time limits, and records of failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from scripts.benchmarks.gpu.stopwatch import (
 
 
 class FakeClock:
-    """Seconds that pass when something is done."""
+    """A clock that only advances when an action runs."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -44,7 +44,7 @@ class FakeClock:
         return self.seconds
 
     def taking(self, *seconds: float) -> Callable[[], None]:
-        """An action that takes so long, each in turn."""
+        """Return an action that takes these durations in turn."""
         durations = itertools.cycle(seconds)
 
         def action() -> None:
@@ -96,7 +96,7 @@ def test_a_ratio_is_of_rounds_so_a_drifting_clock_does_not_matter() -> None:
 
 
 class FakeEvent:
-    """A time that was noted."""
+    """Stands in for a CUDA event on the fake clock."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
@@ -110,7 +110,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """What ``CudaStopwatch`` uses of torch.cuda, on a fake clock; buffers are on the CPU."""
+    """The parts of torch.cuda that ``CudaStopwatch`` uses, on a fake clock and with CPU buffers."""
 
     def __init__(self, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
@@ -196,7 +196,7 @@ def test_same_bits() -> None:
 
 
 class FakePart:
-    """Cases that take a second each; some raise."""
+    """A benchmark part whose cases take a second each; some raise."""
 
     name = "memory"
 
@@ -272,7 +272,7 @@ def test_a_part_out_of_time_is_cut_off() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_of_products(kind: str) -> None:
-    """Against sums over plain Python floats."""
+    """Compare with sums over plain Python floats."""
     torch.manual_seed(1)
     operands = Operands.random(Planned("", "fprop", 3, 130, 260), kind, torch.device("cpu"))
     exact = operands.exactly(torch.tensor([0, 2]))

@@ -1,4 +1,4 @@
-"""``fp8dist simulate``: its formulas against messages that are passed one by one, its draws against exact results."""
+"""``fp8dist simulate``: formulas against simulated messages, and random draws against exact results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def simulate(capsys: Capture, *arguments: str) -> dict[str, Any]:
 
 
 def refused(capsys: Capture, *arguments: str) -> str:
-    """What it says, which is one line."""
+    """Return the error message, which must be one line."""
     assert main(["simulate", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -46,7 +46,7 @@ def way(report: dict[str, Any], index: int = 0) -> dict[str, Any]:
 
 
 def only_times(algorithm: Algorithm, **values: float) -> Constants:
-    """Constants without bandwidth, with these times and no others."""
+    """Return constants with unlimited bandwidth and only these times."""
     none = dict.fromkeys(("overhead", "latency_intra", "latency_inter", "message"), 0.0)
     links = {"bandwidth_intra": UNLIMITED, "bandwidth_inter": UNLIMITED, "slowdown": 1.0}
     return defaults(algorithm).having({**none, **links, **values}, "given", "test")
@@ -56,14 +56,14 @@ def only_times(algorithm: Algorithm, **values: float) -> Constants:
 
 
 def link_times(topology: Topology, intra: float, inter: float) -> list[float]:
-    """From each rank to the next one, around the ring."""
+    """Return the latency from each rank to the next one, around the ring."""
     n = topology.ranks
     return [intra if r // topology.per_node == (r + 1) % n // topology.per_node else inter for r in range(n)]
 
 
 def pass_around_as_gloo_does(words: int, links: list[float], largest: int = 1 << 18) -> float:
-    """When the last rank is done. Rank r receives from r + 1. Two segments are under way in each phase; one leaves when
-    the receiver's word that it is ready has arrived."""
+    """Return the time when the last rank is done. Rank r receives from r + 1. Two segments are in flight in each phase.
+    A segment leaves when the receiver's ready message has arrived."""
     n = len(links)
     segments = -(-max(-(-words // largest), 2 * n) // n) * n
     each, size = segments // n, -(-words // segments)
@@ -121,7 +121,7 @@ def test_gloo_on_hosts_that_one_machine_plays() -> None:
 
 
 def pass_around(links: list[float]) -> float:
-    """A ring without readiness: every part goes around nearly twice."""
+    """Return the time of a ring without ready messages: every part goes around nearly twice."""
     n = len(links)
     return max(sum(links[(start + hop) % n] for hop in range(2 * (n - 1))) for start in range(n))
 
@@ -132,7 +132,7 @@ def test_ring_as_its_messages_are_passed() -> None:
         constants = only_times("ring", latency_intra=0.6, latency_inter=2.7)
         found = time_of(parts_of("ring", topology, 680), topology, constants)
         passed = pass_around(link_times(topology, 0.6, 2.7))
-        # A part does not pass two neighbouring links; NCCL takes both for links between nodes.
+        # A part skips two neighbouring links; NCCL counts both as links between nodes.
         fewer = 0 if topology.nodes == 1 or per_node == 1 else min(2, per_node - 1)
         assert found == pytest.approx(passed - fewer * (2.7 - 0.6))
 
@@ -142,7 +142,7 @@ def test_tree_as_its_messages_are_passed() -> None:
         topology = Topology(ranks, per_node)
 
         def gathered(node: int, topology: Topology = topology) -> float:
-            """When the first rank of this node has everything from it and the nodes below it."""
+            """Return the time when the node's first rank has all data from its node and the nodes below."""
             own = sum(0.6 for _ in range(topology.on_a_node - 1))
             below = (2 * node + 1, 2 * node + 2)
             return max([own, *(gathered(child) + 5.0 for child in below if child < topology.nodes)])
@@ -154,7 +154,7 @@ def test_tree_as_its_messages_are_passed() -> None:
 
 
 def test_published_figures() -> None:
-    """8 GPUs 15 to 33 µs, 16 GPUs on two nodes 47 to 62 µs; the tuner's own figure for 8 is 15.2."""
+    """8 GPUs take 15 to 33 µs, 16 GPUs on two nodes 47 to 62 µs. NCCL's tuner gives 15.2 µs for 8."""
     eight, sixteen = (
         time_of(parts_of("tree", topology, 680), topology, defaults("tree")) for topology in (Topology(8), Topology(16))
     )
@@ -165,7 +165,7 @@ def test_published_figures() -> None:
 
 
 def test_bandwidth() -> None:
-    """A large message is as fast as its link: what each rank sends on it."""
+    """A large message takes the bytes that each rank sends, divided by the link's bandwidth."""
     for algorithm in ["tree", "ring", "gloo"]:
         topology = Topology(8)
         constants = only_times(algorithm).having({"bandwidth_intra": 2.0}, "given", "test")
@@ -197,7 +197,7 @@ def test_mean_wait() -> None:
     ]:
         stragglers = Stragglers(kind, 100.0)
         waits = stragglers.waits(ranks, 20_000, seed=1)
-        assert waits.mean() == pytest.approx(100 * expected, rel=0.03)  # Six standard errors, or more.
+        assert waits.mean() == pytest.approx(100 * expected, rel=0.03)  # At least six standard errors.
         assert waits.min(axis=1).max() == 0
         exact = stragglers.mean_wait(ranks)
         if exact is not None:
@@ -362,7 +362,7 @@ def write_run(
     field: str = "sync_ms",
     hosts: bool = False,
 ) -> str:
-    """A run of so many ranks with gloo whose syncs took what these times say, but in the first step."""
+    """Write a gloo run whose syncs take these times, except in the first step. Return the path of its metrics."""
     folder.mkdir(parents=True)
     hops = 4 * (ranks - 1)
     inter = ranks > per_node
@@ -405,7 +405,7 @@ def test_what_runs_cannot_tell_apart_keeps_its_proportion(tmp_path: Path, capsys
     flags = ("--algorithm", "gloo", "--message-us", "0")
     report = simulate(capsys, "--ranks", "8", *flags, "--gpus-per-node", "1", "--calibrate", run)
     assert fitted(report)["latency_inter"] == pytest.approx((12 + 28 * 10) / 28)
-    assert fitted(report)["overhead"] == 0  # In the proportion of the defaults.
+    assert fitted(report)["overhead"] == 0  # Keeps the proportion of the defaults.
     assert any("overhead, latency_inter" in note for note in report["calibration"]["notes"])
 
 
@@ -420,9 +420,9 @@ def test_given_constants_are_not_fitted_and_no_latency_is_added_to_the_run(tmp_p
 
 
 def test_what_a_run_does_not_show_stays_as_slow_as_it_was(tmp_path: Path, capsys: Capture) -> None:
-    """A run of one node, as fast as the defaults say: what they say of many nodes does not change by it."""
+    """A run on one node that matches the defaults does not change the prediction for many nodes."""
     expected = way(simulate(capsys, "--ranks", "8"))["sync"]
-    times = {"overhead": expected - 28 * 0.1 - 7 / 4 * 2720 / 1.25e3, "latency_intra": 0.1}  # Any that make it so.
+    times = {"overhead": expected - 28 * 0.1 - 7 / 4 * 2720 / 1.25e3, "latency_intra": 0.1}  # Any with this sum.
     run = write_run(tmp_path / "run", 8, 8, times)
     plain, fit = (simulate(capsys, "--ranks", "16384", *more) for more in ([], ["--calibrate", run]))
     assert fitted(fit)["slowdown"] == 1.0
@@ -452,7 +452,7 @@ def test_the_wait_of_all_ranks_is_preferred_and_hosts_are_counted(tmp_path: Path
 def test_the_text_tells_of_the_calibration(tmp_path: Path, capsys: Capture) -> None:
     run = write_run(tmp_path / "run", 4, 4, TRUE)
     with open(run, "a") as file:
-        file.write('{"step": 9, "sync_')  # Killed while it wrote.
+        file.write('{"step": 9, "sync_')  # Killed while writing.
     assert main(["simulate", "--ranks", "4", *CALIBRATED, "--calibrate", run]) == 0
     text = capsys.readouterr().out
     assert f"{run}: 4 ranks on 1 node, sync_ms: 583 µs, fitted 583 µs" in text

@@ -1,4 +1,4 @@
-"""``fp8dist simulate`` against what syncs take between hosts."""
+"""``fp8dist simulate`` against measured syncs between hosts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.support.hosts import DEVICE, ROOT, Lab, lab_or_skip
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 
 LATENCIES = (0, 2, 5)
-"""Added, in ms, one way."""
+"""Added one-way latencies in ms."""
 HOSTS = (2, 3, 4)
 LINEARS = 8
 STEPS, PASSES = 20, 4
 TOLERANCE = 0.3
 
 Waits = dict[tuple[int, int], list[float]]
-"""ms by hosts and latency, of all ranks and steps."""
+"""(hosts, latency): ms of all ranks and steps."""
 
 
 class Ranks:
-    """One rank on each host of a lab, that wait to be told how many steps to take."""
+    """One rank on each host of a lab. The ranks wait for the number of steps to take."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab, self._stack = lab, ExitStack()
@@ -54,7 +54,7 @@ class Ranks:
             self._processes.append(process)
 
     def take(self, steps: int, latency: int) -> dict[int, list[float]]:
-        """ms by number of hosts."""
+        """Take steps at this latency (ms). Return the waits in ms by number of hosts."""
         self._lab.set_latency(0)
         assert self._line() == "ready\n"
         self._lab.set_latency(latency / 1e3)
@@ -86,7 +86,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def write_run(folder: Path, waits: list[float]) -> str:
-    """What the main job would leave of a run of two ranks on two hosts."""
+    """Write the files of a main-job run of two ranks on two hosts. Return the argument of ``--calibrate``."""
     lines = [{"step": step, "loss": 1.0, "sync_ms": wait} for step, wait in enumerate(waits)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     bytes_ = 4 * (8 + 3 * LINEARS)
@@ -96,7 +96,7 @@ def write_run(folder: Path, waits: list[float]) -> str:
 
 
 def predict(run: str, hosts: int, latency: int, capsys: pytest.CaptureFixture[str]) -> float:
-    """ms. The cable of the lab is all latency that there is; the rest is up to the cores, which all ranks share."""
+    """Return the predicted wait in ms. All latency is added latency. The rest is CPU time on shared cores."""
     network = ("--algorithm", "gloo", "--gpus-per-node", "1", "--latency-inter-us", "0")
     cores = ("--shared-cores", str(len(os.sched_getaffinity(0))))
     job = ("--ranks", str(hosts), "--slots", str(3 * LINEARS), "--added-latency-us", str(1000 * latency))
@@ -107,10 +107,10 @@ def predict(run: str, hosts: int, latency: int, capsys: pytest.CaptureFixture[st
 def test_predictions_are_within_thirty_percent(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fitted to two hosts without added latency; the other eight settings are predicted.
+    """Constants are fitted to two hosts without added latency. The other eight settings are predicted.
 
-    Ranks run before other work on the machine, and medians are compared. It shows in some steps nevertheless: more are
-    taken, in turns, as long as these are not within the tolerance.
+    Ranks have priority over other work on the machine, and medians are compared. Other work still delays some steps,
+    so passes over all settings are repeated, at most PASSES times, until all are within the tolerance.
     """
     waits: Waits = {(hosts, latency): [] for latency in LATENCIES for hosts in HOSTS}
     for _ in range(PASSES):

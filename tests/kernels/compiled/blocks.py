@@ -9,7 +9,7 @@ from tests.support.ahead_of_time import Compiler
 
 
 def launch(compiler: Compiler) -> None:
-    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    """Launch each variant once, for ``tests.support.ahead_of_time.compiled``."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     both = {"rows": True, "columns": True}
     x = torch.empty(8192, 4096, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ HOPPER = 90
 
 
 def launch(compiler: Compiler) -> None:
-    """As ``tests.support.ahead_of_time.compiled`` asks for. Shapes of Llama 3 8B. All of it for Hopper."""
+    """Launch each variant once with shapes of Llama 3 8B: all variants for Hopper, some for Blackwell."""
     bf16, f32 = torch.bfloat16, torch.float32
     inputs = (
         ("bf16", torch.empty(8192, 4096, dtype=bf16), E4M3),
@@ -30,7 +30,7 @@ def launch(compiler: Compiler) -> None:
                 continue
             with compiler.naming(f"{name}: {what}"):
                 _quantize(x, dtype, rows, columns, record, just_in_time)
-    # Weights: in training, and those that FSDP has gathered again.
+    # Weights in training, and weights that FSDP gathers again.
     for name, x, dtype in inputs:
         with compiler.naming(f"{name}: both, amax, outgrown"):
             _quantize(x, dtype, True, True, True, True, outgrown=1.25)
@@ -42,11 +42,11 @@ def launch(compiler: Compiler) -> None:
         ("bf16 wide", torch.empty(8192, 14336, dtype=bf16), E5M2),
         ("bf16 padded", torch.empty(8192, 4096 + 64, dtype=bf16)[:, 32:-32], E4M3),
         ("fp16", torch.empty(8192, 4096, dtype=torch.float16), E5M2),
-        ("bf16 far", torch.empty((1 << 19) + 128, 4096, dtype=bf16), E4M3),  # Beyond 2**31 elements.
+        ("bf16 far", torch.empty((1 << 19) + 128, 4096, dtype=bf16), E4M3),  # More than 2**31 elements.
         ("bf16 odd", torch.empty(1000, 1001, dtype=bf16), E4M3),
         ("bf16 one for all", torch.empty((), dtype=bf16).expand(8192, 4096), E5M2),
         ("fp32 every second", torch.empty(8192, 8192, dtype=f32)[:, ::2], E4M3),
-        ("bf16 very far", torch.empty(3, 1 << 30, dtype=bf16)[:, :4096], E4M3),  # Such offsets within a tile.
+        ("bf16 very far", torch.empty(3, 1 << 30, dtype=bf16)[:, :4096], E4M3),  # Offsets above 2**31 within a tile.
     ):
         with compiler.naming(f"{name}: both, amax, just in time"):
             _quantize(x, dtype, True, True, True, True)

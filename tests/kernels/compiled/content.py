@@ -10,7 +10,7 @@ from tests.support.ahead_of_time import Compiler
 
 
 def launch(compiler: Compiler) -> None:
-    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    """Launch each variant once, for ``tests.support.ahead_of_time.compiled``."""
     keys = torch.empty(2, BLOCK_WORDS, dtype=torch.int64)
     with compiler.naming("leaves"):
         many_leaves([torch.empty(8192, 4096, dtype=torch.bfloat16), torch.empty(100)[1:]], keys)

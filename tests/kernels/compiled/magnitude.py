@@ -9,7 +9,7 @@ from tests.support.ahead_of_time import Compiler
 
 
 def launch(compiler: Compiler) -> None:
-    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    """Launch each variant once, for ``tests.support.ahead_of_time.compiled``."""
     pending = torch.zeros(())
     for dtype in (torch.bfloat16, torch.float32) if compiler.capability == 90 else (torch.bfloat16,):
         name = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Launches of ``fp8dist_kernels.triton.matmuls``, to be compiled ahead of time: all that may be chosen there."""
+"""Launches of ``fp8dist_kernels.triton.matmuls`` with every candidate tile, to be compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOPPER = 90
 
 
 def launch(compiler: Compiler) -> None:
-    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    """Launch each variant once, for ``tests.support.ahead_of_time.compiled``."""
     capability = divmod(compiler.capability, 10)
     for scaling, fast in product(Scaling, (True, False)):
         if scaling.in_blocks and fast:
@@ -27,7 +27,7 @@ def launch(compiler: Compiler) -> None:
         tiles = candidates(Problem(M, N, K, scaling, fast), capability)
         for tile in tiles:
             _compile(compiler, tile, scaling, fast, torch.bfloat16, True)
-        if compiler.capability == HOPPER:  # Of the largest tile, which is short of registers.
+        if compiler.capability == HOPPER:  # float32 output with the largest tile needs the most registers.
             _compile(compiler, tiles[0], scaling, fast, torch.float32, False)
     if compiler.capability == HOPPER:
         best = candidates(Problem(M, N, K, Scaling.TENSORWISE, True), capability)[0]

@@ -12,7 +12,7 @@ HOPPER = 90
 
 
 def launch(compiler: Compiler) -> None:
-    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    """Launch each variant once, for ``tests.support.ahead_of_time.compiled``."""
     tokens, features = 8192, 4096
     saturated, underflow = torch.zeros(()), torch.zeros(())
     scales = (

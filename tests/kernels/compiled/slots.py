@@ -1,4 +1,4 @@
-"""Casts with slots at all kinds of places in their arena, and limits, to be compiled ahead of time."""
+"""Casts of slots at different arena positions and with different limits, to be compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLOTS = 3
 
 
 def launch(compiler: Compiler) -> None:
-    """As ``tests.support.ahead_of_time.compiled`` asks for."""
+    """Launch each variant once, for ``tests.support.ahead_of_time.compiled``."""
     x = torch.empty(8192, 4096, dtype=torch.bfloat16)
     scale, cold, pending = torch.ones(SLOTS), torch.ones(SLOTS, dtype=torch.bool), torch.zeros(SLOTS)
     for slot in range(SLOTS):

@@ -11,7 +11,7 @@ from tests.support.ahead_of_time import Compiler
 
 
 def _both(compiler: Compiler, length: int, shards: int, hold: bool, algorithm: str) -> None:
-    """Both kernels for one kind of arena of 1000 slots."""
+    """Launch both kernels for an arena of 1000 slots."""
     arrays = StateArrays.allocate([448.0] * 1000, [464.0] * 1000, RingShape(length), torch.device("cpu"))
     if shards:
         arrays = arrays.with_shards(range(shards), [[900, 901, 902]] * shards)
@@ -23,7 +23,7 @@ def _both(compiler: Compiler, length: int, shards: int, hold: bool, algorithm: s
 
 
 def launch(compiler: Compiler) -> None:
-    """Windows short, usual and longest; with everything that can be switched on."""
+    """Launch both kernels for short, usual and longest windows, and once with all options on."""
     _both(compiler, 16, 0, False, "max")
     _both(compiler, 1024, 0, False, "max")
     _both(compiler, 1024, 5, True, "most_recent")

@@ -1,6 +1,6 @@
-"""A training program that knows nothing of fp8dist: DistributedDataParallel fits a line, and each rank says its loss.
+"""A training program without fp8dist: fit a line with DistributedDataParallel, and print the loss of each rank.
 
-Tests start it as any user's program, by each of the launch scripts.
+Tests start it like any user's program, with each of the launch scripts.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    """Join the group, train, and leave; one rank may fail on the way."""
+    """Join the group, train, and leave. Rank ``--fail-rank`` exits with 7 before the last step."""
     parser = argparse.ArgumentParser(prog="ddp_lesson", description="Fit a line on all ranks.")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--fail-rank", type=int, default=-1, help="this rank exits with 7 before the last step")
@@ -21,7 +21,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    torch.manual_seed(rank)  # Each rank has data of its own; DDP makes the parameters equal.
+    torch.manual_seed(rank)  # Each rank has its own data; DDP makes the parameters equal.
     model = DistributedDataParallel(nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(64, 8)
@@ -34,7 +34,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
     print(f"rank {rank} of {dist.get_world_size()}: loss {loss.item():.4f}", flush=True)
-    del loss, model, optimizer  # DDP's reducer and its threads end before the group that they use.
+    del loss, model, optimizer  # Stop DDP's reducer and its threads before the group that they use.
     dist.barrier()
     dist.destroy_process_group()
 
