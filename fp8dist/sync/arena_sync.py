@@ -269,16 +269,21 @@ class ArenaSync:
         """
         assert self.group is not None
 
-        def failed() -> str:
-            self.abandon()
+        def described() -> str:
             if what:
                 return what
             if capturing(self.arena.device):  # The step counter cannot be read.
                 return "the captured FP8 sync"
             return f"the FP8 sync of step {int(self.arena.step) + 1}"
 
-        with failing_by_name(self.owner, failed, self.group.ranks):
-            yield
+        try:
+            with failing_by_name(self.owner, described, self.group.ranks):
+                yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            self.abandon()
+            raise
 
     def pass_boundary(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """Mark the launched sync as due for commit. Where ``hold`` is non-zero, its amaxes wait for the next launch."""

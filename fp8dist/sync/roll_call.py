@@ -214,12 +214,15 @@ def failing_by_name(who: str, what: Callable[[], str], ranks: Sequence[int]) -> 
         ) from error
 
 
+_OF_COMMUNICATION = ("gloo", "nccl", "timed out", "timeout", "connection", "socket")
+
+
 def _is_of_communication(error: RuntimeError) -> bool:
     """True for errors of NCCL and gloo. A rank with an error of its own must not say that others are missing."""
     if isinstance(error, dist.DistError):
         return True
     said = str(error).lower()
-    return type(error) is RuntimeError and any(word in said for word in ("gloo", "nccl", "timed out", "connection"))
+    return type(error) is RuntimeError and any(word in said for word in _OF_COMMUNICATION)
 
 
 def _timed_out(error: BaseException) -> bool:
