@@ -57,6 +57,11 @@ def test_a_planted_name_is_found(right: str, wrong: str) -> None:
     assert strangers(f"Prose about {wrong} is no code.\n") == []
 
 
+def test_a_planted_call_is_found() -> None:
+    assert strangers("Call `refresh_weights()`, `optimizer.step()` or `dist.barrier()`.\n") == []
+    assert strangers("Call `refresh_weightz()`.\n") == ["refresh_weightz()"]
+
+
 def test_code_is_what_stands_in_backticks() -> None:
     text = "a `b` ``c ` d`` e\n\n```python\nf\n```\n\ng `h\ni` j\n"
     assert code_of(text) == ["f\n", "b", "c ` d", "h\ni"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import importlib
 import inspect
@@ -10,7 +11,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed.fsdp
+from torch import distributed as dist
 from torch import nn
+from torch.distributed import checkpoint, tensor
+from torch.distributed.algorithms import join
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import parallel
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist.settings import VARIABLES
@@ -47,9 +56,17 @@ def code_of(text: str) -> list[str]:
     return [*_FENCE.findall(text), *(span for _, span in _SPAN.findall(_FENCE.sub("", text)))]
 
 
+def _unknown_calls(text: str) -> Iterator[str]:
+    """Functions that a span of prose calls, such as ``refresh_weights()``, and that nobody has."""
+    for _, span in _SPAN.findall(_FENCE.sub("", text)):
+        called = re.match(r"(?:[\w.]+\.)?([a-zA-Z_]\w*)\(", span)
+        if called and called[1] not in known_calls():
+            yield f"{called[1]}()"
+
+
 def strangers(text: str) -> list[str]:
     """What a page names that does not exist."""
-    return sorted({name for code in code_of(text) for name in _unknown(code)})
+    return sorted({*_unknown_calls(text), *(name for code in code_of(text) for name in _unknown(code))})
 
 
 def _unknown(code: str) -> Iterator[str]:
@@ -109,6 +126,20 @@ def _exists(names: list[str]) -> bool:
 @functools.cache
 def _manager() -> fp8dist.StateManager:
     return fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
+
+
+@functools.cache
+def known_calls() -> frozenset[str]:
+    """Functions and methods that pages may call without the object that has them."""
+    places: list[Any] = [builtins, torch, nn, nn.Linear, torch.Tensor, dist, dist.fsdp, checkpoint, tensor, copy]
+    places += [torch.optim.Optimizer, torch.amp.GradScaler, DistributedDataParallel, tensor.DTensor, join]
+    places += [FSDPModule, parallel, fp8dist, fp8dist.StateManager, fp8dist.LossGuard, fp8dist.DivergenceReport]
+    places += [fp8dist.Recipe, fp8dist.ddp, torch.serialization]
+    theirs = (
+        *("convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "Float8LinearConfig"),
+        *("sync_float8_amax_and_scale_history", "fp8_autocast", "filter_fn", "weight", "DistributedDataParallel"),
+    )
+    return frozenset({*theirs, *(name for place in places for name in dir(place))})
 
 
 @functools.cache
