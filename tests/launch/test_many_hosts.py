@@ -31,12 +31,16 @@ def test_four_hosts_train_as_one(tmp_path: Path) -> None:
 
 
 def test_next_step_hides_the_sync(tmp_path: Path) -> None:
-    """The sync overlaps with the optimizer's step of 7 million parameters. Both runs wait for the same gradients."""
+    """The sync overlaps with the optimizer's step of 7 million parameters. Both runs wait for the same gradients.
+
+    With the whole latency the sync takes 22 ms, which is longer than that step on some machines.
+    """
+    latency = LATENCY / 2
     size = ["--layers", "4", "--width", "384", "--heads", "4", "--context", "32", "--batch-size", "2"]
     flags = [*size, "--steps", "14", "--log-every", "14", "--timeout", "60"]
     runs = {}
     with lab_or_skip(2, delayed=True) as lab:
-        lab.set_latency(LATENCY)
+        lab.set_latency(latency)
         for update in ("same_step", "next_step"):
             job = HostedJob(lab, tmp_path / update, *flags, "--update", update)
             runs[update] = job.start_all().finish(seconds=180)
@@ -45,5 +49,5 @@ def test_next_step_hides_the_sync(tmp_path: Path) -> None:
         update: statistics.median(line["sync_wait_max_ms"] for line in run.lines[2:]) for update, run in runs.items()
     }
     print(f"ms of a step that wait for the sync: {exposed}")
-    assert exposed["same_step"] >= 2 * 1000 * LATENCY  # Two hops of a ring of two.
+    assert exposed["same_step"] >= 2 * 1000 * latency  # Two hops of a ring of two.
     assert exposed["next_step"] <= exposed["same_step"] / 10, exposed
