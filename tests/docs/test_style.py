@@ -26,6 +26,7 @@ def _written(text: str) -> str:
 def test_readme_is_short_and_in_order() -> None:
     readme = PAGES["README.md"]
     assert len(readme.splitlines()) <= 150
+    assert max(map(len, readme.splitlines())) <= 100
     order = [
         "# fp8dist",
         "docs/images/boxes.svg",
