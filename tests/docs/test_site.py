@@ -110,6 +110,7 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
 def test_the_search_finds_a_page(site: str, browser: Any) -> None:
     page = browser.new_page()
     page.goto(site)
-    page.locator(".md-search__input").first.fill("ManifestMismatchError")
-    page.locator(".md-search-result__item").first.wait_for(timeout=10_000)
+    # Typed, not filled in: the page searches when a key is released, and reads the box once when it gets the focus.
+    page.locator(".md-search__input").first.press_sequentially("ManifestMismatchError")
+    page.locator(".md-search-result__item").first.wait_for(timeout=60_000)
     assert "ManifestMismatchError" in page.locator(".md-search-result__list").inner_text()
