@@ -19,7 +19,9 @@ ranks agree: a flag on the host would be baked into compiled and captured graphs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, update
 
 __all__ = [
+    "IMPLEMENTATIONS",
     "commit",
     "launch",
     "matmul",
@@ -77,6 +80,7 @@ def require_backend(backend: str, device: torch.device) -> None:
         raise ValueError(f'backend="triton" is not available on {device}: {why_not_triton(device)}')
 
 
+@functools.cache
 def _version(backend: str, device: torch.device, of: Any) -> Any:
     """Return the module with this backend's version of the functions in module ``of``."""
     if not runs_fused(backend, device):
@@ -140,23 +144,33 @@ def _product(
     fast_accumulation: bool,
     backend: str = "auto",
 ) -> Tensor:
-    if runs_fused(backend, a.device):
-        require_backend(backend, a.device)
+    scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
+    multiply = _multiplier(a.shape, b.shape[0], scaling, fast_accumulation, backend, a.device)
+    return multiply(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+
+
+@functools.lru_cache(512)
+def _multiplier(
+    shape: torch.Size,
+    columns: int,
+    scaling: matmuls.Scaling,
+    fast_accumulation: bool,
+    backend: str,
+    device: torch.device,
+) -> Callable[..., Tensor]:
+    """Return the function that computes a product of ``a``, of this shape, and ``b`` with this many rows."""
+    if runs_fused(backend, device):
+        require_backend(backend, device)
         from fp8dist_kernels.triton import matmuls as fused_matmuls
         from fp8dist_kernels.triton import tiles
 
-        scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b)
-        problem = tiles.Problem(a.shape[0], b.shape[0], a.shape[1], scaling, fast_accumulation)
-        if (
-            backend == "triton"
-            or not matmuls.torch_can(scaling, a.device)
-            or tiles.faster_than_torch(problem, a.device)
-        ):
-            return fused_matmuls.matmul(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
-    if backend == "torch" or (backend == "auto" and a.is_cuda):
-        return matmuls.matmul_torch(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+        problem = tiles.Problem(shape[0], columns, shape[1], scaling, fast_accumulation)
+        if backend == "triton" or not matmuls.torch_can(scaling, device) or tiles.faster_than_torch(problem, device):
+            return fused_matmuls.multiply
+    if backend == "torch" or (backend == "auto" and device.type == "cuda"):
+        return matmuls.multiply_torch
     if backend in ("auto", "reference"):
-        return matmuls.matmul_reference(a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+        return matmuls.multiply_reference
     raise ValueError(f"unknown backend {backend!r}")
 
 
@@ -243,19 +257,34 @@ def _commit_fake(arrays: Sequence[Tensor], reduced: Tensor, hold: Tensor | None,
     return reduced.new_empty(update.OUTCOME, dtype=torch.bool)
 
 
-def _provide(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8dist::{name}", fake, lib=_LIBRARY)
+IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "quantize": _quantize,
+        "quantize_rowwise": _quantize_rowwise,
+        "quantize_blocks": _quantize_blocks,
+        "observe": _observe,
+        "measure": _measure,
+        "matmul": _matmul,
+        "launch": _launch,
+        "commit": _commit,
+    }
+)
+"""By name of an op, the function that selects the backend and calls it."""
 
+_FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "quantize": _quantize_fake,
+        "quantize_rowwise": _quantize_rowwise_fake,
+        "quantize_blocks": _quantize_blocks_fake,
+        "matmul": _matmul_fake,
+        "commit": _commit_fake,
+    }
+)
 
-_provide("quantize", _quantize, _quantize_fake)
-_provide("quantize_rowwise", _quantize_rowwise, _quantize_rowwise_fake)
-_provide("quantize_blocks", _quantize_blocks, _quantize_blocks_fake)
-_provide("observe", _observe, _nothing_fake)
-_provide("measure", _measure, _nothing_fake)
-_provide("matmul", _matmul, _matmul_fake)
-_provide("launch", _launch, _nothing_fake)
-_provide("commit", _commit, _commit_fake)
+for _name, _implementation in IMPLEMENTATIONS.items():
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8dist::{_name}", _FAKES.get(_name, _nothing_fake), lib=_LIBRARY)
+
 
 quantize = torch.ops.fp8dist.quantize.default
 """``(x[tokens, features], scale, cold, pending, dtype, …) -> (rows, columns, inv_scale)``.
