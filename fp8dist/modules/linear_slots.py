@@ -213,7 +213,7 @@ class LinearSlots:
         """Cast x with one scale: the slot's, or one from its own amax. Records the amax."""
         recipe = self.recipe
         cold = state.cold if recipe.delayed or not just_in_time else state.always
-        warm_up = just_in_time and recipe.warmup == "current"
+        warm_up = just_in_time and recipe.warmup == "current" and not self._known_hot(state)
         if unfit is not None:  # Rare. Treat the slot as cold.
             cold, warm_up = (cold & warm_up) | unfit, True
         fp8, fp8_t, inv_scale = direct.quantize(
@@ -232,6 +232,12 @@ class LinearSlots:
             backend=self.job.backend,
         )
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
+
+    def _known_hot(self, state: SlotState) -> bool:
+        """True if the host knows that the slot is hot, so that no launch needs to look for x's own amax. Graphs outlive
+        that knowledge: state may be loaded."""
+        arena = state.arena
+        return arena.known_hot and self.recipe.delayed and direct.is_eager() and not capturing(arena.device)
 
     def _by_parts(
         self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool

@@ -18,7 +18,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from fp8dist_kernels import ops
 
-__all__ = ["is_plain", "matmul", "measure", "observe", "quantize", "quantize_blocks", "quantize_rowwise"]
+__all__ = ["is_eager", "is_plain", "matmul", "measure", "observe", "quantize", "quantize_blocks", "quantize_rowwise"]
 
 _EAGER = DispatchKeySet(DispatchKey.BackendSelect)
 _STATES = (_EAGER | DispatchKeySet(DispatchKey.ADInplaceOrView), _EAGER)
@@ -28,13 +28,18 @@ _TYPES = (Tensor, torch.nn.Parameter)
 _DEVICES = ("cuda", "cpu")
 
 
+def is_eager() -> bool:
+    """True if code runs eagerly: it is not compiled or traced, and no mode or transform is active."""
+    # Dynamo must not trace the second half.
+    return not torch.compiler.is_compiling() and torch._C._dispatch_tls_local_include_set() in _STATES
+
+
 def is_plain(x: Tensor) -> bool:
     """True if nothing but the backend would see an op on ``x``."""
     return (
-        not torch.compiler.is_compiling()  # First: Dynamo must not trace the rest.
+        is_eager()
         and type(x) in _TYPES
         and not torch.autograd._profiler_enabled()
-        and torch._C._dispatch_tls_local_include_set() in _STATES
         and x.device.type in _DEVICES
         # Such tensors exist as flags of the dispatcher only: their memory does not show their values.
         and not (x.is_neg() or x._is_zerotensor())
