@@ -39,7 +39,7 @@ def is_plain(x: Tensor) -> bool:
     return (
         is_eager()
         and type(x) in _TYPES
-        and not torch.autograd._profiler_enabled()
+        and not torch._C._autograd._profiler_enabled()
         and x.device.type in _DEVICES
         # Such tensors exist as flags of the dispatcher only: their memory does not show their values.
         and not (x.is_neg() or x._is_zerotensor())

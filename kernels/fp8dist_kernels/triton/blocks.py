@@ -216,7 +216,7 @@ def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows:
             STRAIGHT=row_bits.numel() > 0,
             FLIPPED=column_bits.numel() > 0,
             TILE=BLOCK,
-            INDEX=page.index(BLOCK, BLOCK),
+            INDEX=page.offset_type(BLOCK, BLOCK),
             num_warps=_WARPS,
         )
         _cast_lines(x, page, copies, (row_bits, column_bits), power_of_two)
@@ -281,7 +281,7 @@ def _cast_lines(x: Tensor, page: Page, copies: Copies, bits: tuple[Tensor, Tenso
         FLIPPED=flipped.numel() > 0,
         GIVEN=bits is not None,
         TILE=BLOCK,
-        INDEX=page.index(BLOCK, BLOCK),
+        INDEX=page.offset_type(BLOCK, BLOCK),
         num_warps=_WARPS_OF_HALF,
     )
 
@@ -303,6 +303,6 @@ def _cast_squares(x: Tensor, page: Page, copies: Copies, power_of_two: bool) -> 
         STRAIGHT=straight.numel() > 0,
         FLIPPED=flipped.numel() > 0,
         TILE=BLOCK,
-        INDEX=page.index(BLOCK, BLOCK),
+        INDEX=page.offset_type(BLOCK, BLOCK),
         num_warps=_WARPS,
     )

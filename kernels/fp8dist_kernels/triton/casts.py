@@ -141,7 +141,7 @@ def plan_of(
         "MOST_PARTS": MOST_PARTS,
         "TALL": tall,
         "WIDE": wide,
-        "INDEX": page.index(tall, wide),
+        "INDEX": page.offset_type(tall, wide),
         "num_warps": _WARPS,
     }
     return CastPlan(tuple(of_rows), of_columns, page.on_its_side, (page.tiles(tall, wide),), page.lying, constants)

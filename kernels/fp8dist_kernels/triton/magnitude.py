@@ -106,7 +106,7 @@ class Reading(NamedTuple):
     """True if the tensor has more than two dims that cannot be merged: a contiguous copy is read instead."""
     tiles: int
     tile: tuple[int, int]
-    index: Any
+    offset_type: Any
 
     @property
     def lying(self) -> tuple[int, ...]:
@@ -179,6 +179,6 @@ def _launch(x: Tensor, reading: Reading, programs: int, out: Tensor, cold: Tenso
             IF_COLD=cold is not None,
             ROWS=reading.tile[0],
             COLUMNS=reading.tile[1],
-            INDEX=reading.index,
+            INDEX=reading.offset_type,
             num_warps=_WARPS,
         )

@@ -127,6 +127,6 @@ def measure(
             ACROSS=sides[1],
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
-            INDEX=page.index(_ROWS, _COLUMNS),
+            INDEX=page.offset_type(_ROWS, _COLUMNS),
             num_warps=_WARPS,
         )

@@ -55,7 +55,7 @@ class Page(NamedTuple):
         """Return the number of tiles that cover the page; 1 for an empty page."""
         return max(1, ceil_div(self.straight_width, wide) * ceil_div(self.flipped_width, tall))
 
-    def index(self, tall: int, wide: int) -> Any:
+    def offset_type(self, tall: int, wide: int) -> Any:
         """Return the integer type for offsets in a tile, rows and columns. A tile's own offset is always int64."""
         widest = max(self.straight_width, self.flipped_width)
         farthest = (tall + wide) * max(self.row_stride, self.column_stride, widest) + widest
