@@ -183,7 +183,7 @@ class LinearSlots:
             return self._uncast(x, place, record)
         block = [0, 0]
         if self.recipe.by == "tensor":
-            cast = self._by_tensor(x, state, place, record, rows, columns, just_in_time, outgrown, unfit)
+            cast = self._by_tensor(x, state, place, record, rows, columns, just_in_time, square, outgrown, unfit)
         else:
             if record:
                 direct.observe(x, place, backend=self.job.backend)
@@ -207,6 +207,7 @@ class LinearSlots:
         rows: bool,
         columns: bool,
         just_in_time: bool,
+        of_weight: bool,
         outgrown: float | None,
         unfit: Tensor | None,
     ) -> Cast:
@@ -216,7 +217,9 @@ class LinearSlots:
         warm_up = just_in_time and recipe.warmup == "current" and not self._known_hot(state)
         if unfit is not None:  # Rare. Treat the slot as cold.
             cold, warm_up = (cold & warm_up) | unfit, True
-        fp8, fp8_t, inv_scale = direct.quantize(
+        # A compiled graph casts weights with one op: nothing computes them, so there is nothing to fuse the cast with.
+        quantize = ops.quantize if of_weight and torch.compiler.is_compiling() else direct.quantize
+        fp8, fp8_t, inv_scale = quantize(
             x,
             state.scale,
             cold,
@@ -236,8 +239,9 @@ class LinearSlots:
     def _known_hot(self, state: SlotState) -> bool:
         """True if the host knows that the slot is hot, so that no launch needs to look for x's own amax. Graphs outlive
         that knowledge: state may be loaded."""
-        arena = state.arena
-        return arena.known_hot and self.recipe.delayed and direct.is_eager() and not capturing(arena.device)
+        if not direct.is_eager():  # First: torch.compile must not guard on the rest.
+            return False
+        return state.arena.known_hot and self.recipe.delayed and not capturing(state.arena.device)
 
     def _by_parts(
         self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool

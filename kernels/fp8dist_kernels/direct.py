@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from fp8dist_kernels import ops
+from fp8dist_kernels import ops, traced
 
 __all__ = ["is_eager", "is_plain", "matmul", "measure", "observe", "quantize", "quantize_blocks", "quantize_rowwise"]
 
@@ -48,19 +48,23 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
-def _directly(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a function that calls ``op`` or its implementation. ``compiled``: what torch.compile shall see, if not
+    the op."""
     implementation = ops.IMPLEMENTATIONS[op._opname]
 
     @functools.wraps(implementation)
     def call(x: Tensor, *rest: Any, **options: Any) -> Any:
+        if compiled is not None and torch.compiler.is_compiling():
+            return compiled(x, *rest, **options)
         return (implementation if is_plain(x) else op)(x, *rest, **options)
 
     return call
 
 
-quantize = _directly(ops.quantize)
-quantize_rowwise = _directly(ops.quantize_rowwise)
+quantize = _directly(ops.quantize, traced.quantize)
+quantize_rowwise = _directly(ops.quantize_rowwise, traced.quantize_rowwise)
 quantize_blocks = _directly(ops.quantize_blocks)
-observe = _directly(ops.observe)
+observe = _directly(ops.observe, traced.observe)
 measure = _directly(ops.measure)
 matmul = _directly(ops.matmul)

@@ -1,6 +1,7 @@
 """The torch.library ops that FP8 modules and arenas call. Each op picks its backend inside.
 
 ``fp8dist::quantize``          cast to FP8 with a slot's scale and record the amax
+``fp8dist::choose_scale``      record an amax, and return the scale that such a tensor is cast with
 ``fp8dist::quantize_rowwise``  cast with one scale per row
 ``fp8dist::quantize_blocks``   cast with one scale per block
 ``fp8dist::observe``           record the amax only
@@ -33,6 +34,7 @@ from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares,
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "choose_scale",
     "commit",
     "launch",
     "matmul",
@@ -50,6 +52,10 @@ _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
     "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
     "str backend='auto') -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "choose_scale(Tensor? amax, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
+    "bool just_in_time, int margin, bool power_of_two, float? outgrown=None, str backend='auto') -> Tensor"
 )
 _LIBRARY.define(
     "quantize_rowwise(Tensor x, ScalarType dtype, *, bool power_of_two, bool rows, bool columns, str backend='auto') "
@@ -107,6 +113,11 @@ def _version(backend: str, device: torch.device, of: Any) -> Any:
 
 def _quantize(x: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _version(backend, x.device, casts).quantize(x, *slot, **options)
+
+
+def _choose_scale(amax: Tensor | None, scale: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> Tensor:
+    chosen: Tensor = _version(backend, scale.device, casts).choose_scale(amax, scale, *slot, **options)
+    return chosen
 
 
 def _quantize_rowwise(
@@ -225,6 +236,10 @@ def _quantize_fake(
     )
 
 
+def _choose_scale_fake(amax: Tensor | None, scale: Tensor, *_: Any, **__: Any) -> Tensor:
+    return scale.new_empty(2)
+
+
 def _quantize_rowwise_fake(
     x: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -273,6 +288,7 @@ def _commit_fake(arrays: Sequence[Tensor], reduced: Tensor, hold: Tensor | None,
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "quantize": _quantize,
+        "choose_scale": _choose_scale,
         "quantize_rowwise": _quantize_rowwise,
         "quantize_blocks": _quantize_blocks,
         "observe": _observe,
@@ -287,6 +303,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 _FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "quantize": _quantize_fake,
+        "choose_scale": _choose_scale_fake,
         "quantize_rowwise": _quantize_rowwise_fake,
         "quantize_blocks": _quantize_blocks_fake,
         "matmul": _matmul_fake,
@@ -310,6 +327,10 @@ not change.
 ``inv_scale`` is a new 0-d tensor, the inverse of the scale of this cast. It stays valid after a later commit changes
 the slot's scale.
 """
+
+choose_scale = torch.ops.fp8dist.choose_scale.default
+"""``(amax, scale, cold, pending, dtype, …) -> float32[2]``: the scale of a cast, and its inverse. See ``choose_scale``
+in ``reference/casts.py``. Compiled graphs use it: Inductor fuses the rest of ``quantize`` with other operations."""
 
 quantize_rowwise = torch.ops.fp8dist.quantize_rowwise.default
 """``(x[tokens, features], dtype, …) -> (rows, inv_scale[tokens, 1], columns, inv_scale[features, 1])``: cast with one

@@ -16,7 +16,7 @@ from fp8dist_kernels.triton.magnitude import MOST_PARTS, grow, magnitude_bits, n
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import load_strips, page_of, scaled, store_flipped, store_straight
 
-__all__ = ["CastPlan", "plan_of", "quantize"]
+__all__ = ["CastPlan", "choose_scale", "plan_of", "quantize"]
 
 _TALL, _WIDE = 128, 64  # Whole 128-byte lines of the transposed copy; two tiles side by side fill the row-major ones.
 _FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 contiguous bytes of bf16.
@@ -93,6 +93,72 @@ def _cast_kernel(
         store_straight(straight, a, b, c, d, top, left, height, straight_width, TALL, WIDE, INDEX)
     if FLIPPED:
         store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, TALL, WIDE, INDEX)
+
+
+@triton.jit(do_not_specialize_on_alignment=["amax", "scale", "cold", "pending"])
+def _choose_kernel(
+    amax,  # [1], any float dtype; not read if nothing below needs it
+    scale,  # float32[1]
+    cold,  # bool[1]
+    pending,  # int32[1], grows
+    chosen,  # float32[2], written
+    outgrown_above,  # float32, as in _cast_kernel
+    FP8_MAX: tl.constexpr,
+    MARGIN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    RECORD: tl.constexpr,
+    JUST_IN_TIME: tl.constexpr,
+    OUTGROWN: tl.constexpr,
+):
+    used = tl.load(scale)
+    if RECORD or JUST_IN_TIME or OUTGROWN:
+        bits = magnitude_bits(tl.load(amax))
+        largest = bits.to(tl.float32, bitcast=True)
+        fresh = (tl.load(cold) != 0) & JUST_IN_TIME
+        if OUTGROWN:
+            beyond = (largest < float("inf")) & (largest * used > outgrown_above)
+            fresh = fresh | (beyond & (tl.load(cold) == 0))
+        if fresh:
+            used = scale_from_amax(largest, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
+        if RECORD:
+            tl.atomic_max(pending, bits, sem="relaxed")
+    tl.store(chosen, used)
+    tl.store(chosen + 1, inverse(used))
+
+
+def choose_scale(
+    amax: Tensor | None,
+    scale: Tensor,
+    cold: Tensor,
+    pending: Tensor,
+    dtype: torch.dtype,
+    *,
+    record: bool,
+    just_in_time: bool,
+    margin: int,
+    power_of_two: bool,
+    outgrown: float | None = None,
+) -> Tensor:
+    """See ``reference.casts.choose_scale``."""
+    chosen = torch.empty(2, dtype=torch.float32, device=scale.device)
+    fp8_max = torch.finfo(dtype).max
+    with on_device_of(scale):
+        _choose_kernel[(1,)](
+            scale if amax is None else amax,
+            scale,
+            cold,
+            pending.view(torch.int32),
+            chosen,
+            0.0 if outgrown is None else outgrown * fp8_max,
+            FP8_MAX=fp8_max,
+            MARGIN=margin,
+            POWER_OF_TWO=power_of_two,
+            RECORD=record and amax is not None,
+            JUST_IN_TIME=just_in_time and amax is not None,
+            OUTGROWN=outgrown is not None and amax is not None,
+            num_warps=1,
+        )
+    return chosen
 
 
 class CastPlan(NamedTuple):
