@@ -41,7 +41,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.quantize``."""
     if x.numel() == 0:
-        return ops.quantize(  # type: ignore[no-any-return]
+        return ops.quantize(
             x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=margin,
             power_of_two=power_of_two, rows=rows, columns=columns, outgrown=outgrown, backend=backend,
         )  # fmt: skip
@@ -67,9 +67,7 @@ def quantize_rowwise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``ops.quantize_rowwise``."""
     if x.numel() == 0:
-        return ops.quantize_rowwise(  # type: ignore[no-any-return]
-            x, dtype, power_of_two=power_of_two, rows=rows, columns=columns, backend=backend
-        )
+        return ops.quantize_rowwise(x, dtype, power_of_two=power_of_two, rows=rows, columns=columns, backend=backend)
     nothing = x.new_empty(0, dtype=torch.float32)
     row_scale, row_inverse = _scales(x, 1, dtype, power_of_two) if rows else (nothing, nothing)
     column_scale, column_inverse = _scales(x, 0, dtype, power_of_two) if columns else (nothing, nothing)
