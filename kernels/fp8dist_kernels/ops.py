@@ -146,7 +146,7 @@ def _product(
         from fp8dist_kernels.triton import tiles
 
         scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b)
-        problem = tiles.Problem(a.shape[0], b.shape[0], a.shape[1], scaling, fast_accumulation)
+        problem = tiles.Problem.of(a, b, scaling, fast_accumulation, out_dtype)
         if (
             backend == "triton"
             or not matmuls.torch_can(scaling, a.device)

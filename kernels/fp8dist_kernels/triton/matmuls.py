@@ -46,8 +46,8 @@ def matmul(
 ) -> Tensor:
     """See ``reference.matmuls.matmul_torch``. Block scaling works wherever Triton runs.
 
-    The tile depends only on shape, scaling and device (``tile_for``), and one program accumulates each element. So the
-    result is the same on every call, and on every rank with such a device.
+    The tile depends only on the ``Problem`` and the device (``tile_for``), and one program accumulates each element. So
+    the result is the same on every call, and on every rank with such a device.
 
     Raises:
         ValueError: as ``matmul_torch``; operands that are not FP8, or both E5M2 (which cuBLASLt refuses as well).
@@ -58,7 +58,7 @@ def matmul(
     scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
-    tile = tile_for(Problem(a.shape[0], b.shape[0], a.shape[1], scaling, fast_accumulation), a.device)
+    tile = tile_for(Problem.of(a, b, scaling, fast_accumulation, out_dtype), a.device)
     return matmul_with(tile, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
 
 
