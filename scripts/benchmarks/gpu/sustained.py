@@ -54,7 +54,8 @@ class Sustained:
         product = planned.product
         operands = Operands.random(product, lab.device)
         a, b = (torch.randn(one.shape, dtype=torch.bfloat16, device=lab.device) for one in (operands.a, operands.b))
-        sides: dict[str, Action] = {AUTO: ours(product, operands, AUTO), BF16: functools.partial(torch.matmul, a, b.t())}
+        plain = functools.partial(torch.matmul, a, b.t())
+        sides: dict[str, Action] = {AUTO: ours(product, operands, AUTO), BF16: plain}
         head_start = max(issue_time(lab.stopwatch, action) for action in sides.values())
         comparison = compare(lab.stopwatch, sides, lab.seconds / 4, head_start)
         side = BF16 if planned.kind == BF16 else AUTO
