@@ -52,6 +52,7 @@ from scripts.benchmarks.llama_shapes import (
     fast_gemms,
     products_of,
 )
+from tests.support.graphs import EmulatedGraph
 
 
 class FakeClock:
@@ -585,6 +586,25 @@ def test_a_training_step_is_timed(recipe: str, mode: str) -> None:
     assert case["timings"]["step"]["count"] == len(case["step_us"]) == jobs.WINDOWS
     tokens = jobs.SMALL.batch * jobs.SMALL.context
     assert case["tokens_per_s"] == pytest.approx(1e6 * tokens / case["timings"]["step"]["median_us"])
+
+
+def test_a_captured_training_step_ends_with_its_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", EmulatedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph.capture())
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    manager = fp8dist.prepare(model).attach(boundary="manual")
+
+    def step() -> None:
+        model(torch.ones(16, 32)).sum().backward()
+        manager.step()
+
+    step()
+    replay = jobs._captured(step, manager)
+    steps = manager.steps
+    for _ in range(3):
+        replay()
+        manager.poll()
+    assert manager.steps == steps + 3
 
 
 def test_a_crash_of_a_training_run_loses_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
