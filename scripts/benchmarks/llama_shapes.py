@@ -81,8 +81,11 @@ def fast_gemms(recipe: Recipe) -> tuple[Gemm, ...]:
 
 
 def fast_everywhere(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with fast accumulation in all GEMMs; None if recipes have no field for it."""
-    if not hasattr(recipe, "fast_accumulation"):
+    """Return the recipe with fast accumulation in all GEMMs.
+
+    None if recipes have no field for it, or if it changes nothing: blocks are always added in float32.
+    """
+    if recipe.by == "block" or not hasattr(recipe, "fast_accumulation"):
         return None
     return dataclasses.replace(recipe, fast_accumulation=GEMMS)  # type: ignore[type-var]
 

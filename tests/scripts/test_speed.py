@@ -618,7 +618,7 @@ def test_a_crash_of_a_training_run_loses_one_case(monkeypatch: pytest.MonkeyPatc
         if outcome == 0:
             case = {"timings": {"step": Timing.of([2.0]).as_dict()}, "step_us": [2.0] * 6}
             Path(command[command.index("--out") + 1]).write_text(json.dumps(case))
-        return SimpleNamespace(returncode=outcome, stderr="Traceback\nRuntimeError: lost\n")
+        return SimpleNamespace(returncode=outcome, stderr="Traceback\nAcceleratorError: CUDA error: lost\n")
 
     monkeypatch.setattr(jobs.subprocess, "run", run)
     part, clock = jobs.Jobs(), FakeClock()
@@ -626,8 +626,8 @@ def test_a_crash_of_a_training_run_loses_one_case(monkeypatch: pytest.MonkeyPatc
     result = run_part(part, Lab(HostStopwatch(clock)), 40.0, lambda part: None, clock)
     problems = [case.get("problem") for case in result["cases"]]
     assert problems == [
-        "RuntimeError: block, eager: RuntimeError: lost",
-        "RuntimeError: delayed, eager: not done after 55 s",
+        "block, eager: status 1: AcceleratorError: CUDA error: lost",
+        "delayed, eager: not done after 55 s",
         None,
     ]
     assert limits == [40.0 + jobs.GRACE] * 3

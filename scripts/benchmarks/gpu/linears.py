@@ -99,25 +99,17 @@ class Linears:
     def plan(self, lab: Lab) -> list[Planned]:
         """Llama 3 8B's layers; the recipe with a goal first."""
         if lab.smoke:
-            return [Planned(Layer("smoke", 64, 48), 32, recipe) for recipe in RECIPES]
+            return [Planned(Layer("smoke", 64, 48), 32, recipe) for recipe in ("delayed", "block")]
         return [Planned(layer, 8192, recipe) for recipe in RECIPES for layer in LINEARS if layer.name.startswith("8B")]
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
         """See ``Part``. "ratios": the time of bf16 over each side's, on the device; "…, eager": by the host's clock."""
         recipe = RECIPES[planned.recipe]
-        sides = {OURS: (recipe, "auto"), FAST: (fast_everywhere(recipe), "auto"), TRITON: (recipe, "triton")}
+        fast = fast_everywhere(recipe)
+        sides = {OURS: (recipe, "auto"), **({FAST: (fast, "auto")} if fast else {}), TRITON: (recipe, "triton")}
         bench, plain = Bench.random(planned, lab.device), _linear(planned.layer, lab.device)
-        models = {
-            side: _prepared(plain, bench, recipe, backend)
-            for side, (recipe, backend) in sides.items()
-            if recipe is not None
-        }
-        case: Case = {"name": planned.name, "recipe": planned.recipe, "tokens": planned.tokens}
-        for name, model in models.items():
-            problem = _wrong(bench, model.model, plain)
-            if problem:
-                return {**case, "problem": f"{name}: {problem}"}
-        return {**case, **_timed(lab, bench, {**models, BF16: Prepared(plain)}, BF16)}
+        models = {side: _prepared(plain, bench, *how) for side, how in sides.items()}
+        return _measured(lab, planned, bench, models, {BF16: plain})
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe and side."""
@@ -145,13 +137,9 @@ class Torchao:
     def measure(self, lab: Lab, planned: Planned) -> Case:
         """See ``Part``. "ratios": torchao's time over ours, and bf16's over torchao's."""
         bench, plain = Bench.random(planned, lab.device), _linear(planned.layer, lab.device)
-        case: Case = {"name": planned.name, "recipe": planned.recipe, "tokens": planned.tokens}
         theirs = _torchao(plain, planned.recipe, compiled=not lab.smoke)
-        model = _prepared(plain, bench, LIKE_TORCHAO[planned.recipe], "auto")
-        problem = _wrong(bench, model.model, plain)
-        if problem:
-            return {**case, "problem": problem}
-        return {**case, **_timed(lab, bench, {OURS: model, TORCHAO: Prepared(theirs), BF16: Prepared(plain)}, TORCHAO)}
+        models = {OURS: _prepared(plain, bench, LIKE_TORCHAO[planned.recipe], "auto")}
+        return _measured(lab, planned, bench, models, {TORCHAO: theirs, BF16: plain})
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe."""
@@ -176,10 +164,8 @@ class Crossover:
         probes = len(counts).bit_length()
 
         def beats(tokens: int) -> bool:
-            bench, plain = (
-                Bench.random(Planned(planned.layer, tokens, ""), lab.device),
-                _linear(planned.layer, lab.device),
-            )
+            bench = Bench.random(planned._replace(tokens=tokens), lab.device)
+            plain = _linear(planned.layer, lab.device)
             models = {BF16: Prepared(plain), OURS: _prepared(plain, bench, RECIPES[planned.recipe], "auto")}
             comparison = _eagerly(lab, bench, models, lab.seconds / probes)
             case["timings"] |= {f"{side}, {tokens}": timing for side, timing in comparison.timings().items()}
@@ -246,7 +232,17 @@ def _wrong(bench: Bench, model: nn.Module, plain: nn.Module) -> str | None:
     return None
 
 
-def _timed(lab: Lab, bench: Bench, models: Mapping[str, Prepared], against: str) -> Case:
+def _measured(
+    lab: Lab, planned: Planned, bench: Bench, ours: Mapping[str, Prepared], others: Mapping[str, nn.Module]
+) -> Case:
+    """Return the case. "ratios" are against the first of ``others``; bf16 says what is right."""
+    case: Case = {"name": planned.name, "recipe": planned.recipe, "tokens": planned.tokens}
+    against, *_ = others
+    for name, model in ours.items():
+        problem = _wrong(bench, model.model, others[BF16])
+        if problem:
+            return {**case, "problem": f"{name}: {problem}"}
+    models = {**ours, **{name: Prepared(model) for name, model in others.items()}}
     actions: dict[str, Action] = {name: _action(bench, one) for name, one in models.items()}
 
     def forget() -> None:
@@ -262,6 +258,7 @@ def _timed(lab: Lab, bench: Bench, models: Mapping[str, Prepared], against: str)
         eager = _eagerly(lab, bench, models, lab.seconds / 2)
     ratios = {name: comparison.ratio(against, name) for name in models if name != against}
     return {
+        **case,
         "timings": {**comparison.timings(), **{f"{name}, eager": one for name, one in eager.timings().items()}},
         "ratios": {**ratios, **{f"{name}, eager": eager.ratio(against, name) for name in ratios}},
         "issue_us": head_start,
