@@ -26,6 +26,7 @@ from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup
+from fp8dist_kernels import ops
 from fp8dist_kernels.formats import Role
 
 __all__ = ["prepare", "restore"]
@@ -136,6 +137,7 @@ def prepare(
     manager = StateManager(
         model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, coverage
     )
+    ops.register_flops()
     for fqn, linear in linears.items():
         convert(linear, slots[fqn])
     model.__dict__[ATTRIBUTE] = manager

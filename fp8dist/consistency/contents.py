@@ -194,6 +194,7 @@ class ArenaContent(Content):
     def fields(self, index: int) -> list[Field]:
         """See ``Content``. The index of a history element is an index into ``manager.amax_history``."""
         arena = self._arena
+        arena.cold_written()  # A repair writes to the fields.
 
         def by_age(place: int) -> tuple[int, ...]:
             length = arena.ring.length

@@ -30,7 +30,7 @@ from fp8dist.state.precision import Precision
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import local_part
-from fp8dist_kernels import ops
+from fp8dist_kernels import direct, ops
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.reference.blocks import BLOCK
@@ -183,10 +183,10 @@ class LinearSlots:
             return self._uncast(x, place, record)
         block = [0, 0]
         if self.recipe.by == "tensor":
-            cast = self._by_tensor(x, state, place, record, rows, columns, just_in_time, outgrown, unfit)
+            cast = self._by_tensor(x, state, place, record, rows, columns, just_in_time, square, outgrown, unfit)
         else:
             if record:
-                ops.observe(x, place, backend=self.job.backend)
+                direct.observe(x, place, backend=self.job.backend)
             cast, block = self._by_parts(x, state.format.dtype, rows, columns, square)
         if record and (self.job.measuring or self.sync.arena.lanes):
             self._measure(x if rows else x.t(), cast.rows_inv_scale if rows else cast.columns_inv_scale, state, block)
@@ -194,7 +194,7 @@ class LinearSlots:
 
     def _uncast(self, x: Tensor, place: Tensor, record: bool) -> Cast:
         if record and (self.precision.observing or self.job.recording):
-            ops.observe(x, place, backend=self.job.backend)
+            direct.observe(x, place, backend=self.job.backend)
         nothing = x.new_empty(0)
         return Cast(nothing, nothing, nothing, nothing)
 
@@ -207,16 +207,19 @@ class LinearSlots:
         rows: bool,
         columns: bool,
         just_in_time: bool,
+        of_weight: bool,
         outgrown: float | None,
         unfit: Tensor | None,
     ) -> Cast:
         """Cast x with one scale: the slot's, or one from its own amax. Records the amax."""
         recipe = self.recipe
         cold = state.cold if recipe.delayed or not just_in_time else state.always
-        warm_up = just_in_time and recipe.warmup == "current"
+        warm_up = just_in_time and recipe.warmup == "current" and not self._known_hot(state)
         if unfit is not None:  # Rare. Treat the slot as cold.
             cold, warm_up = (cold & warm_up) | unfit, True
-        fp8, fp8_t, inv_scale = ops.quantize(
+        # A compiled graph casts weights with one op: nothing computes them, so there is nothing to fuse the cast with.
+        quantize = ops.quantize if of_weight and torch.compiler.is_compiling() else direct.quantize
+        fp8, fp8_t, inv_scale = quantize(
             x,
             state.scale,
             cold,
@@ -233,6 +236,13 @@ class LinearSlots:
         )
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
 
+    def _known_hot(self, state: SlotState) -> bool:
+        """True if the host knows that the slot is hot, so that no launch needs to look for x's own amax. Graphs outlive
+        that knowledge: state may be loaded."""
+        if not direct.is_eager():  # First: torch.compile must not guard on the rest.
+            return False
+        return state.arena.known_hot and self.recipe.delayed and not capturing(state.arena.device)
+
     def _by_parts(
         self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool
     ) -> tuple[Cast, list[int]]:
@@ -244,17 +254,17 @@ class LinearSlots:
             "backend": self.job.backend,
         }
         if self.recipe.by == "row":
-            return Cast(*ops.quantize_rowwise(x, dtype, **copies)), [1, max(1, x.shape[1] if rows else x.shape[0])]
+            return Cast(*direct.quantize_rowwise(x, dtype, **copies)), [1, max(1, x.shape[1] if rows else x.shape[0])]
         block = [BLOCK if square else 1, BLOCK]
-        return Cast(*ops.quantize_blocks(x, dtype, block=block, **copies)), block
+        return Cast(*direct.quantize_blocks(x, dtype, block=block, **copies)), block
 
     def _measure(self, x: Tensor, inv_scale: Tensor, state: SlotState, block: list[int]) -> None:
         dtype, backend = state.format.dtype, self.job.backend
-        ops.measure(x, inv_scale, dtype, state.saturated, state.underflow, block=block, backend=backend)
+        direct.measure(x, inv_scale, dtype, state.saturated, state.underflow, block=block, backend=backend)
 
     def observe(self, x: Tensor, state: SlotState) -> None:
         """Call ``ops.observe`` with this manager's backend."""
-        ops.observe(x.detach(), state.pending, backend=self.job.backend)
+        direct.observe(x.detach(), state.pending, backend=self.job.backend)
 
     def matmul(
         self,
@@ -268,7 +278,7 @@ class LinearSlots:
     ) -> Tensor:
         """Call ``ops.matmul`` with this manager's backend. Only fprop may use fast accumulation: gradients are sums
         over many more terms (TransformerEngine makes the same choice)."""
-        return ops.matmul(
+        return direct.matmul(
             a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.job.backend
         )
 

@@ -55,9 +55,10 @@ def fitted(history: Tensor, length: int) -> Tensor:
 class SlotState:
     """The state of one slot: 0-d views into its arena, valid while the arena lives."""
 
-    __slots__ = ("always", "cold", "format", "pending", "saturated", "scale", "underflow")
+    __slots__ = ("always", "arena", "cold", "format", "pending", "saturated", "scale", "underflow")
 
     def __init__(self, arena: Arena, index: int) -> None:
+        self.arena = arena
         self.format: Format = arena.specs[index].format
         self.scale: Tensor = arena.scale[index]
         self.cold: Tensor = arena.cold[index]
@@ -78,6 +79,9 @@ class Arena:
     - ``message``: int32[8 + n], or int32[8 + 3n] if a ``fallback`` limits shares: ``send``, then the shares.
     - ``tripped``: bool[n], slots that triggered the fallback since ``tripped`` was last cleared.
     - ``always``: 0-d bool, True.
+    - ``known_hot``: True if the host knows that no slot is cold. Slots only get hot, except by calls that write
+      ``cold`` from the host: these call ``cold_written``.
+    - ``cold_writes``: how often ``cold`` was written so.
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class Arena:
         self.lanes = SHARES if fallback is not None and fallback.measures else 0
         self.index: dict[Slot, int] = {spec.slot: i for i, spec in enumerate(self.specs)}
         self.ring = RingShape(recipe.history_len)
-        self.placed = False
+        self.placed = self.known_hot = False
+        self.cold_writes = 0
         self._allocate(_CPU)
 
     def __len__(self) -> int:
@@ -296,6 +301,12 @@ class Arena:
         self.forget_history(where)
         self.scales.masked_fill_(where, 1)
         self.cold.logical_or_(where)
+        self.cold_written()
+
+    def cold_written(self) -> None:
+        """Note that slots may be cold again, whatever a sync in flight will show."""
+        self.known_hot = False
+        self.cold_writes += 1
 
     def set_scale(self, index: int, scale: float) -> None:
         """Set the scale of one slot, which is then no longer cold."""
@@ -327,7 +338,9 @@ class Arena:
         return ordered_window(self.history[row], self.taken[row], self.ring)[0]
 
     def shared_state(self) -> list[Tensor]:
-        """Return the state that is equal on all ranks of this arena, as tensors that any backend can send."""
+        """Return the state that is equal on all ranks of this arena, as tensors that any backend can send, or receive
+        into."""
+        self.cold_written()
         cold = self.cold.view(torch.uint8)
         return [self.scales, self.history, self.block_max, self.amax, cold, self.counters, self.words]
 
@@ -348,6 +361,7 @@ class Arena:
         torch.reciprocal(self.scale, out=self.inv_scale)
         self.amax[index] = amax
         self.cold[index] = cold
+        self.cold_written()
         self.counters[:, index] = counters
         windows = self.ordered_history()
         windows[index] = fitted(history, self.ring.length)
@@ -366,6 +380,7 @@ class Arena:
 
     def reset(self) -> None:
         """Reset the arena to its initial state. The manifest stays."""
+        self.cold_written()
         manifest = self.words[WORD_MANIFEST].clone()
         self.pending.fill_(DID_NOT_RUN)
         for tensor in (self.scales, self.sent, self.cold):
@@ -383,12 +398,14 @@ class Arena:
         """Restore a state, in place."""
         for name, value in state.items():
             getattr(self, name).copy_(value)
+        self.cold_written()
 
     def put_back_slots(self, state: Mapping[str, Tensor], index: Tensor) -> None:
         """Restore scales and windows of the slots ``index`` (int64[m]) from a ``copied_state``, in place."""
         for name in ("history", "block_max", "amax", "cold"):
             getattr(self, name)[index] = state[name][index]
         self.scales[:, index] = state["scales"][:, index]
+        self.cold_written()
 
     # Copying and pickling rebuild the views ---------------------------------------------------------
 

@@ -70,13 +70,15 @@ class Proof(NamedTuple):
 
     ``differs``: the values of "manifest", "step", "scale" on which ranks disagreed. ``nonfinite``: an amax was not
     finite. ``saturated``: a sharded weight was cast beyond its scale. ``tripped``: slots triggered a fallback.
-    ``replays``: number of commits replayed in CUDA graphs, and ``collectives`` in them; 0 for an eager step.
+    ``hot``: no slot is cold any more; False if that was not asked. ``replays``: number of commits replayed in CUDA
+    graphs, and ``collectives`` in them; 0 for an eager step.
     """
 
     differs: tuple[str, ...]
     nonfinite: bool
     saturated: bool
     tripped: bool
+    hot: bool
     replays: int
     collectives: int
 
@@ -88,12 +90,16 @@ class Verdict:
     before that boundary would overwrite it in the arena.
     """
 
-    def __init__(self, outcome: Tensor, tripped: Tensor | None = None) -> None:
-        """``tripped``: bool[n]. None: no fallback is configured."""
+    def __init__(
+        self, outcome: Tensor, tripped: Tensor | None = None, cold: Tensor | None = None, cold_writes: int = 0
+    ) -> None:
+        """``tripped``: bool[n]; None: no fallback is configured. ``cold``: bool[n] of the arena; None: do not ask.
+        ``cold_writes``: the arena's."""
         self.immediate = not outcome.is_cuda
-        self._trips = tripped is not None
-        if tripped is not None:
-            outcome = torch.cat([outcome, tripped.any().view(1)])
+        self.cold_writes = cold_writes
+        self._asked = [flags is not None for flags in (tripped, cold)]
+        if any(self._asked):
+            outcome = torch.cat([outcome, *(flags.any().view(1) for flags in (tripped, cold) if flags is not None)])
         self.evidence: Evidence | None = None
         self._outcome = outcome
         if outcome.is_cuda:
@@ -108,7 +114,9 @@ class Verdict:
         if not self.immediate:
             self._event.synchronize()
         counts = list(map(int, self._outcome.tolist()))
-        tripped = self._trips and counts.pop() > 0
+        trips, asks = self._asked
+        hot = asks and counts.pop() == 0
+        tripped = trips and counts.pop() > 0
         differs = {
             "manifest": counts[WORD_MANIFEST],
             "step": counts[WORD_STEP],
@@ -117,7 +125,7 @@ class Verdict:
         nonfinite, saturated, *replayed = counts[WORDS:]
         kinds = tuple(kind for kind, count in differs.items() if count)
         replays, collectives = replayed if len(replayed) > 1 else (0, 0)
-        return Proof(kinds, nonfinite > 0, saturated > 0, tripped, replays, collectives)
+        return Proof(kinds, nonfinite > 0, saturated > 0, tripped, hot, replays, collectives)
 
 
 @dataclass
@@ -313,7 +321,8 @@ class ArenaSync:
             self.graphed = True
             self.arena.unpolled[:OUTCOME].add_(outcome)
         else:
-            self.verdict = Verdict(outcome, self._tripped)
+            asked = self.arena.cold if self.arena.recipe.delayed and not self.arena.known_hot else None
+            self.verdict = Verdict(outcome, self._tripped, asked, self.arena.cold_writes)
 
     @property
     def _tripped(self) -> Tensor | None:
@@ -359,6 +368,8 @@ class ArenaSync:
         Clears the verdict."""
         assert self.verdict is not None
         proof, evidence = self.verdict.read(), self.verdict.evidence
+        if proof.hot and self.verdict.cold_writes == self.arena.cold_writes:
+            self.arena.known_hot = True
         self.verdict = None
         self.replays += proof.replays
         self.counters.collectives += proof.collectives

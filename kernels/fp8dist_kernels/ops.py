@@ -1,6 +1,7 @@
 """The torch.library ops that FP8 modules and arenas call. Each op picks its backend inside.
 
 ``fp8dist::quantize``          cast to FP8 with a slot's scale and record the amax
+``fp8dist::choose_scale``      record an amax, and return the scale that such a tensor is cast with
 ``fp8dist::quantize_rowwise``  cast with one scale per row
 ``fp8dist::quantize_blocks``   cast with one scale per block
 ``fp8dist::observe``           record the amax only
@@ -19,7 +20,9 @@ ranks agree: a flag on the host would be baked into compiled and captured graphs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, update
 
 __all__ = [
+    "IMPLEMENTATIONS",
+    "choose_scale",
     "commit",
     "launch",
     "matmul",
@@ -38,6 +43,7 @@ __all__ = [
     "quantize",
     "quantize_blocks",
     "quantize_rowwise",
+    "register_flops",
     "require_backend",
 ]
 
@@ -46,6 +52,10 @@ _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
     "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
     "str backend='auto') -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "choose_scale(Tensor? amax, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
+    "bool just_in_time, int margin, bool power_of_two, float? outgrown=None, str backend='auto') -> Tensor"
 )
 _LIBRARY.define(
     "quantize_rowwise(Tensor x, ScalarType dtype, *, bool power_of_two, bool rows, bool columns, str backend='auto') "
@@ -71,12 +81,25 @@ _LIBRARY.define(
 )
 
 
+@functools.cache
+def register_flops() -> None:
+    """Let FlopCounterMode count FP8 products as it counts torch's."""
+    # Imported here because it imports Triton, which takes a tenth of a second.
+    from torch.utils.flop_counter import register_flop_formula
+
+    def flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * a[0] * a[1] * b[0]
+
+    register_flop_formula(torch.ops.fp8dist.matmul)(flops)
+
+
 def require_backend(backend: str, device: torch.device) -> None:
     """Raise ValueError if ``backend`` is not available on ``device``."""
     if backend == "triton" and why_not_triton(device) is not None:
         raise ValueError(f'backend="triton" is not available on {device}: {why_not_triton(device)}')
 
 
+@functools.cache
 def _version(backend: str, device: torch.device, of: Any) -> Any:
     """Return the module with this backend's version of the functions in module ``of``."""
     if not runs_fused(backend, device):
@@ -90,6 +113,11 @@ def _version(backend: str, device: torch.device, of: Any) -> Any:
 
 def _quantize(x: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _version(backend, x.device, casts).quantize(x, *slot, **options)
+
+
+def _choose_scale(amax: Tensor | None, scale: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> Tensor:
+    chosen: Tensor = _version(backend, scale.device, casts).choose_scale(amax, scale, *slot, **options)
+    return chosen
 
 
 def _quantize_rowwise(
@@ -140,23 +168,35 @@ def _product(
     fast_accumulation: bool,
     backend: str = "auto",
 ) -> Tensor:
-    if runs_fused(backend, a.device):
-        require_backend(backend, a.device)
+    scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
+    dtypes = a.dtype, b.dtype, out_dtype
+    multiply = _multiplier(a.shape, b.shape[0], dtypes, scaling, fast_accumulation, backend, a.device)
+    return multiply(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+
+
+@functools.lru_cache(512)
+def _multiplier(
+    shape: torch.Size,
+    columns: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    scaling: matmuls.Scaling,
+    fast_accumulation: bool,
+    backend: str,
+    device: torch.device,
+) -> Callable[..., Tensor]:
+    """Return the function that computes a product of ``a``, of this shape, and ``b`` with this many rows."""
+    if runs_fused(backend, device):
+        require_backend(backend, device)
         from fp8dist_kernels.triton import matmuls as fused_matmuls
         from fp8dist_kernels.triton import tiles
 
-        scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b)
-        problem = tiles.Problem.of(a, b, scaling, fast_accumulation, out_dtype)
-        if (
-            backend == "triton"
-            or not matmuls.torch_can(scaling, a.device)
-            or tiles.faster_than_torch(problem, a.device)
-        ):
-            return fused_matmuls.matmul(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
-    if backend == "torch" or (backend == "auto" and a.is_cuda):
-        return matmuls.matmul_torch(a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+        problem = tiles.Problem(shape[0], columns, shape[1], scaling, fast_accumulation, *dtypes)
+        if backend == "triton" or not matmuls.torch_can(scaling, device) or tiles.faster_than_torch(problem, device):
+            return fused_matmuls.multiply
+    if backend == "torch" or (backend == "auto" and device.type == "cuda"):
+        return matmuls.multiply_torch
     if backend in ("auto", "reference"):
-        return matmuls.matmul_reference(a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+        return matmuls.multiply_reference
     raise ValueError(f"unknown backend {backend!r}")
 
 
@@ -196,6 +236,10 @@ def _quantize_fake(
         x.new_empty((features, _padded(tokens)) if columns else (0,), dtype=dtype),
         torch.empty_like(scale),
     )
+
+
+def _choose_scale_fake(amax: Tensor | None, scale: Tensor, *_: Any, **__: Any) -> Tensor:
+    return scale.new_empty(2)
 
 
 def _quantize_rowwise_fake(
@@ -243,19 +287,35 @@ def _commit_fake(arrays: Sequence[Tensor], reduced: Tensor, hold: Tensor | None,
     return reduced.new_empty(update.OUTCOME, dtype=torch.bool)
 
 
-def _provide(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8dist::{name}", fake, lib=_LIBRARY)
+IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "quantize": _quantize,
+        "choose_scale": _choose_scale,
+        "quantize_rowwise": _quantize_rowwise,
+        "quantize_blocks": _quantize_blocks,
+        "observe": _observe,
+        "measure": _measure,
+        "matmul": _matmul,
+        "launch": _launch,
+        "commit": _commit,
+    }
+)
+"""By name of an op, the function that selects the backend and calls it."""
 
+_FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "quantize": _quantize_fake,
+        "choose_scale": _choose_scale_fake,
+        "quantize_rowwise": _quantize_rowwise_fake,
+        "quantize_blocks": _quantize_blocks_fake,
+        "matmul": _matmul_fake,
+        "commit": _commit_fake,
+    }
+)
 
-_provide("quantize", _quantize, _quantize_fake)
-_provide("quantize_rowwise", _quantize_rowwise, _quantize_rowwise_fake)
-_provide("quantize_blocks", _quantize_blocks, _quantize_blocks_fake)
-_provide("observe", _observe, _nothing_fake)
-_provide("measure", _measure, _nothing_fake)
-_provide("matmul", _matmul, _matmul_fake)
-_provide("launch", _launch, _nothing_fake)
-_provide("commit", _commit, _commit_fake)
+for _name, _implementation in IMPLEMENTATIONS.items():
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8dist::{_name}", _FAKES.get(_name, _nothing_fake), lib=_LIBRARY)
 
 quantize = torch.ops.fp8dist.quantize.default
 """``(x[tokens, features], scale, cold, pending, dtype, …) -> (rows, columns, inv_scale)``.
@@ -269,6 +329,10 @@ not change.
 ``inv_scale`` is a new 0-d tensor, the inverse of the scale of this cast. It stays valid after a later commit changes
 the slot's scale.
 """
+
+choose_scale = torch.ops.fp8dist.choose_scale.default
+"""``(amax, scale, cold, pending, dtype, …) -> float32[2]``: the scale of a cast, and its inverse. See ``choose_scale``
+in ``reference/casts.py``. Compiled graphs use it: Inductor fuses the rest of ``quantize`` with other operations."""
 
 quantize_rowwise = torch.ops.fp8dist.quantize_rowwise.default
 """``(x[tokens, features], dtype, …) -> (rows, inv_scale[tokens, 1], columns, inv_scale[features, 1])``: cast with one

@@ -1,6 +1,6 @@
 """The cost of the consistency checker when all ranks agree.
 
-``scripts/benchmarks/run`` starts it under torchrun. Rank 0 first measures the digest alone, while the others wait in a
+``scripts/benchmark`` starts it under torchrun. Rank 0 first measures the digest alone, while the others wait in a
 barrier; then all ranks measure whole checks. Rank 0 prints one JSON object.
 """
 

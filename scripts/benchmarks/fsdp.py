@@ -1,6 +1,6 @@
 """The cost and savings of FSDP2's FP8 all-gather: sync of the weights' amaxes, bytes gathered, peak memory.
 
-``scripts/benchmarks/run`` starts it under torchrun on two ranks. Rank 0 prints one JSON object.
+``scripts/benchmark`` starts it under torchrun on two ranks. Rank 0 prints one JSON object.
 
     -m scripts.benchmarks.fsdp sync           amaxes of 224 sharded weights in the step's sync, against one all-reduce
                                               for each weight

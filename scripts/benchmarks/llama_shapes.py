@@ -62,7 +62,7 @@ LINEARS = (
 
 
 class Product(NamedTuple):
-    """a [m, k] by b [n, k], as FP8Linear passes them to ``ops.matmul``."""
+    """a [m, k] by b [n, k], as FP8Linear passes them to ``matmul``."""
 
     name: str
     gemm: Gemm

@@ -1,6 +1,6 @@
 """The cost of one step's sync and scale update, against a bare all-reduce of the same bytes.
 
-``scripts/benchmarks/run`` starts it under torchrun. Figures are medians over interleaved pairs, so that a busy machine
+``scripts/benchmark`` starts it under torchrun. Figures are medians over interleaved pairs, so that a busy machine
 disturbs both sides alike. Rank 0 prints one JSON object.
 """
 

@@ -1,4 +1,4 @@
-"""Print the results of ``scripts/benchmarks/run`` as Markdown: ``python -m scripts.benchmarks.table FOLDER``."""
+"""Print the results of ``scripts/benchmark`` as Markdown: ``python -m scripts.benchmarks.table FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The cost of torchao 0.9.0's delayed-scaling sync and update, with the same number of layers as ``sync.py``.
 
-``scripts/benchmarks/run`` starts it under torchrun, in a venv without fp8dist. Rank 0 prints one JSON object. 224
+``scripts/benchmark`` starts it under torchrun, in a venv without fp8dist. Rank 0 prints one JSON object. 224
 Linears have 672 scaled tensors. History lengths are 16, torchao's default, and 1024.
 """
 

@@ -57,8 +57,9 @@ def test_dims_in_any_order() -> None:
         for order in itertools.permutations(range(3)):
             x = (whole[:, 1:9, 3:19] if cut else whole).permute(order)
             assert seen_by(fused.observe, x) == repr(x.abs().max().item())
-            assert cut or fused.in_rows(x).shape == (1, x.numel())
-            assert cut or fused.in_rows(x).data_ptr() == x.data_ptr()
+            reading = fused.reading_of(x.shape, x.stride())
+            assert reading.copied == cut
+            assert reading.lying == (1, x.numel(), 0, 1)
 
 
 def test_a_largest_value_anywhere_is_found() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist_kernels import ops
+from fp8dist_kernels import direct, ops
 from fp8dist_kernels.backends import why_not_triton
 from fp8dist_kernels.reference.matmuls import matmul_torch
 from tests.support.linear import (
@@ -109,8 +109,8 @@ def test_formats_backends_and_accumulation_that_reach_the_products(format: str) 
         seen.append((a.dtype, b.dtype, kwargs["fast_accumulation"], kwargs["backend"]))
         return original(a, b, *args, **kwargs)
 
-    original = ops.matmul
-    with mock.patch.object(ops, "matmul", spy):
+    original = direct.matmul
+    with mock.patch.object(direct, "matmul", spy):
         module(inputs(8, 48).requires_grad_()).sum().backward()
     gradient = E5M2 if format == "hybrid" else E4M3
     assert seen == [
@@ -237,7 +237,7 @@ def test_padding_changes_no_amax_and_no_gradient() -> None:
 
 
 def counted_matmuls(function: Callable[[], None]) -> int:
-    with mock.patch.object(ops, "matmul", wraps=ops.matmul) as spy:
+    with mock.patch.object(direct, "matmul", wraps=direct.matmul) as spy:
         function()
     return spy.call_count
 

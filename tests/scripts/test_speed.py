@@ -21,7 +21,7 @@ import torch
 import fp8dist
 import scripts.benchmarks.gpu.stopwatch
 from fp8dist import CurrentScaling
-from fp8dist_kernels import GEMMS, ops
+from fp8dist_kernels import GEMMS, direct
 from fp8dist_kernels.reference.matmuls import Scaling, scaling_of
 from scripts.benchmarks.gpu import environment, jobs, linears, matmuls, memory, reports, results, sustained
 from scripts.benchmarks.gpu.kernels import LIKE_THE_LAST, run_part
@@ -475,8 +475,8 @@ def test_the_plan_is_what_fp8_linear_runs(name: str, monkeypatch: pytest.MonkeyP
         calls.append((*a.shape, b.shape[0], scaling, options["fast_accumulation"], a.dtype, b.dtype))
         return matmul(a, b, inv_scale_a, inv_scale_b, *rest, **options)
 
-    matmul = ops.matmul
-    monkeypatch.setattr(ops, "matmul", recorded)
+    matmul = direct.matmul
+    monkeypatch.setattr(direct, "matmul", recorded)
     for chosen in (recipe, fast_everywhere(recipe)):
         if chosen is None:
             continue

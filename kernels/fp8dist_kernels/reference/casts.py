@@ -11,6 +11,7 @@ from fp8dist_kernels.scaling import scale_from_amax
 __all__ = [
     "CPU_BLOCK",
     "TOKEN_ALIGNMENT",
+    "choose_scale",
     "dequantize",
     "padded",
     "padded_transpose",
@@ -62,30 +63,76 @@ def quantize(
     Returns:
         (row-major, transposed, inv_scale): the copies as in ``saturating_cast``, and a new 0-d float32.
     """
-    # A CPU flag is cheap to read, and saves an eval pass over hot slots a second read of x.
-    may_be_cold = just_in_time and (x.device.type != "cpu" or bool(cold))
-    used = scale
-    if record or may_be_cold or outgrown is not None:
-        bits = amax_bits(x)
-        if record:
-            record_amax(bits, pending)
-        amax, fp8_max = bits.view(torch.float32), torch.finfo(dtype).max
-        beyond = None
-        if outgrown is not None:
-            above = torch.full_like(scale, outgrown * fp8_max)
-            beyond = (amax * scale > above).logical_and_(amax < torch.inf).logical_and_(~cold)
-            if x.device.type == "cpu" and not bool(beyond):
-                beyond = None
-        if may_be_cold or beyond is not None:
-            current = scale_from_amax(
-                amax, torch.ones_like(scale), torch.full_like(scale, fp8_max), margin, power_of_two
-            )
-            if may_be_cold:
-                used = torch.where(cold, current, used)
-            if beyond is not None:
-                used = torch.where(beyond, current, used)
+    may_be_cold = just_in_time and _may_be(cold)
+    bits = amax_bits(x) if record or may_be_cold or outgrown is not None else None
+    used = _used(bits, scale, cold, pending, dtype, record, may_be_cold, margin, power_of_two, outgrown)
     row_major, transposed = saturating_cast(x, used, dtype, rows, columns)
     return row_major, transposed, torch.reciprocal(used)
+
+
+def choose_scale(
+    amax: Tensor | None,
+    scale: Tensor,
+    cold: Tensor,
+    pending: Tensor,
+    dtype: torch.dtype,
+    *,
+    record: bool,
+    just_in_time: bool,
+    margin: int,
+    power_of_two: bool,
+    outgrown: float | None = None,
+) -> Tensor:
+    """Do the part of ``quantize`` that needs no elements: record ``amax``, and return the scale to cast with.
+
+    Args:
+        amax: 0-d, the amax of a tensor that is not empty. None: nothing depends on it.
+
+    Returns:
+        float32[2]: the scale and its inverse, both new.
+    """
+    bits = None if amax is None else amax_bits(amax)
+    used = _used(bits, scale, cold, pending, dtype, record, just_in_time, margin, power_of_two, outgrown)
+    return torch.stack([used, torch.reciprocal(used)])
+
+
+def _may_be(cold: Tensor) -> bool:
+    """True unless the host can tell that the slot is hot. A CPU flag is cheap to read, and saves an eval pass over hot
+    slots a second read of x."""
+    return cold.device.type != "cpu" or bool(cold)
+
+
+def _used(
+    bits: Tensor | None,
+    scale: Tensor,
+    cold: Tensor,
+    pending: Tensor,
+    dtype: torch.dtype,
+    record: bool,
+    just_in_time: bool,
+    margin: int,
+    power_of_two: bool,
+    outgrown: float | None,
+) -> Tensor:
+    """Record the amax ``bits``, and return the scale to cast with: ``scale`` itself, or a new 0-d tensor."""
+    if bits is None:
+        return scale
+    if record:
+        record_amax(bits, pending)
+    used, amax, fp8_max = scale, bits.view(torch.float32), torch.finfo(dtype).max
+    beyond = None
+    if outgrown is not None:
+        above = torch.full_like(scale, outgrown * fp8_max)
+        beyond = (amax * scale > above).logical_and_(amax < torch.inf).logical_and_(~cold)
+        if beyond.device.type == "cpu" and not bool(beyond):
+            beyond = None
+    if just_in_time or beyond is not None:
+        current = scale_from_amax(amax, torch.ones_like(scale), torch.full_like(scale, fp8_max), margin, power_of_two)
+        if just_in_time:
+            used = torch.where(cold, current, used)
+        if beyond is not None:
+            used = torch.where(beyond, current, used)
+    return used
 
 
 def padded(tokens: int) -> int:

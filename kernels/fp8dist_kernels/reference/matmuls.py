@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 
 import torch
@@ -18,8 +19,9 @@ __all__ = [
     "column_major",
     "matmul_reference",
     "matmul_torch",
+    "multiply_reference",
+    "multiply_torch",
     "product_of_nothing",
-    "require_layout",
     "scaling_of",
     "torch_can",
 ]
@@ -32,6 +34,7 @@ SCALE_BLOCK = 128
 """Elements of the contracted dim, and rows of ``b``, that share a scale under block scaling."""
 
 _HOPPER = 9
+_SHAPES_KEPT = 512  # More kinds of products than a model has.
 
 
 class Scaling(Enum):
@@ -48,21 +51,37 @@ class Scaling(Enum):
         return self in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D)
 
 
-def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor) -> Scaling:
-    """Return the scaling that the shapes of the inverse scales imply.
+def scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, bias: Tensor | None = None) -> Scaling:
+    """Check the arguments of a product, and return the scaling that the shapes of the inverse scales imply.
 
-    If the shapes fit two kinds, both kinds give the same product. Strides may be arbitrary.
+    If the shapes fit two kinds, both kinds give the same product. Strides of the scales may be arbitrary.
 
     Raises:
-        ValueError: the shapes fit no kind, or the dtypes are not float32.
+        ValueError: operands or a bias that no backend accepts; scales whose shapes fit no kind or that are not float32.
     """
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise ValueError("FP8 operands must be contiguous with the contracted dim last")
+    if bias is not None and (bias.shape != b.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(f"bias must be floating point [{b.shape[0]}], got {bias.dtype} {tuple(bias.shape)}")
     if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:
         raise ValueError(f"inverse scales must be float32, got {inv_scale_a.dtype} and {inv_scale_b.dtype}")
-    if inv_scale_a.numel() == 1 and inv_scale_b.numel() == 1:
+    return _scaling_of(a.shape, b.shape, inv_scale_a.shape, inv_scale_b.shape)
+
+
+@functools.lru_cache(_SHAPES_KEPT)
+def _scaling_of(shape_a: torch.Size, shape_b: torch.Size, scales_a: torch.Size, scales_b: torch.Size) -> Scaling:
+    """Do the part of ``scaling_of`` that depends on shapes alone."""
+    if shape_a[1] != shape_b[1]:
+        raise ValueError(f"a {tuple(shape_a)} and b {tuple(shape_b)} must have the same last dim, which is contracted")
+    if shape_a[1] % ALIGNMENT or shape_b[0] % ALIGNMENT:
+        raise ValueError(
+            f"FP8 matmul needs k and n in multiples of {ALIGNMENT}, got a {tuple(shape_a)}, b {tuple(shape_b)}"
+        )
+    if scales_a.numel() == 1 and scales_b.numel() == 1:
         return Scaling.TENSORWISE
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n = shape_a, shape_b[0]
     blocks = _blocks(k)
-    shapes = (tuple(inv_scale_a.shape), tuple(inv_scale_b.shape))
+    shapes = (tuple(scales_a), tuple(scales_b))
     if shapes == ((m, 1), (n, 1)):
         return Scaling.ROWWISE
     if shapes == ((m, blocks), (_blocks(n), blocks)):
@@ -107,13 +126,26 @@ def matmul_torch(
     Raises:
         ValueError: layout, alignment or scales that CUDA would refuse; a block-scaled product on a CPU.
     """
-    require_layout(a, b, bias)
-    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
+    return multiply_torch(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+
+
+def multiply_torch(
+    scaling: Scaling,
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """Do ``matmul_torch`` for arguments that ``scaling_of`` has checked."""
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
     if bias is not None and not (bias.dtype == out_dtype and out_dtype.itemsize == 2 and a.is_cuda):
         # cuBLASLt takes a bias only in the result's dtype, and never with float32.
-        product = matmul_torch(a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation)
+        product = multiply_torch(scaling, a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation, None)
         return product.add_(bias).to(out_dtype)
     if scaling.in_blocks:
         return _block_scaled(a, b, inv_scale_a, inv_scale_b, scaling, out_dtype, bias)
@@ -140,8 +172,21 @@ def matmul_reference(
 ) -> Tensor:
     """Return the same product as ``matmul_torch``, dequantised and multiplied in float32. Same shapes, bias and errors,
     but block scaling works on any device."""
-    require_layout(a, b, bias)
-    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
+    return multiply_reference(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, False, bias)
+
+
+def multiply_reference(
+    scaling: Scaling,
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """Do ``matmul_reference`` for arguments that ``scaling_of`` has checked. Ignores ``fast_accumulation``."""
     if scaling.in_blocks:
         inv_scale_a = inv_scale_a.repeat_interleave(SCALE_BLOCK, 1)[:, : a.shape[1]]
         inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 1)[:, : b.shape[1]]
@@ -149,20 +194,6 @@ def matmul_reference(
         inv_scale_b = inv_scale_b.repeat_interleave(SCALE_BLOCK, 0)[: b.shape[0]]
     product = dequantize(a, inv_scale_a) @ dequantize(b, inv_scale_b).t()
     return (product if bias is None else product.add_(bias)).to(out_dtype)
-
-
-def require_layout(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError for operands or a bias that no backend accepts."""
-    if not (a.is_contiguous() and b.is_contiguous()):
-        raise ValueError("FP8 operands must be contiguous with the contracted dim last")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must have the same last dim, which is contracted")
-    if a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT:
-        raise ValueError(
-            f"FP8 matmul needs k and n in multiples of {ALIGNMENT}, got a {tuple(a.shape)}, b {tuple(b.shape)}"
-        )
-    if bias is not None and (bias.shape != b.shape[:1] or not bias.is_floating_point()):
-        raise ValueError(f"bias must be floating point [{b.shape[0]}], got {bias.dtype} {tuple(bias.shape)}")
 
 
 def product_of_nothing(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

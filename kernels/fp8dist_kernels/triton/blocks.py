@@ -209,18 +209,17 @@ def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows:
     row_bits, column_bits = page.sides(bits[: tokens * rows], bits[tokens * rows :])
     with on_device_of(x):
         _amax_kernel[(page.tiles(BLOCK, BLOCK),)](
-            page.x,
+            x,
             row_bits,
             column_bits,
-            *page.x.shape,
-            *page.x.stride(),
+            *page.lying[:4],
             STRAIGHT=row_bits.numel() > 0,
             FLIPPED=column_bits.numel() > 0,
             TILE=BLOCK,
-            INDEX=page.index(BLOCK, BLOCK),
+            INDEX=page.offset_type(BLOCK, BLOCK),
             num_warps=_WARPS,
         )
-        _cast_lines(page, copies, (row_bits, column_bits), power_of_two)
+        _cast_lines(x, page, copies, (row_bits, column_bits), power_of_two)
     return copies
 
 
@@ -237,14 +236,14 @@ def quantize_blocks(
     with on_device_of(x):
         if block == (BLOCK, BLOCK):
             copies = _room(x, dtype, (down, across) if rows else (0,), (across, down) if columns else (0,))
-            _cast_squares(page, copies, power_of_two)
+            _cast_squares(x, page, copies, power_of_two)
             return copies
         copies = _room(x, dtype, (across, tokens) if rows else (0,), (down, features) if columns else (0,))
         if rows:
             copies = (copies[0], copies[1].t(), *copies[2:])
         if columns:
             copies = (*copies[:3], copies[3].t())
-        _cast_lines(page, copies, None, power_of_two)
+        _cast_lines(x, page, copies, None, power_of_two)
     return copies
 
 
@@ -259,7 +258,7 @@ def _room(x: Tensor, dtype: torch.dtype, row_scales: tuple[int, ...], column_sca
     )
 
 
-def _cast_lines(page: Page, copies: Copies, bits: tuple[Tensor, Tensor] | None, power_of_two: bool) -> None:
+def _cast_lines(x: Tensor, page: Page, copies: Copies, bits: tuple[Tensor, Tensor] | None, power_of_two: bool) -> None:
     """Launch ``_lines_kernel``. ``bits``: amaxes of the page's whole rows and columns, if each has one scale."""
     straight, flipped = page.sides(copies[0], copies[2])
     straight_inverse, flipped_inverse = page.sides(copies[1], copies[3])
@@ -267,7 +266,7 @@ def _cast_lines(page: Page, copies: Copies, bits: tuple[Tensor, Tensor] | None, 
     if programs == 0:
         return
     _lines_kernel[(programs,)](
-        page.x,
+        x,
         straight,
         flipped,
         *(bits or (straight_inverse, flipped_inverse)),
@@ -282,7 +281,7 @@ def _cast_lines(page: Page, copies: Copies, bits: tuple[Tensor, Tensor] | None, 
         FLIPPED=flipped.numel() > 0,
         GIVEN=bits is not None,
         TILE=BLOCK,
-        INDEX=page.index(BLOCK, BLOCK),
+        INDEX=page.offset_type(BLOCK, BLOCK),
         num_warps=_WARPS_OF_HALF,
     )
 
@@ -291,10 +290,10 @@ def _strides(scales: Tensor) -> tuple[int, int]:
     return (scales.stride(0), scales.stride(1)) if scales.ndim == 2 else (0, 0)
 
 
-def _cast_squares(page: Page, copies: Copies, power_of_two: bool) -> None:
+def _cast_squares(x: Tensor, page: Page, copies: Copies, power_of_two: bool) -> None:
     straight, flipped = page.sides(copies[0], copies[2])
     _squares_kernel[(page.tiles(BLOCK, BLOCK),)](
-        page.x,
+        x,
         straight,
         flipped,
         *page.sides(copies[1], copies[3]),
@@ -304,6 +303,6 @@ def _cast_squares(page: Page, copies: Copies, power_of_two: bool) -> None:
         STRAIGHT=straight.numel() > 0,
         FLIPPED=flipped.numel() > 0,
         TILE=BLOCK,
-        INDEX=page.index(BLOCK, BLOCK),
+        INDEX=page.offset_type(BLOCK, BLOCK),
         num_warps=_WARPS,
     )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8dist_kernels.reference.casts import padded
-from fp8dist_kernels.triton.launching import on_device_of
+from fp8dist_kernels.triton.launching import PLANS, on_device_of
 from fp8dist_kernels.triton.magnitude import MOST_PARTS, grow, magnitude_bits, newest, partial_amaxes
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
-from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
+from fp8dist_kernels.triton.strips import load_strips, page_of, scaled, store_flipped, store_straight
 
-__all__ = ["quantize"]
+__all__ = ["CastPlan", "choose_scale", "plan_of", "quantize"]
 
 _TALL, _WIDE = 128, 64  # Whole 128-byte lines of the transposed copy; two tiles side by side fill the row-major ones.
 _FLAT_TALL, _FLAT_WIDE = 32, 256  # Without a transposed copy: a warp reads 512 contiguous bytes of bf16.
@@ -92,6 +95,124 @@ def _cast_kernel(
         store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, TALL, WIDE, INDEX)
 
 
+@triton.jit(do_not_specialize_on_alignment=["amax", "scale", "cold", "pending"])
+def _choose_kernel(
+    amax,  # [1], any float dtype; not read if nothing below needs it
+    scale,  # float32[1]
+    cold,  # bool[1]
+    pending,  # int32[1], grows
+    chosen,  # float32[2], written
+    outgrown_above,  # float32, as in _cast_kernel
+    FP8_MAX: tl.constexpr,
+    MARGIN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    RECORD: tl.constexpr,
+    JUST_IN_TIME: tl.constexpr,
+    OUTGROWN: tl.constexpr,
+):
+    used = tl.load(scale)
+    if RECORD or JUST_IN_TIME or OUTGROWN:
+        bits = magnitude_bits(tl.load(amax))
+        largest = bits.to(tl.float32, bitcast=True)
+        fresh = (tl.load(cold) != 0) & JUST_IN_TIME
+        if OUTGROWN:
+            beyond = (largest < float("inf")) & (largest * used > outgrown_above)
+            fresh = fresh | (beyond & (tl.load(cold) == 0))
+        if fresh:
+            used = scale_from_amax(largest, 1.0, FP8_MAX, MARGIN, POWER_OF_TWO)
+        if RECORD:
+            tl.atomic_max(pending, bits, sem="relaxed")
+    tl.store(chosen, used)
+    tl.store(chosen + 1, inverse(used))
+
+
+def choose_scale(
+    amax: Tensor | None,
+    scale: Tensor,
+    cold: Tensor,
+    pending: Tensor,
+    dtype: torch.dtype,
+    *,
+    record: bool,
+    just_in_time: bool,
+    margin: int,
+    power_of_two: bool,
+    outgrown: float | None = None,
+) -> Tensor:
+    """See ``reference.casts.choose_scale``."""
+    chosen = torch.empty(2, dtype=torch.float32, device=scale.device)
+    fp8_max = torch.finfo(dtype).max
+    with on_device_of(scale):
+        _choose_kernel[(1,)](
+            scale if amax is None else amax,
+            scale,
+            cold,
+            pending.view(torch.int32),
+            chosen,
+            0.0 if outgrown is None else outgrown * fp8_max,
+            FP8_MAX=fp8_max,
+            MARGIN=margin,
+            POWER_OF_TWO=power_of_two,
+            RECORD=record and amax is not None,
+            JUST_IN_TIME=just_in_time and amax is not None,
+            OUTGROWN=outgrown is not None and amax is not None,
+            num_warps=1,
+        )
+    return chosen
+
+
+class CastPlan(NamedTuple):
+    """What a cast needs beside addresses and the ratio of ``outgrown``. All fields are on the host."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    """Shapes of both copies; (0,) for one that is not requested."""
+    sideways: bool
+    """True if the transposed copy is the straight one."""
+    programs: tuple[int]
+    lying: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(PLANS)
+def plan_of(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    record: bool,
+    just_in_time: bool,
+    margin: int,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+    outgrown: bool,
+) -> CastPlan:
+    """Return the plan for [tokens, features] with these strides. Other arguments as in ``quantize``; ``outgrown``:
+    True if it is a number."""
+    tokens, features = shape
+    of_rows, of_columns = (shape if rows else (0,)), ((features, padded(tokens)) if columns else (0,))
+    page = page_of(shape, strides)
+    straight, flipped = (columns, rows) if page.on_its_side else (rows, columns)
+    flipped = flipped and tokens * features > 0
+    tall, wide = (_TALL, _WIDE) if flipped else (_FLAT_TALL, _FLAT_WIDE)
+    constants = {
+        "FP8_MAX": torch.finfo(dtype).max,
+        "MARGIN": margin,
+        "POWER_OF_TWO": power_of_two,
+        "STRAIGHT": straight and tokens * features > 0,
+        "FLIPPED": flipped,
+        "RECORD": record and tokens * features > 0,
+        "JUST_IN_TIME": just_in_time,
+        "OUTGROWN": outgrown,
+        "MOST_PARTS": MOST_PARTS,
+        "TALL": tall,
+        "WIDE": wide,
+        "INDEX": page.offset_type(tall, wide),
+        "num_warps": _WARPS,
+    }
+    return CastPlan(tuple(of_rows), of_columns, page.on_its_side, (page.tiles(tall, wide),), page.lying, constants)
+
+
 def quantize(
     x: Tensor,
     scale: Tensor,
@@ -108,44 +229,34 @@ def quantize(
     outgrown: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.casts.quantize``."""
-    tokens, features = x.shape
-    row_major = torch.empty((tokens, features) if rows else 0, dtype=dtype, device=x.device)
-    transposed = torch.empty((features, padded(tokens)) if columns else 0, dtype=dtype, device=x.device)
+    plan = plan_of(
+        x.shape, x.stride(), dtype, record, just_in_time, margin, power_of_two, rows, columns, outgrown is not None
+    )
+    device = x.device
+    row_major = torch.empty(plan.rows, dtype=dtype, device=device)
+    transposed = torch.empty(plan.columns, dtype=dtype, device=device)
     inv_scale = torch.empty_like(scale)
-    page = Page.of(x)
-    straight, flipped = page.sides(row_major, transposed)
-    tall, wide = (_TALL, _WIDE) if flipped.numel() else (_FLAT_TALL, _FLAT_WIDE)
-    fp8_max = torch.finfo(dtype).max
+    straight, flipped = (transposed, row_major) if plan.sideways else (row_major, transposed)
+    bits = pending.view(torch.int32)
+    above = 0.0  # Not read.
     with on_device_of(x):
+        parts = bits
         if outgrown is not None:
-            parts = partial_amaxes(x)
-        else:
-            parts = partial_amaxes(x, cold) if just_in_time else pending.view(torch.int32)
-        _cast_kernel[(page.tiles(tall, wide),)](
-            page.x,
+            parts, above = partial_amaxes(x), outgrown * plan.constants["FP8_MAX"]
+        elif just_in_time:
+            parts = partial_amaxes(x, cold)
+        _cast_kernel[plan.programs](
+            x,
             straight,
             flipped,
             scale,
             cold,
-            pending.view(torch.int32),
+            bits,
             parts,
             inv_scale,
-            *page.lying,
+            *plan.lying,
             parts.numel(),
-            # A runtime argument, so that one kernel serves all values. 0.0 is not read.
-            0.0 if outgrown is None else outgrown * fp8_max,
-            FP8_MAX=fp8_max,
-            MARGIN=margin,
-            POWER_OF_TWO=power_of_two,
-            STRAIGHT=straight.numel() > 0,
-            FLIPPED=flipped.numel() > 0,
-            RECORD=record and x.numel() > 0,
-            JUST_IN_TIME=just_in_time,
-            OUTGROWN=outgrown is not None,
-            MOST_PARTS=MOST_PARTS,
-            TALL=tall,
-            WIDE=wide,
-            INDEX=page.index(tall, wide),
-            num_warps=_WARPS,
+            above,  # A runtime argument, so that one kernel serves all values.
+            **plan.constants,
         )
     return row_major, transposed, inv_scale

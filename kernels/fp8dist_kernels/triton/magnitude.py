@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8dist_kernels.triton.launching import on_device_of
+from fp8dist_kernels.triton.launching import PLANS, ceil_div, ceil_power_of_two, on_device_of
 
-__all__ = ["MOST_PARTS", "grow", "magnitude_bits", "observe", "partial_amaxes", "tile_bits"]
+__all__ = ["MOST_PARTS", "Reading", "grow", "magnitude_bits", "observe", "partial_amaxes", "reading_of", "tile_bits"]
 
 MOST_PARTS = 1024
 """Most programs of ``partial_amaxes``: more than any GPU runs at a time, and few enough for each cast to read."""
@@ -90,10 +94,63 @@ def _amax_kernel(
         tl.store(out + tl.program_id(0), largest)
 
 
+class Reading(NamedTuple):
+    """How the kernel reads a tensor: its values as [rows, columns], in any order, repeated or not. One row if memory
+    has no gaps."""
+
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+    copied: bool
+    """True if the tensor has more than two dims that cannot be merged: a contiguous copy is read instead."""
+    tiles: int
+    tile: tuple[int, int]
+    offset_type: Any
+
+    @property
+    def lying(self) -> tuple[int, ...]:
+        """Rows, columns and both strides, in the argument order of the kernel."""
+        return self[:4]
+
+
+@functools.lru_cache(PLANS)
+def reading_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Reading:
+    """Return how to read a tensor of this shape with these strides."""
+    sizes: list[int] = []
+    steps: list[int] = []
+    for stride, size in sorted(zip(strides, shape), reverse=True):
+        if size == 1 or stride == 0:  # Repeated values do not change a maximum.
+            continue
+        if sizes and steps[-1] == size * stride:
+            sizes[-1], steps[-1] = sizes[-1] * size, stride
+        else:
+            sizes.append(size)
+            steps.append(stride)
+    copied = len(sizes) > 2
+    if 0 in shape:
+        sizes, steps, copied = [0, 0], [0, 0], False
+    elif copied:
+        sizes, steps = [math.prod(shape)], [1]
+    padding = 2 - len(sizes)
+    rows, columns = [1] * padding + sizes
+    row_stride, column_stride = [0] * padding + steps
+    if rows == 1:
+        tile = (1, _BLOCK)
+    else:
+        wide = min(_BLOCK // 8, max(16, ceil_power_of_two(max(1, columns))))
+        tile = (_BLOCK // wide, wide)
+    farthest = _BLOCK * max(1, row_stride, column_stride) + max(rows, columns)
+    index = tl.int64 if farthest > _LARGEST_OFFSET else tl.int32
+    tiles = ceil_div(rows, tile[0]) * ceil_div(columns, tile[1])
+    return Reading(rows, columns, row_stride, column_stride, copied, tiles, tile, index)
+
+
 def observe(x: Tensor, pending: Tensor) -> None:
     """See ``reference.magnitude.observe``. Copies a tensor with more than two dims that cannot be merged."""
     if x.numel():
-        _launch(in_rows(x), pending.view(torch.int32), None, grow=True)
+        reading = reading_of(x.shape, x.stride())
+        _launch(x, reading, max(1, reading.tiles), pending.view(torch.int32), None)
 
 
 def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
@@ -102,56 +159,26 @@ def partial_amaxes(x: Tensor, cold: Tensor | None = None) -> Tensor:
     With ``cold`` (0-d bool), x is read only if the device finds it set; otherwise the parts are 0. A single maximum
     would need a launch of its own to clear it.
     """
-    lying = in_rows(x)
-    parts = torch.empty(min(MOST_PARTS, max(1, _tiles(lying))), dtype=torch.int32, device=x.device)
-    _launch(lying, parts, cold, grow=False)
+    reading = reading_of(x.shape, x.stride())
+    programs = min(MOST_PARTS, max(1, reading.tiles))
+    parts = torch.empty(programs, dtype=torch.int32, device=x.device)
+    _launch(x, reading, programs, parts, cold, grow=False)
     return parts
 
 
-def in_rows(x: Tensor) -> Tensor:
-    """Return the values of ``x`` as [rows, columns], in any order, repeated or not. One row if memory has no gaps."""
-    if x.numel() == 0:
-        return x.new_empty(0, 0)
-    sizes: list[int] = []
-    strides: list[int] = []
-    for stride, size in sorted(zip(x.stride(), x.shape), reverse=True):
-        if size == 1 or stride == 0:  # Repeated values do not change a maximum.
-            continue
-        if sizes and strides[-1] == size * stride:
-            sizes[-1], strides[-1] = sizes[-1] * size, stride
-        else:
-            sizes.append(size)
-            strides.append(stride)
-    if len(sizes) > 2:
-        return x.contiguous().view(1, -1)
-    padding = 2 - len(sizes)
-    return x.as_strided([1] * padding + sizes, [0] * padding + strides)
-
-
-def _tile(lying: Tensor) -> tuple[int, int]:
-    columns = min(_BLOCK if lying.shape[0] == 1 else _BLOCK // 8, max(16, triton.next_power_of_2(lying.shape[1])))
-    return (1, _BLOCK) if lying.shape[0] == 1 else (_BLOCK // columns, columns)
-
-
-def _tiles(lying: Tensor) -> int:
-    rows, columns = _tile(lying)
-    return int(triton.cdiv(lying.shape[0], rows) * triton.cdiv(lying.shape[1], columns))
-
-
-def _launch(lying: Tensor, out: Tensor, cold: Tensor | None, grow: bool) -> None:
-    rows, columns = _tile(lying)
-    farthest = _BLOCK * max(1, *lying.stride()) + max(lying.shape)
-    with on_device_of(lying):
-        _amax_kernel[(max(1, _tiles(lying)) if grow else out.numel(),)](
-            lying,
+def _launch(x: Tensor, reading: Reading, programs: int, out: Tensor, cold: Tensor | None, grow: bool = True) -> None:
+    if reading.copied:
+        x = x.contiguous()
+    with on_device_of(x):
+        _amax_kernel[(programs,)](
+            x,
             out,
             out if cold is None else cold,
-            *lying.shape,
-            *lying.stride(),
+            *reading.lying,
             GROW=grow,
             IF_COLD=cold is not None,
-            ROWS=rows,
-            COLUMNS=columns,
-            INDEX=tl.int64 if farthest > _LARGEST_OFFSET else tl.int32,
+            ROWS=reading.tile[0],
+            COLUMNS=reading.tile[1],
+            INDEX=reading.offset_type,
             num_warps=_WARPS,
         )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8dist_kernels.reference.matmuls import Scaling, column_major, product_of_nothing, require_layout, scaling_of
-from fp8dist_kernels.triton.launching import on_device_of, processors
+from fp8dist_kernels.reference.matmuls import Scaling, column_major, product_of_nothing, scaling_of
+from fp8dist_kernels.triton.launching import PLANS, ceil_div, on_device_of, processors
 from fp8dist_kernels.triton.products import block_scaled_kernel, scaled_kernel, wide_block_scaled_kernel
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem, tile_for
@@ -52,14 +52,28 @@ def matmul(
     Raises:
         ValueError: as ``matmul_torch``; operands that are not FP8, or both E5M2 (which cuBLASLt refuses as well).
     """
-    require_layout(a, b, bias)
+    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
+    return multiply(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+
+
+def multiply(
+    scaling: Scaling,
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """Do ``matmul`` for arguments that ``scaling_of`` has checked."""
     if (a.dtype, b.dtype) not in _PAIRS:
         raise ValueError(f"operands are {a.dtype} and {b.dtype}: expected E4M3, or E4M3 and E5M2 in either order")
-    scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
-    tile = tile_for(Problem.of(a, b, scaling, fast_accumulation, out_dtype), a.device)
-    return matmul_with(tile, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
+    dtypes = a.dtype, b.dtype, out_dtype
+    plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, bias is not None, a.device)
+    return _run(plan, a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
 
 
 def matmul_with(
@@ -74,38 +88,106 @@ def matmul_with(
 ) -> Tensor:
     """Run ``matmul`` with the given tile. The operands must be valid for ``matmul``, and not empty."""
     scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+    plan = _plan(tile, a.shape, b.shape, scaling, fast_accumulation, out_dtype, bias is not None, a.device)
+    return _run(plan, a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+
+
+class _Plan(NamedTuple):
+    """What a product needs beside addresses. All fields are on the host."""
+
+    kernel: Any
+    scaling: Scaling
+    programs: tuple[int]
+    block_a: list[int]
+    block_b: list[int]
+    block_out: list[int]
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(PLANS)
+def _plan_for(
+    shape_a: torch.Size,
+    shape_b: torch.Size,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    scaling: Scaling,
+    fast_accumulation: bool,
+    biased: bool,
+    device: torch.device,
+) -> _Plan:
+    tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation, *dtypes), device)
+    return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, dtypes[2], biased, device)
+
+
+def _plan(
+    tile: Tile,
+    shape_a: torch.Size,
+    shape_b: torch.Size,
+    scaling: Scaling,
+    fast_accumulation: bool,
+    out_dtype: torch.dtype,
+    biased: bool,
+    device: torch.device,
+) -> _Plan:
     parts = _parts(tile, scaling, fast_accumulation)
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    common = _arguments(tile, a, b, out, parts)
-    common.update(BIASED=bias is not None, bias=inv_scale_b if bias is None else bias.contiguous())
-    tiles = triton.cdiv(a.shape[0], tile.rows) * triton.cdiv(b.shape[0], tile.columns)
-    programs = (min(tiles, processors(a.device)),)
+    columns = tile.columns // parts
+    row_bytes = _PART_ROW_BYTES if parts > 1 else _STAGING_BYTES // tile.rows
+    piece = min(columns, row_bytes // out_dtype.itemsize)
+    constants = {
+        "m": shape_a[0],
+        "n": shape_b[0],
+        "k": shape_a[1],
+        "TILE_M": tile.rows,
+        "TILE_N": tile.columns,
+        "TILE_K": tile.depth,
+        "PIECE": piece,
+        "GROUP": tile.group,
+        "BIASED": biased,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    kernel = scaled_kernel
+    if not scaling.in_blocks:
+        constants |= {"ROWWISE": scaling is Scaling.ROWWISE, "FAST": fast_accumulation, "HALVED": parts == 2}
+    elif parts == 1:
+        kernel = block_scaled_kernel
+        constants |= {"LINES": scaling is Scaling.BLOCKWISE_1D}
+    else:
+        kernel = wide_block_scaled_kernel
+    tiles = ceil_div(shape_a[0], tile.rows) * ceil_div(shape_b[0], tile.columns)
+    blocks = [tile.rows, tile.depth], [columns, tile.depth], [tile.rows, piece]
+    return _Plan(kernel, scaling, (min(tiles, processors(device)),), *blocks, constants)
+
+
+def _run(
+    plan: _Plan,
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    scales: dict[str, Any] = {}
+    if plan.scaling.in_blocks:
+        if plan.scaling is Scaling.BLOCKWISE_1D:
+            inv_scale_b = column_major(inv_scale_b)
+        scales["a_row_stride"], scales["a_block_stride"] = inv_scale_a.stride()
+        scales["b_row_stride"], scales["b_block_stride"] = inv_scale_b.stride()
+    else:
+        inv_scale_a, inv_scale_b = inv_scale_a.contiguous(), inv_scale_b.contiguous()
     with on_device_of(a):
-        if scaling.in_blocks:
-            lines = scaling is Scaling.BLOCKWISE_1D
-            if lines:
-                inv_scale_b = column_major(inv_scale_b)
-            if parts == 1:
-                common.update(LINES=lines)
-            kernel = block_scaled_kernel if parts == 1 else wide_block_scaled_kernel
-            kernel[programs](
-                inv_scale_a=inv_scale_a,
-                inv_scale_b=inv_scale_b,
-                a_row_stride=inv_scale_a.stride(0),
-                a_block_stride=inv_scale_a.stride(1),
-                b_row_stride=inv_scale_b.stride(0),
-                b_block_stride=inv_scale_b.stride(1),
-                **common,
-            )
-        else:
-            scaled_kernel[programs](
-                inv_scale_a=inv_scale_a.contiguous(),
-                inv_scale_b=inv_scale_b.contiguous(),
-                ROWWISE=scaling is Scaling.ROWWISE,
-                FAST=fast_accumulation,
-                HALVED=parts == 2,
-                **common,
-            )
+        plan.kernel[plan.programs](
+            a=TensorDescriptor(_aligned(a), [m, k], [k, 1], plan.block_a),
+            b=TensorDescriptor(_aligned(b), [n, k], [k, 1], plan.block_b),
+            out=TensorDescriptor(out, [m, n], [n, 1], plan.block_out),
+            inv_scale_a=inv_scale_a,
+            inv_scale_b=inv_scale_b,
+            bias=inv_scale_b if bias is None else bias.contiguous(),
+            **scales,
+            **plan.constants,
+        )
     return out
 
 
@@ -118,34 +200,7 @@ def _parts(tile: Tile, scaling: Scaling, fast_accumulation: bool) -> int:
     return 1 if fast_accumulation else 2
 
 
-def _arguments(tile: Tile, a: Tensor, b: Tensor, out: Tensor, parts: int) -> dict[str, Any]:
-    """Return the arguments that all kernels share."""
-    columns = tile.columns // parts
-    row_bytes = _PART_ROW_BYTES if parts > 1 else _STAGING_BYTES // tile.rows
-    piece = min(columns, row_bytes // out.dtype.itemsize)
-    return {
-        "a": TensorDescriptor.from_tensor(_aligned(a), [tile.rows, tile.depth]),
-        "b": TensorDescriptor.from_tensor(_aligned(b), [columns, tile.depth]),
-        "out": TensorDescriptor.from_tensor(out, [tile.rows, piece]),
-        "m": a.shape[0],
-        "n": b.shape[0],
-        "k": a.shape[1],
-        "TILE_M": tile.rows,
-        "TILE_N": tile.columns,
-        "TILE_K": tile.depth,
-        "PIECE": piece,
-        "GROUP": tile.group,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-
-
 def _aligned(operand: Tensor) -> Tensor:
-    """Return ``operand`` at an address that TMA can read, with the strides of contiguous rows.
-
-    TMA reads from multiples of 16 bytes. Rows are such multiples, but a view may begin elsewhere, and the stride of a
-    single row is arbitrary.
-    """
-    if operand.data_ptr() % _DESCRIPTOR_ALIGNMENT:
-        operand = operand.clone()
-    return operand.as_strided(operand.shape, (operand.shape[1], 1))
+    """Return ``operand`` at an address that TMA can read, a multiple of 16 bytes. Rows are such multiples, but a view
+    may begin elsewhere."""
+    return operand.clone() if operand.data_ptr() % _DESCRIPTOR_ALIGNMENT else operand

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8dist_kernels.reference import magnitude
 from fp8dist_kernels.reference.shares import limits, require_scales
-from fp8dist_kernels.triton.launching import on_device_of
+from fp8dist_kernels.triton.launching import ceil_div, on_device_of
 from fp8dist_kernels.triton.magnitude import magnitude_bits, tile_bits
 from fp8dist_kernels.triton.strips import Page
 from fp8dist_kernels.triton.tickets import came_last
@@ -109,19 +109,16 @@ def measure(
     strides = inv_scale.stride() if inv_scale.ndim == 2 else (0, 0)
     if page.on_its_side:
         sides, strides = sides[::-1], strides[::-1]
-    height, width = page.x.shape
-    programs = min(_MOST_PROGRAMS, triton.cdiv(height, _ROWS) * triton.cdiv(width, _COLUMNS))
+    programs = min(_MOST_PROGRAMS, ceil_div(page.height, _ROWS) * ceil_div(page.width, _COLUMNS))
     most, least = limits(dtype)
     with on_device_of(x):
         _shares_kernel[(programs,)](
-            page.x,
+            x,
             inv_scale,
             saturated.view(torch.int32),
             underflow.view(torch.int32),
             torch.zeros(3, dtype=torch.int64, device=x.device),
-            height,
-            width,
-            *page.x.stride(),
+            *page.lying[:4],
             *strides,
             x.numel(),
             MOST=most,
@@ -130,6 +127,6 @@ def measure(
             ACROSS=sides[1],
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
-            INDEX=page.index(_ROWS, _COLUMNS),
+            INDEX=page.offset_type(_ROWS, _COLUMNS),
             num_warps=_WARPS,
         )

@@ -7,44 +7,45 @@ bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8dist_kernels.reference.casts import padded
+from fp8dist_kernels.triton.launching import PLANS, ceil_div
 
-__all__ = ["Page", "load_strips", "scaled", "store_flipped", "store_straight"]
+__all__ = ["Page", "load_strips", "page_of", "scaled", "store_flipped", "store_straight"]
 
 _LARGEST_OFFSET = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Page:
-    """A matrix as it lies in memory: its rows are contiguous, if either dim is."""
+class Page(NamedTuple):
+    """The layout of a matrix in memory: its rows are contiguous, if either dim is. The first six fields are arguments
+    of the kernels, in their order."""
 
-    x: Tensor
-    """[height, width]: [tokens, features], or its transpose if ``on_its_side``."""
-
-    widths: tuple[int, int]
-    """Row lengths of the straight and the flipped copy, including the padding of tokens."""
-
+    height: int
+    width: int
+    row_stride: int
+    column_stride: int
+    straight_width: int
+    """Row length of the straight copy, including the padding of tokens."""
+    flipped_width: int
+    """Row length of the flipped copy, likewise."""
     on_its_side: bool
+    """True if height and width are features and tokens, not tokens and features."""
 
     @classmethod
     def of(cls, x: Tensor) -> Page:
         """Return the page of [tokens, features], any strides. On its side, the straight copy is the transposed one."""
-        tokens, features = x.shape
-        if x.stride(0) == 1 and x.stride(1) != 1:
-            return cls(x.t(), (padded(tokens), features), True)
-        return cls(x, (features, padded(tokens)), False)
+        return page_of(x.shape, x.stride())
 
     @property
     def lying(self) -> tuple[int, ...]:
-        """Height, width, both strides, and the widths of both copies, in the argument order of the kernels."""
-        return (*self.x.shape, *self.x.stride(), *self.widths)
+        """Height, width, both strides, and the widths of both copies."""
+        return self[:6]
 
     def sides(self, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return (tensor of the straight copy, tensor of the flipped copy)."""
@@ -52,12 +53,22 @@ class Page:
 
     def tiles(self, tall: int, wide: int) -> int:
         """Return the number of tiles that cover the page; 1 for an empty page."""
-        return max(1, int(triton.cdiv(self.widths[0], wide) * triton.cdiv(self.widths[1], tall)))
+        return max(1, ceil_div(self.straight_width, wide) * ceil_div(self.flipped_width, tall))
 
-    def index(self, tall: int, wide: int) -> Any:
+    def offset_type(self, tall: int, wide: int) -> Any:
         """Return the integer type for offsets in a tile, rows and columns. A tile's own offset is always int64."""
-        farthest = (tall + wide) * max(*self.x.stride(), *self.widths) + max(self.widths)
+        widest = max(self.straight_width, self.flipped_width)
+        farthest = (tall + wide) * max(self.row_stride, self.column_stride, widest) + widest
         return tl.int64 if farthest > _LARGEST_OFFSET else tl.int32
+
+
+@functools.lru_cache(PLANS)
+def page_of(shape: tuple[int, int], strides: tuple[int, int]) -> Page:
+    """Return the page of a matrix [tokens, features] with these strides."""
+    (tokens, features), (down, across) = shape, strides
+    if down == 1 and across != 1:
+        return Page(features, tokens, across, down, padded(tokens), features, True)
+    return Page(tokens, features, down, across, features, padded(tokens), False)
 
 
 @triton.jit

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from fp8dist_kernels.formats import FORMATS
 from fp8dist_kernels.reference.matmuls import Scaling
@@ -55,11 +54,6 @@ class Problem:
     a_dtype: torch.dtype
     b_dtype: torch.dtype
     out_dtype: torch.dtype
-
-    @staticmethod
-    def of(a: Tensor, b: Tensor, scaling: Scaling, fast_accumulation: bool, out_dtype: torch.dtype) -> Problem:
-        """Return the problem of these operands."""
-        return Problem(a.shape[0], b.shape[0], a.shape[1], scaling, fast_accumulation, a.dtype, b.dtype, out_dtype)
 
 
 @functools.lru_cache(maxsize=1 << 12)

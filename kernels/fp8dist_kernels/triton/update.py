@@ -16,7 +16,7 @@ from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.reference import magnitude
 from fp8dist_kernels.reference.rings import RingShape
 from fp8dist_kernels.reference.update import OUTCOME
-from fp8dist_kernels.triton.launching import on_device_of
+from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.tickets import came_last
 
@@ -241,7 +241,7 @@ def launch(arrays: StateArrays, hold: Tensor | None, drop_nonfinite: bool) -> No
     slots = len(arrays.pending)
     hold = _one_on(arrays.pending.device, hold)
     with on_device_of(arrays.pending):
-        _launch_kernel[(max(1, triton.cdiv(slots, _SLOTS)),)](
+        _launch_kernel[(max(1, ceil_div(slots, _SLOTS)),)](
             arrays.words,
             arrays.scales.view(torch.int32),
             arrays.sent.view(torch.int32),
@@ -270,11 +270,11 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
             f"expected a contiguous message of shape {tuple(arrays.send.shape)}, got {tuple(reduced.shape)}"
         )
     ring = RingShape(rule.length)
-    longest = max(triton.next_power_of_2(ring.block), triton.next_power_of_2(ring.blocks))
+    longest = max(ceil_power_of_two(ring.block), ceil_power_of_two(ring.blocks))
     block = max(1, min(_SLOTS, _TILE // longest))
     outcome = torch.empty(OUTCOME, dtype=torch.bool, device=reduced.device)
     with on_device_of(reduced):
-        _commit_kernel[(max(1, triton.cdiv(slots, block)),)](
+        _commit_kernel[(max(1, ceil_div(slots, block)),)](
             reduced,
             reduced if hold is None else hold,
             arrays.scales,
@@ -302,8 +302,8 @@ def commit(arrays: StateArrays, rule: UpdateRule, reduced: Tensor, hold: Tensor 
             POWER_OF_TWO=rule.power_of_two,
             RING_BLOCK=ring.block,
             RING_BLOCKS=ring.blocks,
-            RING_BLOCK_2=triton.next_power_of_2(ring.block),
-            RING_BLOCKS_2=triton.next_power_of_2(ring.blocks),
+            RING_BLOCK_2=ceil_power_of_two(ring.block),
+            RING_BLOCKS_2=ceil_power_of_two(ring.blocks),
             BLOCK=block,
             num_warps=4,
         )

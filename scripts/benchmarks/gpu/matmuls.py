@@ -1,4 +1,4 @@
-"""FP8 products of Llama 3's layers, as FP8Linear runs them in training: ``ops.matmul`` with "auto" and with "triton",
+"""FP8 products of Llama 3's layers, as FP8Linear runs them in training: ``matmul`` with "auto" and with "triton",
 against ``torch._scaled_mm`` and against bf16.
 
 Before timing, sampled rows of all results are compared with float64, and complete results with torch's.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8dist_kernels import GEMMS, ops
+from fp8dist_kernels import GEMMS, direct
 from fp8dist_kernels.reference.matmuls import SCALE_BLOCK, Scaling, block_scales_for_torch, column_major
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, summary_of
 from scripts.benchmarks.gpu.stopwatch import Ratio, compare, issue_time
@@ -170,7 +170,7 @@ def _mean(cases: Sequence[Case], key: str) -> Ratio | None:
 def ours(product: Product, operands: Operands, backend: str) -> Callable[[], Tensor]:
     """Return the product as FP8Linear calls it."""
     return functools.partial(
-        ops.matmul,
+        direct.matmul,
         operands.a,
         operands.b,
         operands.inv_scale_a,

@@ -70,7 +70,8 @@ def measured(product: Product, seconds: float, stopwatch: Stopwatch) -> Entry:
 
     operands = Operands.random(product, stopwatch.device)
     arguments = (operands.a, operands.b, operands.inv_scale_a, operands.inv_scale_b, OUT_DTYPE, product.fast)
-    problem = Problem.of(operands.a, operands.b, product.scaling, product.fast, OUT_DTYPE)
+    shape, dtypes = (product.m, product.n, product.k), (product.a_dtype, product.b_dtype, OUT_DTYPE)
+    problem = Problem(*shape, product.scaling, product.fast, *dtypes)
     tiles = {str(tile): tile for tile in near_best(problem, stopwatch.device)}
     ours: dict[str, Action] = {name: functools.partial(matmul_with, tile, *arguments) for name, tile in tiles.items()}
     theirs = functools.partial(matmul_torch, *arguments)

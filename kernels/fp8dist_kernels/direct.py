@@ -1,0 +1,70 @@
+"""The ops of ``ops``, without PyTorch's dispatcher where nobody but the backend needs to see the call.
+
+A dispatch of an op that is written in Python costs tens of microseconds on the host, several times per Linear. In plain
+eager execution, the functions here call the backend's function directly, with the same result. Everywhere else, they
+call the op: while compiling or tracing, under a dispatch mode (fake tensors, FLOP counting, selective checkpointing),
+inside a functorch transform, while profiling, and for tensor subclasses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+from fp8dist_kernels import ops, traced
+
+__all__ = ["is_eager", "is_plain", "matmul", "measure", "observe", "quantize", "quantize_blocks", "quantize_rowwise"]
+
+_EAGER = DispatchKeySet(DispatchKey.BackendSelect)
+_STATES = (_EAGER | DispatchKeySet(DispatchKey.ADInplaceOrView), _EAGER)
+"""The dispatcher's included keys in plain execution, and in inference mode. Modes, tracers and transforms add keys."""
+
+_TYPES = (Tensor, torch.nn.Parameter)
+_DEVICES = ("cuda", "cpu")
+
+
+def is_eager() -> bool:
+    """True if code runs eagerly: it is not compiled or traced, and no mode or transform is active."""
+    # Dynamo must not trace the second half.
+    return not torch.compiler.is_compiling() and torch._C._dispatch_tls_local_include_set() in _STATES
+
+
+def is_plain(x: Tensor) -> bool:
+    """True if nothing but the backend would see an op on ``x``."""
+    return (
+        is_eager()
+        and type(x) in _TYPES
+        and not torch._C._autograd._profiler_enabled()
+        and x.device.type in _DEVICES
+        # Such tensors exist as flags of the dispatcher only: their memory does not show their values.
+        and not (x.is_neg() or x._is_zerotensor())
+        # Below autograd, the op is opaque. Directly called, torch operations inside it would be differentiated.
+        and not (x.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a function that calls ``op`` or its implementation. ``compiled``: what torch.compile shall see, if not
+    the op."""
+    implementation = ops.IMPLEMENTATIONS[op._opname]
+
+    @functools.wraps(implementation)
+    def call(x: Tensor, *rest: Any, **options: Any) -> Any:
+        if compiled is not None and torch.compiler.is_compiling():
+            return compiled(x, *rest, **options)
+        return (implementation if is_plain(x) else op)(x, *rest, **options)
+
+    return call
+
+
+quantize = _directly(ops.quantize, traced.quantize)
+quantize_rowwise = _directly(ops.quantize_rowwise, traced.quantize_rowwise)
+quantize_blocks = _directly(ops.quantize_blocks)
+observe = _directly(ops.observe, traced.observe)
+measure = _directly(ops.measure)
+matmul = _directly(ops.matmul)

@@ -1,0 +1,119 @@
+"""Casts as plain torch operations, for torch.compile.
+
+Inductor cannot look into an op. Written like this, a cast and its amax become part of the kernels that compute ``x``:
+``x`` is not read again for its amax, and often never stored. Given the same ``x``, the results equal those of the ops
+bit for bit. Divisions, which a GPU may round otherwise, are left to ``ops.choose_scale``, or done in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8dist_kernels import ops
+from fp8dist_kernels.reference.casts import padded
+from fp8dist_kernels.scaling import FLOAT32_MAX, SMALLEST_NORMAL, round_down_to_power_of_two
+
+__all__ = ["observe", "quantize", "quantize_rowwise"]
+
+
+def observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
+    """See ``ops.observe``."""
+    ops.observe(_amax(x) if x.numel() else x, pending, backend=backend)
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    cold: Tensor,
+    pending: Tensor,
+    dtype: torch.dtype,
+    *,
+    record: bool,
+    just_in_time: bool,
+    margin: int,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+    outgrown: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``ops.quantize``."""
+    if x.numel() == 0:
+        return ops.quantize(  # type: ignore[no-any-return]
+            x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=margin,
+            power_of_two=power_of_two, rows=rows, columns=columns, outgrown=outgrown, backend=backend,
+        )  # fmt: skip
+    # The op is opaque, so its result is kept for the backward, where the slot may have another scale.
+    chosen = ops.choose_scale(
+        _amax(x) if record or just_in_time or outgrown is not None else None,
+        scale,
+        cold,
+        pending,
+        dtype,
+        record=record,
+        just_in_time=just_in_time,
+        margin=margin,
+        power_of_two=power_of_two,
+        outgrown=outgrown,
+        backend=backend,
+    )
+    return *_copies(x, chosen[0], chosen[0], dtype, rows, columns), chosen[1]
+
+
+def quantize_rowwise(
+    x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``ops.quantize_rowwise``."""
+    if x.numel() == 0:
+        return ops.quantize_rowwise(  # type: ignore[no-any-return]
+            x, dtype, power_of_two=power_of_two, rows=rows, columns=columns, backend=backend
+        )
+    nothing = x.new_empty(0, dtype=torch.float32)
+    row_scale, row_inverse = _scales(x, 1, dtype, power_of_two) if rows else (nothing, nothing)
+    column_scale, column_inverse = _scales(x, 0, dtype, power_of_two) if columns else (nothing, nothing)
+    row_major, transposed = _copies(x, row_scale, column_scale, dtype, rows, columns)
+    return row_major, row_inverse, transposed, column_inverse.t() if columns else nothing.clone()
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.abs().amax()  # Keeps NaN.
+
+
+def _scales(x: Tensor, dim: int, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Return scales along ``dim`` and their inverses, as ``scale_from_amax`` gives them with IEEE divisions.
+
+    A GPU's float32 division may be inexact. A quotient of float32 numbers that is computed in float64 and then rounded
+    has the same bits as a correctly rounded one (Figueroa, "When is double rounding innocuous?", 1995).
+    """
+    amax = x.abs().amax(dim, keepdim=True).float()
+    scale = (torch.finfo(dtype).max / amax.double()).float().clamp(SMALLEST_NORMAL, FLOAT32_MAX)
+    if power_of_two:
+        scale = round_down_to_power_of_two(scale)
+    scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
+    return scale, (1.0 / scale.double()).float()
+
+
+def _copies(
+    x: Tensor, row_scale: Tensor, column_scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the row-major and the padded transposed copy; empty where not requested."""
+    nothing = x.new_empty(0, dtype=dtype)
+    tokens = x.shape[0]
+    row_major = _scaled(x, row_scale, dtype).to(dtype).contiguous() if rows else nothing
+    if not columns:
+        return row_major, nothing.clone()
+    transposed = F.pad(_scaled(x, column_scale, dtype).t(), (0, padded(tokens) - tokens))
+    return row_major, transposed.to(dtype).contiguous()
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what ``reference.casts.scaled`` returns. No clamp, because it propagates NaN, and no instruction that does
+    may stand near a transposed FP8 store (triton issue 11111)."""
+    limit = torch.finfo(dtype).max
+    x = x.float()
+    y = x * scale
+    y = torch.where(y > limit, limit, y)
+    y = torch.where(y < -limit, -limit, y)
+    return torch.where(x.isinf(), torch.nan, y)

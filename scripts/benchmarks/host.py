@@ -1,0 +1,181 @@
+"""Host time of FP8Linear against nn.Linear: ``scripts/benchmark host``.
+
+A chain of small layers runs forward and backward on a CPU, with our Triton launches and products replaced by functions
+that compute nothing. What is left is the time that a GPU's host would spend between launches. The last line is the
+ratio of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import logging
+import os
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist.manager import StateManager
+from scripts.benchmarks.markdown import table
+
+__all__ = ["LAYERS", "Chain", "Launched", "main", "without_launches"]
+
+LAYERS = 20
+WIDTH = 16
+TOKENS = 32
+ROUNDS = 25
+STEPS = 10
+"""Steps per round."""
+
+
+@dataclass
+class Launched:
+    """What was launched, in order: names of kernels. The names of products contain "scaled"."""
+
+    names: list[str] = field(default_factory=list)
+
+
+class _NoKernel:
+    """Stands for a Triton kernel: ``kernel[grid](…)`` computes nothing."""
+
+    def __init__(self, name: str, launched: Launched) -> None:
+        self._name, self._launched = name, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> _NoKernel:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._launched.names.append(self._name)
+
+
+@contextmanager
+def without_launches(products: str = "torch") -> Iterator[Launched]:
+    """Replace casts and products by functions that return the right shapes and compute nothing.
+
+    ``products``: "torch": FP8Linear multiplies with ``torch._scaled_mm``, as "auto" does on a GPU without measured
+    tiles; "triton": with our kernels. Needs TRITON_INTERPRET=1, and the backend "triton".
+    """
+    from fp8dist_kernels import ops
+    from fp8dist_kernels.reference import matmuls as plain_matmuls
+    from fp8dist_kernels.triton import blocks, casts, magnitude, matmuls
+
+    launched = Launched()
+
+    def scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, **_: Any) -> Tensor:
+        launched.names.append("_scaled_mm")
+        return torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+    def always_torch(*_: Any) -> Callable[..., Tensor]:
+        return plain_matmuls.multiply_torch
+
+    kernels = {
+        casts: ("_cast_kernel",),
+        magnitude: ("_amax_kernel",),
+        blocks: ("_amax_kernel", "_lines_kernel", "_squares_kernel"),
+        matmuls: ("scaled_kernel", "block_scaled_kernel", "wide_block_scaled_kernel"),
+    }
+    with ExitStack() as stack:
+        for module, names in kernels.items():
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, _NoKernel(name, launched)))
+        if products == "torch":
+            stack.enter_context(mock.patch.object(torch, "_scaled_mm", scaled_mm))
+            stack.enter_context(mock.patch.object(ops, "_multiplier", always_torch))
+        matmuls._plan_for.cache_clear()  # Plans hold kernels.
+        try:
+            yield launched
+        finally:
+            matmuls._plan_for.cache_clear()
+
+
+class Chain:
+    """Layers in a row, in bf16 on a CPU: plain ones, or FP8Linears under a recipe. Use inside ``without_launches``."""
+
+    def __init__(self, recipe: fp8dist.Recipe | None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS)))
+        self.x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        self.gradient = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+        self.manager: StateManager | None = None
+        if recipe is not None:
+            self.manager = fp8dist.prepare(self.model, recipe, backend="triton")
+            self.manager.attach(self.model, boundary="manual")
+            self._warm_up(self.manager)
+
+    def _warm_up(self, manager: StateManager) -> None:
+        """End two steps in which every slot has an amax: the host then knows that none is cold."""
+        for _ in range(2):
+            self.forward_backward()
+            for sync in manager._syncs:
+                sync.arena.pending.fill_(1.0)
+            manager.step()
+
+    def forward_backward(self) -> None:
+        """Run forward and backward, with a cast of each weight."""
+        self.model(self.x).backward(self.gradient)
+        self.x.grad = None
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print host times, where they go, and their ratio. Return 0."""
+    parser = argparse.ArgumentParser(prog="scripts/benchmark host", description=__doc__)
+    parser.add_argument("--products", choices=("torch", "triton"), default="torch", help="who multiplies")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of both sides in turn; medians are printed")
+    options = parser.parse_args(arguments)
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    logging.getLogger("fp8dist").setLevel(logging.ERROR)
+    with without_launches(options.products) as launched:
+        plain, ours = Chain(None), Chain(fp8dist.DelayedScaling())
+        launched.names.clear()
+        ours.forward_backward()
+        rows = [[name, f"{launched.names.count(name) / LAYERS:g}"] for name in sorted(set(launched.names))]
+        print(table(["launched per layer, forward and backward", "times"], rows))
+        times = [
+            (_microseconds(plain.forward_backward), _microseconds(ours.forward_backward)) for _ in range(options.rounds)
+        ]
+        linear, fp8 = (statistics.median(side) for side in zip(*times))
+        _print_parts(ours, fp8)
+    print(f"nn.Linear {linear:.0f} us, FP8Linear {fp8:.0f} us per layer, forward and backward")
+    print(f"host ratio {statistics.median(b / a for a, b in times):.2f}")
+    return 0
+
+
+def _microseconds(step: Callable[[], None]) -> float:
+    """Return the time per layer."""
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return (time.perf_counter() - start) / STEPS / LAYERS * 1e6
+
+
+def _print_parts(chain: Chain, measured: float) -> None:
+    """Print the functions that take the most time. The profiler slows calls down, so its times are scaled to the time
+    measured without it."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(STEPS):
+        chain.forward_backward()
+    profile.disable()
+    stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    whole = sum(own for _, _, own, _, _ in stats.values())
+    rows = []
+    for (file, _, name), (_, calls, own, _, _) in sorted(stats.items(), key=lambda item: -item[1][2])[:20]:
+        where = "/".join(file.split("/")[-2:]) if file not in ("~", "") else "built-in"
+        rows.append([name, where, f"{calls / STEPS / LAYERS:g}", f"{own / whole * measured:.1f}"])
+    print(table(["function", "file", "calls per layer", "us per layer, own time"], rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""What FP8Linear costs the host: counts per forward and backward, which no busy machine changes.
+
+``scripts/benchmark host`` prints the times.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp8dist
+from fp8dist_kernels.triton import casts, magnitude, matmuls, strips
+from scripts.benchmarks.host import LAYERS, Chain, without_launches
+from tests.support import interpreter  # noqa: F401 - Triton's interpreter stands for a GPU's kernels.
+
+RECIPES = (
+    fp8dist.DelayedScaling(),
+    fp8dist.CurrentScaling(),
+    fp8dist.RowwiseScaling(),
+    fp8dist.BlockScaling(),
+)
+
+
+def calls_per_layer(chain: Chain) -> Counter[str]:
+    """Run forward and backward. Return calls per layer, rounded, by name of the function."""
+    profile = cProfile.Profile()
+    profile.enable()
+    chain.forward_backward()
+    profile.disable()
+    found: Counter[str] = Counter()
+    for (_, _, name), (_, calls, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        found[name] += calls
+        found["all"] += calls
+    return Counter({name: round(calls / LAYERS) for name, calls in found.items()})
+
+
+def test_counts_per_forward_and_backward() -> None:
+    """Bounds a little above what was measured: 353 calls, 13 allocations."""
+    with without_launches() as launched:
+        plain, ours = Chain(None), Chain(fp8dist.DelayedScaling())
+        ours.forward_backward()
+        launched.names.clear()
+        calls = calls_per_layer(ours)
+        linear = calls_per_layer(plain)
+    assert Counter(launched.names) == {"_cast_kernel": 3 * LAYERS, "_amax_kernel": LAYERS, "_scaled_mm": 3 * LAYERS}
+    dispatched = sum(calls[name] for name in calls if "torch._ops.fp8dist" in name)
+    assert dispatched == 0
+    allocations = sum(calls[name] for name in calls if "torch.empty" in name or "new_empty" in name)
+    assert 0 < allocations <= 14
+    assert linear["all"] < calls["all"] <= 380
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_the_first_launch_of_a_thread_encodes_no_descriptor(recipe: fp8dist.Recipe) -> None:
+    """Triton 3.6 encodes descriptors before it makes sure that the thread has a CUDA context. Products take
+    descriptors, casts do not and come first, in forward and in an autograd thread's backward."""
+    with without_launches("triton") as launched:
+        chain = Chain(recipe)
+        launched.names.clear()
+        y = chain.model(chain.x)
+        assert "scaled" not in launched.names[0]
+        assert any("scaled" in name for name in launched.names)
+        launched.names.clear()
+        thread = threading.Thread(target=y.backward, args=(chain.gradient,))
+        thread.start()
+        thread.join()
+        assert "scaled" not in launched.names[0]
+        assert sum("scaled" in name for name in launched.names) == 2 * LAYERS
+
+
+def test_plans_of_many_batch_sizes_are_forgotten() -> None:
+    caches = (casts.plan_of, magnitude.reading_of, matmuls._plan_for, strips.page_of)
+    with without_launches("triton"):
+        chain = Chain(fp8dist.DelayedScaling())
+        with torch.no_grad():
+            for tokens in range(1, 1001):
+                chain.model[0](torch.ones(tokens, 16, dtype=torch.bfloat16))
+        for cache in caches:
+            info = cache.cache_info()
+            assert info.maxsize is not None
+            assert info.currsize <= info.maxsize < 1000
+        assert casts.plan_of.cache_info().currsize == casts.plan_of.cache_info().maxsize
+
+
+def test_flops_are_counted_as_those_of_linear() -> None:
+    model, x = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 16)), torch.randn(64, 48, requires_grad=True)
+
+    def counted() -> int:
+        with FlopCounterMode(display=False) as counter:
+            model(x).sum().backward()
+        return int(counter.get_total_flops())
+
+    expected = counted()
+    fp8dist.prepare(model)
+    assert counted() == expected == 3 * 2 * 64 * (48 * 32 + 32 * 16)
+
+
+def test_a_profile_shows_the_ops() -> None:
+    model, x = nn.Sequential(nn.Linear(48, 32)), torch.randn(16, 48, requires_grad=True)
+    fp8dist.prepare(model)
+    with torch.autograd.profiler.profile() as profile:
+        model(x).sum().backward()
+    names = Counter(event.name for event in profile.function_events if event.name.startswith("fp8dist::"))
+    assert names == {"fp8dist::quantize": 3, "fp8dist::matmul": 3}

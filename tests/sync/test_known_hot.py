@@ -1,0 +1,143 @@
+"""The host learns from a sync that no slot is cold, and forgets it whenever slots may be cold again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8dist
+from fp8dist import StateManager
+from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist_kernels.reference import casts
+
+
+def trained(steps: int = 2, **options: Any) -> tuple[nn.Module, StateManager, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4, **options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, manager, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 32)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sync_of(manager: StateManager) -> ArenaSync:
+    return manager._syncs[0]
+
+
+def just_in_time(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return what each cast of a forward and backward was told: True if it must look whether its slot is cold."""
+    seen = []
+    quantize = casts.quantize
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(options["just_in_time"])
+        return quantize(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(casts, "quantize", spy)
+        model(torch.randn(8, 32)).sum().backward()
+    return seen
+
+
+def test_casts_look_for_cold_slots_until_a_sync_has_shown_that_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, manager, optimizer = trained(0)
+    assert just_in_time(model, monkeypatch) == [True] * 6
+    optimizer.step()
+    assert sync_of(manager).arena.known_hot
+    assert just_in_time(model, monkeypatch) == [False] * 6
+
+
+def test_a_slot_that_stays_cold_keeps_them_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+    nn.init.zeros_(model[1].weight)  # A zero amax does not end the cold state, here for one step.
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    for hot in (False, True):
+        step(model, optimizer)
+        assert sync_of(manager).arena.known_hot is hot
+
+
+def _loaded(manager: StateManager) -> None:
+    manager.load_state_dict(manager.state_dict())
+
+
+def _cooled(manager: StateManager) -> None:
+    sync_of(manager).arena.make_cold([0])
+
+
+def _put_back(manager: StateManager) -> None:
+    arena = sync_of(manager).arena
+    arena.put_back(arena.copied_state())
+
+
+def _put_back_slots(manager: StateManager) -> None:
+    arena = sync_of(manager).arena
+    arena.put_back_slots(arena.copied_state(), torch.tensor([0]))
+
+
+def _shared(manager: StateManager) -> None:
+    sync_of(manager).arena.shared_state()
+
+
+def _repaired(manager: StateManager) -> None:
+    from fp8dist.consistency.contents import ArenaContent
+
+    ArenaContent(sync_of(manager).arena).fields(0)
+
+
+def _reset(manager: StateManager) -> None:
+    manager.reset()
+
+
+@pytest.mark.parametrize("write", [_loaded, _cooled, _put_back, _put_back_slots, _shared, _repaired, _reset])
+def test_calls_that_may_make_slots_cold_are_noted(
+    write: Callable[[StateManager], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, manager, _ = trained()
+    sync = sync_of(manager)
+    assert sync.arena.known_hot
+    write(manager)
+    assert not sync.arena.known_hot
+    assert just_in_time(model, monkeypatch) == [True] * 6
+
+
+def test_a_verdict_from_before_such_a_call_says_nothing() -> None:
+    model, manager, optimizer = trained(0, update="next_step")
+    step(model, optimizer)
+    manager.metrics()  # Reading commits the sync that is due.
+    sync = sync_of(manager)
+    assert sync.verdict is not None
+    sync.arena.make_cold([0])
+    assert sync.read_verdict()[0].hot
+    assert not sync.arena.known_hot
+
+
+def test_a_copy_learns_it_anew() -> None:
+    model, _, _ = trained()
+    twin = fp8dist.get_manager(copy.deepcopy(model))
+    assert twin is not None
+    assert not sync_of(twin).arena.known_hot
+
+
+def test_recipes_without_a_history_always_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+    manager = fp8dist.prepare(model, fp8dist.CurrentScaling())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    step(model, optimizer)
+    assert just_in_time(model, monkeypatch) == [True] * 6
