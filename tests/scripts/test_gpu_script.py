@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import fp8dist
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from scripts.benchmarks.gpu import linears, matmuls, memory, results
 from scripts.benchmarks.gpu.kernels import run_part
@@ -185,6 +186,8 @@ def test_a_timed_layer_records_its_amaxes(monkeypatch: pytest.MonkeyPatch) -> No
     layer, *_ = linears.Linears().plan(lab := Lab(stopwatch, smoke=True, seconds=0.0))
     case = linears.Linears().measure(lab, layer)
     assert "problem" not in case
+    arenas = [sync.arena for one in models for sync in fp8dist.get_manager(one.model)._syncs]
+    assert all(arena.known_hot for arena in arenas), "as after the first steps of training"
     assert len(stopwatch.pending) == 2 + (linears.fast_everywhere(linears.RECIPES["delayed"]) is not None)
     assert set(stopwatch.noted) == {DID_NOT_RUN}
     assert by_the_host[-2:] == [DID_NOT_RUN] * 2, "one of each model in a row"

@@ -203,10 +203,10 @@ def _linear(layer: Layer, device: torch.device) -> nn.Module:
 
 
 def _prepared(plain: nn.Module, bench: Bench, recipe: Recipe, backend: str) -> Prepared:
-    """Return the model in FP8 after two steps, so that no slot is cold."""
+    """Return the model in FP8 after a few steps, so that no slot is cold, and the host knows it."""
     model = copy.deepcopy(plain)
     manager = fp8dist.prepare(model, recipe, backend=backend)
-    for _ in range(2):
+    for _ in range(3):
         bench.both_ways(model)
         manager.step()
     return Prepared(model, [sync.arena.pending for sync in manager._syncs])
