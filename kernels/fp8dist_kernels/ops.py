@@ -169,7 +169,8 @@ def _product(
     backend: str = "auto",
 ) -> Tensor:
     scaling = matmuls.scaling_of(a, b, inv_scale_a, inv_scale_b, bias)
-    multiply = _multiplier(a.shape, b.shape[0], scaling, fast_accumulation, backend, a.device)
+    dtypes = a.dtype, b.dtype, out_dtype
+    multiply = _multiplier(a.shape, b.shape[0], dtypes, scaling, fast_accumulation, backend, a.device)
     return multiply(scaling, a, b, inv_scale_a, inv_scale_b, out_dtype, fast_accumulation, bias)
 
 
@@ -177,6 +178,7 @@ def _product(
 def _multiplier(
     shape: torch.Size,
     columns: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     scaling: matmuls.Scaling,
     fast_accumulation: bool,
     backend: str,
@@ -188,7 +190,7 @@ def _multiplier(
         from fp8dist_kernels.triton import matmuls as fused_matmuls
         from fp8dist_kernels.triton import tiles
 
-        problem = tiles.Problem(shape[0], columns, shape[1], scaling, fast_accumulation)
+        problem = tiles.Problem(shape[0], columns, shape[1], scaling, fast_accumulation, *dtypes)
         if backend == "triton" or not matmuls.torch_can(scaling, device) or tiles.faster_than_torch(problem, device):
             return fused_matmuls.multiply
     if backend == "torch" or (backend == "auto" and device.type == "cuda"):

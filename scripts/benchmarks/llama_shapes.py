@@ -1,52 +1,112 @@
-"""The matrix products of Llama 3's layers, per GPU, without tensor parallelism.
+"""What FP8Linear multiplies when it trains Llama 3: shapes, dtypes, scaling and accumulation of each recipe's GEMMs.
 
 Queries, keys and values come from one Linear (qkv), and the two up projections of the MLP are one Linear, as in
-training frameworks.
+training frameworks. Shapes are of one GPU, without tensor parallelism. ``tests/scripts/test_speed.py`` compares with
+the calls of a real FP8Linear.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["LINEARS", "PASSES", "TOKENS", "Shape", "shapes_of"]
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from fp8dist.recipe import Recipe
+from fp8dist_kernels import GEMMS, Gemm
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
+from fp8dist_kernels.reference.matmuls import Scaling
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+__all__ = ["KINDS", "LINEARS", "RECIPES", "Layer", "Product", "fast_everywhere", "fast_gemms", "products_of"]
 
-TOKENS = (4096, 8192, 16384, 32768)
-PASSES = ("fprop", "dgrad", "wgrad")
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {"delayed": DelayedScaling(), "current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
+)
+KINDS: Mapping[str, Recipe] = MappingProxyType(
+    {"tensorwise": RECIPES["delayed"], "rowwise": RECIPES["rowwise"], "blockwise": RECIPES["block"]}
+)
+"""A recipe for each kind of products. CurrentScaling runs the same ones as DelayedScaling."""
 
-# (model, layer, in_features, out_features)
+_SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
+    {
+        "tensor": (Scaling.TENSORWISE, Scaling.TENSORWISE),
+        "row": (Scaling.ROWWISE, Scaling.ROWWISE),
+        "block": (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D),
+    }
+)
+"""Scaling of fprop and dgrad, and of wgrad, whose operands are both activations."""
+
+
+class Layer(NamedTuple):
+    """A Linear."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+
 LINEARS = (
-    ("8B", "qkv", 4096, 6144),
-    ("8B", "attention out", 4096, 4096),
-    ("8B", "mlp up", 4096, 28672),
-    ("8B", "mlp down", 14336, 4096),
-    ("70B", "qkv", 8192, 10240),
-    ("70B", "attention out", 8192, 8192),
-    ("70B", "mlp up", 8192, 57344),
-    ("70B", "mlp down", 28672, 8192),
+    Layer("8B qkv", 4096, 6144),
+    Layer("8B attention out", 4096, 4096),
+    Layer("8B mlp up", 4096, 28672),
+    Layer("8B mlp down", 14336, 4096),
+    Layer("70B qkv", 8192, 10240),
+    Layer("70B attention out", 8192, 8192),
+    Layer("70B mlp up", 8192, 57344),
+    Layer("70B mlp down", 28672, 8192),
 )
 
 
-class Shape(NamedTuple):
-    """a [m, k] by b [n, k]."""
+class Product(NamedTuple):
+    """a [m, k] by b [n, k], as FP8Linear passes them to ``matmul``."""
 
     name: str
+    gemm: Gemm
     m: int
     n: int
     k: int
+    scaling: Scaling
+    fast: bool
     a_dtype: torch.dtype
     b_dtype: torch.dtype
 
 
-def shapes_of(tokens: int) -> list[Shape]:
-    """Return all products of one step with ``tokens`` tokens, forward and backward."""
-    shapes = []
-    for model, layer, features, outputs in LINEARS:
-        name = f"{model} {layer} {tokens}"
-        shapes.append(Shape(f"{name} fprop", tokens, outputs, features, E4M3, E4M3))
-        shapes.append(Shape(f"{name} dgrad", tokens, features, outputs, E5M2, E4M3))
-        shapes.append(Shape(f"{name} wgrad", outputs, features, tokens, E5M2, E4M3))
-    return shapes
+def fast_gemms(recipe: Recipe) -> tuple[Gemm, ...]:
+    """Return the GEMMs that run with fast accumulation. Recipes without a field for it run fprop alone so."""
+    return getattr(recipe, "fast_accumulation", ("fprop",))
+
+
+def fast_everywhere(recipe: Recipe) -> Recipe | None:
+    """Return the recipe with fast accumulation in all GEMMs.
+
+    None if recipes have no field for it, or if it changes nothing: blocks are always added in float32.
+    """
+    if recipe.by == "block" or not hasattr(recipe, "fast_accumulation"):
+        return None
+    return dataclasses.replace(recipe, fast_accumulation=GEMMS)  # type: ignore[type-var]
+
+
+def products_of(recipe: Recipe, layer: Layer, tokens: int, fast: Sequence[Gemm] | None = None) -> list[Product]:
+    """Return fprop, dgrad and wgrad of a layer in training.
+
+    Args:
+        fast: the GEMMs with fast accumulation. None: as the recipe says.
+    """
+    fast = fast_gemms(recipe) if fast is None else fast
+    x, weight, gradient = (recipe.format_of(role).dtype for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT))
+    features, outputs, padded = layer.in_features, layer.out_features, -(-tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
+    forward, of_wgrad = _SCALINGS[recipe.by]
+    shapes: tuple[tuple[Gemm, int, int, int, Scaling, torch.dtype, torch.dtype], ...] = (
+        ("fprop", tokens, outputs, features, forward, x, weight),
+        ("dgrad", tokens, features, outputs, forward, gradient, weight),
+        ("wgrad", outputs, features, padded, of_wgrad, gradient, x),
+    )
+    products = []
+    for gemm, m, n, k, scaling, a_dtype, b_dtype in shapes:
+        name = f"{layer.name}, {tokens} tokens, {gemm} {'fast' if gemm in fast else 'slow'}"
+        products.append(Product(name, gemm, m, n, k, scaling, gemm in fast, a_dtype, b_dtype))
+    return products

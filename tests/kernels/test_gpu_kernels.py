@@ -15,11 +15,14 @@ from torch import Tensor
 from fp8dist import DelayedScaling
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot, SlotSpec
+from fp8dist_kernels import Gemm
 from fp8dist_kernels.formats import E4M3, E5M2
 from fp8dist_kernels.reference import blocks, casts
 from fp8dist_kernels.reference.content import ContentDigest
+from fp8dist_kernels.reference.matmuls import Scaling
 from scripts.benchmarks.gpu.lab import poison, same_bits
-from scripts.benchmarks.gpu.matmuls import KINDS, Operands, Planned
+from scripts.benchmarks.gpu.matmuls import Operands
+from scripts.benchmarks.llama_shapes import Product
 from tests.support.devices import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
@@ -46,12 +49,14 @@ def _product(operands: Operands, fast: bool, bias: Tensor | None = None) -> Tens
 
 @pytest.mark.parametrize("use", ["fprop", "dgrad"])
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [scaling.value for scaling in Scaling])
 @pytest.mark.parametrize("shape", PRODUCTS)
-def test_products(shape: str, kind: str, fast: bool, use: str) -> None:
+def test_products(shape: str, kind: str, fast: bool, use: Gemm) -> None:
     torch.manual_seed(3)
     m, n, k = PRODUCTS[shape]
-    operands = Operands.random(Planned("", use, m, n, k), kind, torch.device(DEVICE))
+    gradient = E5M2 if kind == "tensorwise" and use == "dgrad" else E4M3
+    product = Product("", use, m, n, k, Scaling(kind), fast, gradient.dtype, E4M3.dtype)
+    operands = Operands.random(product, torch.device(DEVICE))
     bias = torch.randn(n, dtype=torch.bfloat16, device=DEVICE) if fast else None
     exact = operands.exactly(torch.arange(m, device=DEVICE))
     if bias is not None:

@@ -9,7 +9,9 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,21 +19,31 @@ import torch
 
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.triton import tables
-from fp8dist_kernels.triton.tables import Entry, Tile, TileTable, bucket, file_name
-from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, faster_than_torch, tile_for
+from fp8dist_kernels.triton.launching import processors
+from fp8dist_kernels.triton.tables import FORMAT, Entry, Tile, TileTable, bucket, file_name
+from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, cost_of, faster_than_torch, key_of, tile_for
 from scripts.benchmarks.gpu import tune_matmuls
-from scripts.benchmarks.llama_shapes import Shape
+from scripts.benchmarks.llama_shapes import Product
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(Path(tables.__file__).with_name("tables").glob("*.json"))
 HOPPER, H200_PROCESSORS = (9, 0), 132
 CPU = torch.device("cpu")
 SQUARE = Tile(rows=128, columns=128, depth=128, warps=8, stages=5, group=8)
-PROBLEM = Problem(4096, 4096, 4096, Scaling.TENSORWISE, True)
+SMALL = Tile(rows=64, columns=64, depth=128, warps=4, stages=4, group=8)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def _problem(m: int, n: int, k: int, scaling: Scaling, fast: bool, **other: Any) -> Problem:
+    dtypes = {"a_dtype": E4M3, "b_dtype": E4M3, "out_dtype": torch.bfloat16}
+    return Problem(m, n, k, scaling, fast, **{**dtypes, **other})
+
+
+PROBLEM = _problem(4096, 4096, 4096, Scaling.TENSORWISE, True)
 
 
 def _of_hopper(m: int, n: int, k: int, scaling: Scaling = Scaling.TENSORWISE, fast: bool = True) -> Tile:
-    problem = Problem(m, n, k, scaling, fast)
+    problem = _problem(m, n, k, scaling, fast)
     return best_of(candidates(problem, HOPPER), problem, H200_PROCESSORS)
 
 
@@ -59,7 +71,7 @@ def test_with_no_other_tile_the_busiest_program_reads_less() -> None:
     for _ in range(200):
         m, n, k = generator.randint(1, 9000), 16 * generator.randint(1, 900), 16 * generator.randint(1, 900)
         for scaling in Scaling:
-            problem = Problem(m, n, k, scaling, True)
+            problem = _problem(m, n, k, scaling, True)
             chosen = best_of(candidates(problem, HOPPER), problem, H200_PROCESSORS)
             assert _busiest(problem, chosen) == min(_busiest(problem, tile) for tile in candidates(problem, HOPPER))
 
@@ -74,7 +86,7 @@ def _busiest(problem: Problem, tile: Tile) -> int:
 def test_tiles_are_what_the_kernels_can_do() -> None:
     for capability in ((8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
         for scaling, fast in itertools.product(Scaling, (True, False)):
-            chosen = candidates(Problem(4096, 4096, 4096, scaling, fast), capability)
+            chosen = candidates(_problem(4096, 4096, 4096, scaling, fast), capability)
             assert len(set(chosen)) == len(chosen) > 0
             for tile in chosen:
                 assert tile.depth == 128  # The block size of scales and of slow accumulation.
@@ -85,8 +97,8 @@ def test_tiles_are_what_the_kernels_can_do() -> None:
 
 def test_the_choice_is_a_function() -> None:
     for m in (1, 100, 4096):
-        problem = Problem(m, 4096, 4096, Scaling.TENSORWISE, True)
-        again = Problem(m, 4096, 4096, Scaling.TENSORWISE, True)
+        problem = _problem(m, 4096, 4096, Scaling.TENSORWISE, True)
+        again = _problem(m, 4096, 4096, Scaling.TENSORWISE, True)
         assert tile_for(problem, CPU) == tile_for(again, CPU)
 
 
@@ -94,12 +106,13 @@ def test_the_choice_is_a_function() -> None:
 
 
 def _file(*entries: Entry, **other: Any) -> str:
-    return json.dumps({"format": 1, "device": "x", "entries": [entry.described() for entry in entries], **other})
+    return json.dumps({"format": FORMAT, "device": "x", "entries": [entry.described() for entry in entries], **other})
 
 
-def _entry(m: int = 4096, tile: Tile = SQUARE, vs_torch: float = 1.02, **other: Any) -> Entry:
-    return Entry(**{"scaling": "tensorwise", "fast_accumulation": True, "m": m, "n": 4096, "k": 4096, "tile": tile,
-                    "vs_torch": vs_torch, **other})  # fmt: skip
+def _entry(tile: Tile = SQUARE, vs_torch: float = 1.03, low: float = 1.01, **other: Any) -> Entry:
+    interval = {"vs_torch": vs_torch, "low": low, "high": 2 * vs_torch - low}
+    kind = {"scaling": "tensorwise", "fast_accumulation": True, "a": "e4m3", "b": "e4m3", "out": "bfloat16"}
+    return Entry(**{**kind, "m": 4096, "n": 4096, "k": 4096, "tile": tile, **interval, **other})
 
 
 @pytest.fixture
@@ -126,9 +139,21 @@ def test_a_measured_tile_is_taken(ship: Any) -> None:
     assert faster_than_torch(PROBLEM, CPU)
 
 
-@pytest.mark.parametrize(("ratio", "faster"), [(0.999, False), (1.0, True), (1.5, True)])
-def test_auto_takes_triton_where_it_is_at_least_as_fast(ship: Any, ratio: float, faster: bool) -> None:
-    ship(_file(_entry(vs_torch=ratio)))
+RATIOS = (
+    # vs_torch, low, faster
+    (0.9, 0.89, False),
+    (1.01, 1.005, False),  # Certain, but not worth it.
+    (1.019, 1.018, False),
+    (1.02, 1.001, True),
+    (1.03, 1.01, True),
+    (1.03, 1.0, False),
+    (1.05, 0.99, False),  # Maybe luck.
+)
+
+
+@pytest.mark.parametrize(("ratio", "low", "faster"), RATIOS)
+def test_auto_takes_triton_where_it_is_surely_faster(ship: Any, ratio: float, low: float, faster: bool) -> None:
+    ship(_file(_entry(vs_torch=ratio, low=low)))
     assert tile_for(PROBLEM, CPU) == SQUARE
     assert faster_than_torch(PROBLEM, CPU) is faster
 
@@ -136,25 +161,27 @@ def test_auto_takes_triton_where_it_is_at_least_as_fast(ship: Any, ratio: float,
 def test_an_entry_counts_for_its_own_problem_only(ship: Any) -> None:
     ship(_file(_entry()))
     others = [
-        Problem(4097, 4096, 4096, Scaling.TENSORWISE, True),
-        Problem(2048, 4096, 4096, Scaling.TENSORWISE, True),
-        Problem(4096, 4112, 4096, Scaling.TENSORWISE, True),
-        Problem(4096, 4096, 4112, Scaling.TENSORWISE, True),
-        Problem(4096, 4096, 4096, Scaling.ROWWISE, True),
-        Problem(4096, 4096, 4096, Scaling.TENSORWISE, False),
+        _problem(4097, 4096, 4096, Scaling.TENSORWISE, True),
+        _problem(2048, 4096, 4096, Scaling.TENSORWISE, True),
+        _problem(4096, 4112, 4096, Scaling.TENSORWISE, True),
+        _problem(4096, 4096, 4112, Scaling.TENSORWISE, True),
+        _problem(4096, 4096, 4096, Scaling.ROWWISE, True),
+        _problem(4096, 4096, 4096, Scaling.TENSORWISE, False),
+        *(replace(PROBLEM, **{name: E5M2}) for name in ("a_dtype", "b_dtype")),
+        replace(PROBLEM, out_dtype=torch.float32),
     ]
     assert not any(faster_than_torch(problem, CPU) for problem in others)
     assert all(
-        faster_than_torch(Problem(m, 4096, 4096, Scaling.TENSORWISE, True), CPU) for m in (2049, 3000, 4080, 4096)
+        faster_than_torch(_problem(m, 4096, 4096, Scaling.TENSORWISE, True), CPU) for m in (2049, 3000, 4080, 4096)
     )
 
 
 @pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])
 def test_block_scaled_products_have_one_speed(ship: Any, scaling: Scaling) -> None:
     ship(_file(_entry(scaling=scaling.value, fast_accumulation=False)))
-    problems = [Problem(4096, 4096, 4096, which, fast) for which in Scaling for fast in (True, False)]
+    problems = [_problem(4096, 4096, 4096, which, fast) for which in Scaling for fast in (True, False)]
     assert [problem for problem in problems if faster_than_torch(problem, CPU)] == [
-        Problem(4096, 4096, 4096, scaling, fast) for fast in (True, False)
+        _problem(4096, 4096, 4096, scaling, fast) for fast in (True, False)
     ]
 
 
@@ -168,11 +195,11 @@ def test_a_tile_that_is_not_shipped_is_not_taken(ship: Any) -> None:
 
 def test_bad_tables_are_refused() -> None:
     cases = [
-        ('{"format": 2, "entries": []}', "format 1, found 2"),
+        ('{"format": 1, "entries": []}', "format 2, found 1"),
         ("{}", "found None"),
-        ('{"format": 1}', "bad entry"),
-        ('{"format": 1, "entries": [{"tile": {}}]}', "bad entry"),
-        ('{"format": 1, "entries": [{"tile": {"rows": 1, "new": 2}}]}', "bad entry"),
+        ('{"format": 2}', "bad entry"),
+        ('{"format": 2, "entries": [{"tile": {}}]}', "bad entry"),
+        ('{"format": 2, "entries": [{"tile": {"rows": 1, "new": 2}}]}', "bad entry"),
     ]
     for text, problem in cases:
         with pytest.raises(ValueError, match=problem):
@@ -180,7 +207,7 @@ def test_bad_tables_are_refused() -> None:
 
 
 def test_a_device_without_a_table_has_an_empty_one() -> None:
-    assert TileTable.of("No such GPU").entry(4096, 4096, 4096, "tensorwise", True) is None
+    assert TileTable.of("No such GPU").entry(key_of(PROBLEM)) is None
 
 
 def test_buckets_and_names() -> None:
@@ -193,19 +220,19 @@ def test_buckets_and_names() -> None:
 def test_shipped_tables_hold_what_was_measured(path: Path) -> None:
     content = json.loads(path.read_text())
     assert path.name == file_name(content["device"])
-    if not content["entries"]:
-        assert content["measured"] is None
+    if content["measured"] is None:
         assert content["commit"] is None
+        assert content["entries"] == []
     else:
-        assert content["measured"]
         assert content["commit"]
         assert {"torch", "triton", "cuda"} <= set(content["versions"])
     TileTable.of(content["device"])
     for one in content["entries"]:
         entry = Entry(**{**one, "tile": Tile(**one["tile"])})
-        problem = Problem(entry.m, entry.n, entry.k, Scaling(entry.scaling), entry.fast_accumulation)
+        problem = _problem(entry.m, entry.n, entry.k, Scaling(entry.scaling), entry.fast_accumulation)
         assert entry.m == bucket(entry.m)
-        assert entry.vs_torch > 0
+        assert entry.faster
+        assert entry.low <= entry.vs_torch <= entry.high
         assert any(entry.tile in candidates(problem, capability) for capability in (HOPPER, (10, 0), (12, 0)))
 
 
@@ -228,28 +255,44 @@ def test_the_tuner_needs_a_gpu(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.parametrize("scaling", Scaling)
+def test_the_tuner_measures_tiles_near_the_best(scaling: Scaling) -> None:
+    for m, n, k, fast in itertools.product((48, 4096, 28672), (144, 6144), (4096, 8192), (True, False)):
+        problem = _problem(m, n, k, scaling, fast)
+        costs = {tile: cost_of(tile, problem, processors(CPU)) for tile in candidates(problem, HOPPER)}
+        near = tune_matmuls.near_best(problem, CPU)
+        assert near == [tile for tile, cost in costs.items() if cost <= 1.3 * min(costs.values())]
+        assert best_of(candidates(problem, HOPPER), problem, processors(CPU)) in near
+    large = _problem(8192, 6144, 4096, Scaling.TENSORWISE, True)
+    assert SMALL not in tune_matmuls.near_best(large, CPU), "it reads more than twice as much"
+
+
 class Tuner:
-    """The tuner on a fake GPU. ``outcomes``: the successive results, a ratio or an exception to raise."""
+    """The tuner on a fake GPU. ``outcomes``: successive ratios, or (ratio, lower end), or exceptions to raise."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
         self.out = out
-        self.outcomes: Iterator[float | BaseException] = iter(())
+        self.outcomes: Iterator[Any] = iter(())
+        self.seconds: list[float] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
         monkeypatch.setattr(tune_matmuls, "stopwatch_of", lambda device: None)
         monkeypatch.setattr(tune_matmuls, "measured", self._measured)
 
-    def _measured(self, shape: Shape, scaling: Scaling, fast: bool, repeats: int, stopwatch: Any) -> dict[str, Any]:
+    def _measured(self, product: Product, seconds: float, stopwatch: Any) -> Entry:
+        self.seconds.append(seconds)
         outcome = next(self.outcomes, RuntimeError("no such product"))
         if isinstance(outcome, BaseException):
             raise outcome
-        tile = candidates(Problem(shape.m, shape.n, shape.k, scaling, fast), HOPPER)[0]
-        return Entry(scaling.value, fast, bucket(shape.m), shape.n, shape.k, tile, outcome).described()
+        ratio, low = outcome if isinstance(outcome, tuple) else (outcome, outcome - 0.005)
+        p = product
+        problem = Problem(p.m, p.n, p.k, p.scaling, p.fast, p.a_dtype, p.b_dtype, torch.bfloat16)
+        return Entry(*key_of(problem), candidates(problem, HOPPER)[0], ratio, low, 2 * ratio - low)
 
-    def run(self, *outcomes: float | BaseException, commit: str | None = "abc", scaling: str = "tensorwise") -> int:
+    def run(self, *outcomes: Any, commit: str | None = "abc", kind: str = "tensorwise", seconds: float = 200.0) -> int:
         self.outcomes = iter(outcomes)
-        options = ["--tokens", "4096", "--scalings", scaling, "--out", str(self.out)]
+        options = ["--tokens", "4096", "--kinds", kind, "--out", str(self.out), "--seconds", str(seconds)]
         return tune_matmuls.main([*options, *(["--commit", commit] if commit else [])])
 
     @property
@@ -264,10 +307,37 @@ def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tuner:
     return Tuner(monkeypatch, tmp_path / "nvidia-h200.json")
 
 
-def test_the_tuner_writes_a_table_that_can_be_shipped(tuner: Tuner) -> None:
-    assert tuner.run(1.01, RuntimeError("refused"), 0.97) == 0
-    assert tuner.ratios == [0.97, 1.01]
+def test_the_tuner_writes_what_is_surely_faster(tuner: Tuner) -> None:
+    assert tuner.run((1.01, 1.005), RuntimeError("refused"), (1.05, 0.99), (1.03, 1.01), 0.97) == 0
+    assert tuner.ratios == [1.03]
     assert json.loads(tuner.out.read_text())["commit"] == "abc"
+    assert tuner.run((1.0, 0.99), (1.0, 0.99), (1.0, 0.99), (1.0, 0.99)) == 0
+    assert tuner.ratios == [], "the product is no longer faster"
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(35.0, 3), (480.0, 19)])
+def test_the_tuner_ends_in_time(
+    seconds: float, count: int, tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After 200 s, whatever it is given."""
+    clock = itertools.count(0.0, 10.0)  # Each look at the clock is 10 s later.
+    monkeypatch.setattr(tune_matmuls, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert tuner.run(*[1.5] * 99, seconds=seconds) == 0
+    assert len(tuner.ratios) == count
+    assert f"out of time after {count} of " in capsys.readouterr().out
+    assert all(0 < one <= 2 for one in tuner.seconds)
+
+
+@pytest.mark.slow
+def test_the_tuner_runs_at_tiny_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it would measure")
+    out = tmp_path / "cpu.json"
+    with pytest.raises(SystemExit):
+        tune_matmuls.main(["--smoke", "--commit", "abc"])
+    assert tune_matmuls.main(["--smoke", "--kinds", "tensorwise", "--commit", "abc", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.count(" TFLOP/s ") == 3
+    test_shipped_tables_hold_what_was_measured(out)
 
 
 def test_the_tuner_does_not_measure_what_nobody_can_name(
@@ -284,15 +354,15 @@ def test_the_tuner_does_not_measure_what_nobody_can_name(
 
 
 def test_what_the_tuner_measured_before_it_was_ended_is_there(tuner: Tuner) -> None:
-    assert tuner.run(1.01, 1.02, KeyboardInterrupt()) == 130
-    assert tuner.ratios == [1.01, 1.02]
+    assert tuner.run(1.03, 1.04, KeyboardInterrupt()) == 130
+    assert tuner.ratios == [1.03, 1.04]
     with pytest.raises(SystemExit):
-        tuner.run(1.03, SystemExit())
-    assert tuner.ratios == [1.02, 1.03], "the first was measured again"
+        tuner.run(1.05, SystemExit())
+    assert tuner.ratios == [1.04, 1.05], "the first was measured again"
 
 
 def test_a_tuner_without_a_product_leaves_the_table_alone(tuner: Tuner, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tuner.run(1.01) == 0
+    assert tuner.run(1.03) == 0
     before = tuner.out.read_text()
     assert tuner.run() == 1
     assert "every product was skipped" in capsys.readouterr().err
@@ -302,14 +372,14 @@ def test_a_tuner_without_a_product_leaves_the_table_alone(tuner: Tuner, capsys: 
 def test_a_table_is_of_one_commit_and_its_versions(
     tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tuner.run(1.01) == 0
-    assert tuner.run(1.02, scaling="rowwise") == 0
-    assert tuner.ratios == [1.01, 1.02]
-    assert tuner.run(1.03, scaling="rowwise", commit="def-dirty") == 0
-    assert tuner.ratios == [1.03]
-    assert "drops 2 entries of commit abc" in capsys.readouterr().err
-    assert tuner.run(1.04, commit="def-dirty") == 0
-    assert tuner.ratios == [1.04], "the changed tree may have changed again"
-    monkeypatch.setattr(tune_matmuls, "versions", lambda: {"torch": "99", "triton": "99", "cuda": "99"})
-    assert tuner.run(1.05, scaling="rowwise", commit="def-dirty") == 0
+    assert tuner.run(1.03) == 0
+    assert tuner.run(1.04, kind="rowwise") == 0
+    assert tuner.ratios == [1.03, 1.04]
+    assert tuner.run(1.05, kind="rowwise", commit="def-dirty") == 0
     assert tuner.ratios == [1.05]
+    assert "drops 2 entries of commit abc" in capsys.readouterr().err
+    assert tuner.run(1.06, commit="def-dirty") == 0
+    assert tuner.ratios == [1.06], "the changed tree may have changed again"
+    monkeypatch.setattr(tune_matmuls, "versions", lambda: {"torch": "99", "triton": "99", "cuda": "99"})
+    assert tuner.run(1.07, kind="rowwise", commit="def-dirty") == 0
+    assert tuner.ratios == [1.07]

@@ -7,16 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import scripts.benchmarks.gpu.matmuls
+import fp8dist
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
-from scripts.benchmarks.gpu import linears, memory, results
+from scripts.benchmarks.gpu import linears, matmuls, memory, results
 from scripts.benchmarks.gpu.kernels import run_part
 from scripts.benchmarks.gpu.lab import Lab
 from scripts.benchmarks.gpu.matmuls import Matmuls
@@ -119,18 +119,18 @@ def test_the_benchmark_runs_at_tiny_sizes(tmp_path: Path) -> None:
 def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A product of NaN has a NaN error, which JSON cannot represent."""
 
-    def product(a: Any, b: Any, inv_scale_a: Any, inv_scale_b: Any, dtype: Any, fast: bool) -> torch.Tensor:
-        return torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=dtype)
+    def product(of: matmuls.Product, operands: Any, backend: str) -> Callable[[], torch.Tensor]:
+        return lambda: torch.full((of.m, of.n), torch.nan, dtype=torch.bfloat16)
 
-    monkeypatch.setattr(scripts.benchmarks.gpu.matmuls, "_ours", lambda: product)
+    monkeypatch.setattr(matmuls, "ours", product)
     path = tmp_path / "part.json"
     lab = Lab(HostStopwatch(), smoke=True)
     run_part(Matmuls("tensorwise"), lab, 100.0, functools.partial(results.write, path))
     part = json.loads(path.read_text())
-    assert [case["name"] for case in part["cases"]] == ["smoke fprop", "smoke wgrad"]
-    assert all(case["error"]["fp8dist"] == "nan" for case in part["cases"])
-    assert part["problem"].startswith("wrong: relative error nan")
-    assert "geomean" not in part["figures"]
+    assert [case["gemm"] for case in part["cases"]] == ["fprop", "dgrad", "wgrad"]
+    assert all(case["error"]["triton"] == "nan" for case in part["cases"])
+    assert part["problem"].startswith("wrong: triton: relative error nan")
+    assert part["figures"] == {}
 
 
 class Noting(HostStopwatch):
@@ -183,9 +183,11 @@ def test_a_timed_layer_records_its_amaxes(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(linears, "_prepared", prepared)
     monkeypatch.setattr(linears.Bench, "both_ways", noted)
-    (layer,) = linears.Linears().plan(lab := Lab(stopwatch, smoke=True, seconds=0.0))
+    layer, *_ = linears.Linears().plan(lab := Lab(stopwatch, smoke=True, seconds=0.0))
     case = linears.Linears().measure(lab, layer)
     assert "problem" not in case
-    assert len(stopwatch.pending) == 2
+    arenas = [sync.arena for one in models for sync in fp8dist.get_manager(one.model)._syncs]
+    assert all(arena.known_hot for arena in arenas), "as after the first steps of training"
+    assert len(stopwatch.pending) == 2 + (linears.fast_everywhere(linears.RECIPES["delayed"]) is not None)
     assert set(stopwatch.noted) == {DID_NOT_RUN}
     assert by_the_host[-2:] == [DID_NOT_RUN] * 2, "one of each model in a row"

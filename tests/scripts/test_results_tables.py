@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.gpu import results
-from scripts.benchmarks.gpu.tables import GOALS, TABLES, goals
+from scripts.benchmarks.gpu.tables import GOALS, TABLES, goals, verdict
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.pages.__main__ import main
 from scripts.pages.runs import hardware, versions
@@ -32,31 +32,58 @@ def _part(cases: list[dict[str, Any]], figures: dict[str, Any], **changes: Any) 
 
 def measured(**parts: Any) -> dict[str, Any]:
     """Return the results of a fictional device."""
-    ratios = {"geomean": 0.98, "lowest": 0.91, "lowest_case": "70b down wgrad", "shapes": 96, "fprop": 0.97}
-    product = {"name": "70b down wgrad", "timings": {"fp8dist": _timing(100.0)}, "tflops": {"fp8dist": 1234.4}}
+
+    def summary(ratio: float, name: str, shapes: int = 1) -> dict[str, Any]:
+        return {"geomean": [ratio, ratio - 0.02, ratio + 0.01], "lowest": ratio, "lowest_case": name, "shapes": shapes}
+
+    product = {"name": "70b down wgrad", "timings": {"auto": _timing(100.0)}, "tflops": {"auto": 1234.4}}
     cast = {
         "name": "cast 8x16",
         "kernel": "cast",
         "rows": 8,
         "columns": 16,
         "tensors": 1,
-        "ratio": 0.93,
+        "reference": "copy",
+        "ratios": {"fp8dist": [0.93, 0.91, 0.94]},
         "gb_per_s": {"fp8dist": 3900.0, "copy": 4200.0},
         "timings": {"fp8dist": _timing(31.5), "copy": _timing(29.3)},
     }
-    casts = {"copy_gb_per_s": 4200.0, "cast": {"geomean": 0.93, "lowest": 0.93, "lowest_case": "c"}}
     commit = {"name": "commit", "update": "commit", "slots": 1000, "history": 1024}
-    linear = {"name": "8b qkv, 8192 tokens", "ratio": 1.63, "eager_ratio": 1.61}
+    linear = {
+        "name": "8b qkv, 8192 tokens",
+        "ratios": {"fp8dist": [1.63, 1.6, 1.65], "fp8dist, eager": [1.5, 1.4, 1.6]},
+    }
+    run = {"name": "fprop", "seconds": 30.0, "tflops": {"cold": 1300.0, "sustained": 1111.0}}
+    crossing = {"name": "64 x 64", "crossover": 2048, "ratios": {"2048": [1.2, 1.1, 1.3]}}
+    step = {"name": "delayed, graph", "recipe": "delayed", "mode": "graph", "tokens_per_s": 123456.7}
     kept = {
-        "matmul_tensorwise": _part([product], ratios),
-        "memory": _part([cast], casts),
-        "update": _part(
-            [{**commit, "timings": {"graph": _timing(3.2), "graph_cold": _timing(5.1), "eager": _timing(14.0)}}],
-            {"commit_1000_graph_us": 3.2, "commit_1000_graph_cold_us": 5.1, "commit_1000_eager_us": 14.0},
+        "matmul_tensorwise": _part(
+            [product],
+            {"auto": {**summary(0.98, "70b down wgrad", 40), "fprop": [0.97, 0.9, 1.0], "dgrad": None, "wgrad": None}},
         ),
         "linears": _part(
             [{**linear, "timings": {"fp8dist": _timing(1000.0), "bf16": _timing(1630.0)}}],
-            {"geomean": 1.63, "lowest": 1.63, "lowest_case": "8b qkv, 8192 tokens"},
+            {"delayed: fp8dist": summary(1.63, "8b qkv, 8192 tokens")},
+        ),
+        "memory": _part([cast], {"cast": summary(0.93, "c")}),
+        "update": _part(
+            [{**commit, "timings": {"graph": _timing(3.2), "graph_cold": _timing(5.1), "eager": _timing(14.0)}}],
+            {"commit_1000": summary(1.01, "commit")},
+        ),
+        "crossover": _part([{**crossing, "timings": {"bf16, 2048": _timing(1.0)}}], {"64 x 64": 2048}),
+        "sustained": _part(
+            [
+                {
+                    **run,
+                    "ratios": {"cold": [1.7, 1.6, 1.8]},
+                    "timings": {"cold": _timing(1.0), "sustained": _timing(1.2)},
+                }
+            ],
+            {},
+        ),
+        "job": _part(
+            [{**step, "peak_bytes": 3 << 30, "timings": {"step": _timing(1.0), "sync": _timing(42.0)}}],
+            {"delayed, graph": [1.31, 1.3, 1.32]},
         ),
     }
     return {
@@ -87,17 +114,24 @@ def test_figures_are_those_of_the_file(tmp_path: Path) -> None:
     loaded = results.load_all(tmp_path)
     table = goals(loaded)
     assert "Imaginary 9000" in table.splitlines()[0]
-    assert _line(table, "GEMM, tensorwise,").endswith("| 0.98 (lowest 0.91: 70b down wgrad) |")
-    assert _line(table, "GEMM, row-wise").endswith(f"| {NOT_YET} |")
-    assert _line(table, "cast only").endswith("| 0.93 (lowest 0.93: c) |")
-    assert _line(table, "digest").endswith(f"| {NOT_YET} |")
-    assert _line(table, "commit,").endswith(
-        "| 3.2 µs in a CUDA graph, warm; 5.1 µs cold; 14.0 µs launched one by one, warm |"
+    assert _line(table, 'GEMM, "auto", tensorwise,').endswith(
+        "| 1.00 | missed: 0.98 (0.96 to 0.99); lowest 0.98: 70b down wgrad |"
     )
-    assert "| 0.97 | - | - | 0.91 (70b down wgrad) | 1234 |" in TABLES["matmuls"](loaded)
-    assert "| cast | 1 of 8 x 16 | 31.5 | 3900 | 0.93 | 0.93 |" in TABLES["memory"](loaded)
-    assert "| commit | 1,000 | 1024 | 3.2 warm, 5.1 cold | 14.0 warm |" in TABLES["updates"](loaded)
-    assert "| 8b qkv, 8192 tokens | 1.00 | 1.63 | 1.63 | 1.61 |" in TABLES["linears"](loaded)
+    assert _line(table, "the same, row-wise").endswith(f"| {NOT_YET} |")
+    assert _line(table, "cast only").endswith("| 0.92 | undecided: 0.93 (0.91 to 0.94) |")
+    assert _line(table, "digest").endswith(f"| {NOT_YET} |")
+    assert _line(table, "commit,").endswith("| undecided: 1.01 (0.99 to 1.02) |")
+    assert _line(table, "FP8Linear forward").endswith("| 1.50 | reached: 1.63 (1.61 to 1.64) |")
+    for name, line in {
+        "matmuls": "auto | 40 | 0.98 (0.96 to 0.99) | 0.97 (0.90 to 1.00) | - | - | 0.98 (70b down wgrad) | - |",
+        "memory": "| cast | 1 of 8 x 16 | 31.5 | 3900 | copy, 4200 GB/s | 0.93 (0.91 to 0.94) |",
+        "updates": "| commit | 1,000 | 1024 | 3.2 warm, 5.1 cold | 14.0 warm |",
+        "linears": "| 8b qkv, 8192 tokens | 1.00 | 1.63 | 1.63 (1.60 to 1.65) | - | 1.50 (1.40 to 1.60) |",
+        "crossover": "| 64 x 64 | 2048 | 2048: 1.20 (1.10 to 1.30) |",
+        "sustained": "| fprop | 30 | 1300 | 1111 | 1.70 (1.60 to 1.80) | - |",
+        "jobs": "| delayed | graph | 123,457 | 1.31 (1.30 to 1.32) | 3.0 | 42 |",
+    }.items():
+        assert line in TABLES[name](loaded), name
     machines = TABLES["machines"](loaded)
     for text in ("0123456789", "torch 2.11.0, Triton 3.6.0", "2026-01-31", "100 passed, 0 failed, 2 skipped"):
         assert text in machines
@@ -106,17 +140,26 @@ def test_figures_are_those_of_the_file(tmp_path: Path) -> None:
 def test_a_wrong_result_gives_no_figure_but_its_reason() -> None:
     problem = "wrong: relative error 1.4, at most 0.004 is right"
     case = {"name": "8b qkv", "problem": problem}
-    table = goals([measured(matmul_tensorwise=_part([case], {"shapes": 3}, problem=problem))])
-    assert _line(table, "GEMM, tensorwise,").endswith(f"| no figure: {problem} |")
-    refused = _part([], {"shapes": 0, "refused_by_torch": "no such kernel (96 shapes)"})
-    table = goals([measured(matmul_blockwise=refused)])
-    assert _line(table, "GEMM, block-scaled").endswith("| no figure: no such kernel (96 shapes) |")
+    table = goals([measured(matmul_tensorwise=_part([case], {}, problem=problem))])
+    assert _line(table, 'GEMM, "auto", tensorwise,').endswith(f"| no figure: {problem} |")
+    refused = _part([], {"refused_by_torch": "no such kernel (96 shapes)"})
+    loaded = [measured(matmul_blockwise=refused)]
+    assert _line(goals(loaded), "the same, block-scaled").endswith("| no figure: no such kernel (96 shapes) |")
+    assert "blockwise" not in TABLES["matmuls"](loaded)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "judged"),
+    [(1.0, 1.1, "reached"), (0.99, 1.0, "undecided"), (0.9, 0.99, "missed"), (0.5, 2.0, "undecided")],
+)
+def test_a_goal_is_reached_if_its_whole_interval_is(low: float, high: float, judged: str) -> None:
+    assert verdict([(low + high) / 2, low, high], 1.0) == judged
 
 
 def test_a_part_that_was_cut_off_says_so() -> None:
-    figures = {"geomean": 1.0, "lowest": 0.9, "lowest_case": "x", "shapes": 10}
+    figures = {"auto": {"geomean": [1.0, 0.9, 1.1], "lowest": 0.9, "lowest_case": "x", "shapes": 10}}
     part = _part([], figures, status="cut off", problem="out of time after 10 of 96 cases")
-    assert "out of time after 10 of 96" in _line(goals([measured(matmul_rowwise=part)]), "GEMM, row-wise")
+    assert "out of time after 10 of 96" in _line(goals([measured(matmul_rowwise=part)]), "the same, row-wise")
 
 
 def test_smoke_runs_are_no_figures(tmp_path: Path) -> None:
@@ -133,8 +176,8 @@ def test_summary_for_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[st
     results.write(tmp_path / "imaginary-9000.json", measured())
     assert main(["--summary", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["what", "against", "must"]
-    assert "0.98 (lowest 0.91: 70b down wgrad)" in next(line for line in lines if line.startswith("GEMM, tensorwise"))
+    assert lines[0].split()[:3] == ["what", "against", "goal"]
+    assert "missed: 0.98 (0.96 to 0.99)" in next(line for line in lines if line.startswith('GEMM, "auto", tensorwise'))
     results.write(tmp_path / "imaginary-9000.json", {**measured(), "smoke": True})
     assert main(["--summary", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("figures of smoke runs mean nothing\n")
@@ -158,7 +201,7 @@ def test_hardware_claims_what_was_recorded() -> None:
     runs = {"machine": "an abacus", "steps": 20, "date": "2026-01-31T12:00:00Z"}
     said = hardware([measured()], runs, [ROW, {**ROW, "python": "3.9.1"}])
     assert said.splitlines() == [
-        "- **GPU:** Imaginary 9000: 100 tests passed, 0 failed; 4 of 4 benchmarks are complete (2026-01-31).",
+        "- **GPU:** Imaginary 9000: 100 tests passed, 0 failed; 7 of 7 benchmarks are complete (2026-01-31).",
         "- **CPU:** all tests, with gloo; convergence over 20 steps (an abacus).",
         "- **Versions:** Python 3.9 to 3.10 and torch 2.13, 2 pairs of them.",
     ]
@@ -219,5 +262,5 @@ def test_what_was_not_measured_again_is_kept(capsys: pytest.CaptureFixture[str],
 
 def test_figures_of_another_commit_say_so() -> None:
     table = goals([{**measured(), "commit": "fedcba9876543210"}])
-    assert _line(table, "cast only").endswith("| 0.93 (lowest 0.93: c) (commit 0123456789) |")
+    assert _line(table, "cast only").endswith("0.93 (0.91 to 0.94) (commit 0123456789) |")
     assert "(commit" not in goals([measured()])

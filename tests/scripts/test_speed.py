@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import json
 import math
+import random
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,24 +18,41 @@ from typing import Any
 import pytest
 import torch
 
-import scripts.benchmarks.gpu.matmuls
+import fp8dist
 import scripts.benchmarks.gpu.stopwatch
-from scripts.benchmarks.gpu import environment, reports, results
+from fp8dist import CurrentScaling
+from fp8dist_kernels import GEMMS, direct
+from fp8dist_kernels.reference.matmuls import Scaling, scaling_of
+from scripts.benchmarks.gpu import environment, jobs, linears, matmuls, memory, reports, results, sustained
 from scripts.benchmarks.gpu.kernels import LIKE_THE_LAST, run_part
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, same_bits
-from scripts.benchmarks.gpu.matmuls import KINDS, Matmuls, Operands, Planned
+from scripts.benchmarks.gpu.matmuls import AUTO, TRITON, Matmuls, Operands
 from scripts.benchmarks.gpu.memory import Memory
 from scripts.benchmarks.gpu.stopwatch import (
     FEWEST,
     MOST,
+    NARROW,
     Comparison,
     HostStopwatch,
+    Ratio,
     Timing,
-    back_to_back,
     compare,
+    compare_in_a_row,
+    interval_of_median,
     issue_time,
     stopwatch_of,
 )
+from scripts.benchmarks.llama_shapes import (
+    KINDS,
+    LINEARS,
+    RECIPES,
+    Layer,
+    Product,
+    fast_everywhere,
+    fast_gemms,
+    products_of,
+)
+from tests.support.graphs import EmulatedGraph
 
 
 class FakeClock:
@@ -74,25 +95,79 @@ def test_what_is_done_before_each_action_is_not_timed() -> None:
     actions = {"slow": clock.taking(0.02), "fast": clock.taking(0.01)}
     assert stopwatch.rounds(list(actions.values()), 2, before=clock.taking(1.0))[0] == pytest.approx([2e4] * 2)
     assert clock.seconds == pytest.approx(4.06)
-    assert compare(stopwatch, actions, 0.0, before=clock.taking(1.0)).ratio("slow", "fast") == pytest.approx(2.0)
+    assert compare(stopwatch, actions, 0.0, before=clock.taking(1.0)).ratio("slow", "fast").ratio == pytest.approx(2)
 
 
 def test_compare_fits_into_the_time_it_has() -> None:
     clock = FakeClock()
     stopwatch = HostStopwatch(clock)
-    actions = {"slow": clock.taking(0.02), "fast": clock.taking(0.01)}
+    actions = {"slow": clock.taking(0.02, 0.024), "fast": clock.taking(0.01)}
     comparison = compare(stopwatch, actions, seconds=0.61)
-    assert len(comparison.samples["slow"]) == 20
-    assert comparison.ratio("slow", "fast") == pytest.approx(2.0)
-    assert comparison.timings()["slow"]["median_us"] == pytest.approx(2e4)
+    assert 15 <= len(comparison.samples["slow"]) <= 20
+    assert comparison.ratio("slow", "fast").ratio == pytest.approx(2.2)
+    assert comparison.timings()["slow"]["median_us"] == pytest.approx(2.2e4)
     assert len(compare(stopwatch, actions, seconds=0.0).samples["slow"]) == FEWEST
     assert len(compare(stopwatch, actions, seconds=1e3).samples["slow"]) == MOST
+    in_a_row = compare_in_a_row(stopwatch, actions, 0.0, repeats=2)
+    assert in_a_row.timings()["fast"]["median_us"] == pytest.approx(5e3)
+
+
+def test_time_is_spent_where_a_ratio_is_not_known_well() -> None:
+    clock = FakeClock()
+    stopwatch = HostStopwatch(clock)
+    noise = random.Random(0)
+    counts = []
+    for spread in (0.0, 0.02, 0.2):
+        durations = [0.01 * (1 + spread * noise.uniform(-1, 1)) for _ in range(MOST)]
+        comparison = compare(stopwatch, {"noisy": clock.taking(*durations), "plain": clock.taking(0.02)}, seconds=1e3)
+        counts.append(len(comparison.samples["noisy"]))
+        _, low, high = comparison.ratio("plain", "noisy")
+        assert high <= NARROW * low or counts[-1] == MOST
+    assert counts[0] == FEWEST < counts[1] < counts[2] == MOST
+
+
+@pytest.mark.parametrize("count", [5, 6, 9, 15, 16, 40])
+def test_the_interval_of_a_median_holds_it_in_95_of_100_cases(count: int) -> None:
+    """The true median lies above each sample with the chance of a coin: count all outcomes of the coins."""
+    low, high = interval_of_median(list(range(count)))
+    chance = {below: math.comb(count, below) / 2**count for below in range(count + 1)}
+    if count == 5:
+        assert (low, high) == (0.0, math.inf), "all 5 samples are on one side too often"
+        return
+
+    def coverage(first: int) -> float:
+        # The first-th and the last but first-th sample hold the median if at least ``first`` are on either side.
+        return sum(chance[below] for below in range(first, count - first + 1))
+
+    first = int(low) + 1
+    assert high == count - first
+    assert coverage(first) >= 0.95 > coverage(first + 1), "none is narrower"
+
+
+def test_intervals_hold_the_truth_also_with_the_stopping_rule() -> None:
+    noise, holds = random.Random(1), {"ratio": 0, "mean": 0}
+    clock = FakeClock()
+
+    class Noisy(HostStopwatch):
+        def rounds(self, actions: Sequence[Any], count: int, *_: Any) -> list[list[float]]:
+            clock.seconds += 1e-3 * count
+            return [[action() * noise.lognormvariate(0, 0.006) for _ in range(count)] for action in actions]
+
+    for _ in range(400):
+        actions = {"ours": lambda: 1.0, "theirs": lambda: 1.02}
+        ratios = [compare(Noisy(clock), actions, seconds=10.0).ratio("theirs", "ours") for _ in range(3)]
+        holds["ratio"] += sum(low <= 1.02 <= high for _, low, high in ratios)
+        _, low, high = geomean(ratios)
+        holds["mean"] += low <= 1.02 <= high
+    # 1200 and 400 trials of a chance of 0.95: 3 standard errors are 0.02 and 0.03.
+    assert holds["ratio"] / 1200 >= 0.93
+    assert holds["mean"] / 400 >= 0.92
 
 
 def test_a_ratio_is_of_rounds_so_a_drifting_clock_does_not_matter() -> None:
     drift = [1.0, 1.1, 1.3, 1.7, 2.5]
     comparison = Comparison({"a": [3 * d for d in drift], "b": [2 * d for d in drift]})
-    assert comparison.ratio("a", "b") == pytest.approx(1.5)
+    assert comparison.ratio("a", "b").ratio == pytest.approx(1.5)
 
 
 class FakeEvent:
@@ -158,8 +233,8 @@ def test_the_gpu_stopwatch_times_what_is_between_its_events(monkeypatch: pytest.
     monkeypatch.setattr(scripts.benchmarks.gpu.stopwatch, "time", SimpleNamespace(perf_counter=clock))
     assert stopwatch.now() == 1e6 * clock.seconds
     assert issue_time(stopwatch, slow) == pytest.approx(2e4)
-    timing = back_to_back(stopwatch, slow, 2, 3)
-    assert (timing.median, timing.count) == (pytest.approx(2e4), 3)
+    timing = compare_in_a_row(stopwatch, {"": slow}, 0.0, 1).timings()[""]
+    assert (timing["median_us"], timing["count"]) == (pytest.approx(2e4), FEWEST)
 
 
 def test_the_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +252,12 @@ def test_the_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_geomean() -> None:
-    assert geomean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
+    mean = geomean([Ratio(0.5, 0.4, 0.6), Ratio(2.0, 2.0, 2.0), Ratio(8.0, 4.0, 16.0)])
+    assert mean.ratio == pytest.approx(2.0)
+    assert mean.low == pytest.approx(2.0 / math.exp(math.sqrt(math.log(1.25) ** 2 + math.log(2.0) ** 2) / 3))
+    assert mean.high == pytest.approx(2.0 * math.exp(math.sqrt(math.log(1.2) ** 2 + math.log(2.0) ** 2) / 3))
+    same = Ratio(1.1, 1.0, 1.2)
+    assert geomean([same]) == pytest.approx(same)
 
 
 def test_same_bits() -> None:
@@ -270,11 +350,18 @@ def test_a_part_out_of_time_is_cut_off() -> None:
 # Checking before timing -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+E4M3 = torch.float8_e4m3fn
+
+
+def _product(m: int, n: int, k: int, scaling: Scaling) -> Product:
+    return Product("p", "fprop", m, n, k, scaling, True, E4M3, E4M3)
+
+
+@pytest.mark.parametrize("kind", [scaling.value for scaling in Scaling])
 def test_the_reference_of_products(kind: str) -> None:
     """Compare with sums over plain Python floats."""
     torch.manual_seed(1)
-    operands = Operands.random(Planned("", "fprop", 3, 130, 260), kind, torch.device("cpu"))
+    operands = Operands.random(_product(3, 130, 260, Scaling(kind)), torch.device("cpu"))
     exact = operands.exactly(torch.tensor([0, 2]))
     a, b = operands.a.float().tolist(), operands.b.float().tolist()
 
@@ -301,8 +388,12 @@ def test_the_reference_of_products(kind: str) -> None:
 def test_a_wrong_product_is_not_timed(kind: str, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
-    def product(a: Any, b: Any, inv_scale_a: Any, inv_scale_b: Any, dtype: Any, fast: bool) -> torch.Tensor:
-        out = (a.float() * inv_scale_a) @ (b.float() * inv_scale_b).t()
+    def product(of: Any, operands: Operands, backend: str) -> Callable[[], torch.Tensor]:
+        # The other side is right.
+        return functools.partial(computed, operands, fault if backend == TRITON else None)
+
+    def computed(operands: Operands, fault: str | None) -> torch.Tensor:
+        out = (operands.a.float() * operands.inv_scale_a) @ (operands.b.float() * operands.inv_scale_b).t()
         if fault == "nan":
             out[17, 3] = torch.nan
         elif fault == "tile":
@@ -311,42 +402,177 @@ def test_a_wrong_product_is_not_timed(kind: str, fault: str | None, monkeypatch:
             out *= 1.05
         elif fault == "varies" and next(calls) % 2:
             out[0, 0] *= 1.01
-        return out.to(dtype)
+        return out.bfloat16()
 
-    monkeypatch.setattr(scripts.benchmarks.gpu.matmuls, "_ours", lambda: product)
+    monkeypatch.setattr(matmuls, "ours", product)
     lab = Lab(HostStopwatch(), smoke=True, seconds=0.0)
-    case = Matmuls(kind).measure(lab, Planned("p", "fprop", 300, 128, 256))
+    case = Matmuls(kind).measure(lab, _product(300, 128, 256, Scaling(kind)))
     assert ("problem" in case) == (fault is not None), case
-    assert ("ratio" in case) == (fault is None)
-    figures = Matmuls(kind).figures([case])
-    assert ("geomean" in figures) == (fault is None)
+    assert ("ratios" in case) == (fault is None)
+    assert set(Matmuls(kind).figures([case])) == (set() if fault else {AUTO, TRITON})
 
 
 def test_figures_of_products() -> None:
-    cases = [
-        {"name": "a", "use": "fprop", "ratio": 0.5},
-        {"name": "b", "use": "dgrad", "ratio": 2.0},
-        {"name": "c", "use": "dgrad", "refused_by_torch": "no"},
-    ]
+    def case(name: str, gemm: str, fast: bool, default: bool, ratio: float) -> Case:
+        ratios = {AUTO: [ratio, ratio, ratio], f"{AUTO} vs bf16": [2.0, 2.0, 2.0]}
+        return {"name": name, "gemm": gemm, "fast": fast, "default": default, "ratios": ratios}
+
+    refused: Case = {"name": "r", "gemm": "wgrad", "fast": False, "default": True, "refused_by_torch": "no"}
+    cases = [case("a", "fprop", True, True, 0.5), case("b", "dgrad", False, True, 2.0), refused]
     figures = Matmuls("rowwise").figures(cases)
-    assert figures["geomean"] == pytest.approx(1.0)
-    assert (figures["lowest"], figures["lowest_case"], figures["shapes"]) == (0.5, "a", 2)
-    assert "wgrad" not in figures
+    assert figures["auto"]["geomean"].ratio == pytest.approx(1.0)
+    assert (figures["auto"]["lowest"], figures["auto"]["lowest_case"], figures["auto"]["shapes"]) == (0.5, "a", 2)
+    assert (figures["auto"]["wgrad"], figures["auto"]["bf16"].ratio) == (None, pytest.approx(2.0))
     assert figures["refused_by_torch"] == "no (1 shapes)"
+    assert "auto, fast" not in figures, "fprop alone"
+    figures = Matmuls("rowwise").figures([*cases, case("c", "dgrad", True, False, 8.0)])
+    assert figures["auto"]["geomean"].ratio == pytest.approx(1.0)
+    assert figures["auto, fast"]["geomean"].ratio == pytest.approx(2.0)
 
 
 def test_figures_of_memory() -> None:
-    def case(kernel: str, size: str, ratio: float, speed: float) -> Case:
-        name = f"{kernel} {size}"
-        return {"name": name, "kernel": kernel, "ratio": ratio, "gb_per_s": {"fp8dist": speed, "copy": speed / ratio}}
+    def case(kernel: str, size: str, ratio: float) -> Case:
+        return {"name": f"{kernel} {size}", "kernel": kernel, "ratios": {"fp8dist": [ratio, ratio, ratio]}}
 
     wrong = {"name": "amax s", "kernel": "amax", "problem": "wrong"}
-    cases = [case("cast", "s", 0.8, 3200.0), case("cast", "l", 0.9, 3690.0), wrong, case("amax", "l", 0.9, 10.0)]
-    figures = Memory().figures(cases)
-    assert figures["copy_gb_per_s"] == pytest.approx(4100.0)
+    figures = Memory().figures([case("cast", "s", 0.8), case("cast", "l", 0.9), wrong, case("amax", "l", 0.9)])
     assert figures["cast"]["lowest_case"] == "cast s"
-    assert figures["cast"]["of_fastest_copy"] == pytest.approx(0.9)
     assert "amax" not in figures, "one of its results was wrong"
+
+
+@pytest.mark.parametrize("kernel", ["digest", "cast"])
+def test_what_only_reads_is_compared_with_a_read(kernel: str) -> None:
+    lab = Lab(HostStopwatch(), smoke=True, seconds=0.0)
+    case = Memory().measure(lab, memory.Planned(kernel, 64, 48, 3 if kernel == "digest" else 1))
+    references = set(memory.READS) if kernel == "digest" else {"copy"}
+    assert set(case["timings"]) == {"fp8dist", *references}
+    times = {side: case["timings"][side]["median_us"] for side in references}
+    assert times[case["reference"]] == min(times.values())
+
+
+def test_a_read_that_leaves_something_out_is_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = memory._read
+
+    class Lazy:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda words, sums, count, block: read[grid](words, sums, count - 1, block)
+
+    monkeypatch.setattr(memory, "_read", Lazy())
+    with pytest.raises(RuntimeError, match="does not read all"):
+        memory._references(memory.Planned("amax", 100, 48), torch.device("cpu"))
+
+
+# What is measured -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_plan_is_what_fp8_linear_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, tokens, layer = RECIPES[name], 200, Layer("l", 160, 272)
+    calls = []
+
+    def recorded(a: Any, b: Any, inv_scale_a: Any, inv_scale_b: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        scaling = scaling_of(a, b, inv_scale_a, inv_scale_b)
+        calls.append((*a.shape, b.shape[0], scaling, options["fast_accumulation"], a.dtype, b.dtype))
+        return matmul(a, b, inv_scale_a, inv_scale_b, *rest, **options)
+
+    matmul = direct.matmul
+    monkeypatch.setattr(direct, "matmul", recorded)
+    for chosen in (recipe, fast_everywhere(recipe)):
+        if chosen is None:
+            continue
+        calls.clear()
+        model = torch.nn.Sequential(torch.nn.Linear(layer.in_features, layer.out_features))
+        fp8dist.prepare(model, chosen)
+        model(torch.randn(tokens, layer.in_features, requires_grad=True)).sum().backward()
+        planned = products_of(chosen, layer, tokens)
+        assert calls == [(p.m, p.k, p.n, p.scaling, p.fast, p.a_dtype, p.b_dtype) for p in planned]
+        assert [product.fast for product in products_of(recipe, layer, tokens, ("dgrad",))] == [False, True, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_benchmark_measures_what_training_runs(kind: str) -> None:
+    recipe = KINDS[kind]
+    planned = matmuls.planned_products(kind, [("8B", 8192)])
+    default = [one for layer in LINEARS[:4] for one in products_of(recipe, layer, 8192)]
+    everywhere = [one for layer in LINEARS[:4] for one in products_of(recipe, layer, 8192, GEMMS)]
+    assert planned[: len(default)] == default, "what training runs comes first"
+    assert len({product.name for product in planned}) == len(planned)
+    more = [] if kind == "blockwise" else [product for product in everywhere if product not in default]
+    assert planned[len(default) :] == more
+
+
+def test_a_recipe_with_fast_accumulation_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where recipes have no field for it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class WithField(CurrentScaling):
+        fast_accumulation: tuple[Any, ...] = ("fprop",)
+
+    fast = fast_everywhere(WithField())
+    assert fast is not None
+    assert fast_gemms(fast) == GEMMS
+    assert fast_gemms(WithField()) == fast_gemms(CurrentScaling()) == ("fprop",)
+    assert (fast_everywhere(CurrentScaling()) is None) == (not hasattr(CurrentScaling(), "fast_accumulation"))
+
+
+@pytest.mark.parametrize("truth", [1, 16, 100, 128, 129, 1024, 5000])
+def test_the_crossover_is_found_by_bisection(truth: int) -> None:
+    counts, asked = [16, 128, 512, 1024, 4096], []
+
+    def beats(tokens: int) -> bool:
+        asked.append(tokens)
+        return tokens >= truth
+
+    assert linears.first_that_beats(counts, beats) == next((count for count in counts if count >= truth), None)
+    assert len(asked) == len(set(asked)) <= 3
+
+
+def test_the_crossover_needs_a_sure_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compared:
+        def __init__(self, tokens: int) -> None:
+            self.tokens = tokens
+
+        def timings(self) -> dict[str, Any]:
+            return {"bf16": Timing.of([1.0]).as_dict()}
+
+        def ratio(self, of: str, to: str) -> Ratio:
+            assert (of, to) == ("bf16", "fp8dist")
+            return Ratio(1.05, 0.99 if self.tokens < 64 else 1.01, 1.1)
+
+    monkeypatch.setattr(linears, "_eagerly", lambda lab, bench, models, seconds: Compared(len(bench.x)))
+    lab = Lab(HostStopwatch(), smoke=True, seconds=0.0)
+    (planned,) = linears.Crossover().plan(lab)
+    case = linears.Crossover().measure(lab, planned)
+    assert case["crossover"] == 64
+    assert linears.Crossover().figures([case, {"name": "x", "problem": "p"}]) == {case["name"]: 64}
+
+
+def test_a_sustained_run_has_no_pause_and_ends_in_time() -> None:
+    clock = FakeClock()
+    windows = sustained.sustained(HostStopwatch(clock), clock.taking(0.001), 2.95)
+    assert windows == pytest.approx([1e3] * 30), "of 100 ms each"
+    assert clock.seconds == pytest.approx(3.002)
+    assert len(sustained.sustained(HostStopwatch(clock), clock.taking(0.001), 0.0)) == FEWEST
+
+
+def test_a_sustained_speed_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 slows down to half, bf16 does not."""
+    windows = {"bf16": [4.0] * 30, "auto": [1.0] * 15 + [2.0] * 15}
+    order = iter(["bf16", "auto"])
+    asked = []
+
+    def sustain(stopwatch: Any, action: Any, seconds: float) -> list[float]:
+        asked.append(seconds)
+        return windows[next(order)]
+
+    monkeypatch.setattr(sustained, "sustained", sustain)
+    part, lab = sustained.Sustained(), Lab(HostStopwatch(), smoke=True, seconds=0.0)
+    plain, ours, *_ = part.plan(lab)
+    cases = [part.measure(lab, plain), part.measure(Lab(HostStopwatch(), seconds=0.0, share=12.0), ours)]
+    assert asked == [0.0, 10.0], "the part's time is not exceeded"
+    assert cases[1]["timings"]["sustained"]["median_us"] == 2.0
+    assert cases[1]["ratios"]["sustained"] == (2.0, 2.0, 2.0)
+    assert "ratios" not in cases[0]
 
 
 def test_poison_is_nan_in_every_float_format() -> None:
@@ -355,6 +581,66 @@ def test_poison_is_nan_in_every_float_format() -> None:
         assert code.float().isnan().all()
     poison((3, 5), torch.bfloat16, torch.device("cpu"))
     poison((0,), torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [("rowwise", "compiled"), *itertools.product([jobs.BF16, *RECIPES], ["eager", "graph"])],
+)
+def test_a_training_step_is_timed(recipe: str, mode: str) -> None:
+    case = jobs.trained(jobs.Planned(recipe, mode), jobs.SMALL, torch.device("cpu"))
+    assert ("sync" in case["timings"]) == (recipe != jobs.BF16)
+    assert case["timings"]["step"]["count"] == len(case["step_us"]) == jobs.WINDOWS
+    tokens = jobs.SMALL.batch * jobs.SMALL.context
+    assert case["tokens_per_s"] == pytest.approx(1e6 * tokens / case["timings"]["step"]["median_us"])
+
+
+def test_a_captured_training_step_ends_with_its_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", EmulatedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph.capture())
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    manager = fp8dist.prepare(model).attach(boundary="manual")
+
+    def step() -> None:
+        model(torch.ones(16, 32)).sum().backward()
+        manager.step()
+
+    step()
+    replay = jobs._captured(step, manager)
+    steps = manager.steps
+    for _ in range(3):
+        replay()
+        manager.poll()
+    assert manager.steps == steps + 3
+
+
+def test_a_crash_of_a_training_run_loses_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, outcomes = [], iter([1, subprocess.TimeoutExpired("", 1.0), 0])
+
+    def run(command: list[str], timeout: float, **_: Any) -> Any:
+        limits.append(timeout)
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome == 0:
+            case = {"timings": {"step": Timing.of([2.0]).as_dict()}, "step_us": [2.0] * 6}
+            Path(command[command.index("--out") + 1]).write_text(json.dumps(case))
+        return SimpleNamespace(returncode=outcome, stderr="Traceback\nAcceleratorError: CUDA error: lost\n")
+
+    monkeypatch.setattr(jobs.subprocess, "run", run)
+    part, clock = jobs.Jobs(), FakeClock()
+    monkeypatch.setattr(part, "plan", lambda lab: [jobs.Planned(r, "eager") for r in ("block", "delayed", jobs.BF16)])
+    result = run_part(part, Lab(HostStopwatch(clock)), 40.0, lambda part: None, clock)
+    problems = [case.get("problem") for case in result["cases"]]
+    assert problems == [
+        "block, eager: status 1: AcceleratorError: CUDA error: lost",
+        "delayed, eager: not done after 55 s",
+        None,
+    ]
+    assert limits == [40.0 + jobs.GRACE] * 3
+    fast = {"name": "delayed, eager", "recipe": "delayed", "mode": "eager", "step_us": [1.0] * 6}
+    assert part.figures([*result["cases"], fast]) == {"delayed, eager": (2.0, 2.0, 2.0)}
 
 
 # Tests' reports ---------------------------------------------------------------------------------------

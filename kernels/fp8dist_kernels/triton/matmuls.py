@@ -46,8 +46,8 @@ def matmul(
 ) -> Tensor:
     """See ``reference.matmuls.matmul_torch``. Block scaling works wherever Triton runs.
 
-    The tile depends only on shape, scaling and device (``tile_for``), and one program accumulates each element. So the
-    result is the same on every call, and on every rank with such a device.
+    The tile depends only on the ``Problem`` and the device (``tile_for``), and one program accumulates each element. So
+    the result is the same on every call, and on every rank with such a device.
 
     Raises:
         ValueError: as ``matmul_torch``; operands that are not FP8, or both E5M2 (which cuBLASLt refuses as well).
@@ -71,7 +71,8 @@ def multiply(
         raise ValueError(f"operands are {a.dtype} and {b.dtype}: expected E4M3, or E4M3 and E5M2 in either order")
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
-    plan = _plan_for(a.shape, b.shape, scaling, fast_accumulation, out_dtype, bias is not None, a.device)
+    dtypes = a.dtype, b.dtype, out_dtype
+    plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, bias is not None, a.device)
     return _run(plan, a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
 
 
@@ -107,14 +108,14 @@ class _Plan(NamedTuple):
 def _plan_for(
     shape_a: torch.Size,
     shape_b: torch.Size,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     scaling: Scaling,
     fast_accumulation: bool,
-    out_dtype: torch.dtype,
     biased: bool,
     device: torch.device,
 ) -> _Plan:
-    tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation), device)
-    return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, out_dtype, biased, device)
+    tile = tile_for(Problem(shape_a[0], shape_b[0], shape_a[1], scaling, fast_accumulation, *dtypes), device)
+    return _plan(tile, shape_a, shape_b, scaling, fast_accumulation, dtypes[2], biased, device)
 
 
 def _plan(

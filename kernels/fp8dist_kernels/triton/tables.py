@@ -2,13 +2,14 @@
 
 A file holds the measurements for one kind of device::
 
-    {"format": 1, "device": "NVIDIA H200", "measured": "2025-01-31", "commit": "…", "versions": {…},
-     "entries": [{"scaling": "tensorwise", "fast_accumulation": true, "m": 4096, "n": 4096, "k": 4096,
-                  "tile": {"rows": 128, …}, "vs_torch": 1.01}, …]}
+    {"format": 2, "device": "NVIDIA H200", "measured": "2025-01-31", "commit": "…", "versions": {…},
+     "entries": [{"scaling": "tensorwise", "fast_accumulation": true, "a": "e4m3", "b": "e4m3", "out": "bfloat16",
+                  "m": 4096, "n": 4096, "k": 4096, "tile": {"rows": 128, …},
+                  "vs_torch": 1.04, "low": 1.03, "high": 1.05}, …]}
 
-n and k are exact. m is a bucket, the next power of two at or above the real m: token counts vary, but hardly matter
-within a bucket. ``vs_torch`` is torch's time divided by ours. If nothing was measured, ``measured`` and ``commit`` are
-null, and ``entries`` is empty.
+Only products at which Triton is ``Entry.faster`` have an entry. n and k are exact. m is a bucket, the next power of two
+at or above the real m: token counts vary, but hardly matter within a bucket. If nothing was measured, ``measured`` and
+``commit`` are null, and ``entries`` is empty.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["FORMAT", "Entry", "Tile", "TileTable", "bucket", "file_name"]
+__all__ = ["FASTER", "FORMAT", "Entry", "Key", "Tile", "TileTable", "bucket", "file_name"]
 
-FORMAT = 1
-Key = tuple[str, bool, int, int, int]
+FORMAT = 2
+Key = tuple[str, bool, str, str, str, int, int, int]
+"""(scaling, fast accumulation, dtype of a, of b, of the result, bucket of m, n, k)."""
+
+FASTER = 1.02
+"""Smallest ``vs_torch`` of an entry. Less is not worth a second implementation, whose bits differ."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +50,32 @@ class Tile:
 
 @dataclass(frozen=True)
 class Entry:
-    """One measurement. ``m`` is a bucket."""
+    """One measurement. ``m`` is a bucket; ``a``, ``b``, ``out`` name dtypes.
+
+    ``vs_torch`` is torch's time divided by ours; ``low`` to ``high`` is its 95 % confidence interval.
+    """
 
     scaling: str
     fast_accumulation: bool
+    a: str
+    b: str
+    out: str
     m: int
     n: int
     k: int
     tile: Tile
     vs_torch: float
+    low: float
+    high: float
 
     @property
     def key(self) -> Key:
-        return self.scaling, self.fast_accumulation, self.m, self.n, self.k
+        return self.scaling, self.fast_accumulation, self.a, self.b, self.out, self.m, self.n, self.k
+
+    @property
+    def faster(self) -> bool:
+        """True if Triton is faster than torch by at least ``FASTER``, and that is not luck."""
+        return self.vs_torch >= FASTER and self.low > 1.0
 
     def described(self) -> dict[str, Any]:
         """Return the entry as JSON values."""
@@ -69,6 +87,11 @@ class TileTable:
 
     def __init__(self, entries: Mapping[Key, Entry]) -> None:
         self._entries = MappingProxyType(dict(entries))
+
+    @property
+    def entries(self) -> Iterable[Entry]:
+        """All measurements."""
+        return self._entries.values()
 
     @staticmethod
     @functools.cache
@@ -89,9 +112,9 @@ class TileTable:
             raise ValueError(f"bad entry in a tile table: {error}") from error
         return TileTable({entry.key: entry for entry in entries})
 
-    def entry(self, m: int, n: int, k: int, scaling: str, fast_accumulation: bool) -> Entry | None:
-        """Return the measurement for a product of this shape, or None."""
-        return self._entries.get((scaling, fast_accumulation, bucket(m), n, k))
+    def entry(self, key: Key) -> Entry | None:
+        """Return the measurement with this key, or None."""
+        return self._entries.get(key)
 
 
 def bucket(m: int) -> int:

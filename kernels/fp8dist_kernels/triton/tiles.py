@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
+from fp8dist_kernels.formats import FORMATS
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.triton.launching import processors
-from fp8dist_kernels.triton.tables import Tile, TileTable
+from fp8dist_kernels.triton.tables import Entry, Key, Tile, TileTable, bucket
 
-__all__ = ["Problem", "best_of", "candidates", "faster_than_torch", "tile_for"]
+__all__ = ["Problem", "best_of", "candidates", "cost_of", "faster_than_torch", "key_of", "tile_for"]
 
 _WIDE = Tile(rows=128, columns=256, depth=128, warps=8, stages=4, group=16)
 _WIDE_BLOCKS = Tile(rows=128, columns=256, depth=128, warps=8, stages=3, group=16)
@@ -33,6 +35,7 @@ _SMALL = Tile(rows=64, columns=64, depth=128, warps=4, stages=4, group=8)
 _WIDE_BLACKWELL = Tile(rows=128, columns=256, depth=128, warps=8, stages=3, group=16)
 _LOW_BLACKWELL = Tile(rows=64, columns=128, depth=128, warps=4, stages=3, group=16)
 
+_NAMES = MappingProxyType({format.dtype: format.name for format in FORMATS.values()} | {torch.bfloat16: "bfloat16"})
 _HOPPER = 9
 _BLACKWELL = 10
 _STEPS_TO_WRITE = 2
@@ -41,13 +44,16 @@ _STEPS_TO_WRITE = 2
 
 @dataclass(frozen=True)
 class Problem:
-    """The product of a [m, k] and b [n, k]."""
+    """The product of a [m, k] and b [n, k]. Everything that its speed depends on."""
 
     m: int
     n: int
     k: int
     scaling: Scaling
     fast_accumulation: bool
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    out_dtype: torch.dtype
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -55,7 +61,7 @@ def tile_for(problem: Problem, device: torch.device) -> Tile:
     """Return the tile for a product on ``device``: the measured one if there is one, else the formula's. The same on
     every call, and on all devices of one kind."""
     tiles = candidates(problem, _capability(device))
-    entry = TileTable.of(_name(device)).entry(problem.m, problem.n, problem.k, *_kind(problem))
+    entry = _measured(problem, device)
     if entry is not None and entry.tile in tiles:
         return entry.tile
     return best_of(tiles, problem, processors(device))
@@ -63,10 +69,21 @@ def tile_for(problem: Problem, device: torch.device) -> Tile:
 
 @functools.lru_cache(maxsize=1 << 12)
 def faster_than_torch(problem: Problem, device: torch.device) -> bool:
-    """True if the shipped table says that Triton is at least as fast as torch's product. False without a
-    measurement."""
-    entry = TileTable.of(_name(device)).entry(problem.m, problem.n, problem.k, *_kind(problem))
-    return entry is not None and entry.vs_torch >= 1.0 and entry.tile in candidates(problem, _capability(device))
+    """True if the shipped table shows that Triton is faster than torch's product. False without a measurement."""
+    entry = _measured(problem, device)
+    return entry is not None and entry.faster and entry.tile in candidates(problem, _capability(device))
+
+
+def key_of(problem: Problem) -> Key:
+    """Return the problem's key in a table."""
+    # Block-scaled products always accumulate in float32.
+    fast = problem.fast_accumulation and not problem.scaling.in_blocks
+    a, b, out = (_NAMES.get(dtype, str(dtype)) for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype))
+    return problem.scaling.value, fast, a, b, out, bucket(problem.m), problem.n, problem.k
+
+
+def _measured(problem: Problem, device: torch.device) -> Entry | None:
+    return TileTable.of(_name(device)).entry(key_of(problem))
 
 
 def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[Tile, ...]:
@@ -90,19 +107,15 @@ def _large_for_hopper(problem: Problem) -> tuple[Tile, ...]:
 
 
 def best_of(tiles: tuple[Tile, ...], problem: Problem, processors: int) -> Tile:
-    """Return the tile with which the busiest of ``processors`` programs reads the fewest bytes; the first if equal."""
-
-    def cost(tile: Tile) -> int:
-        count = _ceil(problem.m, tile.rows) * _ceil(problem.n, tile.columns)
-        steps = _ceil(problem.k, tile.depth) + _STEPS_TO_WRITE
-        return _ceil(count, processors) * steps * (tile.rows + tile.columns) * tile.depth
-
-    return min(tiles, key=cost)
+    """Return the tile of the lowest ``cost_of``; the first if equal."""
+    return min(tiles, key=lambda tile: cost_of(tile, problem, processors))
 
 
-def _kind(problem: Problem) -> tuple[str, bool]:
-    # Block-scaled products always accumulate in float32.
-    return problem.scaling.value, problem.fast_accumulation and not problem.scaling.in_blocks
+def cost_of(tile: Tile, problem: Problem, processors: int) -> int:
+    """Return the modelled cost of a tile: the bytes that the busiest of ``processors`` programs reads."""
+    count = _ceil(problem.m, tile.rows) * _ceil(problem.n, tile.columns)
+    steps = _ceil(problem.k, tile.depth) + _STEPS_TO_WRITE
+    return _ceil(count, processors) * steps * (tile.rows + tile.columns) * tile.depth
 
 
 def _ceil(size: int, by: int) -> int:

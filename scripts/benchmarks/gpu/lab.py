@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.gpu.stopwatch import Stopwatch
+from scripts.benchmarks.gpu.stopwatch import Ratio, Stopwatch
 
-__all__ = ["Case", "Lab", "Part", "geomean", "joined_problems", "poison", "ratios_of", "same_bits"]
+__all__ = ["Case", "Lab", "Part", "geomean", "poison", "same_bits", "summary_of"]
 
 Case = dict[str, Any]
-"""Measurement of one shape: "name"; "timings" of each side, or a "problem"; and the part's own figures."""
+"""Measurement of one shape: "name"; "timings" of each side, or a "problem"; "ratios"; and the part's own figures."""
 
 
 @dataclass
 class Lab:
-    """A device, its stopwatch, and the time limit of the next case.
+    """A device, its stopwatch, and time limits in seconds: of each comparison of the next case, the next case's fair
+    ``share``, and all that is ``left`` of the part.
 
     ``smoke``: tiny sizes, to check that everything runs. Such figures mean nothing, and are never published.
     """
@@ -28,6 +29,8 @@ class Lab:
     stopwatch: Stopwatch
     smoke: bool = False
     seconds: float = 1.0
+    share: float = 5.0
+    left: float = 60.0
 
     @property
     def device(self) -> torch.device:
@@ -53,23 +56,27 @@ class Part(Protocol):
         ...
 
 
-def geomean(ratios: Iterable[float]) -> float:
-    """Return the geometric mean of at least one positive number."""
-    logs = [math.log(ratio) for ratio in ratios]
-    return math.exp(sum(logs) / len(logs))
+def geomean(ratios: Sequence[Ratio]) -> Ratio:
+    """Return the geometric mean of at least one ratio. Intervals add as those of independent errors do."""
+    logs = [(math.log(middle), math.log(low), math.log(high)) for middle, low, high in ratios]
+    mean = sum(middle for middle, _, _ in logs) / len(logs)
+    down = math.hypot(*(middle - low for middle, low, _ in logs)) / len(logs)
+    up = math.hypot(*(high - middle for middle, _, high in logs)) / len(logs)
+    return Ratio(math.exp(mean), math.exp(mean - down), math.exp(mean + up))
 
 
-def ratios_of(cases: Sequence[Case], key: str = "ratio") -> dict[str, float]:
-    """Return the ratios by case name, for the cases that have one."""
-    return {case["name"]: case[key] for case in cases if key in case}
-
-
-def joined_problems(cases: Sequence[Case]) -> str | None:
-    """Return one line about all cases that could not be measured; None if there are none."""
-    named = [f"{case['name']}: {case['problem']}" for case in cases if case.get("problem")]
-    if not named:
-        return None
-    return named[0] if len(named) == 1 else f"{named[0]} (and {len(named) - 1} more)"
+def summary_of(cases: Sequence[Case], key: str) -> dict[str, Any]:
+    """Return mean, lowest and number of the cases' ratios ``key``; empty without any, or if a result was wrong."""
+    ratios = {case["name"]: Ratio(*case["ratios"][key]) for case in cases if key in case.get("ratios", {})}
+    if not ratios or any(case.get("problem") for case in cases):
+        return {}
+    lowest = min(ratios, key=ratios.__getitem__)
+    return {
+        "geomean": geomean(list(ratios.values())),
+        "lowest": ratios[lowest].ratio,
+        "lowest_case": lowest,
+        "shapes": len(ratios),
+    }
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Forward and backward of one Linear, including casts: FP8Linear, as ``fp8dist.prepare`` makes it, against bf16.
 
-Each run is a step's first: its slots have recorded nothing yet, so all amaxes are new.
+Each run is a step's first: its slots have recorded nothing yet, so all amaxes are new. Also the number of tokens from
+which on FP8 is faster in eager mode: below, the time of the host decides.
 """
 
 from __future__ import annotations
@@ -10,38 +11,50 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import fp8dist
+from fp8dist.recipe import Recipe
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
-from scripts.benchmarks.gpu.lab import Case, Lab, geomean, joined_problems, ratios_of
-from scripts.benchmarks.gpu.stopwatch import Action, back_to_back, compare, issue_time
-from scripts.benchmarks.llama_shapes import LINEARS
+from scripts.benchmarks.gpu.lab import Case, Lab, summary_of
+from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, issue_time, repeated
+from scripts.benchmarks.llama_shapes import LINEARS, RECIPES, Layer, fast_everywhere
 
-__all__ = ["Linears", "Planned", "Torchao"]
+__all__ = ["Crossover", "Linears", "Torchao", "first_that_beats"]
 
-OURS, ALL_OURS, BF16 = "fp8dist", "fp8dist, triton", "bf16"
-"""Backend "auto", which uses torch's products unless the shipped table says that ours are as fast, and backend
-"triton"."""
+OURS, FAST, TRITON, BF16, TORCHAO = "fp8dist", "fp8dist, fast", "fp8dist, triton", "bf16", "torchao"
+"""Backend "auto"; the same with fast accumulation in all GEMMs; backend "triton"."""
 
-RECIPES = ("tensorwise", "rowwise")
+LIKE_TORCHAO = MappingProxyType(
+    {"tensorwise": fp8dist.CurrentScaling(), "rowwise": fp8dist.RowwiseScaling(power_of_two=True)}
+)
+"""The recipe that does what torchao's does."""
+
+WIDTHS = (1024, 2048, 4096, 8192)
+TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Of the crossover, in ascending order."""
+
 FURTHEST = 0.15
 """Largest relative error against bf16. Rounding to E4M3 causes about 3 %, to E5M2 5 %; a wrong product over 100 %."""
 
-IN_A_ROW, SAMPLES = 5, 5
+IN_A_ROW = 5
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A layer and its number of tokens."""
+class Planned(NamedTuple):
+    """A layer in training."""
 
-    name: str
+    layer: Layer
     tokens: int
-    in_features: int
-    out_features: int
+    recipe: str
+
+    @property
+    def name(self) -> str:
+        """The name in a results file."""
+        return f"{self.layer.name}, {self.tokens} tokens, {self.recipe}"
 
 
 @dataclass(frozen=True)
@@ -54,8 +67,8 @@ class Bench:
     @staticmethod
     def random(planned: Planned, device: torch.device) -> Bench:
         """Random bf16 data, with the magnitudes of a real step's gradients."""
-        x = torch.randn(planned.tokens, planned.in_features, dtype=torch.bfloat16, device=device)
-        gradient = torch.randn(planned.tokens, planned.out_features, dtype=torch.bfloat16, device=device)
+        x = torch.randn(planned.tokens, planned.layer.in_features, dtype=torch.bfloat16, device=device)
+        gradient = torch.randn(planned.tokens, planned.layer.out_features, dtype=torch.bfloat16, device=device)
         return Bench(x.requires_grad_(), gradient.mul_(1e-3))
 
     def both_ways(self, model: nn.Module) -> tuple[Tensor, ...]:
@@ -79,27 +92,34 @@ class Prepared:
 
 
 class Linears:
-    """FP8Linear against nn.Linear."""
+    """FP8Linear with each recipe against nn.Linear."""
 
     name = "linears"
 
     def plan(self, lab: Lab) -> list[Planned]:
-        """Llama 3 8B's layers."""
-        return _layers(lab, (8192, 16384))
+        """Llama 3 8B's layers; the recipe with a goal first."""
+        if lab.smoke:
+            return [Planned(Layer("smoke", 64, 48), 32, recipe) for recipe in ("delayed", "block")]
+        return [Planned(layer, 8192, recipe) for recipe in RECIPES for layer in LINEARS if layer.name.startswith("8B")]
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
-        """See ``Part``. "ratio" is bf16's time over ours, on the device; "eager_ratio" the same by the host's clock."""
-        bench, plain = Bench.random(planned, lab.device), _linear(planned, lab.device)
-        models = {OURS: _prepared(plain, bench, "auto"), ALL_OURS: _prepared(plain, bench, "triton")}
-        for name, model in models.items():
-            problem = _wrong(bench, model.model, plain)
-            if problem:
-                return {**_named(planned), "problem": f"{name}: {problem}"}
-        return {**_named(planned), **_timed(lab, bench, {**models, BF16: Prepared(plain)}, BF16)}
+        """See ``Part``. "ratios": the time of bf16 over each side's, on the device; "…, eager": by the host's clock."""
+        recipe = RECIPES[planned.recipe]
+        fast = fast_everywhere(recipe)
+        sides = {OURS: (recipe, "auto"), **({FAST: (fast, "auto")} if fast else {}), TRITON: (recipe, "triton")}
+        bench, plain = Bench.random(planned, lab.device), _linear(planned.layer, lab.device)
+        models = {side: _prepared(plain, bench, *how) for side, how in sides.items()}
+        return _measured(lab, planned, bench, models, {BF16: plain})
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """See ``Part``."""
-        return _figures_against(cases, BF16)
+        """See ``Part``: by recipe and side."""
+        return {
+            f"{recipe}: {key}": summary
+            for recipe in RECIPES
+            for side in (OURS, FAST, TRITON)
+            for key in (side, f"{side}, eager")
+            if (summary := summary_of([case for case in cases if case.get("recipe", recipe) == recipe], key))
+        }
 
 
 class Torchao:
@@ -107,70 +127,86 @@ class Torchao:
 
     name = "torchao"
 
-    def plan(self, lab: Lab) -> list[Any]:
+    def plan(self, lab: Lab) -> list[Planned]:
         """Return few layers, because each is compiled."""
         if importlib.util.find_spec("torchao") is None:
             return []
-        return [(layer, recipe) for layer in _layers(lab, (8192,))[:3] for recipe in RECIPES]
+        layers = [Layer("smoke", 64, 48)] if lab.smoke else [LINEARS[2], LINEARS[0]]
+        return [Planned(layer, 32 if lab.smoke else 8192, recipe) for layer in layers for recipe in LIKE_TORCHAO]
 
-    def measure(self, lab: Lab, planned: Any) -> Case:
-        """See ``Part``. "ratio" is torchao's time over ours."""
-        layer, recipe = planned
-        bench, plain = Bench.random(layer, lab.device), _linear(layer, lab.device)
-        case = {**_named(layer), "name": f"{layer.name}, {recipe}", "recipe": recipe}
-        theirs = _torchao(plain, recipe, compiled=not lab.smoke)
-        model = _prepared(plain, bench, "auto")
-        problem = _wrong(bench, model.model, plain)
-        if problem:
-            return {**case, "problem": problem}
-        models = {OURS: model, "torchao": Prepared(theirs), BF16: Prepared(plain)}
-        return {**case, **_timed(lab, bench, models, "torchao")}
+    def measure(self, lab: Lab, planned: Planned) -> Case:
+        """See ``Part``. "ratios": torchao's time over ours, and bf16's over torchao's."""
+        bench, plain = Bench.random(planned, lab.device), _linear(planned.layer, lab.device)
+        theirs = _torchao(plain, planned.recipe, compiled=not lab.smoke)
+        models = {OURS: _prepared(plain, bench, LIKE_TORCHAO[planned.recipe], "auto")}
+        return _measured(lab, planned, bench, models, {TORCHAO: theirs, BF16: plain})
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe."""
-        figures = {}
-        for recipe in RECIPES:
-            mine = [case for case in cases if case.get("recipe") == recipe]
-            if any("ratio" in case for case in mine):
-                figures[recipe] = _figures_against(mine, "torchao")
-        return figures
+        by_recipe = {recipe: [case for case in cases if case.get("recipe") == recipe] for recipe in LIKE_TORCHAO}
+        return {recipe: summary for recipe, mine in by_recipe.items() if (summary := summary_of(mine, OURS))}
 
 
-def _layers(lab: Lab, tokens: Sequence[int]) -> list[Planned]:
-    if lab.smoke:
-        return [Planned("smoke", 32, 64, 48)]
-    return llama_layers(tokens)
+class Crossover:
+    """The number of tokens from which on an eager FP8Linear beats nn.Linear, by width."""
+
+    name = "crossover"
+
+    def plan(self, lab: Lab) -> list[Planned]:
+        """Return square layers. The number of tokens is the largest that is tried."""
+        widths, most = ((32,), 64) if lab.smoke else (WIDTHS, TOKENS[-1])
+        return [Planned(Layer(f"{width} x {width}", width, width), most, "delayed") for width in widths]
+
+    def measure(self, lab: Lab, planned: Planned) -> Case:
+        """See ``Part``. "crossover": tokens; None if FP8 is faster at none. "timings" are by the number of tokens."""
+        case: Case = {"name": planned.layer.name, "timings": {}, "ratios": {}, "crossover": None}
+        counts = [16, 64] if lab.smoke else list(TOKENS)
+        probes = len(counts).bit_length()
+
+        def beats(tokens: int) -> bool:
+            bench = Bench.random(planned._replace(tokens=tokens), lab.device)
+            plain = _linear(planned.layer, lab.device)
+            models = {BF16: Prepared(plain), OURS: _prepared(plain, bench, RECIPES[planned.recipe], "auto")}
+            comparison = _eagerly(lab, bench, models, lab.seconds / probes)
+            case["timings"] |= {f"{side}, {tokens}": timing for side, timing in comparison.timings().items()}
+            case["ratios"][str(tokens)] = ratio = comparison.ratio(BF16, OURS)
+            return ratio.low > 1.0
+
+        case["crossover"] = first_that_beats(counts, beats)
+        found = f"FP8 is faster from {case['crossover']} tokens on" if case["crossover"] else "bf16 is always faster"
+        print(f"    {case['name']}, eager, forward + backward: {found}", flush=True)
+        return case
+
+    def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
+        """See ``Part``: tokens by layer."""
+        return {case["name"]: case["crossover"] for case in cases if "crossover" in case}
 
 
-def llama_layers(tokens: Sequence[int]) -> list[Planned]:
-    """Return Llama 3 8B's Linears at these numbers of tokens."""
-    layers = [layer for layer in LINEARS if layer[0] == "8B"]
-    return [
-        Planned(f"{model} {layer}, {count} tokens", count, in_features, out_features)
-        for count in tokens
-        for model, layer, in_features, out_features in layers
-    ]
+def first_that_beats(counts: Sequence[int], beats: Callable[[int], bool]) -> int | None:
+    """Return the first of ascending ``counts`` at which ``beats`` is true, by bisection; None if at none.
+
+    From the first such number on ``beats`` must be true.
+    """
+    below, above = -1, len(counts)
+    while above - below > 1:
+        middle = (below + above) // 2
+        if beats(counts[middle]):
+            above = middle
+        else:
+            below = middle
+    return counts[above] if above < len(counts) else None
 
 
-def _named(planned: Planned) -> Case:
-    return {
-        "name": planned.name,
-        "tokens": planned.tokens,
-        "in_features": planned.in_features,
-        "out_features": planned.out_features,
-    }
-
-
-def _linear(planned: Planned, device: torch.device) -> nn.Module:
-    linear = nn.Linear(planned.in_features, planned.out_features, bias=False, device=device, dtype=torch.bfloat16)
+def _linear(layer: Layer, device: torch.device) -> nn.Module:
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device=device, dtype=torch.bfloat16)
     return nn.Sequential(linear)
 
 
-def _prepared(plain: nn.Module, bench: Bench, backend: str) -> Prepared:
-    """Return the model in FP8 after two steps, so that no slot is cold."""
+def _prepared(plain: nn.Module, bench: Bench, recipe: Recipe, backend: str) -> Prepared:
+    """Return the model in FP8 after a few steps, so that no slot is cold, and the host knows it."""
     model = copy.deepcopy(plain)
-    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), backend=backend)
-    for _ in range(2):
+    manager = fp8dist.prepare(model, recipe, backend=backend)
+    for _ in range(3):
         bench.both_ways(model)
         manager.step()
     return Prepared(model, [sync.arena.pending for sync in manager._syncs])
@@ -183,7 +219,8 @@ def _torchao(plain: nn.Module, recipe: str, compiled: bool) -> nn.Module:
     if not compiled:  # Uncompiled runs may have no GPU.
         object.__setattr__(config, "emulate", True)
     model = convert_to_float8_training(copy.deepcopy(plain), config=config)
-    return torch.compile(model) if compiled else model  # type: ignore[return-value]
+    # Other layers were compiled before: without dynamic=False the kernels would be for sizes that vary.
+    return torch.compile(model, dynamic=False) if compiled else model  # type: ignore[return-value]
 
 
 def _wrong(bench: Bench, model: nn.Module, plain: nn.Module) -> str | None:
@@ -196,50 +233,50 @@ def _wrong(bench: Bench, model: nn.Module, plain: nn.Module) -> str | None:
     return None
 
 
-def _timed(lab: Lab, bench: Bench, models: Mapping[str, Prepared], against: str) -> Case:
+def _measured(
+    lab: Lab, planned: Planned, bench: Bench, ours: Mapping[str, Prepared], others: Mapping[str, nn.Module]
+) -> Case:
+    """Return the case. "ratios" are against the first of ``others``; bf16 says what is right."""
+    case: Case = {"name": planned.name, "recipe": planned.recipe, "tokens": planned.tokens}
+    against, *_ = others
+    for name, model in ours.items():
+        problem = _wrong(bench, model.model, others[BF16])
+        if problem:
+            return {**case, "problem": f"{name}: {problem}"}
+    models = {**ours, **{name: Prepared(model) for name, model in others.items()}}
     actions: dict[str, Action] = {name: _action(bench, one) for name, one in models.items()}
-    # The host's clock cannot exclude anything, so our time includes ``forget``.
-    steps: dict[str, Action] = {name: _action(bench, one, forget=True) for name, one in models.items()}
 
     def forget() -> None:
         for one in models.values():
             one.forget()
 
-    repeats, samples = (1, 1) if lab.smoke else (IN_A_ROW, SAMPLES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for action in actions.values():
             action()
         head_start = max(issue_time(lab.stopwatch, action) for action in actions.values())
-        comparison = compare(lab.stopwatch, actions, lab.seconds, head_start, forget)
-        eager = {name: back_to_back(lab.stopwatch, step, repeats, samples) for name, step in steps.items()}
+        comparison = compare(lab.stopwatch, actions, lab.seconds / 2, head_start, forget)
+        eager = _eagerly(lab, bench, models, lab.seconds / 2)
+    ratios = {name: comparison.ratio(against, name) for name in models if name != against}
     return {
-        "timings": {**comparison.timings(), **{f"{name}, eager": timing.as_dict() for name, timing in eager.items()}},
-        "ratio": comparison.ratio(against, OURS),
-        "eager_ratio": eager[against].median / eager[OURS].median,
-        "times_as_fast_as_bf16": {name: comparison.ratio(BF16, name) for name in models},
+        **case,
+        "timings": {**comparison.timings(), **{f"{name}, eager": one for name, one in eager.timings().items()}},
+        "ratios": {**ratios, **{f"{name}, eager": eager.ratio(against, name) for name in ratios}},
         "issue_us": head_start,
     }
 
 
-def _action(bench: Bench, one: Prepared, forget: bool = False) -> Callable[[], object]:
+def _eagerly(lab: Lab, bench: Bench, models: Mapping[str, Prepared], seconds: float) -> Comparison:
+    # The host's clock cannot exclude anything, so our time includes ``forget``.
+    repeats = 1 if lab.smoke else IN_A_ROW
+    steps = {name: repeated(_action(bench, one, forget=True), repeats) for name, one in models.items()}
+    return compare_in_a_row(lab.stopwatch, steps, seconds, repeats)
+
+
+def _action(bench: Bench, one: Prepared, forget: bool = False) -> Action:
     def action() -> None:
         if forget:
             one.forget()
         bench.both_ways(one.model)
 
     return action
-
-
-def _figures_against(cases: Sequence[Case], other: str) -> dict[str, Any]:
-    ratios, figures = ratios_of(cases), {"against": other, "shapes": len(ratios_of(cases))}
-    if not ratios or joined_problems(cases):
-        return figures
-    lowest = min(ratios, key=ratios.__getitem__)
-    return {
-        **figures,
-        "geomean": geomean(ratios.values()),
-        "lowest": ratios[lowest],
-        "lowest_case": lowest,
-        "eager_geomean": geomean(ratios_of(cases, "eager_ratio").values()),
-    }

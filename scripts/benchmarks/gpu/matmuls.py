@@ -1,12 +1,13 @@
-"""FP8 products of Llama 3's layers: ``fp8dist_kernels.triton`` against ``torch._scaled_mm``, with one kind of scales.
+"""FP8 products of Llama 3's layers, as FP8Linear runs them in training: ``matmul`` with "auto" and with "triton",
+against ``torch._scaled_mm`` and against bf16.
 
-Before timing, sampled rows of both results are compared with float64, and the complete results with each other.
+Before timing, sampled rows of all results are compared with float64, and complete results with torch's.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fp8dist_kernels import GEMMS, direct
 from fp8dist_kernels.reference.matmuls import SCALE_BLOCK, Scaling, block_scales_for_torch, column_major
-from scripts.benchmarks.gpu.lab import Case, Lab, geomean, joined_problems, poison, ratios_of
-from scripts.benchmarks.gpu.stopwatch import compare, issue_time
-from scripts.benchmarks.llama_shapes import PASSES, shapes_of
+from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, summary_of
+from scripts.benchmarks.gpu.stopwatch import Ratio, compare, issue_time
+from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Layer, Product, fast_gemms, products_of
 
-__all__ = ["KINDS", "Matmuls", "Operands", "Planned"]
+__all__ = ["AUTO", "BF16", "TORCH", "TRITON", "Matmuls", "Operands", "ours", "planned_products"]
 
-KINDS = tuple(scaling.value for scaling in Scaling)
-ONLY_WGRAD = Scaling.BLOCKWISE_1D.value
-"""1 x 128 scales for both operands: products of two activations."""
-OURS, THEIRS = "fp8dist", "torch._scaled_mm"
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MIDDLE_FIRST = (8192, 16384, 4096, 32768)
+AUTO, TRITON, TORCH, BF16 = "auto", "triton", "torch._scaled_mm", "bf16"
+OURS = (AUTO, TRITON)
+SMOKE = Layer("smoke", 256, 144)
 SAMPLED_ROWS = 64
 COLUMNS_AT_ONCE = 8192
 ELEMENTS_AT_ONCE = 1 << 26
@@ -40,15 +39,20 @@ FURTHEST = 0.25
 """Largest distance of an element from torch's, as a share of the result's RMS. A wrong tile differs by more than 1."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """One product: a[m, k] times b[n, k] transposed. ``use``: fprop, dgrad or wgrad."""
+def planned_products(kind: str, steps: Sequence[tuple[str, int]]) -> list[Product]:
+    """Return the products that the recipe of ``kind`` runs by default, and those with fast accumulation everywhere.
 
-    name: str
-    use: str
-    m: int
-    n: int
-    k: int
+    Args:
+        kind: one of ``KINDS``.
+        steps: (model, tokens), most important first.
+    """
+    recipe = KINDS[kind]
+    products: dict[Product, None] = {}
+    for fast in (None,) if recipe.by == "block" else (None, GEMMS):  # Blocks are always added in float32.
+        for model, tokens in steps:
+            layers = [layer for layer in LINEARS if layer.name.startswith(model)]
+            products |= dict.fromkeys(one for layer in layers for one in products_of(recipe, layer, tokens, fast))
+    return list(products)
 
 
 @dataclass(frozen=True)
@@ -62,30 +66,25 @@ class Operands:
     inv_scale_b: Tensor
 
     @staticmethod
-    def random(planned: Planned, kind: str, device: torch.device) -> Operands:
-        """Return random operands in the formats of a training step: gradients are E5M2 under tensorwise scaling
-        only."""
-        m, n, k = planned.m, planned.n, planned.k
-        gradients = kind == "tensorwise" and planned.use != "fprop"
+    def random(product: Product, device: torch.device) -> Operands:
+        """Return random operands of a product."""
+        m, n, k, scaling = product.m, product.n, product.k, product.scaling
         blocks = -(-k // SCALE_BLOCK)
-        shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-            "tensorwise": ((), ()),
-            "rowwise": ((m, 1), (n, 1)),
-            "blockwise": ((m, blocks), (-(-n // SCALE_BLOCK), blocks)),
-            "blockwise_1d": ((m, blocks), (n, blocks)),
+        shapes: dict[Scaling, tuple[tuple[int, ...], tuple[int, ...]]] = {
+            Scaling.TENSORWISE: ((), ()),
+            Scaling.ROWWISE: ((m, 1), (n, 1)),
+            Scaling.BLOCKWISE: ((m, blocks), (-(-n // SCALE_BLOCK), blocks)),
+            Scaling.BLOCKWISE_1D: ((m, blocks), (n, blocks)),
         }
-        of_a, of_b = shapes[kind]
+        of_a, of_b = shapes[scaling]
         inv_scale_a, inv_scale_b = (torch.rand(shape, device=device).add_(0.5) for shape in (of_a, of_b))
-        if Scaling(kind).in_blocks:  # As casts lay them out.
+        if scaling.in_blocks:  # As casts lay them out.
             inv_scale_a = column_major(inv_scale_a)
-        if kind == "blockwise_1d":
+        if scaling is Scaling.BLOCKWISE_1D:
             inv_scale_b = column_major(inv_scale_b)
-        return Operands(
-            torch.randn(m, k, dtype=torch.bfloat16, device=device).to(E5M2 if gradients else E4M3),
-            torch.randn(n, k, dtype=torch.bfloat16, device=device).to(E4M3),
-            inv_scale_a,
-            inv_scale_b,
-        )
+        # Power draw, and so the clock, depends on the data: use random numbers, not zeros.
+        a, b = (torch.randn(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
+        return Operands(a.to(product.a_dtype), b.to(product.b_dtype), inv_scale_a, inv_scale_b)
 
     def exactly(self, rows: Tensor) -> Tensor:
         """Return float64 [len(rows), n]: these rows of the exact product."""
@@ -109,132 +108,131 @@ def _of_elements(inv_scale: Tensor, height: int, width: int) -> Tensor:
 
 
 class Matmuls:
-    """One recipe's products."""
+    """The products of one kind of recipes."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.name = f"matmul_{kind}"
 
-    def plan(self, lab: Lab) -> list[Planned]:
-        """Return all layers, numbers of tokens and uses; the middle number of tokens first."""
+    def plan(self, lab: Lab) -> list[Product]:
+        """See ``Part``."""
         if lab.smoke:
-            products = [Planned("smoke fprop", "fprop", 48, 256, 128), Planned("smoke wgrad", "wgrad", 32, 128, 256)]
-        else:
-            products = llama_products()
-        return [one for one in products if self.kind != ONLY_WGRAD or one.use == "wgrad"]
+            return products_of(KINDS[self.kind], SMOKE, 48)
+        return planned_products(self.kind, (("8B", 8192), ("70B", 8192)))
 
-    def measure(self, lab: Lab, planned: Planned) -> Case:
-        """See ``Part``. "ratio" is torch's time over ours."""
-        matmul = _ours()
-        operands = Operands.random(planned, self.kind, lab.device)
-        arguments = (operands.a, operands.b, operands.inv_scale_a, operands.inv_scale_b, torch.bfloat16, True)
-        case: Case = {"name": planned.name, "use": planned.use, "m": planned.m, "n": planned.n, "k": planned.k}
-        theirs, refusal = _theirs(operands, self.kind)
-
-        def ours() -> Tensor:
-            return matmul(*arguments)
-
-        case |= _examined(lab, operands, ours, theirs)
+    def measure(self, lab: Lab, planned: Product) -> Case:
+        """See ``Part``. "ratios": torch's time over ours by side; "… vs bf16": the time of bf16 over ours."""
+        operands = Operands.random(planned, lab.device)
+        default = planned.fast == (planned.gemm in fast_gemms(KINDS[self.kind]))
+        case: Case = {"name": planned.name, "gemm": planned.gemm, "fast": planned.fast, "default": default}
+        sides = {side: ours(planned, operands, side) for side in OURS}
+        theirs, refusal = _theirs(planned, operands)
+        case |= _examined(lab, operands, sides, theirs)
         if "problem" in case:
             return case
-        actions = {OURS: ours} if theirs is None else {OURS: ours, THEIRS: theirs}
-        comparison = compare(lab.stopwatch, actions, lab.seconds, issue_time(lab.stopwatch, ours))
-        case["timings"] = comparison.timings()
-        operations = 2 * planned.m * planned.n * planned.k
-        case["tflops"] = {side: operations / 1e6 / case["timings"][side]["median_us"] for side in actions}
         if theirs is None:
             case["refused_by_torch"] = refusal
         else:
-            case["ratio"] = comparison.ratio(THEIRS, OURS)
+            sides[TORCH] = theirs
+        a, b = (torch.randn(one.shape, dtype=torch.bfloat16, device=lab.device) for one in (operands.a, operands.b))
+        sides[BF16] = functools.partial(torch.matmul, a, b.t())
+        head_start = max(issue_time(lab.stopwatch, action) for action in sides.values())
+        comparison = compare(lab.stopwatch, sides, lab.seconds, head_start)
+        case["timings"] = comparison.timings()
+        operations = 2 * planned.m * planned.n * planned.k
+        case["tflops"] = {side: operations / 1e6 / case["timings"][side]["median_us"] for side in sides}
+        case["ratios"] = {f"{side} vs bf16": comparison.ratio(BF16, side) for side in OURS}
+        if theirs is not None:
+            case["ratios"] |= {side: comparison.ratio(TORCH, side) for side in OURS}
         return case
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """See ``Part``."""
-        ratios = ratios_of(cases)
+        """See ``Part``: by side, for the default accumulation and for fast accumulation everywhere."""
         refused = [case["refused_by_torch"] for case in cases if "refused_by_torch" in case]
-        figures: dict[str, Any] = {"shapes": len(ratios)}
-        if refused:
-            figures["refused_by_torch"] = f"{refused[0]} ({len(refused)} shapes)"
-        if joined_problems(cases) or not ratios:
-            return figures
-        lowest = min(ratios, key=ratios.__getitem__)
-        figures |= {"geomean": geomean(ratios.values()), "lowest": ratios[lowest], "lowest_case": lowest}
-        for use in PASSES:
-            of_use = [case["ratio"] for case in cases if case["use"] == use and "ratio" in case]
-            if of_use:
-                figures[use] = geomean(of_use)
+        figures: dict[str, Any] = {"refused_by_torch": f"{refused[0]} ({len(refused)} shapes)"} if refused else {}
+        failed = [case for case in cases if case.get("problem")]
+        default = [case for case in cases if case.get("default")]
+        fast = [case for case in cases if case.get("fast")]
+        for name, chosen in (("", default), *((", fast", fast),) * any(not case["default"] for case in fast)):
+            for side in OURS:
+                summary = summary_of([*chosen, *failed], side)
+                by_gemm = {gemm: _mean([case for case in chosen if case["gemm"] == gemm], side) for gemm in GEMMS}
+                if summary:
+                    figures[side + name] = {**summary, **by_gemm, BF16: _mean(chosen, f"{side} vs bf16")}
         return figures
 
 
-def llama_products() -> list[Planned]:
-    """Return the products of Llama 3 8B and 70B, at 4k to 32k tokens."""
-    shapes = [shape for tokens in MIDDLE_FIRST for shape in shapes_of(tokens)]
-    return [Planned(shape.name, shape.name.split()[-1], shape.m, shape.n, shape.k) for shape in shapes]
+def _mean(cases: Sequence[Case], key: str) -> Ratio | None:
+    ratios = [Ratio(*case["ratios"][key]) for case in cases if key in case.get("ratios", {})]
+    return geomean(ratios) if ratios else None
 
 
-def _ours() -> Any:
-    from fp8dist_kernels.triton.matmuls import matmul
+def ours(product: Product, operands: Operands, backend: str) -> Callable[[], Tensor]:
+    """Return the product as FP8Linear calls it."""
+    return functools.partial(
+        direct.matmul,
+        operands.a,
+        operands.b,
+        operands.inv_scale_a,
+        operands.inv_scale_b,
+        torch.bfloat16,
+        fast_accumulation=product.fast,
+        backend=backend,
+    )
 
-    return matmul
 
-
-def _theirs(operands: Operands, kind: str) -> tuple[Callable[[], Tensor] | None, str]:
+def _theirs(product: Product, operands: Operands) -> tuple[Callable[[], Tensor] | None, str]:
     """Return torch's product as a call without arguments, with scales in its layout; or None and the reason."""
     a, b, inv_scale_a, inv_scale_b = operands.a, operands.b.t(), operands.inv_scale_a, operands.inv_scale_b
-    if kind == "rowwise":
-        inv_scale_b = inv_scale_b.t()
-    elif Scaling(kind).in_blocks:
-        inv_scale_a, laid_out = block_scales_for_torch(inv_scale_a, inv_scale_b, Scaling(kind))
-        inv_scale_b = laid_out[: inv_scale_b.shape[1]] if kind == "blockwise" else laid_out.t()
-
-    def product(fast: bool) -> Tensor:
-        return torch._scaled_mm(
-            a, b, scale_a=inv_scale_a, scale_b=inv_scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
-
-    def public_product() -> Tensor:
+    call: Callable[[], Tensor]
+    if product.scaling.in_blocks:
+        inv_scale_a, inv_scale_b = block_scales_for_torch(inv_scale_a, inv_scale_b, product.scaling)
         lines, squares = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
-        of_b = squares if kind == "blockwise" else lines
-        return functional.scaled_mm(a, b, inv_scale_a, lines, laid_out, of_b, output_dtype=torch.bfloat16)
+        of_b = squares if product.scaling is Scaling.BLOCKWISE else lines
+        call = functools.partial(
+            functional.scaled_mm, a, b, inv_scale_a, lines, inv_scale_b, of_b, output_dtype=torch.bfloat16
+        )
+    else:
+        call = functools.partial(
+            torch._scaled_mm,
+            a,
+            b,
+            scale_a=inv_scale_a,
+            scale_b=inv_scale_b.t() if inv_scale_b.ndim else inv_scale_b,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=product.fast,
+        )
+    try:
+        call()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return None, str(error).strip().splitlines()[0][:160]
+    return call, ""
 
-    attempts: list[Callable[[], Tensor]] = [functools.partial(product, True), functools.partial(product, False)]
-    if Scaling(kind).in_blocks:
-        attempts.append(public_product)
-    refusals = []
-    for attempt in attempts:
-        try:
-            attempt()
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            refusals.append(str(error).strip().splitlines()[0][:160])
-        else:
-            return attempt, ""
-    return None, refusals[0]
 
-
-def _examined(lab: Lab, operands: Operands, ours: Any, theirs: Any) -> Case:
-    """Return the errors of both results against float64, and a "problem" if ours is wrong."""
+def _examined(lab: Lab, operands: Operands, sides: Mapping[str, Any], theirs: Any) -> Case:
+    """Return the errors of all results against float64, and a "problem" if one of ours is wrong."""
     m, n = operands.a.shape[0], operands.b.shape[0]
     generator = torch.Generator().manual_seed(m + n)
     rows = torch.cat([torch.tensor([0, m - 1]), torch.randint(m, (SAMPLED_ROWS,), generator=generator)]).unique()
     rows = rows.to(lab.device)
     exact = operands.exactly(rows)
-    poison((m, n), torch.bfloat16, lab.device)
-    mine = ours()
-    error = _relative_error(mine[rows], exact)
-    again = ours()
-    case: Case = {"error": {OURS: error}}
-    allowed = 10 * SLACK
+    case: Case = {"error": {}}
+    allowed, other = 10 * SLACK, None
     if theirs is not None:
         other = theirs()
-        case["error"][THEIRS] = _relative_error(other[rows], exact)
-        allowed = WORSE_THAN_TORCH * case["error"][THEIRS] + SLACK
-        furthest = _largest_difference(mine, other)
-        if not furthest <= FURTHEST:
-            case["problem"] = f"wrong: an element is {furthest:.3g} of the root mean square away from torch's"
-    if not error <= allowed:
-        case["problem"] = f"wrong: relative error {error:.3g}, at most {allowed:.3g} is right"
-    elif not torch.equal(mine.view(torch.int16), again.view(torch.int16)):
-        case["problem"] = "wrong: two runs differ"
+        case["error"][TORCH] = _relative_error(other[rows], exact)
+        allowed = WORSE_THAN_TORCH * case["error"][TORCH] + SLACK
+    for side, product in sides.items():
+        poison((m, n), torch.bfloat16, lab.device)
+        mine = product()
+        error = case["error"][side] = _relative_error(mine[rows], exact)
+        furthest = 0.0 if other is None else _largest_difference(mine, other)
+        if not error <= allowed:
+            case["problem"] = f"wrong: {side}: relative error {error:.3g}, at most {allowed:.3g} is right"
+        elif not furthest <= FURTHEST:
+            case["problem"] = f"wrong: {side}: an element is {furthest:.3g} of the root mean square away from torch's"
+        elif not torch.equal(mine.view(torch.int16), product().view(torch.int16)):
+            case["problem"] = f"wrong: {side}: two runs differ"
     return case
 
 

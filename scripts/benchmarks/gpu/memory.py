@@ -1,4 +1,4 @@
-"""Memory-bound kernels, against a device copy that moves as many bytes.
+"""Memory-bound kernels, against a device copy of as many bytes; those that only read, against a read of as many.
 
 =================== ============================================== =====
 kernel              reads and writes per bf16 element              bytes
@@ -12,9 +12,10 @@ cast_128x128        reads it, writes FP8 twice                     4
 cast_rowwise        reads it, then again, and writes FP8 twice     6
 =================== ============================================== =====
 
-Scales are not counted.
+Scales are not counted. The read is a sum, by torch or by the kernel below, whichever is faster.
 
-Casts are timed as in a step: a hot slot that has recorded nothing yet, including the launch that handles a cold slot.
+Casts are timed as those of inputs and gradients in training: the host knows that the slot is hot, and the slot has
+recorded nothing yet.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
-from scripts.benchmarks.gpu.lab import Case, Lab, geomean, joined_problems, poison, ratios_of, same_bits
+from scripts.benchmarks.gpu.lab import Case, Lab, poison, same_bits, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, compare, issue_time
 
 __all__ = ["KERNELS", "Memory", "Planned"]
 
 OURS, COPY = "fp8dist", "copy"
+READS = ("read by torch", "read by Triton")
+READ_ONLY = ("amax", "digest")
 KERNELS = ("cast_transpose_amax", "amax", "cast", "digest", "cast_1x128", "cast_128x128", "cast_rowwise")
 BYTES = (4, 2, 3, 2, 4, 4, 6)
 EVERYWHERE = 3
@@ -41,6 +46,8 @@ EVERYWHERE = 3
 SIZES = ((8192, 14336, 1), (16384, 4096, 1), (8192, 4096, 1), (32768, 28672, 1))
 MANY = ((8192, 4096, 64), (32768, 28672, 1))
 """Shapes for digests, which cover many tensors at a time: (rows, columns, tensors)."""
+READ_AT_ONCE = 4096
+"""Words of 8 bytes per program of the read."""
 SCALE = 37.3
 
 
@@ -78,7 +85,7 @@ class Memory:
         return [*delayed, *digests, *(Planned(kernel, *sizes[0]) for kernel in KERNELS[EVERYWHERE + 1 :])]
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
-        """See ``Part``. "ratio" is the copy's time over ours."""
+        """See ``Part``. "ratios": the time of the "reference" over ours."""
         shape = (planned.rows, planned.columns)
         tensors = [torch.randn(shape, dtype=torch.bfloat16, device=lab.device) for _ in range(planned.tensors)]
         case: Case = {
@@ -94,37 +101,50 @@ class Memory:
         action, problem = _MEASURES[KERNELS.index(planned.kernel)](tensors, pending)
         if problem:
             return {**case, "problem": f"wrong: {problem}"}
-        source = torch.ones(planned.moved // 2, dtype=torch.uint8, device=lab.device)
-        target = torch.empty_like(source)
-        actions: dict[str, Action] = {OURS: action, COPY: lambda: target.copy_(source)}
+        actions: dict[str, Action] = {OURS: action, **_references(planned, lab.device)}
         # As at the beginning of a step: once the amax is recorded, the kernel skips the recording.
         before = functools.partial(pending.fill_, DID_NOT_RUN)
         comparison = compare(lab.stopwatch, actions, lab.seconds, issue_time(lab.stopwatch, action), before)
         case["timings"] = comparison.timings()
-        case["ratio"] = comparison.ratio(COPY, OURS)
+        case["reference"] = min(list(actions)[1:], key=lambda side: case["timings"][side]["median_us"])
+        case["ratios"] = {OURS: comparison.ratio(case["reference"], OURS)}
         case["gb_per_s"] = {s: planned.moved / 1e3 / t["median_us"] for s, t in case["timings"].items()}
         return case
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """See ``Part``. By kernel: the geometric mean over sizes, the lowest, and the ratio to the fastest copy of
-        all."""
-        measured = [case for case in cases if "ratio" in case]
-        figures: dict[str, Any] = {}
-        if measured:
-            figures["copy_gb_per_s"] = max(case["gb_per_s"][COPY] for case in measured)
-        for kernel in KERNELS:
-            mine = [case for case in cases if case.get("kernel") == kernel]
-            ratios = ratios_of(mine)
-            if not ratios or joined_problems(mine):
-                continue
-            lowest = min(ratios, key=ratios.__getitem__)
-            figures[kernel] = {
-                "geomean": geomean(ratios.values()),
-                "lowest": ratios[lowest],
-                "lowest_case": lowest,
-                "of_fastest_copy": max(case["gb_per_s"][OURS] for case in mine) / figures["copy_gb_per_s"],
-            }
-        return figures
+        """See ``Part``: by kernel, over its sizes."""
+        by_kernel = {kernel: [case for case in cases if case.get("kernel") == kernel] for kernel in KERNELS}
+        return {kernel: summary for kernel, mine in by_kernel.items() if (summary := summary_of(mine, OURS))}
+
+
+def _references(planned: Planned, device: torch.device) -> dict[str, Action]:
+    """Return what the memory can do at best.
+
+    Raises:
+        RuntimeError: a read did not read everything.
+    """
+    if planned.kernel not in READ_ONLY:
+        source = torch.ones(planned.moved // 2, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return {COPY: lambda: target.copy_(source)}
+    words = torch.randint(-(1 << 61), 1 << 61, (planned.moved // 8,), device=device)
+    sums = words.new_empty(-(-len(words) // READ_AT_ONCE))
+    reads: tuple[Action, ...] = (
+        functools.partial(torch.sum, words),
+        functools.partial(_read[(len(sums),)], words, sums, len(words), READ_AT_ONCE),
+    )
+    reads[1]()
+    if not torch.equal(sums.sum(), words.sum()):
+        raise RuntimeError("the reference does not read all of the memory")
+    return dict(zip(READS, reads))
+
+
+@triton.jit
+def _read(words, sums, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum ``words``, int64 [count]: one partial sum per program."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    read = tl.load(words + places, mask=places < count, other=0)
+    tl.store(sums + tl.program_id(0), tl.sum(read))
 
 
 Examined = tuple[Callable[[], object], str | None]
@@ -138,7 +158,7 @@ def _cast(tensors: Sequence[Tensor], pending: Tensor, everything: bool) -> Exami
     (x,) = tensors
     scale = torch.tensor(SCALE, device=x.device)
     cold = torch.zeros((), dtype=torch.bool, device=x.device)
-    options: dict[str, Any] = {"just_in_time": True, "margin": 0, "power_of_two": False, "rows": True}
+    options: dict[str, Any] = {"just_in_time": False, "margin": 0, "power_of_two": False, "rows": True}
     options |= {"record": everything, "columns": everything}
     dtype = torch.float8_e4m3fn
     action = functools.partial(casts.quantize, x, scale, cold, pending, dtype, **options)

@@ -2,15 +2,15 @@
 
 ::
 
-    {"schema": 1, "smoke": false, "date": "2026-01-31T12:00:00Z", "run": "…", "commit": "…" or null, "dirty": false,
+    {"schema": 2, "smoke": false, "date": "2026-01-31T12:00:00Z", "run": "…", "commit": "…" or null, "dirty": false,
      "device":   {"name", "capability", "driver", "memory_gib", "processors"},
      "versions": {"python", "torch", "cuda", "triton", "torchao", "fp8dist"},
      "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "cut_off"},
      "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
 
-Numbers that are not finite are text: "nan", "inf", "-inf". Parts and tests have their own "commit", "dirty" and "date",
-because they may come from different runs. A figure is missing if its result was wrong; the ``problem`` of its part or
-case says why.
+A ratio is [median, low, high]: the other side's time over ours, and its confidence interval. Numbers that are not
+finite are text: "nan", "inf", "-inf". Parts and tests have their own "commit", "dirty" and "date", because they may
+come from different runs. A figure is missing if its result was wrong; the ``problem`` of its part or case says why.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ __all__ = [
     "write",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 STAMP = ("commit", "dirty", "date")
 PARTS = (
     "matmul_tensorwise",
+    "linears",
     "memory",
     "update",
-    "linears",
+    "crossover",
     "matmul_rowwise",
     "matmul_blockwise",
-    "matmul_blockwise_1d",
+    "sustained",
     "torchao",
+    "job",
 )
 STATUSES = ("done", "failed", "cut off")
 _TIMING = ("median_us", "low_us", "high_us", "count")

@@ -1,12 +1,13 @@
-"""Measure times on a device: interleaved runs with a cold cache, reported as medians with their spread."""
+"""Measure times on a device: interleaved runs, reported as medians, and as ratios with their intervals."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,12 +16,16 @@ __all__ = [
     "Comparison",
     "CudaStopwatch",
     "HostStopwatch",
+    "Ratio",
     "Stopwatch",
     "Timing",
-    "back_to_back",
     "compare",
+    "compare_in_a_row",
+    "interval_of_median",
     "issue_time",
+    "repeated",
     "stopwatch_of",
+    "sustained",
 ]
 
 Action = Callable[[], object]
@@ -31,8 +36,23 @@ FLUSHED_BYTES = 512 << 20
 LONGEST_HEAD_START = 2e3
 """µs."""
 
-FEWEST, MOST = 5, 60
-"""Smallest and largest number of rounds in a comparison."""
+FEWEST, MOST = 6, 192
+"""Smallest and largest number of rounds in a comparison. Fewer than 6 have no interval."""
+
+CONFIDENCE = 0.95
+NARROW = 1.01
+"""A comparison ends when the ends of its intervals are no further apart than this ratio."""
+
+WINDOW = 1e5
+"""µs of runs that ``sustained`` times at once."""
+
+
+class Ratio(NamedTuple):
+    """A ratio of times, and its confidence interval."""
+
+    ratio: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -67,10 +87,34 @@ class Comparison:
         """Return the ``Timing`` of each action, in the form of the results file."""
         return {name: Timing.of(samples).as_dict() for name, samples in self.samples.items()}
 
-    def ratio(self, of: str, to: str) -> float:
+    def ratio(self, of: str, to: str) -> Ratio:
         """Return how many times as long ``of`` takes as ``to``: the median over rounds, because clock drift affects
         both."""
-        return statistics.median(a / b for a, b in zip(self.samples[of], self.samples[to]))
+        ratios = [a / b for a, b in zip(self.samples[of], self.samples[to])]
+        return Ratio(statistics.median(ratios), *interval_of_median(ratios))
+
+    @property
+    def settled(self) -> bool:
+        """True if the ratio of each action to the first is known well enough."""
+        first, *others = self.samples
+        ratios = [self.ratio(other, first) for other in others]
+        return all(ratio.high <= NARROW * ratio.low for ratio in ratios)
+
+
+def interval_of_median(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the narrowest pair of order statistics that holds the true median with ``CONFIDENCE``.
+
+    Makes no assumption about the distribution: P(X(r) <= median <= X(n + 1 - r)) >= 1 - 2 P(B < r), where B counts n
+    tosses of a coin (David and Nagaraja, Order Statistics, third edition, 7.1). Too few samples give (0, inf).
+    """
+    count, rank, outside = len(samples), 0, 1
+    while 2 * outside <= (1 - CONFIDENCE) * 2**count:
+        rank += 1
+        outside += math.comb(count, rank)
+    if rank == 0:
+        return 0.0, math.inf
+    ordered = sorted(samples)
+    return ordered[rank - 1], ordered[count - rank]
 
 
 class Stopwatch(Protocol):
@@ -179,11 +223,17 @@ class HostStopwatch:
         return times
 
     def replay(self, action: Action, repeats: int) -> Action:
-        def repeated() -> None:
-            for _ in range(repeats):
-                action()
+        return repeated(action, repeats)
 
-        return repeated
+
+def repeated(action: Action, times: int) -> Action:
+    """Return an action that runs ``action`` so many times."""
+
+    def run() -> None:
+        for _ in range(times):
+            action()
+
+    return run
 
 
 def stopwatch_of(device: torch.device) -> Stopwatch:
@@ -198,15 +248,65 @@ def compare(
     head_start: float = 0.0,
     before: Action | None = None,
 ) -> Comparison:
-    """Run as many rounds as fit into ``seconds``, at least ``FEWEST``, after two that do not count. ``before``: see
-    ``Stopwatch.rounds``."""
+    """Run rounds with a cold cache until the ratios are settled, as long as they fit into ``seconds``.
+
+    Runs at least ``FEWEST``, after two that do not count. ``before``: see ``Stopwatch.rounds``.
+    """
     todo = list(actions.values())
-    stopwatch.rounds(todo, 1, head_start, before)  # Compiles.
+    return _settled(stopwatch, actions, seconds, lambda count: stopwatch.rounds(todo, count, head_start, before))
+
+
+def compare_in_a_row(stopwatch: Stopwatch, actions: Mapping[str, Action], seconds: float, repeats: int) -> Comparison:
+    """As ``compare``, but by the host's clock, with a warm cache.
+
+    Each action does ``repeats`` things in a row; times are of one of them.
+    """
+
+    def rounds(count: int) -> list[list[float]]:
+        times: list[list[float]] = [[] for _ in actions]
+        for _ in range(count):
+            for action, mine in zip(actions.values(), times):
+                mine.append(_timed(stopwatch, action) / repeats)
+        return times
+
+    return _settled(stopwatch, actions, seconds, rounds)
+
+
+def _settled(
+    stopwatch: Stopwatch, names: Mapping[str, Any], seconds: float, rounds: Callable[[int], list[list[float]]]
+) -> Comparison:
+    rounds(1)  # Compiles.
     start = stopwatch.now()
-    stopwatch.rounds(todo, 1, head_start, before)
+    rounds(1)
     one_round = max(1.0, stopwatch.now() - start)
-    count = min(MOST, max(FEWEST, int(1e6 * seconds / one_round)))
-    return Comparison(dict(zip(actions, stopwatch.rounds(todo, count, head_start, before))))
+    end = stopwatch.now() + 1e6 * seconds
+    comparison = Comparison({name: [] for name in names})
+    done, count = 0, FEWEST
+    while count > 0 and not (done and comparison.settled):
+        new = rounds(count)
+        comparison = Comparison({name: [*comparison.samples[name], *mine] for name, mine in zip(names, new)})
+        done += count
+        # Doubling keeps the looks at the interval few: each look is a chance to stop at a lucky one.
+        count = min(done, MOST - done, int((end - stopwatch.now()) / one_round))
+    return comparison
+
+
+def _timed(stopwatch: Stopwatch, action: Action) -> float:
+    start = stopwatch.now()
+    action()
+    return stopwatch.now() - start
+
+
+def sustained(stopwatch: Stopwatch, action: Action, seconds: float) -> list[float]:
+    """Run ``action`` for so long without a pause. Return the µs of one run, in each of at least ``FEWEST`` windows."""
+    action()
+    repeats = max(1, int(min(WINDOW, 1e6 * seconds) / max(1.0, _timed(stopwatch, action))))
+    window = repeated(action, repeats)
+    end = stopwatch.now() + 1e6 * seconds
+    windows: list[float] = []
+    while len(windows) < FEWEST or stopwatch.now() < end:
+        windows.append(_timed(stopwatch, window) / repeats)
+    return windows
 
 
 def issue_time(stopwatch: Stopwatch, action: Action) -> float:
@@ -217,14 +317,3 @@ def issue_time(stopwatch: Stopwatch, action: Action) -> float:
     taken = 1e6 * (time.perf_counter() - start)
     stopwatch.now()
     return taken
-
-
-def back_to_back(stopwatch: Stopwatch, action: Action, repeats: int, samples: int) -> Timing:
-    """Time one of ``repeats`` consecutive runs by the host's clock, with a warm cache."""
-    times = []
-    for _ in range(samples):
-        start = stopwatch.now()
-        for _ in range(repeats):
-            action()
-        times.append((stopwatch.now() - start) / repeats)
-    return Timing.of(times)

@@ -7,42 +7,52 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from fp8dist_kernels import GEMMS
 from scripts.benchmarks.gpu import results
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.benchmarks.markdown import table as _table
 
-__all__ = ["GOALS", "TABLES", "goals", "machines", "summary"]
+__all__ = ["GOALS", "TABLES", "goals", "machines", "summary", "verdict"]
 
 Results = Mapping[str, Any]
 
 
 class Goal(NamedTuple):
-    """A line of the table of goals. ``figure``: the name of the part's figure; "": the part's overall figures."""
+    """A line of the table of goals. ``least``: the ratio to reach; None: measured for information only.
+
+    ``figure``: the name of the part's figure, whose geometric mean is judged.
+    """
 
     what: str
     against: str
-    must: str
-    aim: str
+    least: float | None
     part: str
     figure: str
 
 
-_SCALED_MM, _COPY = "`torch._scaled_mm`", "device copy of as many bytes"
+_SCALED_MM, _COPY, _READ = "`torch._scaled_mm`", "copy of as many bytes", "read of as many bytes"
+_BF16 = "bf16 `nn.Linear`"
 GOALS = (
-    Goal("GEMM, tensorwise, fast accumulation", _SCALED_MM, "0.95", "1.00, none below 0.93", "matmul_tensorwise", ""),
-    Goal("GEMM, row-wise", _SCALED_MM, "0.92", "1.00", "matmul_rowwise", ""),
-    Goal("GEMM, block-scaled", _SCALED_MM, "0.85", "1.00", "matmul_blockwise", ""),
-    Goal("the same, 1 x 128 by 1 x 128, wgrad", _SCALED_MM, "-", "1.00", "matmul_blockwise_1d", ""),
-    Goal("cast + transpose + amax", _COPY, "0.80", "0.92", "memory", "cast_transpose_amax"),
-    Goal("amax only", _COPY, "0.90", "0.97", "memory", "amax"),
-    Goal("cast only", _COPY, "0.90", "0.97", "memory", "cast"),
-    Goal("digest", _COPY, "0.90", "0.97", "memory", "digest"),
-    Goal("commit, 1000 slots, history 1024", "-", "20 µs", "launch-bound", "update", "commit_1000"),
-    Goal("launch, 1000 slots", "-", "-", "-", "update", "launch_1000"),
-    Goal("FP8Linear forward + backward with casts, Llama 3 8B", "bf16 `nn.Linear`", "1.5", "1.7", "linears", ""),
-    Goal("the same", "torchao tensorwise", "-", "above 1", "torchao", "tensorwise"),
-    Goal("the same", "torchao row-wise", "-", "above 1", "torchao", "rowwise"),
+    Goal('GEMM, "auto", tensorwise, as FP8Linear runs it', _SCALED_MM, 1.0, "matmul_tensorwise", "auto"),
+    Goal("the same, row-wise", _SCALED_MM, 1.0, "matmul_rowwise", "auto"),
+    Goal("the same, block-scaled", _SCALED_MM, 1.0, "matmul_blockwise", "auto"),
+    Goal("GEMM, Triton, tensorwise", _SCALED_MM, None, "matmul_tensorwise", "triton"),
+    Goal("cast + transpose + amax", _COPY, 0.92, "memory", "cast_transpose_amax"),
+    Goal("cast only", _COPY, 0.92, "memory", "cast"),
+    Goal("amax only", _READ, 0.95, "memory", "amax"),
+    Goal("digest", _READ, 0.95, "memory", "digest"),
+    Goal("commit, 1000 slots, history 1024", "launch of the smallest op", 1.0, "update", "commit_1000"),
+    Goal("FP8Linear forward + backward, 8B, delayed", _BF16, 1.5, "linears", "delayed: fp8dist"),
+    Goal("the same, fast accumulation everywhere", _BF16, 1.75, "linears", "delayed: fp8dist, fast"),
+    Goal("FP8Linear, current scaling", "torchao tensorwise, compiled", 1.0, "torchao", "tensorwise"),
+    Goal("FP8Linear, row-wise", "torchao row-wise, compiled", 1.0, "torchao", "rowwise"),
 )
+
+
+def verdict(ratio: Sequence[float], least: float) -> str:
+    """Judge a ratio and its interval."""
+    _, low, high = ratio
+    return "reached" if low >= least else "missed" if high < least else "undecided"
 
 
 def goals(measured: Sequence[Results]) -> str:
@@ -51,8 +61,8 @@ def goals(measured: Sequence[Results]) -> str:
     rows = []
     for goal in GOALS:
         figures = [_reached(goal, data) for data in measured] or [NOT_YET]
-        rows.append([goal.what, goal.against, goal.must, goal.aim, *figures])
-    return _table(["what", "against", "must reach", "aim", *names], rows)
+        rows.append([goal.what, goal.against, "-" if goal.least is None else f"{goal.least:.2f}", *figures])
+    return _table(["what", "against", "goal", *names], rows)
 
 
 def machines(measured: Sequence[Results]) -> str:
@@ -62,38 +72,47 @@ def machines(measured: Sequence[Results]) -> str:
 
 
 def matmuls(measured: Sequence[Results]) -> str:
-    """Return the table of products by recipe: torch's time over ours."""
-    head = ["device", "scaling", "shapes", "geometric mean", "fprop", "dgrad", "wgrad", "lowest", "TFLOP/s, highest"]
+    """Return the table of products by kind and side: torch's time over ours."""
+    head = ["device", "scaling", "side", "shapes", "geometric mean", *GEMMS, "lowest", "against bf16"]
     rows = []
     for data in measured:
-        for kind in ("tensorwise", "rowwise", "blockwise", "blockwise_1d"):
-            part = data["parts"].get(f"matmul_{kind}")
-            if part is None:
-                continue
-            figures = part["figures"]
-            means = [_number(figures.get(key)) for key in ("geomean", "fprop", "dgrad", "wgrad")]
-            lowest = f"{figures['lowest']:.2f} ({figures['lowest_case']})" if "lowest" in figures else "-"
-            best = max((case["tflops"]["fp8dist"] for case in part["cases"] if "tflops" in case), default=None)
-            counts = str(figures.get("shapes", 0))
-            rows.append([data["device"]["name"], kind, counts, *means, lowest, "-" if best is None else f"{best:.0f}"])
-    return _table(head, rows or [["-", NOT_YET, *["-"] * 7]])
+        for kind in ("tensorwise", "rowwise", "blockwise"):
+            figures = data["parts"].get(f"matmul_{kind}", {"figures": {}})["figures"]
+            for side, found in figures.items():
+                if side == "refused_by_torch":
+                    continue
+                ratios = [_ratio(found.get(key)) for key in ("geomean", *GEMMS)]
+                lowest = f"{found['lowest']:.2f} ({found['lowest_case']})"
+                about = [data["device"]["name"], kind, side, str(found["shapes"])]
+                rows.append([*about, *ratios, lowest, _ratio(found.get("bf16"))])
+    return _table(head, rows or [["-", NOT_YET, *["-"] * 8]])
+
+
+def sustained(measured: Sequence[Results]) -> str:
+    """Return the table of long runs: cold, and after half a minute."""
+    head = ["device", "product", "s", "TFLOP/s, cold", "sustained", "bf16 / ours, cold", "sustained"]
+    rows = []
+    for data, case in _cases(measured, "sustained"):
+        speeds = [f"{case['tflops'][state]:.0f}" for state in ("cold", "sustained")]
+        ratios = [_ratio(case.get("ratios", {}).get(state)) for state in ("cold", "sustained")]
+        rows.append([data["device"]["name"], case["name"], f"{case['seconds']:.0f}", *speeds, *ratios])
+    return _table(head, rows or [["-", NOT_YET, *["-"] * 5]])
 
 
 def memory(measured: Sequence[Results]) -> str:
     """Return the table of memory-bound kernels, at each size."""
-    head = ["device", "kernel", "bf16 tensors", "µs", "GB/s", "of a copy of as many bytes", "of the fastest copy"]
+    head = ["device", "kernel", "bf16 tensors", "µs", "GB/s", "reference", "reference's time / ours"]
     rows = []
-    for data, case, figures in _cases(measured, "memory"):
-        speed = case["gb_per_s"]["fp8dist"]
+    for data, case in _cases(measured, "memory"):
         rows.append(
             [
                 data["device"]["name"],
                 case["kernel"].replace("_", " + "),
                 f"{case['tensors']} of {case['rows']} x {case['columns']}",
                 f"{case['timings']['fp8dist']['median_us']:.1f}",
-                f"{speed:.0f}",
-                _number(case["ratio"]),
-                _number(speed / figures["copy_gb_per_s"] if "copy_gb_per_s" in figures else None),
+                f"{case['gb_per_s']['fp8dist']:.0f}",
+                f"{case['reference']}, {case['gb_per_s'][case['reference']]:.0f} GB/s",
+                _ratio(case["ratios"]["fp8dist"]),
             ]
         )
     return _table(head, rows or [["-", NOT_YET, *["-"] * 5]])
@@ -103,8 +122,8 @@ def updates(measured: Sequence[Results]) -> str:
     """Return the table of launch and commit, with their data in the cache (warm: many in a row) or not (cold)."""
     head = ["device", "update", "slots", "history", "µs in a CUDA graph", "µs launched one by one"]
     rows = []
-    for data, case, _ in _cases(measured, "update"):
-        ways = ({"graph": "warm", "graph_cold": "cold"}, {"eager": "warm"})
+    for data, case in _cases(measured, "update"):
+        ways = ({"graph": "warm", "graph_cold": "cold"}, {"eager": "warm", "smallest op": "the smallest op"})
         texts = [_warm_and_cold(case["timings"], states) for states in ways]
         rows.append([data["device"]["name"], case["update"], f"{case['slots']:,}", str(case["history"]), *texts])
     return _table(head, rows or [["-", NOT_YET, *["-"] * 4]])
@@ -117,13 +136,43 @@ def _warm_and_cold(timings: Results, states: Mapping[str, str]) -> str:
 
 def linears(measured: Sequence[Results]) -> str:
     """Return the table of forward and backward of Linears."""
-    head = ["device", "layer", "FP8Linear, ms", "bf16, ms", "times as fast", "the same, by the host's clock"]
+    sides = {"by default": "fp8dist", "fast everywhere": "fp8dist, fast", "eager": "fp8dist, eager"}
+    head = ["device", "layer", "FP8Linear, ms", "bf16, ms", *(f"bf16 / ours, {name}" for name in sides)]
     rows = []
-    for data, case, _ in _cases(measured, "linears"):
+    for data, case in _cases(measured, "linears"):
         times = [f"{case['timings'][side]['median_us'] / 1e3:.2f}" for side in ("fp8dist", "bf16")]
-        ratios = [_number(case["ratio"]), _number(case["eager_ratio"])]
+        ratios = [_ratio(case["ratios"].get(side)) for side in sides.values()]
         rows.append([data["device"]["name"], case["name"], *times, *ratios])
-    return _table(head, rows or [["-", NOT_YET, *["-"] * 4]])
+    return _table(head, rows or [["-", NOT_YET, *["-"] * 5]])
+
+
+def crossover(measured: Sequence[Results]) -> str:
+    """Return the table of the numbers of tokens from which on FP8 is faster."""
+    rows = []
+    for data, case in _cases(measured, "crossover"):
+        tried = ", ".join(f"{tokens}: {_ratio(ratio)}" for tokens, ratio in case["ratios"].items())
+        rows.append([data["device"]["name"], case["name"], str(case["crossover"] or "never"), tried])
+    return _table(["device", "layer", "tokens", "bf16 / ours by tokens"], rows or [["-", NOT_YET, "-", "-"]])
+
+
+def jobs(measured: Sequence[Results]) -> str:
+    """Return the table of training steps, end to end."""
+    head = ["device", "recipe", "mode", "tokens/s", "against bf16", "peak memory, GiB", "exposed sync, µs per step"]
+    rows = []
+    for data, case in _cases(measured, "job"):
+        figures, sync = data["parts"]["job"]["figures"], case["timings"].get("sync")
+        rows.append(
+            [
+                data["device"]["name"],
+                case["recipe"],
+                case["mode"],
+                f"{case['tokens_per_s']:,.0f}",
+                _ratio(figures.get(case["name"])),
+                f"{case['peak_bytes'] / 2**30:.1f}",
+                f"{sync['median_us']:.0f}" if sync else "-",
+            ]
+        )
+    return _table(head, rows or [["-", NOT_YET, *["-"] * 5]])
 
 
 TABLES = MappingProxyType(
@@ -131,9 +180,12 @@ TABLES = MappingProxyType(
         "goals": goals,
         "machines": machines,
         "matmuls": matmuls,
+        "sustained": sustained,
         "memory": memory,
         "updates": updates,
         "linears": linears,
+        "crossover": crossover,
+        "jobs": jobs,
     }
 )
 
@@ -142,24 +194,17 @@ def _reached(goal: Goal, data: Results) -> str:
     part = data["parts"].get(goal.part)
     if part is None:
         return NOT_YET
-    text = _figure(goal, part["figures"])
-    if text is None:
+    figure = part["figures"].get(goal.figure)
+    if figure is None:
         return _why_not(part)
+    text = _ratio(figure["geomean"])
+    if goal.least is not None:
+        text = f"{verdict(figure['geomean'], goal.least)}: {text}"
+    if figure["shapes"] > 1:
+        text = f"{text}; lowest {figure['lowest']:.2f}: {figure['lowest_case']}"
     if part["status"] != "done":
         text = f"{text}; {part['problem']}"
     return text if part["commit"] == data["commit"] else f"{text} (commit {_commit(part)})"
-
-
-def _figure(goal: Goal, figures: Results) -> str | None:
-    if goal.part == "update":
-        ways = {"graph": "in a CUDA graph, warm", "graph_cold": "cold", "eager": "launched one by one, warm"}
-        keys = {f"{goal.figure}_{way}_us": text for way, text in ways.items()}
-        return "; ".join(f"{figures[key]:.1f} µs {text}" for key, text in keys.items() if key in figures) or None
-    if goal.figure:
-        figures = figures.get(goal.figure, {})
-    if "geomean" not in figures:
-        return None
-    return f"{figures['geomean']:.2f} (lowest {figures['lowest']:.2f}: {figures['lowest_case']})"
 
 
 def _commit(of: Results) -> str:
@@ -190,13 +235,13 @@ def _tests(tests: Results) -> str:
     return f"{counts}{cut_off} (commit {_commit(tests)})"
 
 
-def _cases(measured: Sequence[Results], name: str) -> list[tuple[Results, Results, Results]]:
+def _cases(measured: Sequence[Results], name: str) -> list[tuple[Results, Results]]:
     parts = [(data, data["parts"][name]) for data in measured if name in data["parts"]]
-    return [(data, case, part["figures"]) for data, part in parts for case in part["cases"] if case.get("timings")]
+    return [(data, case) for data, part in parts for case in part["cases"] if case.get("timings")]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _ratio(ratio: Sequence[float] | None) -> str:
+    return "-" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio)
 
 
 def summary(folder: Path) -> str:

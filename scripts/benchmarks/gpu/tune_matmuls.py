@@ -1,12 +1,15 @@
 """Measure tiles of FP8 GEMMs on this GPU, and write the table that is shipped for it.
 
-    python -m scripts.benchmarks.gpu.tune_matmuls [--tokens 4096 8192] [--scalings tensorwise …] [--out FILE]
-        [--commit ID]
+    python -m scripts.benchmarks.gpu.tune_matmuls [--tokens 8192 16384] [--kinds tensorwise …] [--seconds 200]
+        [--out FILE] [--commit ID] [--smoke]
 
-Times every candidate tile and torch's own GEMM, interleaved, with a cold L2 cache, and keeps the fastest tile. By
-default it measures all GEMMs in the layers of Llama 3 8B and 70B at 4k to 32k tokens, one scaling after the other. It
-writes the table after each GEMM, so you can stop it at any time. It keeps entries of an earlier table with the same
-commit and versions, does not measure them again, and drops other entries: a table belongs to one commit.
+Measures the GEMMs that FP8Linear runs in the layers of Llama 3 8B and 70B, with the dtypes and the accumulation of each
+recipe, and with fast accumulation everywhere. First it times the tiles whose modelled cost is near the best, then, in
+new rounds, the fastest of them against torch's GEMM. All runs are interleaved, with a cold L2 cache. Only a GEMM that
+is surely faster than torch's gets an entry.
+
+Writes the table after each GEMM, so you can stop it at any time. It keeps entries of an earlier table with the same
+commit and versions, and drops others: a table belongs to one commit.
 Exit status: 0 success; 1 nothing could be measured; 2 no GPU, or the commit is not known; 130 interrupted.
 """
 
@@ -16,78 +19,80 @@ import argparse
 import contextlib
 import datetime
 import functools
+import itertools
 import json
-import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from fp8dist_kernels.reference.matmuls import Scaling, matmul_torch
+from fp8dist_kernels.reference.matmuls import matmul_torch
 from scripts.benchmarks.gpu import results
-from scripts.benchmarks.gpu.stopwatch import Stopwatch, Timing, stopwatch_of
-from scripts.benchmarks.llama_shapes import TOKENS, Shape, shapes_of
+from scripts.benchmarks.gpu.stopwatch import Action, Stopwatch, compare, issue_time, stopwatch_of
+from scripts.benchmarks.llama_shapes import KINDS, Product
+
+if TYPE_CHECKING:
+    from fp8dist_kernels.triton.tables import Entry, Key, Tile
+    from fp8dist_kernels.triton.tiles import Problem
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TABLES = REPOSITORY / "kernels" / "fp8dist_kernels" / "triton" / "tables"
 OUT_DTYPE = torch.bfloat16
-WGRAD = "wgrad"
-BACKWARD = ("dgrad", WGRAD)
 DIRTY = "-dirty"
+NEAR = 1.3
+"""Tiles are measured up to this many times the lowest modelled cost."""
+
+SECONDS, LONGEST = 200.0, 2.0
+"""Most seconds of all GEMMs, and of one."""
 
 
-def medians(sides: dict[str, Callable[[], object]], repeats: int, stopwatch: Stopwatch) -> dict[str, float]:
-    """Return the median µs of each action. The actions take turns, so that clock and temperature drift affect all
-    alike."""
-    for action in sides.values():  # Compiles, and fills algorithm caches.
-        action()
-        action()
-    times = stopwatch.rounds(list(sides.values()), repeats)
-    return {name: Timing.of(samples).median for name, samples in zip(sides, times)}
+def near_best(problem: Problem, device: torch.device) -> list[Tile]:
+    """Return the tiles that could be the fastest, by their modelled cost."""
+    from fp8dist_kernels.triton.launching import processors
+    from fp8dist_kernels.triton.tiles import candidates, cost_of
+
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    costs = {tile: cost_of(tile, problem, processors(device)) for tile in candidates(problem, capability)}
+    return [tile for tile, cost in costs.items() if cost <= NEAR * min(costs.values())]
 
 
-def scales(shape: Shape, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return scales of ones, as casts lay them out."""
-    blocks = math.ceil(shape.k / 128)
-    if scaling is Scaling.TENSORWISE:
-        return torch.ones((), device="cuda"), torch.ones((), device="cuda")
-    if scaling is Scaling.ROWWISE:
-        return torch.ones(shape.m, 1, device="cuda"), torch.ones(shape.n, 1, device="cuda")
-    of_a = torch.ones(blocks, shape.m, device="cuda").t()
-    if scaling is Scaling.BLOCKWISE_1D:
-        return of_a, torch.ones(blocks, shape.n, device="cuda").t()
-    return of_a, torch.ones(math.ceil(shape.n / 128), blocks, device="cuda")
-
-
-def measured(shape: Shape, scaling: Scaling, fast: bool, repeats: int, stopwatch: Stopwatch) -> dict[str, Any]:
+def measured(product: Product, seconds: float, stopwatch: Stopwatch) -> Entry:
     """Return the table entry of one product: the fastest tile, and torch's time over its time."""
     from fp8dist_kernels.triton.matmuls import matmul_with
-    from fp8dist_kernels.triton.tables import Entry, bucket
-    from fp8dist_kernels.triton.tiles import Problem, candidates
+    from fp8dist_kernels.triton.tables import Entry
+    from fp8dist_kernels.triton.tiles import Problem, key_of
+    from scripts.benchmarks.gpu.matmuls import Operands
 
-    # Power draw, and so the clock, depends on the data: use random numbers, not zeros.
-    a, b = (
-        torch.randn(rows, shape.k, device="cuda", dtype=torch.bfloat16).to(dtype)
-        for rows, dtype in ((shape.m, shape.a_dtype), (shape.n, shape.b_dtype))
-    )
-    arguments = (a, b, *scales(shape, scaling), OUT_DTYPE, fast)
-    problem = Problem(shape.m, shape.n, shape.k, scaling, fast)
-    tiles = {f"tile {i}": tile for i, tile in enumerate(candidates(problem, torch.cuda.get_device_capability()))}
-    sides: dict[str, Callable[[], object]] = {"torch": functools.partial(matmul_torch, *arguments)}
-    for name, tile in tiles.items():
-        sides[name] = functools.partial(matmul_with, tile, *arguments)
-    times = medians(sides, repeats, stopwatch)
-    best = min(tiles, key=times.__getitem__)
-    ratio = times["torch"] / times[best]
-    speed = f"{ratio:6.3f} {2 * shape.m * shape.n * shape.k / times[best] / 1e6:6.0f} TFLOP/s"
-    print(f"{shape.name:32} {scaling.value:10} {'fast' if fast else 'slow'} {speed} {tiles[best]}", flush=True)
-    fast = fast and not scaling.in_blocks
-    return Entry(scaling.value, fast, bucket(shape.m), shape.n, shape.k, tiles[best], ratio).described()
+    operands = Operands.random(product, stopwatch.device)
+    arguments = (operands.a, operands.b, operands.inv_scale_a, operands.inv_scale_b, OUT_DTYPE, product.fast)
+    shape, dtypes = (product.m, product.n, product.k), (product.a_dtype, product.b_dtype, OUT_DTYPE)
+    problem = Problem(*shape, product.scaling, product.fast, *dtypes)
+    tiles = {str(tile): tile for tile in near_best(problem, stopwatch.device)}
+    ours: dict[str, Action] = {name: functools.partial(matmul_with, tile, *arguments) for name, tile in tiles.items()}
+    theirs = functools.partial(matmul_torch, *arguments)
+    theirs()
+    best = next(iter(ours))
+    if len(ours) > 1:
+        timings = compare(stopwatch, ours, seconds / 3, _issue_time(stopwatch, ours[best])).timings()
+        best = min(ours, key=lambda name: timings[name]["median_us"])
+    # New rounds: the fastest of several was in part the luckiest.
+    sides: dict[str, Action] = {"torch": theirs, "triton": ours[best]}
+    comparison = compare(stopwatch, sides, seconds / 1.5, _issue_time(stopwatch, ours[best]))
+    entry = Entry(*key_of(problem), tiles[best], *comparison.ratio("torch", "triton"))
+    speed = 2e-6 * product.m * product.n * product.k / comparison.timings()["triton"]["median_us"]
+    interval = f"{entry.vs_torch:6.3f} ({entry.low:.3f} to {entry.high:.3f})"
+    print(f"{product.name:44} {product.scaling.value:12} {interval} {speed:6.0f} TFLOP/s {best}", flush=True)
+    return entry
+
+
+def _issue_time(stopwatch: Stopwatch, action: Action) -> float:
+    action()  # Compiles.
+    return issue_time(stopwatch, action)
 
 
 def versions() -> dict[str, str]:
@@ -106,63 +111,72 @@ def commit() -> str | None:
     return None
 
 
-def problems(options: argparse.Namespace) -> Iterator[tuple[Shape, Scaling, bool]]:
-    """Yield the products to measure. Backward products often use slow accumulation, so they are measured both ways. 1 x
-    128 scales on both sides are for wgrad, whose operands are both activations."""
-    for scaling in map(Scaling, options.scalings):
-        for tokens in options.tokens:
-            for shape in shapes_of(tokens):
-                if scaling is Scaling.BLOCKWISE_1D and not shape.name.endswith(WGRAD):
-                    continue
-                yield shape, scaling, True
-                if not scaling.in_blocks and shape.name.endswith(BACKWARD):
-                    yield shape, scaling, False
+def products(options: argparse.Namespace) -> list[Product]:
+    """Return the products to measure, most important first, the kinds in turn."""
+    from scripts.benchmarks.gpu.matmuls import SMOKE, planned_products
+    from scripts.benchmarks.llama_shapes import products_of
+
+    if options.smoke:
+        return [product for kind in options.kinds for product in products_of(KINDS[kind], SMOKE, 48)]
+    steps = [(model, tokens) for tokens in options.tokens for model in ("8B", "70B")]
+    in_turn = itertools.zip_longest(*(planned_products(kind, steps) for kind in options.kinds))
+    planned: dict[tuple[Any, ...], Product] = {}
+    for product in itertools.chain.from_iterable(in_turn):
+        if product is not None:  # With as many tokens as features, several GEMMs are the same product.
+            planned.setdefault(product[2:], product)
+    return list(planned.values())
 
 
-def key_of(entry: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key of an entry."""
-    return tuple(entry[name] for name in ("scaling", "fast_accumulation", "m", "n", "k"))
-
-
-def kept(path: Path, table: dict[str, Any]) -> list[dict[str, Any]]:
+def kept(path: Path, table: dict[str, Any]) -> list[Entry]:
     """Return the entries of an earlier table that can stay: same device, commit and versions.
 
     Drops entries of a tree with changes: the code may have changed again since.
     """
     if not path.is_file():
         return []
-    before: dict[str, Any] = json.loads(path.read_text())
-    alike = all(before.get(key) == table[key] for key in ("device", "commit", "versions"))
+    from fp8dist_kernels.triton.tables import TileTable
+
+    text = path.read_text()
+    before: dict[str, Any] = json.loads(text)
+    alike = all(before.get(key) == table[key] for key in ("format", "device", "commit", "versions"))
     if alike and not table["commit"].endswith(DIRTY):
-        return list(before["entries"])
+        return list(TileTable.from_json(text).entries)
     if before["entries"]:
         of = f"commit {before.get('commit')}, {before.get('versions')}"
         print(f"tune_matmuls: drops {len(before['entries'])} entries of {of}", file=sys.stderr)
     return []
 
 
-def write(path: Path, table: dict[str, Any], entries: dict[tuple[object, ...], dict[str, Any]]) -> None:
+def write(path: Path, table: dict[str, Any], entries: dict[Key, Entry]) -> None:
     """Write the table atomically. Raise ValueError if the result could not be read back."""
     from fp8dist_kernels.triton.tables import TileTable
 
-    whole = {**table, "entries": [entries[key] for key in sorted(entries, key=str)]}
+    whole = {**table, "entries": [entries[key].described() for key in sorted(entries)]}
     TileTable.from_json(json.dumps(whole))
     results.write(path, whole)
 
 
 def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwatch: Stopwatch) -> list[float]:
     """Measure each product, and write the table after each. Return torch's time over the best tile's, per product."""
-    entries = {key_of(entry): entry for entry in kept(out, table)}
-    ratios = []
-    for shape, scaling, fast in problems(options):
+    entries = {entry.key: entry for entry in kept(out, table)}
+    ratios: list[float] = []
+    planned, end = products(options), time.monotonic() + min(SECONDS, options.seconds)
+    for place, product in enumerate(planned):
+        left = end - time.monotonic()
+        if left <= 0:
+            print(f"tune_matmuls: out of time after {place} of {len(planned)} products", flush=True)
+            break
+        seconds = 0.0 if options.smoke else min(LONGEST, 0.6 * left / (len(planned) - place))
         try:
-            entry = measured(shape, scaling, fast, options.repeats, stopwatch)
+            entry = measured(product, seconds, stopwatch)
         except Exception as error:  # Some versions of torch lack a product, and Triton may reject a tile.
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(f"{shape.name:32} {scaling.value:10} skipped: {reason}", flush=True)
+            print(f"{product.name:44} {product.scaling.value:12} skipped: {reason}", flush=True)
             continue
-        entries[key_of(entry)] = entry
-        ratios.append(float(entry["vs_torch"]))
+        ratios.append(entry.vs_torch)
+        entries.pop(entry.key, None)
+        if entry.faster:
+            entries[entry.key] = entry
         write(out, table, entries)
     return ratios
 
@@ -170,13 +184,16 @@ def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwat
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line described at the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--scalings", nargs="+", default=[s.value for s in Scaling], choices=[s.value for s in Scaling])
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all products together, at most 200")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU under Triton's interpreter as well")
     parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
     parser.add_argument("--commit", help="the measured commit, if there is no repository")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if options.smoke and options.out is None:
+        parser.error("--smoke needs --out: its table must not be shipped")
+    if not (torch.cuda.is_available() or options.smoke):
         print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
         return 2
     of = options.commit or commit()
@@ -185,11 +202,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from fp8dist_kernels.triton.tables import FORMAT, file_name
 
-    device, today = torch.cuda.get_device_name(), datetime.date.today().isoformat()
-    out = options.out or TABLES / file_name(device)
-    table = {"format": FORMAT, "device": device, "measured": today, "commit": of, "versions": versions()}
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    name, today = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", datetime.date.today().isoformat()
+    out = options.out or TABLES / file_name(name)
+    table = {"format": FORMAT, "device": name, "measured": today, "commit": of, "versions": versions()}
     try:
-        ratios = tuned(options, out, table, stopwatch_of(torch.device("cuda", torch.cuda.current_device())))
+        ratios = tuned(options, out, table, stopwatch_of(device))
     except KeyboardInterrupt:
         print(f"tune_matmuls: interrupted; what was measured is in {out}", file=sys.stderr)
         return 130

@@ -13,13 +13,15 @@ from fp8dist.recipe import DelayedScaling
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import E4M3, E5M2
-from scripts.benchmarks.gpu.lab import Case, Lab, same_bits
-from scripts.benchmarks.gpu.stopwatch import Action, Timing, back_to_back
+from scripts.benchmarks.gpu.lab import Case, Lab, same_bits, summary_of
+from scripts.benchmarks.gpu.stopwatch import Action, compare, compare_in_a_row, repeated
 
 __all__ = ["Planned", "Updates"]
 
-IN_A_ROW = 20
-SAMPLES = 20
+IN_A_ROW = 100
+SMALLEST = "smallest op"
+"""The smallest thing that torch can launch. An update that takes no longer on the device is bound by its launch."""
+LAUNCH_BOUND = f"{SMALLEST} / graph"
 CHECKED_STEPS = 5
 
 
@@ -48,8 +50,9 @@ class Updates:
         return [Planned(update, *size) for size in sizes for update in ("commit", "launch")]
 
     def measure(self, lab: Lab, planned: Planned) -> Case:
-        """See ``Part``. Timings: "graph" (one of many in a CUDA graph) and "eager" (one of many separate launches),
-        both with a warm cache; "graph_cold" (a graph with one launch) with a cold cache."""
+        """See ``Part``. Timings: "graph" (one of many in a CUDA graph), "eager" (one of many separate launches) and
+        ``SMALLEST``, all with a warm cache; "graph_cold" (a graph with one launch) with a cold cache. "ratios": the
+        time of ``SMALLEST`` over "graph"."""
         case: Case = {
             "name": planned.name,
             "update": planned.update,
@@ -66,22 +69,31 @@ class Updates:
 
         action: Action = functools.partial(arena.commit, reduced) if planned.update == "commit" else arena.launch
 
-        repeats, samples = (2, 2) if lab.smoke else (IN_A_ROW, SAMPLES)
-        timings = {"eager": back_to_back(lab.stopwatch, action, repeats, samples).as_dict()}
+        repeats = 2 if lab.smoke else IN_A_ROW
+        number = torch.zeros((), device=lab.device)
+        adding = functools.partial(number.add_, 1)
+        actions: dict[str, Action] = {"eager": repeated(action, repeats), SMALLEST: repeated(adding, repeats)}
+        timings = {}
         try:
-            timings["graph"] = _replayed(lab, action, repeats, samples).as_dict()
-            timings["graph_cold"] = _replayed(lab, action, 1, samples).as_dict()
+            actions["graph"] = lab.stopwatch.replay(action, repeats)
+            cold = {"graph_cold": lab.stopwatch.replay(action, 1)}
+            timings = compare(lab.stopwatch, cold, lab.seconds / 2).timings()
         except RuntimeError as error:
             case["not_captured"] = str(error).strip().splitlines()[0][:160]
-        return {**case, "timings": timings}
+        warm = compare_in_a_row(lab.stopwatch, actions, lab.seconds / 2, repeats)
+        if "graph" in actions:
+            case["ratios"] = {LAUNCH_BOUND: warm.ratio(SMALLEST, "graph")}
+        return {**case, "timings": {**warm.timings(), **timings}}
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """Return µs by update and number of slots."""
-        return {
-            f"{case['update']}_{case['slots']}_{way}_us": timing["median_us"]
-            for case in cases
-            for way, timing in case.get("timings", {}).items()
-        }
+        """Return µs, and how many of them a launch takes, by update and number of slots."""
+        figures: dict[str, Any] = {}
+        for case in cases:
+            name = f"{case['update']}_{case['slots']}" if "timings" in case else ""
+            figures |= {f"{name}_{way}_us": timing["median_us"] for way, timing in case.get("timings", {}).items()}
+            if summary := summary_of([case], LAUNCH_BOUND):
+                figures[name] = summary
+        return figures
 
 
 def _arena(planned: Planned, device: torch.device, backend: str) -> Arena:
@@ -109,9 +121,3 @@ def _wrong_after_steps(mine: Arena, theirs: Arena) -> str | None:
     if not same_bits(mine.send.cpu(), theirs.send):
         differing.append("send")
     return f"{', '.join(differing)} differ from the CPU's" if differing else None
-
-
-def _replayed(lab: Lab, action: Action, repeats: int, samples: int) -> Timing:
-    replay = lab.stopwatch.replay(action, repeats)
-    (times,) = lab.stopwatch.rounds([replay], samples)
-    return Timing.of([time / repeats for time in times])

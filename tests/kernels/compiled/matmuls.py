@@ -24,21 +24,25 @@ def launch(compiler: Compiler) -> None:
     for scaling, fast in product(Scaling, (True, False)):
         if scaling.in_blocks and fast:
             continue  # the same kernel
-        tiles = candidates(Problem(M, N, K, scaling, fast), capability)
+        tiles = _tiles(scaling, fast, capability)
         for tile in tiles:
             _compile(compiler, tile, scaling, fast, torch.bfloat16, True)
         if compiler.capability == HOPPER:  # float32 output with the largest tile needs the most registers.
             _compile(compiler, tiles[0], scaling, fast, torch.float32, False)
     if compiler.capability == HOPPER:
-        best = candidates(Problem(M, N, K, Scaling.TENSORWISE, True), capability)[0]
+        best = _tiles(Scaling.TENSORWISE, True, capability)[0]
         _compile(compiler, best, Scaling.TENSORWISE, True, torch.float16, False)
         for scaling in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D):
-            best = candidates(Problem(M, N, K, scaling, False), capability)[0]
+            best = _tiles(scaling, False, capability)[0]
             _compile(compiler, best, scaling, False, torch.bfloat16, False, m=M - 1)
         kinds = ((Scaling.TENSORWISE, True), (Scaling.ROWWISE, False), (Scaling.BLOCKWISE_1D, False))
         for (a_dtype, b_dtype), (scaling, fast) in product(((E5M2, E4M3), (E4M3, E5M2)), kinds):
-            best = candidates(Problem(M, N, K, scaling, fast), capability)[0]
+            best = _tiles(scaling, fast, capability)[0]
             _compile(compiler, best, scaling, fast, torch.bfloat16, False, a_dtype, b_dtype)
+
+
+def _tiles(scaling: Scaling, fast: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    return candidates(Problem(M, N, K, scaling, fast, E4M3, E4M3, torch.bfloat16), capability)
 
 
 def _compile(
