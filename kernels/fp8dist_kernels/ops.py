@@ -24,12 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from fp8dist_kernels import host
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, update
 
 __all__ = [
+    "StateUpdates",
     "commit",
     "launch",
     "matmul",
@@ -295,3 +298,39 @@ launch = torch.ops.fp8dist.launch.default
 commit = torch.ops.fp8dist.commit.default
 """``(arrays, reduced, hold, …) -> bool[7]``: see ``commit`` in ``reference/update.py``. Keywords: fields of an
 ``UpdateRule``."""
+
+
+class StateUpdates:
+    """Launch and commit of one arena.
+
+    On a CPU, "auto" and "torch" run numpy on the same memory (``host.py``), past torch's dispatcher. Of all backends,
+    "reference" alone runs plain torch there, so that a job can be compared with it.
+    """
+
+    def __init__(self, arrays: StateArrays, rule: UpdateRule, backend: str) -> None:
+        self._arrays, self._rule, self._backend = arrays, rule, backend
+        # A subclass of Tensor, such as a FakeTensor, may have no memory.
+        on_cpu = all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in arrays)
+        self._views = host.HostArrays(arrays) if on_cpu and backend in ("auto", "torch") else None
+
+    def launch(self, hold: Tensor | None, drop_nonfinite: bool) -> None:
+        """See ``launch`` in ``reference/update.py``."""
+        views = self._host()
+        if views is not None:
+            host.launch(views, hold, drop_nonfinite)
+        else:
+            launch(list(self._arrays), hold, drop_nonfinite=drop_nonfinite, backend=self._backend)
+
+    def commit(self, reduced: Tensor, hold: Tensor | None) -> Tensor:
+        """See ``commit`` in ``reference/update.py``. ``reduced`` begins with the reduced message."""
+        views = self._host()
+        if views is not None:
+            return host.commit(views, self._rule, reduced, hold)
+        message = reduced[: self._arrays.send.numel()]
+        return commit(list(self._arrays), message, hold, **self._rule._asdict(), backend=self._backend)
+
+    def _host(self) -> host.HostArrays | None:
+        """Return the views, or None if the ops run. torch.compile and dispatch modes must see the ops."""
+        if self._views is None or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+            return None
+        return self._views

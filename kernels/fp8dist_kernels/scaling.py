@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["FLOAT32_MAX", "amax_behind_scale", "round_down_to_power_of_two", "scale_from_amax"]
+__all__ = ["FLOAT32_MAX", "SMALLEST_NORMAL", "amax_behind_scale", "round_down_to_power_of_two", "scale_from_amax"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def scale_from_amax(
@@ -40,7 +40,7 @@ def scale_from_amax(
     scale = torch.div(fp8_max, amax)
     if margin:
         scale /= 2.0**margin
-    scale.clamp_(_SMALLEST_NORMAL, FLOAT32_MAX)
+    scale.clamp_(SMALLEST_NORMAL, FLOAT32_MAX)
     if power_of_two:
         scale = round_down_to_power_of_two(scale)
     usable = (amax > 0).bitwise_and_(amax < torch.inf)
