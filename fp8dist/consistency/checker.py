@@ -106,7 +106,7 @@ class Checker:
         differing = self._read_verdicts(joins, only_immediate)
         left = [finding for sync, report in differing for finding in self._conclude(sync, report, joins)]
         self._tell_all()
-        if raises and self.settings.check_policy != "warn":
+        if left and raises and self.settings.check_policy != "warn":
             DivergenceReport(tuple(left)).raise_if_diverged()
 
     def known_findings(self) -> list[Finding]:

@@ -17,8 +17,8 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.recipe import Recipe
 from fp8dist.state.fallback import Fallback
 from fp8dist.state.slots import Slot, SlotSpec, sorted_specs
-from fp8dist_kernels import ops
-from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays
+from fp8dist_kernels import direct
+from fp8dist_kernels.arrays import NONFINITE, SATURATED, TAKEN, StateArrays, UpdateRule
 from fp8dist_kernels.formats import Format
 from fp8dist_kernels.header import HEADER, WORD_MANIFEST, WORD_STEP
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
@@ -94,6 +94,13 @@ class Arena:
         self.lanes = SHARES if fallback is not None and fallback.measures else 0
         self.index: dict[Slot, int] = {spec.slot: i for i, spec in enumerate(self.specs)}
         self.ring = RingShape(recipe.history_len)
+        self.rule = UpdateRule(
+            recipe.history_len,
+            recipe.margin,
+            recipe.power_of_two,
+            recipe.warmup == "current",
+            "none" if callable(recipe.amax_algo) or not recipe.delayed else recipe.amax_algo,
+        )
         self.placed = self.known_hot = False
         self.cold_writes = 0
         self._allocate(_CPU)
@@ -118,6 +125,7 @@ class Arena:
     def _use(self, arrays: StateArrays) -> None:
         """Set ``arrays``, and cache views of its fields."""
         self.arrays = arrays
+        self._updates = direct.StateUpdates(arrays, self.rule, self.backend)
         self.pending, self.send, self.scales, self.sent = arrays.pending, arrays.send, arrays.scales, arrays.sent
         self.history, self.block_max, self.amax = arrays.history, arrays.block_max, arrays.amax
         self.cold, self.counters, self.flags = arrays.cold, arrays.counters, arrays.flags
@@ -201,7 +209,7 @@ class Arena:
 
     def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """Fill ``message`` with this rank's live state: the header, ``pending`` and the shares. See ``ops.launch``."""
-        ops.launch(list(self.arrays), hold, drop_nonfinite=drop_nonfinite, backend=self.backend)
+        self._updates.launch(hold, drop_nonfinite)
         if self.lanes:
             self.message[self.send.numel() :].copy_(self.shares.view(-1).view(torch.int32))
             self.shares.fill_(DID_NOT_RUN)
@@ -227,19 +235,8 @@ class Arena:
         Returns:
             bool[7]: what the sync proved.
         """
-        recipe = self.recipe
-        outcome = ops.commit(
-            list(self.arrays),
-            reduced[: self.send.numel()],
-            hold,
-            length=recipe.history_len,
-            margin=recipe.margin,
-            power_of_two=recipe.power_of_two,
-            just_in_time=recipe.warmup == "current",
-            algorithm="none" if callable(recipe.amax_algo) or not recipe.delayed else recipe.amax_algo,
-            backend=self.backend,
-        )
-        if callable(recipe.amax_algo):
+        outcome = self._updates.commit(reduced, hold)
+        if callable(self.recipe.amax_algo):
             self._rescale(self.window_amax(), self.flags[TAKEN])
         if self.fallback is not None:
             self._trip(self.fallback, reduced, hold)

@@ -104,13 +104,13 @@ class StepCycle:
     @property
     def activities(self) -> tuple[Activity, ...]:
         """Activities in progress besides plain training."""
-        found = {
-            Activity.CAPTURING: self.captures,
-            Activity.CALIBRATING: self.job.calibrating,
-            Activity.JOINED: self.job.joined,
-            Activity.IN_STEP: any(sync.phase is Phase.IN_FLIGHT for sync in self.syncs),
-        }
-        return tuple(activity for activity, under_way in found.items() if under_way)
+        found = (
+            (Activity.CAPTURING, self.captures),
+            (Activity.CALIBRATING, self.job.calibrating),
+            (Activity.JOINED, self.job.joined),
+            (Activity.IN_STEP, any(sync.phase is Phase.IN_FLIGHT for sync in self.syncs)),
+        )
+        return tuple([activity for activity, under_way in found if under_way])
 
     @property
     def captures(self) -> bool:

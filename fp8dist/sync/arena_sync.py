@@ -113,17 +113,17 @@ class Verdict:
         """Return the Proof. Waits until it is on the host."""
         if not self.immediate:
             self._event.synchronize()
-        counts = list(map(int, self._outcome.tolist()))
+        counts = self._outcome.tolist()
         trips, asks = self._asked
         hot = asks and counts.pop() == 0
         tripped = trips and counts.pop() > 0
-        differs = {
-            "manifest": counts[WORD_MANIFEST],
-            "step": counts[WORD_STEP],
-            "scale": counts[WORD_SCALE_LOW] + counts[WORD_SCALE_HIGH],
-        }
+        differs = (
+            ("manifest", counts[WORD_MANIFEST]),
+            ("step", counts[WORD_STEP]),
+            ("scale", counts[WORD_SCALE_LOW] + counts[WORD_SCALE_HIGH]),
+        )
         nonfinite, saturated, *replayed = counts[WORDS:]
-        kinds = tuple(kind for kind, count in differs.items() if count)
+        kinds = tuple([kind for kind, count in differs if count])
         replays, collectives = replayed if len(replayed) > 1 else (0, 0)
         return Proof(kinds, nonfinite > 0, saturated > 0, tripped, hot, replays, collectives)
 

@@ -16,9 +16,20 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from fp8dist_kernels import ops, traced
+from fp8dist_kernels import host, ops, traced
+from fp8dist_kernels.arrays import StateArrays, UpdateRule
 
-__all__ = ["is_eager", "is_plain", "matmul", "measure", "observe", "quantize", "quantize_blocks", "quantize_rowwise"]
+__all__ = [
+    "StateUpdates",
+    "is_eager",
+    "is_plain",
+    "matmul",
+    "measure",
+    "observe",
+    "quantize",
+    "quantize_blocks",
+    "quantize_rowwise",
+]
 
 _EAGER = DispatchKeySet(DispatchKey.BackendSelect)
 _STATES = (_EAGER | DispatchKeySet(DispatchKey.ADInplaceOrView), _EAGER)
@@ -68,3 +79,36 @@ quantize_blocks = _directly(ops.quantize_blocks)
 observe = _directly(ops.observe, traced.observe)
 measure = _directly(ops.measure)
 matmul = _directly(ops.matmul)
+
+
+class StateUpdates:
+    """Launch and commit of one arena.
+
+    On a CPU, "auto" and "torch" run numpy on the same memory (``host.py``), past torch's dispatcher. Of all backends,
+    "reference" alone runs plain torch there, so that a job can be compared with it.
+    """
+
+    def __init__(self, arrays: StateArrays, rule: UpdateRule, backend: str) -> None:
+        self._arrays, self._rule, self._backend = arrays, rule, backend
+        # A subclass of Tensor, such as a FakeTensor, may have no memory.
+        on_cpu = all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in arrays)
+        self._views = host.HostArrays(arrays) if on_cpu and backend in ("auto", "torch") else None
+
+    def launch(self, hold: Tensor | None, drop_nonfinite: bool) -> None:
+        """See ``launch`` in ``reference/update.py``."""
+        plain = is_plain(self._arrays.pending)
+        if plain and self._views is not None:
+            host.launch(self._views, hold, drop_nonfinite)
+        else:
+            launch = ops.IMPLEMENTATIONS["launch"] if plain else ops.launch
+            launch(list(self._arrays), hold, drop_nonfinite=drop_nonfinite, backend=self._backend)
+
+    def commit(self, reduced: Tensor, hold: Tensor | None) -> Tensor:
+        """See ``commit`` in ``reference/update.py``. ``reduced`` begins with the reduced message."""
+        plain = is_plain(reduced)
+        if plain and self._views is not None:
+            return host.commit(self._views, self._rule, reduced, hold)
+        commit = ops.IMPLEMENTATIONS["commit"] if plain else ops.commit
+        message = reduced[: self._arrays.send.numel()]
+        outcome: Tensor = commit(list(self._arrays), message, hold, **self._rule._asdict(), backend=self._backend)
+        return outcome

@@ -15,7 +15,7 @@ ranks agree: a flag on the host would be baked into compiled and captured graphs
 
 ``backend``: "triton", "torch" (``torch._scaled_mm`` and eager operations), "reference" (float32 products), or "auto".
 "auto" uses Triton on GPUs with FP8, except for products that ``torch._scaled_mm`` computes faster. On a CPU it uses
-"reference", the faster emulation.
+"reference", the faster emulation. ``StateUpdates`` chooses between the ops and numpy for a launch and a commit.
 """
 
 from __future__ import annotations

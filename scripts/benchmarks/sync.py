@@ -11,6 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist_kernels.formats import E4M3
 
 HISTORY = 1024
-PAIRS = 200
+PAIRS, PAIRS_COLD = 200, 60
 RUN = 20
 """Consecutive steps in the back-to-back measurement."""
 
@@ -71,24 +72,48 @@ def average(action: Callable[[], object]) -> float:
     return timed(lambda: [action() for _ in range(RUN)]) / RUN
 
 
-def measure(slots: int) -> dict[str, float]:
-    """Return medians in ms of both sides and their ratio, after a barrier and back to back, and the ops of one step."""
+def backward() -> Callable[[], object]:
+    """Return a backward over weights of 32 MiB and as much gradient, which replaces what is in the caches."""
+    layer, x = torch.nn.Linear(4096, 2048), torch.randn(8, 4096)
+    return lambda: layer(x).sum().backward()
+
+
+def starts() -> dict[str, Callable[[], object]]:
+    """Return what runs before each timed call, by name: how the ranks get to the end of a step."""
+    train = backward()
+    return {
+        "barrier": dist.barrier,
+        "backward, barrier": lambda: (train(), dist.barrier()),  # Cold caches, and ranks that start together.
+        "barrier, backward": lambda: (dist.barrier(), train()),  # Cold caches, and ranks that start when they can.
+    }
+
+
+def pairs(before: Callable[[], object], manager: StateManager, bare: Callable[[], object]) -> dict[str, float]:
+    """Return the medians of interleaved pairs in ms, and their ratio."""
+    ours, theirs = [], []
+    for _ in range(PAIRS if before is dist.barrier else PAIRS_COLD):
+        before()
+        theirs.append(timed(bare))
+        manager._syncs[0].arena.pending.fill_(1.0)
+        before()
+        ours.append(timed(manager.step))
+    step_ms, bare_ms = statistics.median(ours), statistics.median(theirs)
+    return {"bare_ms": bare_ms, "step_ms": step_ms, "ratio": step_ms / bare_ms}
+
+
+def measure(slots: int) -> dict[str, Any]:
+    """Return the times of both sides and their ratio, from each start and back to back, and the ops of one step."""
     manager = manager_of(slots)
-    bare = torch.zeros_like(manager._syncs[0].arena.send)
+    message = torch.zeros_like(manager._syncs[0].arena.send)
+
+    def bare() -> None:
+        dist.all_reduce(message, dist.ReduceOp.MAX)
+
     for _ in range(20):
         one_step(manager)
-        dist.all_reduce(bare, dist.ReduceOp.MAX)
-    ours, theirs = [], []
-    back_to_back = [
-        (average(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)), average(lambda: one_step(manager)))
-        for _ in range(PAIRS // RUN)
-    ]
-    for _ in range(PAIRS):
-        dist.barrier()
-        theirs.append(timed(lambda: dist.all_reduce(bare, dist.ReduceOp.MAX)))
-        dist.barrier()
-        manager._syncs[0].arena.pending.fill_(1.0)
-        ours.append(timed(manager.step))
+        bare()
+    back_to_back = [(average(bare), average(lambda: one_step(manager))) for _ in range(PAIRS // RUN)]
+    from_starts = {name: pairs(before, manager, bare) for name, before in starts().items()}
     # Without the collective, which would keep the process group alive forever under a dispatch mode.
     unsynced = manager_of(slots, amax_sync=False)
     with CountOps() as counter:
@@ -96,10 +121,8 @@ def measure(slots: int) -> dict[str, float]:
     return {
         "slots": slots,
         "history": HISTORY,
-        "bytes": bare.numel() * bare.element_size(),
-        "bare_ms": statistics.median(theirs),
-        "step_ms": statistics.median(ours),
-        "ratio": statistics.median(ours) / statistics.median(theirs),
+        "bytes": message.numel() * message.element_size(),
+        "starts": from_starts,
         "back_to_back_ratio": statistics.median(step / bare_ms for bare_ms, step in back_to_back),
         "torch_ops": counter.count,
     }

@@ -19,12 +19,16 @@ def main(folder: Path) -> None:
     torchao: list[dict[str, Any]] = json.loads((folder / "torchao.json").read_text())
     processor = environment.facts(torch.device("cpu"))["device"]["name"]
     print(f"Machine: {processor}, torch {torch.__version__}, gloo, 2 ranks, one thread each.\n")
-    head = ["whole step: launch, sync, commit", "history", "ms", "bare all-reduce, ms", "ratio"]
-    rows = [[f"fp8dist, {row['slots']:,} slots", *_step(row, "step_ms")] for row in sync]
-    for line, row in zip(rows, sync):
+    head = ["whole step: launch, sync, commit", "history", "started from", "ms", "bare all-reduce, ms", "ratio"]
+    rows = [
+        [f"fp8dist, {row['slots']:,} slots", str(row["history"]), start, *_step(pair, "step_ms")]
+        for row in sync
+        for start, pair in row["starts"].items()
+    ]
+    for line, row in zip(rows[:: len(sync[0]["starts"])], sync):
         line += [f"{row['back_to_back_ratio']:.2f}", str(row["torch_ops"])]
-    rows += [["torchao 0.9.0, 672 slots", *_step(row, "torchao_ms"), "", ""] for row in torchao]
-    print(table([*head, "back to back", "torch ops"], rows))
+    rows += [["torchao 0.9.0, 672 slots", str(row["history"]), "barrier", *_step(row, "torchao_ms")] for row in torchao]
+    print(table([*head, "back to back", "torch ops"], [[*line, "", ""][: len(head) + 2] for line in rows]))
     rows = []
     for update in ("same_step", "next_step"):
         summary = json.loads((folder / update / "summary.json").read_text())
@@ -35,7 +39,7 @@ def main(folder: Path) -> None:
 
 
 def _step(row: dict[str, Any], ms: str) -> list[str]:
-    return [str(row["history"]), f"{row[ms]:.2f}", f"{row['bare_ms']:.2f}", f"{row['ratio']:.2f}"]
+    return [f"{row[ms]:.2f}", f"{row['bare_ms']:.2f}", f"{row['ratio']:.2f}"]
 
 
 def _print_fsdp(folder: Path) -> None:

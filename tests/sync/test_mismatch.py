@@ -632,10 +632,10 @@ def _damaged_before_the_last_step(update: Any, on_gpu: bool) -> tuple[Any, Any]:
     return _names(report) if report.findings else [_names(r) for r in seen], manager.check().consistent
 
 
-def _late_verdict(self: Any, outcome: Any, tripped: Any = None) -> None:
+def _late_verdict(self: Any, outcome: Any, *_: Any) -> None:
     """A verdict that is not available when the step ends, as on CUDA."""
-    self.immediate, self.evidence = False, None
-    self._outcome, self._trips = outcome, False
+    self.immediate, self.evidence, self.cold_writes = False, None, 0
+    self._outcome, self._asked = outcome, [False, False]
     self._event = mock.Mock()
 
 
