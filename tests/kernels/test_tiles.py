@@ -198,7 +198,7 @@ def test_shipped_tables_hold_what_was_measured(path: Path) -> None:
         assert content["commit"] is None
     else:
         assert content["measured"]
-        assert content["commit"]
+        assert content["commit"] or content["run"], "of which code?"
         assert {"torch", "triton", "cuda"} <= set(content["versions"])
     TileTable.of(content["device"])
     for one in content["entries"]:
@@ -247,9 +247,16 @@ class Tuner:
         tile = candidates(Problem(shape.m, shape.n, shape.k, scaling, fast), HOPPER)[0]
         return Entry(scaling.value, fast, bucket(shape.m), shape.n, shape.k, tile, outcome).described()
 
-    def run(self, *outcomes: float | BaseException, commit: str | None = "abc", scaling: str = "tensorwise") -> int:
+    def run(
+        self,
+        *outcomes: float | BaseException,
+        commit: str | None = "abc",
+        scaling: str = "tensorwise",
+        run: str | None = None,
+    ) -> int:
         self.outcomes = iter(outcomes)
         options = ["--tokens", "4096", "--scalings", scaling, "--out", str(self.out)]
+        options += ["--run", run] if run else []
         return tune_matmuls.main([*options, *(["--commit", commit] if commit else [])])
 
     @property
@@ -270,17 +277,20 @@ def test_the_tuner_writes_a_table_that_can_be_shipped(tuner: Tuner) -> None:
     assert json.loads(tuner.out.read_text())["commit"] == "abc"
 
 
-def test_the_tuner_does_not_measure_what_nobody_can_name(
+def test_without_git_the_commit_is_unknown_and_entries_are_of_a_run(
     tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_git(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("git")
 
     monkeypatch.setattr(subprocess, "run", no_git)
-    assert tune_matmuls.commit() is None
-    assert tuner.run(1.0, commit=None) == 2
-    assert capsys.readouterr().err == "tune_matmuls: the commit is not known: name it with --commit\n"
-    assert not tuner.out.exists()
+    assert tuner.run(1.01, commit=None, run="tree-1") == 0
+    assert json.loads(tuner.out.read_text())["commit"] is None
+    assert tuner.run(1.02, scaling="rowwise", commit=None, run="tree-1") == 0
+    assert tuner.ratios == [1.01, 1.02]
+    assert tuner.run(1.03, scaling="rowwise", commit=None, run="tree-2") == 0
+    assert tuner.ratios == [1.03]
+    assert "drops 2 entries of commit None" in capsys.readouterr().err
 
 
 def test_what_the_tuner_measured_before_it_was_ended_is_there(tuner: Tuner) -> None:

@@ -1,13 +1,14 @@
 """Measure tiles of FP8 GEMMs on this GPU, and write the table that is shipped for it.
 
     python -m scripts.benchmarks.gpu.tune_matmuls [--tokens 4096 8192] [--scalings tensorwise …] [--out FILE]
-        [--commit ID]
+        [--commit ID] [--run ID] [--seconds N] [--smoke]
 
 Times every candidate tile and torch's own GEMM, interleaved, with a cold L2 cache, and keeps the fastest tile. By
 default it measures all GEMMs in the layers of Llama 3 8B and 70B at 4k to 32k tokens, one scaling after the other. It
 writes the table after each GEMM, so you can stop it at any time. It keeps entries of an earlier table with the same
-commit and versions, does not measure them again, and drops other entries: a table belongs to one commit.
-Exit status: 0 success; 1 nothing could be measured; 2 no GPU, or the commit is not known; 130 interrupted.
+commit and versions, does not measure them again, and drops other entries: a table belongs to one commit. Where the
+commit is not known, or has changes, it keeps the entries of the same run.
+Exit status: 0 success; 1 nothing could be measured; 2 no GPU; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ OUT_DTYPE = torch.bfloat16
 WGRAD = "wgrad"
 BACKWARD = ("dgrad", WGRAD)
 DIRTY = "-dirty"
+SMOKE = tuple(Shape(f"smoke {use}", 48, 64, 128, torch.float8_e4m3fn, torch.float8_e4m3fn) for use in ("fprop", WGRAD))
 
 
 def medians(sides: dict[str, Callable[[], object]], repeats: int, stopwatch: Stopwatch) -> dict[str, float]:
@@ -110,8 +113,8 @@ def problems(options: argparse.Namespace) -> Iterator[tuple[Shape, Scaling, bool
     """Yield the products to measure. Backward products often use slow accumulation, so they are measured both ways. 1 x
     128 scales on both sides are for wgrad, whose operands are both activations."""
     for scaling in map(Scaling, options.scalings):
-        for tokens in options.tokens:
-            for shape in shapes_of(tokens):
+        for tokens in options.tokens[:1] if options.smoke else options.tokens:
+            for shape in SMOKE if options.smoke else shapes_of(tokens):
                 if scaling is Scaling.BLOCKWISE_1D and not shape.name.endswith(WGRAD):
                     continue
                 yield shape, scaling, True
@@ -127,13 +130,14 @@ def key_of(entry: dict[str, Any]) -> tuple[object, ...]:
 def kept(path: Path, table: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the entries of an earlier table that can stay: same device, commit and versions.
 
-    Drops entries of a tree with changes: the code may have changed again since.
+    Drops entries of an unknown commit or a tree with changes, unless the run is the same: the code may have changed.
     """
     if not path.is_file():
         return []
     before: dict[str, Any] = json.loads(path.read_text())
     alike = all(before.get(key) == table[key] for key in ("device", "commit", "versions"))
-    if alike and not table["commit"].endswith(DIRTY):
+    clean = table["commit"] is not None and not table["commit"].endswith(DIRTY)
+    if alike and (clean or (table["run"] is not None and before.get("run") == table["run"])):
         return list(before["entries"])
     if before["entries"]:
         of = f"commit {before.get('commit')}, {before.get('versions')}"
@@ -154,7 +158,11 @@ def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwat
     """Measure each product, and write the table after each. Return torch's time over the best tile's, per product."""
     entries = {key_of(entry): entry for entry in kept(out, table)}
     ratios = []
+    end = time.monotonic() + options.seconds
     for shape, scaling, fast in problems(options):
+        if time.monotonic() >= end:
+            print(f"tune_matmuls: out of time after {options.seconds:.0f} s", flush=True)
+            break
         try:
             entry = measured(shape, scaling, fast, options.repeats, stopwatch)
         except Exception as error:  # Some versions of torch lack a product, and Triton may reject a tile.
@@ -174,20 +182,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scalings", nargs="+", default=[s.value for s in Scaling], choices=[s.value for s in Scaling])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
+    parser.add_argument("--seconds", type=float, default=480.0, help="measure no product after so many")
+    parser.add_argument("--smoke", action="store_true", help="tiny products")
     parser.add_argument("--commit", help="the measured commit, if there is no repository")
+    parser.add_argument("--dirty", action="store_true", help="the tree has changes to this commit")
+    parser.add_argument("--run", help="ID of the run; entries of the same run belong together")
     options = parser.parse_args(arguments)
+    if options.smoke:
+        options.repeats = 2
     if not torch.cuda.is_available():
         print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
-        return 2
-    of = options.commit or commit()
-    if not of:
-        print("tune_matmuls: the commit is not known: name it with --commit", file=sys.stderr)
         return 2
     from fp8dist_kernels.triton.tables import FORMAT, file_name
 
     device, today = torch.cuda.get_device_name(), datetime.date.today().isoformat()
     out = options.out or TABLES / file_name(device)
-    table = {"format": FORMAT, "device": device, "measured": today, "commit": of, "versions": versions()}
+    of = f"{options.commit}{DIRTY if options.dirty else ''}" if options.commit else commit()
+    about = {"commit": of, "run": options.run, "versions": versions()}
+    table = {"format": FORMAT, "device": device, "measured": today, **about}
     try:
         ratios = tuned(options, out, table, stopwatch_of(torch.device("cuda", torch.cuda.current_device())))
     except KeyboardInterrupt:
