@@ -323,15 +323,17 @@ def test_the_tuner_writes_what_is_surely_faster(tuner: Tuner) -> None:
     assert tuner.ratios == [], "the product is no longer faster"
 
 
+@pytest.mark.parametrize(("seconds", "count"), [(35.0, 3), (480.0, 19)])
 def test_the_tuner_ends_in_time(
-    tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    seconds: float, count: int, tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """After 200 s, whatever it is given."""
     clock = itertools.count(0.0, 10.0)  # Each look at the clock is 10 s later.
     monkeypatch.setattr(tune_matmuls, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert tuner.run(*[1.5] * 99, seconds=35.0) == 0
-    assert len(tuner.ratios) == 3
-    assert "out of time after 3 of " in capsys.readouterr().out
-    assert all(0 < seconds <= 2 for seconds in tuner.seconds)
+    assert tuner.run(*[1.5] * 99, seconds=seconds) == 0
+    assert len(tuner.ratios) == count
+    assert f"out of time after {count} of " in capsys.readouterr().out
+    assert all(0 < one <= 2 for one in tuner.seconds)
 
 
 @pytest.mark.slow

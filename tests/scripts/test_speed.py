@@ -547,6 +547,14 @@ def test_the_crossover_needs_a_sure_win(monkeypatch: pytest.MonkeyPatch) -> None
     assert linears.Crossover().figures([case, {"name": "x", "problem": "p"}]) == {case["name"]: 64}
 
 
+def test_a_sustained_run_has_no_pause_and_ends_in_time() -> None:
+    clock = FakeClock()
+    windows = sustained.sustained(HostStopwatch(clock), clock.taking(0.001), 2.95)
+    assert windows == pytest.approx([1e3] * 30), "of 100 ms each"
+    assert clock.seconds == pytest.approx(3.002)
+    assert len(sustained.sustained(HostStopwatch(clock), clock.taking(0.001), 0.0)) == FEWEST
+
+
 def test_a_sustained_speed_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 slows down to half, bf16 does not."""
     windows = {"bf16": [4.0] * 30, "auto": [1.0] * 15 + [2.0] * 15}

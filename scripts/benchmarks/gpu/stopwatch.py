@@ -300,7 +300,7 @@ def _timed(stopwatch: Stopwatch, action: Action) -> float:
 def sustained(stopwatch: Stopwatch, action: Action, seconds: float) -> list[float]:
     """Run ``action`` for so long without a pause. Return the µs of one run, in each of at least ``FEWEST`` windows."""
     action()
-    repeats = max(1, int(WINDOW / max(1.0, _timed(stopwatch, action))))
+    repeats = max(1, int(min(WINDOW, 1e6 * seconds) / max(1.0, _timed(stopwatch, action))))
     window = repeated(action, repeats)
     end = stopwatch.now() + 1e6 * seconds
     windows: list[float] = []

@@ -48,8 +48,8 @@ DIRTY = "-dirty"
 NEAR = 1.3
 """Tiles are measured up to this many times the lowest modelled cost."""
 
-LONGEST = 2.0
-"""Longest timing of a GEMM, in seconds."""
+SECONDS, LONGEST = 200.0, 2.0
+"""Most seconds of all GEMMs, and of one."""
 
 
 def near_best(problem: Problem, device: torch.device) -> list[Tile]:
@@ -121,7 +121,11 @@ def products(options: argparse.Namespace) -> list[Product]:
         return [product for kind in options.kinds for product in products_of(KINDS[kind], SMOKE, 48)]
     steps = [(model, tokens) for tokens in options.tokens for model in ("8B", "70B")]
     in_turn = itertools.zip_longest(*(planned_products(kind, steps) for kind in options.kinds))
-    return [product for several in in_turn for product in several if product is not None]
+    planned: dict[tuple[Any, ...], Product] = {}
+    for product in itertools.chain.from_iterable(in_turn):
+        if product is not None:  # With as many tokens as features, several GEMMs are the same product.
+            planned.setdefault(product[2:], product)
+    return list(planned.values())
 
 
 def kept(path: Path, table: dict[str, Any]) -> list[Entry]:
@@ -158,7 +162,7 @@ def tuned(options: argparse.Namespace, out: Path, table: dict[str, Any], stopwat
     """Measure each product, and write the table after each. Return torch's time over the best tile's, per product."""
     entries = {entry.key: entry for entry in kept(out, table)}
     ratios: list[float] = []
-    planned, end = products(options), time.monotonic() + options.seconds
+    planned, end = products(options), time.monotonic() + min(SECONDS, options.seconds)
     for place, product in enumerate(planned):
         left = end - time.monotonic()
         if left <= 0:
@@ -184,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--seconds", type=float, default=200.0, help="for all products together")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all products together, at most 200")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU under Triton's interpreter as well")
     parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
     parser.add_argument("--commit", help="the measured commit, if there is no repository")
