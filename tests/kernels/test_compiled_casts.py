@@ -32,9 +32,11 @@ def check_all(kernels: list[Compiled], names: dict[str, int], record_property: C
 @pytest.mark.parametrize("capability", [90, 100])
 def test_casts(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.kernels.compiled.casts", capability)
-    counts = (24, 15) if capability == 90 else (6, 6)
-    check_all(kernels, dict(zip(("cast_kernel", "amax_kernel"), counts)), record_property)
+    counts = (24, 15, 3) if capability == 90 else (6, 6, 3)
+    check_all(kernels, dict(zip(("cast_kernel", "amax_kernel", "choose_kernel"), counts)), record_property)
     for kernel in kernels:
+        if kernel.kernel == "choose_kernel":
+            continue
         if kernel.kernel != "cast_kernel":
             if "outgrown" in kernel.case:  # This kernel reads whole weights.
                 assert kernel.registers <= 80, kernel.case

@@ -77,6 +77,37 @@ def test_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_scale_is_chosen_as_by_a_cast(dtype: torch.dtype) -> None:
+    """``choose_scale`` of an amax does what ``quantize`` does with a tensor of this amax, in both versions."""
+    amaxes = (0.0, 2.0**-140, 0.3, 900.0, 3e38, math.inf, math.nan)
+    limits = itertools.cycle(((None, 0, -1.0), (1.25, 2, 0.5), (1.25, -1, math.nan)))
+    for amax, scale in itertools.product(amaxes, (0.37, 3e-3, 2.0**120)):
+        x = torch.tensor([[amax]], device=DEVICE)
+        for record, just_in_time, cold in itertools.product((False, True), repeat=3):
+            outgrown, margin, before = next(limits)
+            options = {
+                "record": record, "just_in_time": just_in_time, "power_of_two": margin < 0, "margin": margin,
+                "outgrown": outgrown,
+            }  # fmt: skip
+            inverse, pending = run(plain, x, dtype, before, cold=cold, scale=scale, **options)[2:]
+            for version in (plain, fused):
+                place = torch.tensor(before, device=DEVICE)
+                slot = torch.tensor(scale, device=DEVICE), torch.tensor(cold, device=DEVICE), place
+                chosen = version.choose_scale(x[0, 0], *slot, dtype, **options)
+                assert_same((chosen[1], torch.reciprocal(chosen[0]), place), (inverse, inverse, pending))
+
+
+@VERSIONS
+def test_without_an_amax_the_slots_scale_is_chosen(version: Any) -> None:
+    slot = torch.tensor(0.3, device=DEVICE), torch.tensor(False, device=DEVICE), torch.tensor(-1.0, device=DEVICE)
+    options: dict[str, Any] = {"record": False, "just_in_time": False, "margin": 0, "power_of_two": False}
+    chosen = version.choose_scale(None, *slot, FORMATS[0], **options)
+    assert chosen.tolist() == [slot[0].item(), divide(1.0, slot[0].item())]
+    assert slot[2] == -1.0
+
+
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("just_in_time", [False, True])
 def test_numbers_are_those_of_the_definition(dtype: torch.dtype, just_in_time: bool) -> None:

@@ -245,6 +245,15 @@ def test_opcheck_quantize(dtype: torch.dtype, cold: bool, record: bool, columns:
 
 
 @pytest.mark.slow
+def test_opcheck_choose_scale() -> None:
+    options = {"record": True, "just_in_time": True, "margin": 0, "power_of_two": False}
+    for amax in (torch.tensor(3.0), None):
+        torch.library.opcheck(
+            ops.choose_scale, (amax, torch.tensor(2.0), torch.tensor(True), torch.tensor(NONE), E4M3), options
+        )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("just_in_time", "outgrown"), [(False, 1.25), (True, 2.0)])
 def test_opcheck_quantize_with_a_limit(just_in_time: bool, outgrown: float) -> None:
     torch.library.opcheck(

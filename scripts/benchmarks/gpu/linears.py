@@ -219,7 +219,8 @@ def _torchao(plain: nn.Module, recipe: str, compiled: bool) -> nn.Module:
     if not compiled:  # Uncompiled runs may have no GPU.
         object.__setattr__(config, "emulate", True)
     model = convert_to_float8_training(copy.deepcopy(plain), config=config)
-    return torch.compile(model) if compiled else model  # type: ignore[return-value]
+    # Other layers were compiled before: without dynamic=False the kernels would be for sizes that vary.
+    return torch.compile(model, dynamic=False) if compiled else model  # type: ignore[return-value]
 
 
 def _wrong(bench: Bench, model: nn.Module, plain: nn.Module) -> str | None:

@@ -127,7 +127,7 @@ def _references(planned: Planned, device: torch.device) -> dict[str, Action]:
         source = torch.ones(planned.moved // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         return {COPY: lambda: target.copy_(source)}
-    words = torch.randint(-(1 << 62), 1 << 62, (planned.moved // 8,), device=device)
+    words = torch.randint(-(1 << 61), 1 << 61, (planned.moved // 8,), device=device)
     sums = words.new_empty(-(-len(words) // READ_AT_ONCE))
     reads: tuple[Action, ...] = (
         functools.partial(torch.sum, words),

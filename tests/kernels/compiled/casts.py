@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8dist_kernels.triton.casts import quantize
+from fp8dist_kernels.triton.casts import choose_scale, quantize
 from tests.support.ahead_of_time import Compiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -34,6 +34,12 @@ def launch(compiler: Compiler) -> None:
     for name, x, dtype in inputs:
         with compiler.naming(f"{name}: both, amax, outgrown"):
             _quantize(x, dtype, True, True, True, True, outgrown=1.25)
+    for record, just_in_time, outgrown in ((True, True, None), (True, False, 1.25), (False, False, None)):
+        with compiler.naming(f"{'amax, ' * record}{'just in time, ' * just_in_time}{'outgrown' * bool(outgrown)}"):
+            choose_scale(
+                torch.zeros((), dtype=bf16), torch.ones(()), torch.ones((), dtype=torch.bool), torch.zeros(()), E4M3,
+                record=record, just_in_time=just_in_time, margin=1, power_of_two=True, outgrown=outgrown,
+            )  # fmt: skip
     if compiler.capability != HOPPER:
         return
     with compiler.naming("bf16: columns, outgrown"):
