@@ -224,7 +224,7 @@ def test_shipped_tables_hold_what_was_measured(path: Path) -> None:
         assert content["commit"] is None
         assert content["entries"] == []
     else:
-        assert content["commit"]
+        assert content["commit"] or content["run"], "of which code?"
         assert {"torch", "triton", "cuda"} <= set(content["versions"])
     TileTable.of(content["device"])
     for one in content["entries"]:
@@ -290,9 +290,17 @@ class Tuner:
         problem = Problem(p.m, p.n, p.k, p.scaling, p.fast, p.a_dtype, p.b_dtype, torch.bfloat16)
         return Entry(*key_of(problem), candidates(problem, HOPPER)[0], ratio, low, 2 * ratio - low)
 
-    def run(self, *outcomes: Any, commit: str | None = "abc", kind: str = "tensorwise", seconds: float = 200.0) -> int:
+    def run(
+        self,
+        *outcomes: Any,
+        commit: str | None = "abc",
+        kind: str = "tensorwise",
+        seconds: float = 200.0,
+        run: str | None = None,
+    ) -> int:
         self.outcomes = iter(outcomes)
         options = ["--tokens", "4096", "--kinds", kind, "--out", str(self.out), "--seconds", str(seconds)]
+        options += ["--run", run] if run else []
         return tune_matmuls.main([*options, *(["--commit", commit] if commit else [])])
 
     @property
@@ -340,17 +348,20 @@ def test_the_tuner_runs_at_tiny_sizes(tmp_path: Path, capsys: pytest.CaptureFixt
     test_shipped_tables_hold_what_was_measured(out)
 
 
-def test_the_tuner_does_not_measure_what_nobody_can_name(
+def test_without_git_the_commit_is_unknown_and_entries_are_of_a_run(
     tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_git(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("git")
 
     monkeypatch.setattr(subprocess, "run", no_git)
-    assert tune_matmuls.commit() is None
-    assert tuner.run(1.0, commit=None) == 2
-    assert capsys.readouterr().err == "tune_matmuls: the commit is not known: name it with --commit\n"
-    assert not tuner.out.exists()
+    assert tuner.run(1.03, commit=None, run="tree-1") == 0
+    assert json.loads(tuner.out.read_text())["commit"] is None
+    assert tuner.run(1.04, kind="rowwise", commit=None, run="tree-1") == 0
+    assert tuner.ratios == [1.03, 1.04]
+    assert tuner.run(1.05, kind="rowwise", commit=None, run="tree-2") == 0
+    assert tuner.ratios == [1.05]
+    assert "drops 2 entries of commit None" in capsys.readouterr().err
 
 
 def test_what_the_tuner_measured_before_it_was_ended_is_there(tuner: Tuner) -> None:

@@ -33,7 +33,7 @@ START_UP = 25.0
 LONGEST = 2.0
 """Longest timing of a case, in seconds."""
 
-INTERRUPTED = "interrupted"
+INTERRUPTED, UNFINISHED = "interrupted", "not finished"
 
 LIKE_THE_LAST = 3
 """A part ends after this many consecutive cases with the same error."""
@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", default="alone", help="ID of the run; results with the same ID belong together")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU under Triton's interpreter as well")
     parser.add_argument("--one", choices=results.PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -92,7 +93,9 @@ def _in_a_process(
     """Measure one part in its own process. Return (device and versions, the part)."""
     with tempfile.TemporaryDirectory(prefix="fp8dist-benchmark-") as folder:
         command = [sys.executable, "-m", "scripts.benchmarks.gpu.kernels", "--one", name, "--out", folder]
-        command += ["--seconds", str(max(1.0, seconds)), *(["--smoke"] if options.smoke else [])]
+        command += ["--seconds", str(max(1.0, seconds)), "--into", str(options.out), "--run", options.run]
+        command += [f"--commit={options.commit}"] if options.commit else []
+        command += [flag for flag in ("--smoke", "--dirty") if getattr(options, flag.removeprefix("--"))]
         start, problem = time.monotonic(), None
         try:
             done = subprocess.run(command, timeout=max(1.0, seconds) + START_UP, check=False)
@@ -136,6 +139,13 @@ def _one(options: argparse.Namespace) -> int:
 
     def keep(part: Mapping[str, Any]) -> None:
         results.write(target, {"environment": facts, "part": part})
+        if not part["cases"]:
+            return
+        # Into the results of all parts as well: this run may be cut off before its main process writes them.
+        new = {**results.empty(options.commit, options.dirty, options.run, options.smoke), **facts}
+        new["parts"] = {options.one: results.stamped(part, new)}
+        path = results.file_of(options.into, facts["device"]["name"])
+        results.write(path, results.merged(results.earlier(path), new))
 
     part = _part_named(options.one)
     try:
@@ -172,8 +182,8 @@ def run_part(
     cases fail with the same error.
     """
     start = clock()
-    result: dict[str, Any] = {"status": "done", "seconds": 0.0, "problem": None, "cases": [], "figures": {}}
-    cases: list[Case] = result["cases"]
+    cases: list[Case] = []
+    result: dict[str, Any] = {"status": "cut off", "seconds": 0.0, "problem": UNFINISHED, "cases": cases, "figures": {}}
     keep(result)
     planned = part.plan(lab)
     for place, one in enumerate(planned):
@@ -192,6 +202,8 @@ def run_part(
             break
         result["figures"] = part.figures(cases)
         keep(result)
+    else:
+        result["status"], result["problem"] = "done", None
     result["seconds"] = clock() - start
     result["figures"] = part.figures(cases)
     result["problem"] = result["problem"] or next((case["problem"] for case in cases if case.get("problem")), None)

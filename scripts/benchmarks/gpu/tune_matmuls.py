@@ -1,7 +1,7 @@
 """Measure tiles of FP8 GEMMs on this GPU, and write the table that is shipped for it.
 
     python -m scripts.benchmarks.gpu.tune_matmuls [--tokens 8192 16384] [--kinds tensorwise …] [--seconds 200]
-        [--out FILE] [--commit ID] [--smoke]
+        [--out FILE] [--commit ID] [--run ID] [--smoke]
 
 Measures the GEMMs that FP8Linear runs in the layers of Llama 3 8B and 70B, with the dtypes and the accumulation of each
 recipe, and with fast accumulation everywhere. First it times the tiles whose modelled cost is near the best, then, in
@@ -9,8 +9,9 @@ new rounds, the fastest of them against torch's GEMM. All runs are interleaved, 
 is surely faster than torch's gets an entry.
 
 Writes the table after each GEMM, so you can stop it at any time. It keeps entries of an earlier table with the same
-commit and versions, and drops others: a table belongs to one commit.
-Exit status: 0 success; 1 nothing could be measured; 2 no GPU, or the commit is not known; 130 interrupted.
+commit and versions, and drops others: a table belongs to one commit. Where the commit is not known, or has changes, it
+keeps the entries of the same run.
+Exit status: 0 success; 1 nothing could be measured; 2 no GPU; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def products(options: argparse.Namespace) -> list[Product]:
 def kept(path: Path, table: dict[str, Any]) -> list[Entry]:
     """Return the entries of an earlier table that can stay: same device, commit and versions.
 
-    Drops entries of a tree with changes: the code may have changed again since.
+    Drops entries of an unknown commit or a tree with changes, unless the run is the same: the code may have changed.
     """
     if not path.is_file():
         return []
@@ -139,7 +140,8 @@ def kept(path: Path, table: dict[str, Any]) -> list[Entry]:
     text = path.read_text()
     before: dict[str, Any] = json.loads(text)
     alike = all(before.get(key) == table[key] for key in ("format", "device", "commit", "versions"))
-    if alike and not table["commit"].endswith(DIRTY):
+    clean = table["commit"] is not None and not table["commit"].endswith(DIRTY)
+    if alike and (clean or (table["run"] is not None and before.get("run") == table["run"])):
         return list(TileTable.from_json(text).entries)
     if before["entries"]:
         of = f"commit {before.get('commit')}, {before.get('versions')}"
@@ -190,22 +192,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU under Triton's interpreter as well")
     parser.add_argument("--out", type=Path, help="default: the shipped table of this device")
     parser.add_argument("--commit", help="the measured commit, if there is no repository")
+    parser.add_argument("--dirty", action="store_true", help="the tree has changes to this commit")
+    parser.add_argument("--run", help="ID of the run; entries of the same run belong together")
     options = parser.parse_args(arguments)
     if options.smoke and options.out is None:
         parser.error("--smoke needs --out: its table must not be shipped")
     if not (torch.cuda.is_available() or options.smoke):
         print("tune_matmuls: no GPU found; nothing was measured or written", file=sys.stderr)
         return 2
-    of = options.commit or commit()
-    if not of:
-        print("tune_matmuls: the commit is not known: name it with --commit", file=sys.stderr)
-        return 2
+    of = f"{options.commit}{DIRTY if options.dirty else ''}" if options.commit else commit()
     from fp8dist_kernels.triton.tables import FORMAT, file_name
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name, today = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", datetime.date.today().isoformat()
     out = options.out or TABLES / file_name(name)
-    table = {"format": FORMAT, "device": name, "measured": today, "commit": of, "versions": versions()}
+    table = {
+        "format": FORMAT,
+        "device": name,
+        "measured": today,
+        "commit": of,
+        "run": options.run,
+        "versions": versions(),
+    }
     try:
         ratios = tuned(options, out, table, stopwatch_of(device))
     except KeyboardInterrupt:

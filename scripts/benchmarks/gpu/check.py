@@ -1,0 +1,203 @@
+"""Run the tests of the GPU and of the kernels, most telling first, and write what they gave after each of them.
+
+    python -m scripts.benchmarks.gpu.check --out FOLDER [--commit ID] [--dirty] [--run ID] [-- PYTEST ARGUMENTS]
+    python -m scripts.benchmarks.gpu.check --summary FILE
+
+pytest needs no plugin. With pytest-xdist, tests run in several processes; with pytest-timeout, a test that hangs ends
+its process. This module is a plugin of pytest, too: it sorts the tests, and lets no test run on a lost GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.benchmarks.gpu import environment, results
+
+__all__ = ["Recorder", "main", "order"]
+
+ROOT = Path(__file__).resolve().parents[3]
+KERNELS = "tests/kernels/test_gpu_kernels.py"
+SMALL = "small"
+"""Part of the IDs of the tests that launch each kernel at small sizes."""
+ORDER = (
+    f"{KERNELS}::{SMALL}",
+    "tests/modules/test_gpu_linear.py",
+    "tests/step/test_gpu_graphs.py",
+    "tests/modules/test_gpu_compile.py",
+    "tests/sync/test_gpu_ranks.py",
+    KERNELS,
+)
+"""What runs first; then the other tests of the kernels."""
+
+WORKERS = 8
+MOST_FAILURES = 12
+TEST_SECONDS = 150
+"""Limit of one test. Inductor compiles for a minute."""
+REASON = 160
+"""Longest reason of a failure in the results, in characters."""
+
+
+# The plugin, in each process of pytest-xdist -------------------------------------------------------------
+
+
+def order(name: str) -> int:
+    """Return the place in ``ORDER`` of a test with this ID."""
+    file, _, rest = name.partition("::")
+    places = [file, f"{file}::{SMALL}"] if SMALL in rest else [file]
+    return min((ORDER.index(place) for place in places if place in ORDER), default=len(ORDER))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests. conftest.py has sorted before."""
+    items.sort(key=lambda item: order(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Wait for the GPU, so that an error of a kernel fails the test that launched it."""
+    yield
+    torch.cuda.synchronize()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """End this process after an error that loses the GPU: all that follows would fail as well. xdist starts another."""
+    result = yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        if hasattr(item.config, "workerinput"):
+            os._exit(1)
+        item.session.shouldstop = "the GPU is lost in this process"
+    return result
+
+
+# The process that runs pytest ------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Writes the outcomes to a results file after each test. ``new``: what the file says beside the tests."""
+
+    def __init__(self, path: Path, new: Mapping[str, Any]) -> None:
+        self._path, self._new, self._old = path, new, results.earlier(path)
+        self._start = time.monotonic()
+        self._running: dict[str, None] = {}
+        self._outcomes: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
+        self._write()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Write that the test runs: if it never ends, the file says so."""
+        self._running[nodeid] = None
+        self._write()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note an outcome."""
+        if report.failed:
+            self._fail(report)
+        elif report.skipped or report.when == "call":
+            self._outcomes.setdefault(report.nodeid, report.outcome)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Write the outcome."""
+        self._running.pop(nodeid, None)
+        self._write()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a file that could not be imported."""
+        if report.failed:
+            self._fail(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the end."""
+        whole = exitstatus in (0, 1) and not (session.shouldstop or session.shouldfail or self._running)
+        self._write(cut_off=not whole)
+
+    def _fail(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        self._running.pop(report.nodeid, None)
+        self._outcomes[report.nodeid] = "failed"
+        self._reasons.setdefault(report.nodeid, _reason(report))
+
+    def _write(self, cut_off: bool = True) -> None:
+        outcomes = list(self._outcomes.values())
+        tests = {
+            **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
+            "seconds": round(time.monotonic() - self._start, 1),
+            "failures": [f"{name}: {reason}" for name, reason in self._reasons.items()],
+            "running": list(self._running),
+            "cut_off": cut_off,
+        }
+        new = {**self._new, "tests": results.stamped(tests, self._new)}
+        results.write(self._path, results.merged(self._old, new))
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return one line about a failure: its error. Of ranks, the last error in their tracebacks."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = (crash.message if crash else str(report.longrepr)).strip().splitlines() or ["no reason"]
+    errors = [line for line in lines if re.match(r"(E\s+)?[\w.]*(Error|Exception|Failed)\b", line)]
+    return (errors[-1] if errors else lines[0])[:REASON]
+
+
+def summary(path: Path) -> str:
+    """Return a short text about the tests in a results file."""
+    data = results.earlier(path)
+    tests = data["tests"] if data else None
+    if not tests:
+        return "check: no test has run"
+    counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+    lines = [f"check: {counts}, {tests['seconds']:.0f} s{'; cut off: not all were run' if tests['cut_off'] else ''}"]
+    lines += [f"  failed {failure}" for failure in tests["failures"][:MOST_FAILURES]]
+    more = len(tests["failures"]) - MOST_FAILURES
+    lines += [f"  and {more} more"] if more > 0 else []
+    return "\n".join([*lines, *(f"  not finished {name}" for name in tests["running"][:WORKERS])])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line described at the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="only print what a results file says")
+    parser.add_argument("--out", type=Path, default=Path("kernels/results"), help="folder of the results")
+    parser.add_argument("--run", default="alone")
+    parser.add_argument("--commit")
+    parser.add_argument("--dirty", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="the GPU is a pretended one")
+    parser.add_argument("pytest", nargs="*")
+    options = parser.parse_args(arguments)
+    if options.summary:
+        print(summary(options.summary))
+        return 0
+    facts = environment.facts(torch.device("cuda", 0))
+    new = {**results.empty(options.commit, options.dirty, options.run, options.smoke), **facts}
+    recorder = Recorder(results.file_of(options.out, facts["device"]["name"]), new)
+    return int(pytest.main([*_options(), *options.pytest], plugins=[recorder]))
+
+
+def _options() -> list[str]:
+    """Return the files and options of pytest."""
+    named = dict.fromkeys(place.partition("::")[0] for place in ORDER)
+    files = [*named, *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/kernels/test_fused_*.py"))]
+    # Not strict: the settings and marks of plugins that are missing are unknown. Other versions may warn.
+    options = ["-v", "--tb=short", "-o", "addopts=--import-mode=importlib", "-W", "default", "-p", "no:cacheprovider"]
+    options += ["-p", "no:benchmark", f"--maxfail={MOST_FAILURES}", "--continue-on-collection-errors"]
+    options += ["-p", "scripts.benchmarks.gpu.check"]
+    if importlib.util.find_spec("xdist"):
+        options += ["-n", str(WORKERS), "--dist", "loadgroup"]
+    if importlib.util.find_spec("pytest_timeout"):  # A signal does not end a wait for the GPU.
+        options += [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
+    return [*files, *options]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
