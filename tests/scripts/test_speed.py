@@ -16,7 +16,7 @@ import torch
 
 import scripts.benchmarks.gpu.matmuls
 import scripts.benchmarks.gpu.stopwatch
-from scripts.benchmarks.gpu import environment, reports, results
+from scripts.benchmarks.gpu import environment, results
 from scripts.benchmarks.gpu.kernels import LIKE_THE_LAST, run_part
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, same_bits
 from scripts.benchmarks.gpu.matmuls import KINDS, Matmuls, Operands, Planned
@@ -355,26 +355,3 @@ def test_poison_is_nan_in_every_float_format() -> None:
         assert code.float().isnan().all()
     poison((3, 5), torch.bfloat16, torch.device("cpu"))
     poison((0,), torch.bfloat16, torch.device("cpu"))
-
-
-# Tests' reports ---------------------------------------------------------------------------------------
-
-
-def test_counts_of_a_report(tmp_path: Path) -> None:
-    report = tmp_path / "check.xml"
-    report.write_text(
-        '<testsuites><testsuite tests="4" failures="1" errors="1" skipped="1" time="2.5">'
-        '<testcase classname="tests.a" name="one"/><testcase classname="tests.a" name="two"><failure/></testcase>'
-        '<testcase classname="tests.a" name="three"><error/></testcase>'
-        '<testcase classname="tests.a" name="four"><skipped/></testcase></testsuite></testsuites>'
-    )
-    counts = reports.counted(report)
-    assert (counts["passed"], counts["failed"], counts["skipped"], counts["seconds"]) == (1, 2, 1, 2.5)
-    assert counts["failures"] == ["tests.a::two", "tests.a::three"]
-    assert reports.main([str(report), "--out", str(tmp_path), "--run", "r", "--commit", "c", "--cut-off"]) == 0
-    (path,) = tmp_path.glob("*.json")
-    tests = json.loads(path.read_text())["tests"]
-    assert tests == {**tests, **counts, "cut_off": True, "commit": "c", "dirty": False}
-    report.write_text("<")
-    with pytest.raises(ValueError, match=r"check\.xml"):
-        reports.counted(report)
