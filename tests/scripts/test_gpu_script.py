@@ -83,9 +83,11 @@ script = _script()
 script.GRACE = 1
 os.setpgrp()
 signal.signal(signal.SIGTERM, script.terminated)
-deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+child = deaf + "print('deaf', flush=True); time.sleep(60)"
+parent = deaf + f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
 log = script.Log(script.Path(sys.argv[1]))
-status = log.run([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {deaf!r}])"], 3)
+status = log.run([sys.executable, "-c", parent], 3)
 log.print(f"status {status}")
 sys.exit(log.run([sys.executable, "-c", "print('the summary')"], 30))
 """
@@ -170,6 +172,18 @@ def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
     session.shouldfail = False
     recorder.pytest_sessionfinish(session, 1)
     assert not tests()["cut_off"]
+
+
+def test_a_write_that_is_cut_off_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "device.json"
+    results.write(path, {"cases": 1})
+    monkeypatch.setattr(results.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        results.write(path, {"cases": 2})
+    assert json.loads(path.read_text()) == {"cases": 1}
 
 
 def test_a_summary_is_short(tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
