@@ -134,6 +134,10 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if name in ("zero_", "amax") and there and given[0].numel() >= CACHE:
         return args[0] if name == "zero_" else OnGpu(torch.zeros((), dtype=given[0].dtype))
     collective = function.namespace == "c10d"
+    if any(one.device.type == "meta" for one in here):
+        raise NotImplementedError(
+            f"a tensor was made without a dispatch mode, such as the index of x[[0, 2]] ({function})"
+        )
     if there and any(one.ndim for one in here) and name not in MIXES_DEVICES and not collective:
         raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu ({function})")
     graph = Graph.recording

@@ -5,7 +5,7 @@
     {"schema": 1, "smoke": false, "date": "2026-01-31T12:00:00Z", "run": "…", "commit": "…" or null, "dirty": false,
      "device":   {"name", "capability", "driver", "memory_gib", "processors"},
      "versions": {"python", "torch", "cuda", "triton", "torchao", "fp8dist"},
-     "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "cut_off"},
+     "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "running", "cut_off"},
      "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
 
 Numbers that are not finite are text: "nan", "inf", "-inf". Parts and tests have their own "commit", "dirty" and "date",
