@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled, table
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.compiled]
 
 REGISTERS = 64
 """Limit for 1024 threads on a multiprocessor. Fewer threads have too few loads in flight to saturate memory."""

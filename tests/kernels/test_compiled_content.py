@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.ahead_of_time import Compiled, compiled, table
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.compiled]
 
 WORDS_A_THREAD = 8
 REGISTERS_FOR_THREE_PROGRAMS = 65536 // (3 * 256) // 8 * 8

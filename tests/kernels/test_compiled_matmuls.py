@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, Compiled, compiled, table
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.compiled]
 
 MODULE = "tests.kernels.compiled.matmuls"
 ALL_FOR_HOPPER = 40

@@ -10,6 +10,7 @@ from tests.support.ahead_of_time import SHARED_MEMORY_LIMIT, compiled, table
 
 
 @pytest.mark.long
+@pytest.mark.compiled
 @pytest.mark.parametrize("capability", [90, 100])
 def test_state_kernels(capability: int, record_property: Callable[[str, object], None]) -> None:
     """Divisions are IEEE, as on the CPU; one atomic addition per kernel; no spills."""

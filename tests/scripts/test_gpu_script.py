@@ -1,4 +1,4 @@
-"""scripts/gpu on a machine without a GPU: its messages, and its benchmark at tiny sizes."""
+"""scripts/gpu and the parts of its stages, without a GPU. test_rehearsal.py runs it as a whole."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ import torch
 
 import fp8dist
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
-from scripts.benchmarks.gpu import linears, matmuls, memory, results
+from scripts.benchmarks.gpu import check, linears, matmuls, memory, results
 from scripts.benchmarks.gpu.kernels import run_part
 from scripts.benchmarks.gpu.lab import Lab
 from scripts.benchmarks.gpu.matmuls import Matmuls
@@ -28,92 +32,210 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _gpu(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [str(ROOT / "scripts" / "gpu"), *arguments]
+    command = [sys.executable, str(ROOT / "scripts" / "gpu"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
 
 
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
-    done = _gpu("tune", "sanitize", "--out", str(tmp_path))
+    done = _gpu("tune", "--out", str(tmp_path / "out"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("gpu: no GPU: ")
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_arguments() -> None:
-    done = _gpu("chekc")
-    assert done.returncode == 2
-    assert "chekc is not a stage" in done.stderr
-    assert "usage: scripts/gpu [check]" in done.stderr
-    done = _gpu("check", "--out")
-    assert (done.returncode, done.stderr) == (2, "gpu: --out needs a value\n")
+def test_wrong_arguments_show_the_commands() -> None:
+    for arguments, problem in (
+        (["chekc"], "invalid choice: 'chekc'"),
+        ([], "required: stage"),
+        (["check", "tune"], "unrecognized arguments: tune"),
+        (["check", "--out"], "--out: expected one argument"),
+        (["check", "--seconds", "600"], "expected 1 to 500"),
+    ):
+        done = _gpu(*arguments)
+        assert done.returncode == 2
+        assert problem in done.stderr
+        for stage in ("check", "tune", "benchmark"):
+            assert f"    scripts/gpu {stage} " in done.stderr
+
+
+def test_a_command_ends_well_inside_ten_minutes() -> None:
+    """Asking three Pythons, the stage, its last words, and the summary."""
+    script = _script()
+    assert script.LONGEST + script.GRACE + script.GRACE < 560
+
+
+def _script() -> Any:
+    loader = SourceFileLoader("gpu_script", str(ROOT / "scripts" / "gpu"))
+    spec = spec_from_loader("gpu_script", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+DEAF = """
+import os, signal, subprocess, sys, time
+sys.path.insert(0, "tests/scripts")
+from test_gpu_script import _script
+script = _script()
+script.GRACE = 1
+os.setpgrp()
+signal.signal(signal.SIGTERM, script.terminated)
+deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+child = deaf + "print('deaf', flush=True); time.sleep(60)"
+parent = deaf + f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+log = script.Log(script.Path(sys.argv[1]))
+status = log.run([sys.executable, "-c", parent], 3)
+log.print(f"status {status}")
+sys.exit(log.run([sys.executable, "-c", "print('the summary')"], 30))
+"""
 
 
 @pytest.mark.slow
-def test_tiles_are_not_measured_of_an_unknown_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))
-    monkeypatch.delenv("COMMIT", raising=False)
-    done = _gpu("tune", "--smoke", "--out", str(tmp_path))
-    assert done.returncode == 1
-    assert done.stderr == "gpu: tune: the commit is not known: name it with --commit\n"
-    assert list(tmp_path.iterdir()) == [tmp_path / "tune.log"]
+def test_a_stage_that_does_not_end_is_ended_and_the_summary_follows(tmp_path: Path) -> None:
+    log, start = tmp_path / "deaf.log", time.monotonic()
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    command = [sys.executable, "-c", DEAF, str(log)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, timeout=50, check=True)
+    assert time.monotonic() - start < 40
+    lines = log.read_text().splitlines()
+    assert lines[0] == "deaf"
+    assert "gpu: cut off after 3 s" in lines
+    assert "status 0" not in lines
+    assert lines[-1] == "the summary"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(120)
-def test_without_pytest_timeout_the_tests_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pytest_timeout", "xdist"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    out = tmp_path / "out"
-    done = _gpu(
-        "check", "--smoke", "--out", str(out), "--", "-k", "test_fused_magnitude and special_values", timeout=110
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == "gpu: pytest-timeout is missing: only the whole check stage has a time limit\n"
-    assert " passed" in (out / "check.log").read_text()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(120)
-def test_check_runs_the_tests_of_the_gpu_and_of_the_kernels(tmp_path: Path) -> None:
-    done = _gpu("check", "--smoke", "--out", str(tmp_path), "--", "--collect-only", "-qq", "-n", "0", timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+def test_the_tests_of_the_gpu_run_in_order() -> None:
+    files = [option for option in check._options() if option.startswith("tests/")]
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/kernels").glob("test_fused_*.py")}
     on_a_gpu = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_gpu_*.py")}
-    assert collected == (kernels | on_a_gpu) - {"tests/scripts/test_gpu_script.py"}
+    assert set(files) == (kernels | on_a_gpu) - {
+        str(path.relative_to(ROOT)) for path in Path(__file__).parent.iterdir()
+    }
+    names = ["tests/kernels/test_fused_casts.py::test_x", f"{check.KERNELS}::test_casts[medium]"]
+    names += ["tests/sync/test_gpu_ranks.py::test_nccl_alone", "tests/step/test_gpu_graphs.py::test_x[small]"]
+    names += ["tests/modules/test_gpu_linear.py::test_x", f"{check.KERNELS}::test_casts[small-wide]"]
+    assert sorted(names, key=check.order) == names[::-1]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(120)
-def test_a_smoke_run_writes_nothing_into_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    before = sorted(Path(ROOT, "kernels").rglob("*"))
-    done = _gpu("check", "--smoke", "--", "-n", "0", "-k", "test_fused_magnitude and special_values", timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(Path(ROOT, "kernels").rglob("*")) == before
-    (out,) = tmp_path.glob("fp8dist-gpu-*")
-    assert {path.name for path in out.iterdir()} >= {"check.log", "check.xml"}
+def _report(nodeid: str, outcome: str, when: str = "call", message: str = "") -> Any:
+    longrepr = SimpleNamespace(reprcrash=SimpleNamespace(message=message))
+    failed, skipped = outcome == "failed", outcome == "skipped"
+    return SimpleNamespace(nodeid=nodeid, outcome=outcome, when=when, failed=failed, skipped=skipped, longrepr=longrepr)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(240)
-def test_the_benchmark_runs_at_tiny_sizes(tmp_path: Path) -> None:
-    parts = [argument for name in results.PARTS for argument in ("--part", name)]
-    done = _gpu("benchmark", "--smoke", "--out", str(tmp_path), "--commit", "abc", *parts, timeout=230)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("*.json")
-    data = results.read(path)
-    assert (data["smoke"], data["commit"], data["dirty"]) == (True, "abc", False)
-    assert list(data["parts"]) == list(results.PARTS)
-    for name, part in data["parts"].items():
-        assert (part["status"], part["problem"]) == ("done", None), name
-        assert all(case["timings"] for case in part["cases"]), name
-    assert "figures of smoke runs mean nothing" in done.stdout
-    assert (tmp_path / "benchmark.log").read_text()
+def test_what_the_tests_gave_is_written_after_each(tmp_path: Path) -> None:
+    path = tmp_path / "nvidia-h200.json"
+    device = {"name": "NVIDIA H200", "capability": [9, 0], "driver": None}
+    versions = {"python": "3.12", "torch": "2.11.0", "triton": "3.6.0"}
+    new = {**results.empty(None, False, "tree-1"), "device": device, "versions": versions}
+    earlier = {"status": "done", "seconds": 1.0, "problem": None, "cases": [], "figures": {}}
+    results.write(path, {**new, "parts": {"memory": results.stamped(earlier, new)}})
+    recorder = check.Recorder(path, new)
+
+    def tests() -> Any:
+        data = results.read(path)
+        assert list(data["parts"]) == ["memory"], "of the same code, though its commit is not known"
+        return data["tests"]
+
+    def run(nodeid: str, *reports: Any) -> None:
+        recorder.pytest_runtest_logstart(nodeid)
+        assert tests()["running"] == [nodeid]
+        for report in reports:
+            recorder.pytest_runtest_logreport(report)
+        recorder.pytest_runtest_logfinish(nodeid)
+        assert tests()["running"] == []
+
+    run("a", _report("a", "passed", "setup"), _report("a", "passed"), _report("a", "passed", "teardown"))
+    assert (tests()["passed"], tests()["cut_off"]) == (1, True)
+    ranks = "2 ranks: failed\n--- rank 0: raised\nTraceback\nRuntimeError: CUDA error: " + 300 * "x"
+    run("b", _report("b", "failed", message=ranks), _report("b", "failed", message="worker 'gw1' crashed"))
+    run("c", _report("c", "skipped", "setup"))
+    run("d", _report("d", "passed"), _report("d", "failed", "teardown", "assert 1 == 2"))
+    recorder.pytest_collectreport(_report("tests/e.py", "failed", "collect", "ModuleNotFoundError: e"))
+    recorder.pytest_runtest_logstart("f")
+    found = tests()
+    assert [found[outcome] for outcome in ("passed", "failed", "skipped")] == [1, 3, 1]
+    assert found["running"] == ["f"]
+    assert found["failures"][0].startswith("b: RuntimeError: CUDA error: xxx")
+    assert len(found["failures"][0]) == len("b: ") + check.REASON
+    lines = check.summary(path).splitlines()
+    assert lines[0].startswith("check: 1 passed, 3 failed, 1 skipped, ")
+    assert lines[0].endswith("; cut off: not all were run")
+    assert lines[2:] == ["  failed d: assert 1 == 2", "  failed tests/e.py: ModuleNotFoundError: e", "  not finished f"]
+    recorder.pytest_runtest_logfinish("f")
+    session: Any = SimpleNamespace(shouldstop=False, shouldfail="stopping after 12 failures")
+    recorder.pytest_sessionfinish(session, 1)
+    assert tests()["cut_off"]
+    session.shouldfail = False
+    recorder.pytest_sessionfinish(session, 1)
+    assert not tests()["cut_off"]
+
+
+def test_a_write_that_is_cut_off_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "device.json"
+    results.write(path, {"cases": 1})
+    monkeypatch.setattr(results.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        results.write(path, {"cases": 2})
+    assert json.loads(path.read_text()) == {"cases": 1}
+
+
+def test_a_summary_is_short(tmp_path: Path) -> None:
+    """The end of a long output may be all that is kept of it."""
+    assert check.summary(tmp_path / "none.json") == "check: no test has run"
+    lines = [f"tests/kernels/test_gpu_kernels.py::{'x' * 100}: {'y' * check.REASON}"] * 100
+    tests = {
+        "passed": 0,
+        "failed": 100,
+        "skipped": 0,
+        "seconds": 1.0,
+        "failures": lines,
+        "running": [],
+        "cut_off": True,
+    }
+    path = tmp_path / "device.json"
+    device = {"name": "GPU", "capability": [9, 0], "driver": None}
+    versions = {"python": "3.12", "torch": "2.11.0", "triton": "3.6.0"}
+    results.write(path, {**results.empty(None, False, "1"), "device": device, "versions": versions, "tests": tests})
+    assert len(check.summary(path)) < 6000
+    assert "and 88 more" in check.summary(path)
+
+
+LOST = """
+import torch
+lost = []
+def synchronize(device=None):
+    if lost: raise RuntimeError("CUDA error: an illegal memory access was encountered")
+torch.cuda.synchronize = synchronize
+def test_a(): pass
+def test_b(): lost.append(1)
+def test_c(): pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_lost_gpu_fails_one_test_and_no_other(processes: int, tmp_path: Path) -> None:
+    (tmp_path / "test_lost.py").write_text(LOST)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "scripts.benchmarks.gpu.check", "-n", str(processes)]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "test_lost.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.count("an illegal memory access") >= 1
+    if processes:  # xdist starts another process for the rest.
+        assert "2 failed, 2 passed" in done.stdout, done.stdout
+        assert "crashed while running 'test_lost.py::test_b'" in done.stdout
+    else:
+        assert "1 failed, 1 passed" in done.stdout, done.stdout
+        assert "the GPU is lost in this process" in done.stdout
 
 
 def test_a_wrong_product_does_not_end_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import scripts.benchmarks.gpu.stopwatch
 from fp8dist import CurrentScaling
 from fp8dist_kernels import GEMMS, direct
 from fp8dist_kernels.reference.matmuls import Scaling, scaling_of
-from scripts.benchmarks.gpu import environment, jobs, linears, matmuls, memory, reports, results, sustained
+from scripts.benchmarks.gpu import environment, jobs, linears, matmuls, memory, results, sustained
 from scripts.benchmarks.gpu.kernels import LIKE_THE_LAST, run_part
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, same_bits
 from scripts.benchmarks.gpu.matmuls import AUTO, TRITON, Matmuls, Operands
@@ -641,26 +641,3 @@ def test_a_crash_of_a_training_run_loses_one_case(monkeypatch: pytest.MonkeyPatc
     assert limits == [40.0 + jobs.GRACE] * 3
     fast = {"name": "delayed, eager", "recipe": "delayed", "mode": "eager", "step_us": [1.0] * 6}
     assert part.figures([*result["cases"], fast]) == {"delayed, eager": (2.0, 2.0, 2.0)}
-
-
-# Tests' reports ---------------------------------------------------------------------------------------
-
-
-def test_counts_of_a_report(tmp_path: Path) -> None:
-    report = tmp_path / "check.xml"
-    report.write_text(
-        '<testsuites><testsuite tests="4" failures="1" errors="1" skipped="1" time="2.5">'
-        '<testcase classname="tests.a" name="one"/><testcase classname="tests.a" name="two"><failure/></testcase>'
-        '<testcase classname="tests.a" name="three"><error/></testcase>'
-        '<testcase classname="tests.a" name="four"><skipped/></testcase></testsuite></testsuites>'
-    )
-    counts = reports.counted(report)
-    assert (counts["passed"], counts["failed"], counts["skipped"], counts["seconds"]) == (1, 2, 1, 2.5)
-    assert counts["failures"] == ["tests.a::two", "tests.a::three"]
-    assert reports.main([str(report), "--out", str(tmp_path), "--run", "r", "--commit", "c", "--cut-off"]) == 0
-    (path,) = tmp_path.glob("*.json")
-    tests = json.loads(path.read_text())["tests"]
-    assert tests == {**tests, **counts, "cut_off": True, "commit": "c", "dirty": False}
-    report.write_text("<")
-    with pytest.raises(ValueError, match=r"check\.xml"):
-        reports.counted(report)

@@ -23,8 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
+HOPPER = 90
 SHARED_MEMORY_LIMIT = 232_448
 """Bytes of shared memory per block on a data centre GPU of the Hopper or Blackwell generation."""
 
@@ -51,6 +54,9 @@ class Compiled:
 def compiled(module: str, capability: int = 90, timeout: float = 230.0) -> list[Compiled]:
     """Return the kernels that ``launch()`` of ``module`` launches, compiled for a capability (90: Hopper, 100:
     Blackwell)."""
+    if "TRITON" in os.environ and capability != HOPPER:
+        # Triton 3.6 puts 40 bytes of a product on the stack of a consumer GPU; no other GPU is promised with it.
+        pytest.skip("the oldest Triton is tested for Hopper only")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory(prefix="fp8dist-compiled-") as folder:
         environment["TRITON_CACHE_DIR"] = folder
@@ -159,7 +165,11 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
 
 
 def _main() -> None:
+    import triton
+
     module, capability, answer = sys.argv[1:]
+    wanted = os.environ.get("TRITON", triton.__version__)  # scripts/test-long compiles with two versions.
+    assert triton.__version__ == wanted, f"Triton is {triton.__version__}, expected {wanted}"
     compiler = Compiler(int(capability))
     with compiler.installed():
         importlib.import_module(module).launch(compiler)

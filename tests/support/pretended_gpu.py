@@ -128,10 +128,16 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not there and not any(device.type in ON_GPU for device in asked):
         return function(*args, **{**kwargs, **({"pin_memory": False} if kwargs.get("pin_memory") else {})})
     name = function._schema.name.partition("::")[2]
+    if function.namespace == "fp8dist":
+        return _run_ours(function, args, kwargs)
     here = [one for one in given if isinstance(one, Tensor) and not isinstance(one, OnGpu)]
     if name in ("zero_", "amax") and there and given[0].numel() >= CACHE:
         return args[0] if name == "zero_" else OnGpu(torch.zeros((), dtype=given[0].dtype))
     collective = function.namespace == "c10d"
+    if any(one.device.type == "meta" for one in here):
+        raise NotImplementedError(
+            f"a tensor was made without a dispatch mode, such as the index of x[[0, 2]] ({function})"
+        )
     if there and any(one.ndim for one in here) and name not in MIXES_DEVICES and not collective:
         raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu ({function})")
     graph = Graph.recording
@@ -153,6 +159,16 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return there[id(one)] if id(one) in there else OnGpu(one) if on_gpu else one
 
     return tree_map(place, result)
+
+
+def _run_ours(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op of fp8dist with the tensors as they are, so that it takes the branches for a GPU."""
+    from fp8dist_kernels import ops
+
+    named = function._schema.arguments[len(args) :]
+    defaults = {one.name: one.default_value for one in named if one.has_default_value()}
+    with _OnCuda():
+        return getattr(ops, "_" + function._schema.name.partition("::")[2])(*args, **{**defaults, **kwargs})
 
 
 def _inner(one: Any) -> Any:
@@ -322,10 +338,13 @@ def _launching(call: Callable[..., Any]) -> Callable[..., Any]:
             isinstance(one, OnGpu) for one in tensors
         ):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        if Graph.recording:
-            inner = [one.inner if isinstance(one, OnGpu) else one for one in tensors]
-            Graph.recording.launched(lambda: call(executor, *args, **kwargs), inner)
-        return call(executor, *args, **kwargs)
+        graph, Graph.recording = Graph.recording, None  # The interpreter's own operations are no part of a graph.
+        try:
+            if graph:
+                graph.launched(lambda: call(executor, *args, **kwargs), [_inner(one) for one in tensors])
+            return call(executor, *args, **kwargs)
+        finally:
+            Graph.recording = graph
 
     return launch
 

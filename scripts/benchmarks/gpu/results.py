@@ -5,7 +5,7 @@
     {"schema": 2, "smoke": false, "date": "2026-01-31T12:00:00Z", "run": "…", "commit": "…" or null, "dirty": false,
      "device":   {"name", "capability", "driver", "memory_gib", "processors"},
      "versions": {"python", "torch", "cuda", "triton", "torchao", "fp8dist"},
-     "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "cut_off"},
+     "tests":    null or {"passed", "failed", "skipped", "seconds", "failures", "running", "cut_off"},
      "parts":    {"matmul_tensorwise": {"status", "seconds", "problem", "cases": [{"name", …}], "figures": {…}}, …}}
 
 A ratio is [median, low, high]: the other side's time over ours, and its confidence interval. Numbers that are not

@@ -1,0 +1,174 @@
+"""The commands of scripts/gpu, run as on a machine with a GPU: a copy without .git, a pretended H200, tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8dist_kernels.triton.tables import TileTable
+from scripts.benchmarks.gpu import results
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "NVIDIA H200"
+FILE = "nvidia-h200.json"
+CHOSEN = "nccl or (two_ranks and same_step) or delayed-auto or (replayed and sgd and same_step) or " + (
+    "(small and (test_digests or test_amax or (test_updates and max-False) or (test_casts and 1x128 and False)"
+    " or (test_products and not wide and not tiles and tensorwise)))"
+)
+"""Tests of each kind that ``check`` runs. torch.compile does not run on a pretended GPU."""
+ALONE = ("-n", "0", "-k", CHOSEN)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a copy of the tree that cannot be written to, without .git and without .venv."""
+    copy = tmp_path_factory.mktemp("copy") / "tree"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "site", "runs", "*.egg-info", "docs")
+    shutil.copytree(ROOT, copy, ignore=left_out, symlinks=True)
+    before = sorted(copy.rglob("*"))
+    yield copy
+    assert sorted(copy.rglob("*")) == before, "it writes to --out only"
+
+
+def _start(tree: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
+    names = ("COMMIT", "OUT", "PYTHONPATH", "TRITON_INTERPRET")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "OUT": str(out), "GIT_CEILING_DIRECTORIES": "/"}
+    command = [sys.executable, str(tree / "scripts" / "gpu"), *arguments]
+    return subprocess.Popen(
+        command, env=environment, cwd=out.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _run(tree: Path, out: Path, *arguments: str) -> list[str]:
+    process = _start(tree, out, *arguments)
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        _kill(process)
+    assert process.returncode == 0, output[-12_000:]
+    lines = output.splitlines()
+    assert lines[0] == f"gpu: {arguments[0]} on {DEVICE}; results go to {out}"
+    assert lines[-2].startswith(f"gpu: {arguments[0]} passed, ")
+    assert (out / f"{arguments[0]}.log").read_text().splitlines() == lines[1:]
+    return lines
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.communicate()
+
+
+def test_check(tree: Path, tmp_path: Path) -> None:
+    lines = _run(tree, tmp_path / "out", "check", "--smoke", "--", *ALONE)
+    data = results.read(tmp_path / "out" / FILE)
+    tests = data["tests"]
+    assert (data["commit"], data["dirty"], data["run"][:5]) == (None, False, "tree-")
+    assert (tests["failed"], tests["skipped"], tests["cut_off"], tests["running"]) == (0, 0, False, [])
+    assert tests["passed"] >= 20
+    assert lines[-3].startswith(f"check: {tests['passed']} passed, 0 failed, 0 skipped, ")
+    assert lines[-1] == f"gpu: a rehearsal: its figures in {tmp_path / 'out' / FILE} mean nothing"
+    order = [line.split("::")[0] for line in lines if " PASSED " in line]
+    files = ("kernels/test_gpu_kernels", "modules/test_gpu_linear", "step/test_gpu_graphs", "sync/test_gpu_ranks")
+    assert list(dict.fromkeys(order)) == [f"tests/{file}.py" for file in files]
+
+
+def test_a_failure_is_in_the_last_lines(tree: Path, tmp_path: Path) -> None:
+    """Two tests of kernels cannot pass: nothing computes torch's block-scaled product here."""
+    process = _start(tree, tmp_path / "out", "check", "--smoke", "--", "-n", "0", "-k", "blocks-torch")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    *_, counts, failure, result, _ = output.splitlines()
+    assert counts.startswith("check: 0 passed, 1 failed, 0 skipped, ")
+    assert failure.startswith(
+        "  failed tests/modules/test_gpu_linear.py::test_it_trains_as_on_a_cpu[blocks-torch]: Value"
+    )
+    assert result.startswith("gpu: check FAILED (status 1), ")
+
+
+def test_tune(tree: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _run(tree, out, "tune", "--smoke")
+    table = json.loads((out / "tables" / FILE).read_text())
+    assert (table["device"], table["commit"], table["run"][:5]) == (DEVICE, None, "tree-")
+    assert table["entries"]
+    TileTable.from_json(json.dumps(table))
+
+
+def test_benchmark(tree: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    lines = _run(tree, out, "benchmark", "--smoke", *(f"--part={name}" for name in results.PARTS))
+    data = results.read(out / FILE)
+    assert (data["smoke"], data["commit"], data["run"][:5]) == (True, None, "tree-")
+    assert (data["device"]["name"], data["device"]["capability"]) == (DEVICE, [9, 0])
+    assert list(data["parts"]) == list(results.PARTS)
+    for name, part in data["parts"].items():
+        assert (part["status"], part["problem"]) == ("done", None), name
+        assert all(case["timings"] for case in part["cases"]), name
+    assert "figures of smoke runs mean nothing" in lines
+
+
+def _tests(path: Path) -> tuple[int, bool]:
+    tests = results.read(path)["tests"]
+    return tests["passed"], not tests["cut_off"]
+
+
+def _tiles(path: Path) -> tuple[int, bool]:
+    table = json.loads(path.read_text())
+    TileTable.from_json(json.dumps(table))
+    return len(table["entries"]), len(table["entries"]) == 6
+
+
+def _cases(path: Path) -> tuple[int, bool]:
+    parts = list(results.read(path)["parts"].values())
+    return sum(len(part["cases"]) for part in parts), all(part["status"] == "done" for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "found"),
+    [
+        (["check", "--smoke", "--", *ALONE], FILE, _tests),
+        (["tune", "--smoke"], f"tables/{FILE}", _tiles),
+        (["benchmark", "--smoke", "--part", "memory"], FILE, _cases),
+    ],
+    ids=["check", "tune", "benchmark"],
+)
+def test_what_was_measured_before_a_command_is_killed_is_readable(
+    arguments: list[str], file: str, found: Callable[[Path], tuple[int, bool]], tree: Path, tmp_path: Path
+) -> None:
+    """Kill it at random moments, before and after its first result. ``found``: the number of results, and if there are
+    all."""
+    seed = time.time_ns()
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for place, longest in enumerate((4.0, 0.3, 3.0)):
+        path, before = tmp_path / str(place) / file, 0
+        process = _start(tree, tmp_path / str(place), *arguments)
+        try:
+            while place > 0 and process.poll() is None:
+                if path.exists() and found(path)[0]:
+                    before, whole = found(path)
+                    assert not whole, "the first result is written long before the last"
+                    break
+                time.sleep(0.02)
+            time.sleep(chance.uniform(0, longest))
+        finally:
+            _kill(process)
+        assert before or place == 0, "no result"
+        assert not path.exists() or found(path)[0] >= before
