@@ -1,10 +1,13 @@
 """Measure what fast accumulation costs in accuracy, in emulation of Hopper's tensor cores: see accumulation.py.
 
-    python -m scripts.convergence.fast_accumulation --points 50 300 --steps 300 --layers 3 --width 128 --out DIR
+    python -m scripts.convergence.fast_accumulation --layers 3 --width 128
 
-``--points`` are steps of an FP32 training of the example job's model; the other flags are the example job's, except:
-``--batches N``: at the last point, also measure N batches as one. ``--keep``: copy the results to scripts/results, and
-update the pages. Writes DIR/accumulation.json.
+    --points N …    steps of an FP32 training of the example job's model; it ends with the last one (50 300)
+    --batches N     at the last point, also measure N batches as one (8)
+    --out DIR       writes DIR/accumulation.json (runs/accumulation)
+    --keep          copy the results to scripts/results, and update the pages
+
+Other flags are the example job's.
 
 Single products: random data, cast to FP8 with one scale per tensor, for several lengths of the contracted dim.
 Products of the job: the same errors for each GEMM, on the tensors of a step whose sums are in float32.
@@ -81,16 +84,20 @@ _SIZE = 64
 def main(arguments: Sequence[str]) -> int:
     """Measure and write the results. For wrong flags, print one line and exit with status 2."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--points", type=int, nargs="+", required=True)
-    parser.add_argument("--batches", type=int, default=1)
+    parser.add_argument("--points", type=int, nargs="+", default=[50, 300])
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--out", default="runs/accumulation")
     parser.add_argument("--keep", action="store_true")
     own, others = parser.parse_known_args(arguments)
+    if min(*own.points, own.batches) < 1:
+        parser.error("--points and --batches must be at least 1")
+    flags = ["--steps", str(max(own.points)), *others]
     try:
-        options = parse([*others, "--precision", "fp32", "--parallel", "none"])
+        options = parse([*flags, "--out", own.out, "--precision", "fp32", "--parallel", "none"])
         text = prepare_input(options)
     except BadInput as error:
         exit_with(error)
-    about = _about(_model_flags(others))  # Before the measurement: the checkout may change meanwhile.
+    about = _about(flags)  # Before the measurement: the checkout may change meanwhile.
     points = []
     for step, job in trained(options, text, own.points):
         for batches in sorted({1, own.batches}) if step == max(own.points) else [1]:
@@ -102,12 +109,6 @@ def main(arguments: Sequence[str]) -> int:
         shutil.copyfile(path, folder_of(ROOT) / tables.FILE)
         subprocess.run([sys.executable, "-m", "scripts.pages"], cwd=ROOT, check=True)
     return 0
-
-
-def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Return the flags without ``--out`` and its folder."""
-    place = flags.index("--out") if "--out" in flags else len(flags)
-    return [*flags[:place], *flags[place + 2 :]]
 
 
 def _about(flags: Sequence[str]) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from fp8dist_kernels.reference.casts import dequantize
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.convergence import accumulation_tables as tables
 from scripts.convergence.accumulation import PROMOTED_EVERY, compared, emulated, emulated_product
-from scripts.convergence.fast_accumulation import products
+from scripts.convergence.fast_accumulation import CASES, RECIPES, main, products
 from scripts.convergence.results import folder_of
 from tests.support.linear import inputs, linear
 
+ROOT = Path(__file__).resolve().parents[2]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE = torch.ones(())
 
@@ -313,3 +314,54 @@ def test_what_is_no_results_file_is_refused(tmp_path: Path) -> None:
             tables.load(tmp_path)
     (folder / tables.FILE).write_text(json.dumps(kept()))
     assert tables.load(tmp_path) == kept()
+
+
+TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4")
+
+
+@pytest.mark.long
+def test_from_end_to_end(tmp_path: Path) -> None:
+    flags = ["--points", "1", "3", "--batches", "2", *TINY, "--out", str(tmp_path)]
+    assert main(flags) == 0
+    data = json.loads((tmp_path / tables.FILE).read_text())
+    assert data["flags"] == ["--steps", "3", *TINY]
+    assert [(point["step"], point["tokens"]) for point in data["points"]] == [(1, 128), (3, 128), (3, 256)]
+    for point in data["points"]:
+        for row in point["gemms"]:
+            assert (row["fast"] == row["slow"]) == (row["highest_k"] <= 128)
+            assert 0 < row["slow"]["mean"] <= row["fast"]["mean"] < 1e-3
+        for case in point["cases"]:
+            assert 0.99 < case["overall"] < 1, case
+        emulated = {(case["recipe"], case["fast"] is None): case["overall"] for case in point["cases"]}
+        for recipe in RECIPES:
+            assert emulated[recipe, True] != emulated[recipe, False]
+
+
+def test_mistakes_are_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in (
+        (["--points", "0"], "must be at least 1"),
+        (["--batches", "0"], "must be at least 1"),
+        (["--width", "many"], "invalid integer value: 'many'"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(["--out", str(tmp_path / "out"), *flags])
+        assert left.value.code == 2
+        assert message in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_every_table_is_on_a_page() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert [name for name in tables.ACCUMULATION_TABLES if f"<!-- made: {name} -->" not in pages] == []
+
+
+def test_the_published_results_are_complete_and_from_a_commit() -> None:
+    data = tables.load(ROOT)
+    assert data is not None
+    assert not data["commit"].endswith("+")
+    assert [(row["recipe"], row["fast"]) for row in data["points"][-1]["cases"]] == [
+        (recipe, None if fast is None else list(fast)) for recipe in RECIPES for fast in CASES
+    ]
+    gemms = [(recipe, gemm) for recipe in RECIPES for gemm in ("fprop", "dgrad", "wgrad")]
+    for point in data["points"]:
+        assert [(row["recipe"], row["gemm"]) for row in point["gemms"]] == gemms
