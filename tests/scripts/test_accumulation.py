@@ -84,6 +84,9 @@ def operands(kind: str, m: int, n: int, k: int, left: torch.dtype = E4M3) -> tup
             for rows, most in ((m, largest), (n, 0x7E))
         )
         return a.view(left), b.view(E4M3)
+    if kind == "subnormal":
+        a, b = (torch.randint(0, 8, (rows, k), generator=generator).byte() for rows in (m, n))
+        return (a & (3 if left is E5M2 else 7)).view(left), b.view(E4M3)
     x, y = (torch.randn(rows, k, generator=generator) for rows in (m, n))
     if kind == "positive":
         x, y = x.abs(), y.abs()
@@ -96,7 +99,7 @@ def operands(kind: str, m: int, n: int, k: int, left: torch.dtype = E4M3) -> tup
 
 
 @pytest.mark.parametrize("promoted_every", [None, 64, 128])
-@pytest.mark.parametrize("kind", ["normal", "positive", "tiny", "sparse", "any bits"])
+@pytest.mark.parametrize("kind", ["normal", "positive", "tiny", "sparse", "subnormal", "any bits"])
 def test_the_emulation_is_the_oracle_bit_for_bit(kind: str, promoted_every: int | None) -> None:
     for left, k in ((E4M3, 400), (E5M2, 256), (E4M3, 16)):
         a, b = operands(kind, 3, 4, k, left)
@@ -105,10 +108,12 @@ def test_the_emulation_is_the_oracle_bit_for_bit(kind: str, promoted_every: int 
 
 
 def test_other_widths_are_the_oracle_too() -> None:
-    a, b = operands("normal", 2, 3, 160)
-    for bits in (3, 10, 16):
-        found = emulated_product(a, b, ONE, ONE, None, bits)
-        assert found.tolist() == [[oracle(x, y, None, bits) for y in b] for x in a]
+    """Few bits also show what exponent a subnormal number has."""
+    for kind, left in (("normal", E4M3), ("subnormal", E4M3), ("subnormal", E5M2)):
+        a, b = operands(kind, 2, 3, 160, left)
+        for bits in (2, 3, 10, 16):
+            found = emulated_product(a, b, ONE, ONE, None, bits)
+            assert found.tolist() == [[oracle(x, y, None, bits) for y in b] for x in a], (kind, left, bits)
 
 
 def test_tiles_do_not_change_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +194,14 @@ def test_only_the_gemms_of_the_recipe_are_fast(kind: Any) -> None:
     for number, results in enumerate(found.values()):
         same = [torch.equal(mine, theirs) for mine, theirs in zip(results, slow)]
         assert same == [place != number for place in range(3)]
+
+
+def test_a_product_is_promoted_unless_the_call_wants_fast_accumulation() -> None:
+    a, b = operands("positive", 4, 16, 512)
+    for fast, every in ((True, None), (False, 128)):
+        with emulated():
+            found = direct.matmul(a, b, ONE, ONE, torch.float32, fast_accumulation=fast)
+        assert torch.equal(found, emulated_product(a, b, ONE, ONE, every))
 
 
 def test_the_emulation_multiplies_what_the_linear_multiplies() -> None:
