@@ -45,10 +45,15 @@ _ONE_RECIPE = _Here(
     "", "", 'it is not offered: a recipe casts all operands alike; high_precision=("wgrad",) keeps single GEMMs out'
 )
 _AUTOMATIC = _Here("", "", "it is not needed: leave it out")
-_GEMM_ACCUMULATION = _Here("", "", "it is not offered: leave it out")
-
 _OF_RECIPE = "history_len amax_algo margin format update warmup power_of_two high_precision"
 _OF_PREPARE = "recipe group groups filter_fn skip overrides strict amax_sync fp8_all_gather backend"
+
+
+def _accumulation_of(gemm: str) -> _Here:
+    """Return the counterpart of an argument about the accumulation of one GEMM."""
+    note = f'it names the GEMMs that accumulate fast, such as ("{gemm}",); BlockScaling does not have it'
+    return _Here("DelayedScaling", "fast_accumulation", note)
+
 
 _KNOWN: Mapping[str, _Here] = MappingProxyType(
     {
@@ -71,7 +76,8 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "w_block_scaling_dim": _Here("", "", "it is fixed: BlockScaling has blocks of 128 x 128 in weights"),
         "grad_block_scaling_dim": _Here("", "", "it is fixed: BlockScaling has blocks of 1 x 128 in gradients"),
         **{f"fp8_quant_{tensor}": _ONE_RECIPE for tensor in ("fwd_inp", "fwd_weight", "bwd_grad")},
-        **{f"fp8_gemm_{gemm}": _GEMM_ACCUMULATION for gemm in ("fprop", "dgrad", "wgrad")},
+        **{f"fp8_gemm_{gemm}": _accumulation_of(gemm) for gemm in ("fprop", "dgrad", "wgrad")},
+        "use_split_accumulator": _Here("DelayedScaling", "fast_accumulation", "it is the opposite, for several GEMMs"),
         # TransformerEngine: fp8_autocast, fp8_model_init.
         "fp8_recipe": _Here("prepare", "recipe"),
         **dict.fromkeys(("fp8_group", "amax_reduction_group"), _Here("prepare", "group")),
@@ -96,11 +102,15 @@ _KNOWN: Mapping[str, _Here] = MappingProxyType(
         "cast_config_input_for_grad_weight": _ONE_RECIPE,
         "cast_config_weight_for_grad_input": _ONE_RECIPE,
         "cast_config_grad_output_for_grad_weight": _ONE_RECIPE,
-        **{f"gemm_config_{result}": _GEMM_ACCUMULATION for result in ("output", "grad_input", "grad_weight")},
+        "gemm_config_output": _accumulation_of("fprop"),
+        "gemm_config_grad_input": _accumulation_of("dgrad"),
+        "gemm_config_grad_weight": _accumulation_of("wgrad"),
+        "use_fast_accum": _accumulation_of("fprop"),
         "delayed_scaling_config": _Here("prepare", "recipe", "pass recipe=DelayedScaling(…)"),
         "enable_amax_init": _Here("DelayedScaling", "warmup", 'it is "current" or "unit"'),
         # This library's own, passed to the wrong function.
         **{name: _Here("DelayedScaling", name) for name in _OF_RECIPE.split()},
+        "fast_accumulation": _accumulation_of("fprop"),
         **{name: _Here("prepare", name) for name in _OF_PREPARE.split()},
         **{name: _Here("manager.attach", name) for name in ("optimizer", "scaler", "boundary")},
         # Common guesses.

@@ -54,6 +54,8 @@ class Recipe:
     warmup: Literal["current", "unit"] = "current"
     power_of_two: bool
     high_precision: tuple[Gemm, ...]
+    # No field of recipes by block: their products are added in float32 after each block in any case.
+    fast_accumulation: tuple[Gemm, ...] = ()
 
     def __init__(self) -> None:  # The dataclasses below define their own.
         raise ConfigurationError("Recipe is the base class of all recipes: use a subclass, such as DelayedScaling()")
@@ -61,7 +63,8 @@ class Recipe:
     def __post_init__(self) -> None:
         require_choice("format", self.format, ("hybrid", "e4m3"))
         require_bool("power_of_two", self.power_of_two)
-        object.__setattr__(self, "high_precision", gemms_in_order("high_precision", self.high_precision))
+        for name in ("high_precision", "fast_accumulation"):
+            object.__setattr__(self, name, gemms_in_order(name, getattr(self, name)))
 
     def format_of(self, role: Role) -> Format:
         """Return the FP8 format that tensors of ``role`` are cast to."""
@@ -70,14 +73,16 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """Return all fields as plain JSON values, for the manifest. A callable is described by its name."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         if callable(self.amax_algo):
             function = self.amax_algo
             fields["amax_algo"] = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
-        return {"recipe": type(self).__name__, **fields, "high_precision": list(self.high_precision)}
+        return {"recipe": type(self).__name__, **fields}
 
     @staticmethod
     def from_description(description: Mapping[str, Any]) -> Recipe:
-        """Return the recipe that ``describe`` described, for example in a checkpoint.
+        """Return the recipe that ``describe`` described, for example in a checkpoint. Fields that it lacks get their
+        defaults, because recipes had fewer fields before.
 
         Raises:
             ConfigurationError: the description is not of a recipe of this library, or has a callable ``amax_algo``, of
@@ -114,6 +119,8 @@ class DelayedScaling(Recipe):
         warmup: how a cold slot is cast: ``"current"``: with its own amax, just in time. ``"unit"``: with scale 1.
         power_of_two: round scales down to powers of two.
         high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
+        fast_accumulation: the FP8 GEMMs whose partial sums stay in Hopper's tensor cores, with about 14 bits. The
+            others add them in float32 after every 128 elements: slower, and more precise.
     """
 
     delayed: ClassVar[bool] = True
@@ -126,6 +133,7 @@ class DelayedScaling(Recipe):
     warmup: Literal["current", "unit"] = "current"
     power_of_two: bool = False
     high_precision: tuple[Gemm, ...] = ()
+    fast_accumulation: tuple[Gemm, ...] = ("fprop",)
 
     def __post_init__(self) -> None:
         require_int("history_len", self.history_len, 1, 1_000_000)
@@ -151,11 +159,14 @@ class CurrentScaling(Recipe):
         format: ``"hybrid"`` (E4M3 forward, E5M2 gradients) or ``"e4m3"``.
         power_of_two: round scales down to powers of two.
         high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
+        fast_accumulation: the FP8 GEMMs whose partial sums stay in Hopper's tensor cores, with about 14 bits. The
+            others add them in float32 after every 128 elements: slower, and more precise.
     """
 
     format: Literal["hybrid", "e4m3"] = "hybrid"
     power_of_two: bool = False
     high_precision: tuple[Gemm, ...] = ()
+    fast_accumulation: tuple[Gemm, ...] = ("fprop",)
 
 
 @check_fields
@@ -171,6 +182,8 @@ class RowwiseScaling(Recipe):
         format: ``"e4m3"`` (rows have a small range) or ``"hybrid"`` (E5M2 gradients).
         power_of_two: round scales down to powers of two.
         high_precision: the GEMMs that stay in high precision, of "fprop", "dgrad" and "wgrad".
+        fast_accumulation: the FP8 GEMMs whose partial sums stay in Hopper's tensor cores, with about 14 bits. The
+            others add them in float32 after every 128 elements: slower, and more precise.
     """
 
     by: ClassVar[Literal["tensor", "row", "block"]] = "row"
@@ -178,6 +191,7 @@ class RowwiseScaling(Recipe):
     format: Literal["hybrid", "e4m3"] = "e4m3"
     power_of_two: bool = False
     high_precision: tuple[Gemm, ...] = ()
+    fast_accumulation: tuple[Gemm, ...] = ("fprop",)
 
 
 @check_fields

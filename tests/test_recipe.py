@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError
+from fp8dist.state import storage
 from fp8dist_kernels.formats import E4M3, E5M2, Role
 from tests.support.oracle import Oracle, Rules, bits_of, float32
 from tests.support.states import bits
@@ -29,6 +30,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "warmup": "current",
         "power_of_two": False,
         "high_precision": (),
+        "fast_accumulation": ("fprop",),
     }
 
 
@@ -54,10 +56,18 @@ def test_values_at_the_ends_are_taken() -> None:
 
 
 JUST_IN_TIME: dict[type[Recipe], dict[str, Any]] = {
-    CurrentScaling: {"format": "hybrid", "power_of_two": False, "high_precision": ()},
-    RowwiseScaling: {"format": "e4m3", "power_of_two": False, "high_precision": ()},
+    CurrentScaling: {
+        **{"format": "hybrid", "power_of_two": False, "high_precision": ()},
+        "fast_accumulation": ("fprop",),
+    },
+    RowwiseScaling: {
+        **{"format": "e4m3", "power_of_two": False, "high_precision": ()},
+        "fast_accumulation": ("fprop",),
+    },
     BlockScaling: {"format": "e4m3", "power_of_two": False, "high_precision": ()},
 }
+
+WITH_ACCUMULATION = (DelayedScaling, CurrentScaling, RowwiseScaling)
 
 
 def test_recipes_without_state() -> None:
@@ -65,7 +75,8 @@ def test_recipes_without_state() -> None:
         recipe = kind()
         assert dataclasses.asdict(recipe) == JUST_IN_TIME[kind]
         assert not recipe.delayed
-        assert recipe.describe() == {"recipe": kind.__name__, **JUST_IN_TIME[kind], "high_precision": []}
+        described = {k: list(v) if isinstance(v, tuple) else v for k, v in JUST_IN_TIME[kind].items()}
+        assert recipe.describe() == {"recipe": kind.__name__, **described}
         assert [recipe.format_of(role) for role in (Role.INPUT, Role.WEIGHT)] == [E4M3, E4M3]
         assert recipe.format_of(Role.GRAD_OUTPUT) == (E5M2 if recipe.format == "hybrid" else E4M3)
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -85,6 +96,55 @@ def test_a_bad_value_of_what_all_recipes_have() -> None:
                 kind(**{field: value})
             assert str(caught.value).startswith(f"{field} must be ")
             assert str(caught.value).endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize("kind", WITH_ACCUMULATION)
+def test_gemms_with_fast_accumulation(kind: Any) -> None:
+    assert kind().fast_accumulation == ("fprop",)
+    for given, taken in (
+        ((), ()),
+        (["wgrad", "fprop", "wgrad"], ("fprop", "wgrad")),
+        ({"dgrad"}, ("dgrad",)),
+        (("wgrad", "dgrad", "fprop"), ("fprop", "dgrad", "wgrad")),
+    ):
+        recipe = kind(fast_accumulation=given)
+        assert recipe.fast_accumulation == taken
+        described = json.loads(json.dumps(recipe.describe()))
+        assert described["fast_accumulation"] == list(taken)
+        assert Recipe.from_description(described) == recipe
+    for bad in ("fprop", ("bprop",), None, True, ("fprop", None), {"fprop": True}):
+        with pytest.raises(ConfigurationError) as caught:
+            kind(fast_accumulation=bad)
+        assert str(caught.value).startswith("fast_accumulation must be a tuple of fprop, dgrad, wgrad")
+        assert str(caught.value).endswith(f"got {bad!r}")
+
+
+@pytest.mark.parametrize("kind", WITH_ACCUMULATION)
+def test_a_description_from_before_fast_accumulation_gives_its_default(kind: Any) -> None:
+    described = kind(power_of_two=True).describe()
+    del described["fast_accumulation"]
+    assert Recipe.from_description(described) == kind(power_of_two=True)
+
+
+def test_blocks_have_no_accumulation_to_choose() -> None:
+    assert BlockScaling().fast_accumulation == ()
+    assert "fast_accumulation" not in BlockScaling().describe()
+    with pytest.raises(ConfigurationError, match="BlockScaling does not have it"):
+        BlockScaling(fast_accumulation=("fprop",))  # type: ignore[call-arg]
+
+
+def test_a_checkpoint_from_before_fast_accumulation_loads() -> None:
+    saver = fp8dist.prepare(nn.Sequential(nn.Linear(32, 32)), DelayedScaling(history_len=4))
+    saver.record("0", "input", torch.tensor([3.0]))
+    saver.step()
+    (key, blob), *_ = saver.state_dict().items()
+    state, header = storage.from_bytes(blob, "a test")
+    del state["recipes"][0]["fast_accumulation"]
+    old = {key: storage.to_bytes(state, header)}
+    for fast in (("fprop",), (), ("dgrad", "wgrad")):
+        loader = fp8dist.prepare(nn.Sequential(nn.Linear(32, 32)), DelayedScaling(4, fast_accumulation=fast))
+        loader.load_state_dict(old)
+        assert bits(loader.scale("0", "input")) == bits(saver.scale("0", "input"))
 
 
 def test_what_recipes_have_in_common_is_none() -> None:
@@ -133,6 +193,8 @@ def test_descriptions_tell_recipes_apart() -> None:
         DelayedScaling(update="next_step"),
         DelayedScaling(warmup="unit"),
         DelayedScaling(power_of_two=True),
+        DelayedScaling(fast_accumulation=()),
+        DelayedScaling(fast_accumulation=("fprop", "wgrad")),
     ]
     texts = {json.dumps(recipe.describe(), sort_keys=True) for recipe in recipes}
     assert len(texts) == len(recipes)

@@ -76,7 +76,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         if "fprop" in high:
             return F.linear(x, weight.to(x.dtype), bias)
         inv_scales = cast.rows_inv_scale, weight_rows_inv_scale
-        return slots.matmul(cast.rows, weight_rows, *inv_scales, x.dtype, bias, fast=True)
+        return slots.matmul(cast.rows, weight_rows, *inv_scales, x.dtype, "fprop", bias)
 
     @staticmethod
     @once_differentiable
@@ -95,13 +95,13 @@ class _FP8LinearFunction(torch.autograd.Function):
             if weight is not None:
                 weight_columns, weight_inv_scale = slots.backward_cast(weight, ctx.weight_state, ctx.outgrown)
             inv_scales = cast.rows_inv_scale, weight_inv_scale
-            grad_input = slots.matmul(cast.rows, weight_columns, *inv_scales, ctx.input_dtype)
+            grad_input = slots.matmul(cast.rows, weight_columns, *inv_scales, ctx.input_dtype, "dgrad")
             del weight_columns  # It may be a copy as large as the weight gradient, which comes next.
         elif wants_input_grad:
             grad_input = (grad_output @ weight.to(grad_output.dtype)).to(ctx.input_dtype)
         if fp8_weight_grad:
             inv_scales = cast.columns_inv_scale, x_inv_scale
-            grad_weight = slots.matmul(cast.columns, x_columns, *inv_scales, ctx.weight_dtype)
+            grad_weight = slots.matmul(cast.columns, x_columns, *inv_scales, ctx.weight_dtype, "wgrad")
         elif wants_weight_grad:
             grad_weight = (grad_output.t() @ x.to(grad_output.dtype)).to(ctx.weight_dtype)
         if wants_bias_grad:

@@ -24,7 +24,7 @@ from fp8dist.modules.outgrown import (
     unfit_for,
 )
 from fp8dist.modules.weight_notes import WeightNote
-from fp8dist.recipe import Recipe
+from fp8dist.recipe import Gemm, Recipe
 from fp8dist.state.arena import SlotState
 from fp8dist.state.precision import Precision
 from fp8dist.state.slots import Slot
@@ -273,11 +273,11 @@ class LinearSlots:
         inv_scale_a: Tensor,
         inv_scale_b: Tensor,
         dtype: torch.dtype,
+        gemm: Gemm,
         bias: Tensor | None = None,
-        fast: bool = False,
     ) -> Tensor:
-        """Call ``ops.matmul`` with this manager's backend. Only fprop may use fast accumulation: gradients are sums
-        over many more terms (TransformerEngine makes the same choice)."""
+        """Call ``ops.matmul`` with this manager's backend, and the accumulation that the recipe has for ``gemm``."""
+        fast = gemm in self.recipe.fast_accumulation
         return direct.matmul(
             a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.job.backend
         )

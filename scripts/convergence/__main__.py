@@ -37,7 +37,7 @@ from scripts.convergence.variants import VARIANTS
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE_JOB = ("-m", "launch.train_gpt")
 OURS = (
-    *("--precision", "--recipe", "--high-gemms", "--seed", "--out", "--parallel"),
+    *("--precision", "--recipe", "--high-gemms", "--fast-gemms", "--seed", "--out", "--parallel"),
     *("--steps", "--save-every", "--resume"),
 )
 """Flags of the example job that this program sets itself, or that would make the runs incomparable."""
@@ -97,7 +97,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int], Task]:
     """The tasks in the order they run, by (variant, seed); ("gradients", 0) measures gradients."""
     stamp = {"torch": torch.__version__, "numerics": NUMERICS_VERSION, "cuda": torch.cuda.is_available()}
-    about = {"commit": _commit()}
+    about = {"commit": results.commit_of(ROOT)}
     common = ("--steps", str(own.steps), "--log-every", str(own.steps), *flags)
     made = {}
     if own.gradients:
@@ -151,15 +151,6 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
         "runs": runs,
         "gradients": json.loads((measured.folder / measured.product).read_text()) if measured else None,
     }
-
-
-def _commit() -> str:
-    """Return the commit, with a trailing "+" if the checkout has uncommitted changes."""
-    commit, changes = (
-        subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-        for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-    )
-    return (commit or "not known") + ("+" if changes else "")
 
 
 def _keep(out: Path) -> None:

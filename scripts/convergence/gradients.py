@@ -26,16 +26,29 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.recipe import GEMMS, Gemm
 from launch.train_gpt import recipes
-from launch.train_gpt.data import BadInput
+from launch.train_gpt.data import BadInput, Text
 from launch.train_gpt.exits import exit_with
 from launch.train_gpt.faults.failures import Whereabouts
 from launch.train_gpt.job import Job, build, gradients, learning_rate_at, training_batch, update
 from launch.train_gpt.options.flags import RECIPES
-from launch.train_gpt.options.options import parse, prepare_input
+from launch.train_gpt.options.options import Options, parse, prepare_input
 from launch.train_gpt.ranks import joined_ranks
 from scripts.benchmarks.gpu import results
 
-__all__ = ["Cosines", "Gradients", "compare", "cosine", "fp8_gradients", "gradients_of", "main"]
+__all__ = [
+    "MEASURED",
+    "Cosines",
+    "Gradients",
+    "calibration_of",
+    "compare",
+    "cosine",
+    "fp8_gradients",
+    "gradients_of",
+    "loss_of",
+    "main",
+    "names_of",
+    "trained",
+]
 
 FILE = "gradients.json"
 
@@ -159,7 +172,13 @@ def main(arguments: Sequence[str]) -> int:
         text = prepare_input(options)
     except BadInput as error:
         exit_with(error)
-    found = []
+    found = [{"step": step, "cases": list(_cases(job, step))} for step, job in trained(options, text, own.points)]
+    results.write(options.out / FILE, {"seed": options.seed, "points": found})
+    return 0
+
+
+def trained(options: Options, text: Text, points: Sequence[int]) -> Iterator[tuple[int, Job]]:
+    """Train as the options say, and yield the job after each step in ``points``."""
     with joined_ranks("none", timedelta(minutes=10), ()) as ranks:
         job = build(options, ranks, text, Whereabouts(0, 1, "GPT"))
         for step in range(1, options.steps + 1):
@@ -167,20 +186,23 @@ def main(arguments: Sequence[str]) -> int:
                 group["lr"] = learning_rate_at(step, options)
             gradients(job, step)
             update(job, step)
-            if step in own.points:
+            if step in points:
                 print(f"step {step}", file=sys.stderr, flush=True)
-                found.append({"step": step, "cases": list(_cases(job, step))})
-    results.write(options.out / FILE, {"seed": options.seed, "points": found})
-    return 0
+                yield step, job
+
+
+def names_of(job: Job) -> tuple[list[str], list[str]]:
+    """Return the fqns of the Linears that FP8 converts, and of the modules on the residual stream."""
+    linears = [name for name, module in job.model.named_modules() if isinstance(module, nn.Linear)]
+    linears.remove("lm_head")
+    return linears, [f"blocks.{number}" for number in range(job.options.layers)]
 
 
 def _cases(job: Job, step: int) -> Iterator[dict[str, Any]]:
     """Yield the cases of one point: each recipe with all GEMMs in FP8, and with each GEMM alone in FP8."""
-    linears = [name for name, module in job.model.named_modules() if isinstance(module, nn.Linear)]
-    linears.remove("lm_head")
-    streams = [f"blocks.{number}" for number in range(job.options.layers)]
-    measured = _loss(training_batch(job, step, 0, MEASURED))
-    following = [_loss(training_batch(job, step + later, 0)) for later in range(1, CALIBRATED_ON + 1)]
+    linears, streams = names_of(job)
+    measured = loss_of(training_batch(job, step, 0, MEASURED))
+    following = calibration_of(job, step)
     twin = copy.deepcopy(job.model)  # A copy, so that measuring does not affect training.
     expected = gradients_of(twin, measured, linears, streams)
     autocast = torch.autocast(job.ranks.device.type, torch.bfloat16)
@@ -200,8 +222,14 @@ def _sets_of_gemms(kind: str) -> list[tuple[Gemm, ...]]:
     return [*sets, ("fprop", "wgrad")] if kind == "delayed" else sets
 
 
-def _loss(batch: tuple[Tensor, Tensor]) -> Loss:
+def loss_of(batch: tuple[Tensor, Tensor]) -> Loss:
+    """Return the loss of a batch of (tokens, targets)."""
     return lambda model: model(*batch)
+
+
+def calibration_of(job: Job, step: int) -> list[Loss]:
+    """Return the losses of the batches after ``step``, from which delayed scaling takes its scales."""
+    return [loss_of(training_batch(job, step + later, 0)) for later in range(1, CALIBRATED_ON + 1)]
 
 
 def _case(name: str, gemms: Sequence[str], found: Gradients, expected: Gradients) -> dict[str, Any]:

@@ -15,12 +15,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from scripts.convergence.variants import VARIANTS
 
-__all__ = ["FILE", "SCHEMA", "folder_of", "load", "problems_of"]
+__all__ = ["FILE", "SCHEMA", "commit_of", "folder_of", "load", "problems_of"]
 
 SCHEMA = 1
 FILE = "convergence.json"
@@ -33,6 +34,15 @@ _TOP = {
 def folder_of(root: Path) -> Path:
     """Return the folder of the published results, from which the pages are made."""
     return root / "scripts" / "results"
+
+
+def commit_of(root: Path) -> str:
+    """Return the commit of a checkout, with a trailing "+" if it has uncommitted changes."""
+    commit, changes = (
+        subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+        for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    )
+    return (commit or "not known") + ("+" if changes else "")
 
 
 def load(root: Path) -> dict[str, Any] | None:

@@ -49,6 +49,7 @@ FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "update": ("--update",),
         "power_of_two": ("--power-of-two",),
         "high_precision": ("--high-gemms",),
+        "fast_accumulation": ("--fast-gemms",),
     }
 )
 """Flags of the example job, by the argument of ``prepare`` or the recipe field that they set."""

@@ -9,7 +9,9 @@ from types import MappingProxyType
 
 from scripts.benchmarks.gpu import results
 from scripts.benchmarks.gpu.tables import TABLES
+from scripts.convergence import accumulation_tables
 from scripts.convergence import results as convergence_results
+from scripts.convergence.accumulation_tables import ACCUMULATION_TABLES
 from scripts.convergence.tables import CONVERGENCE_TABLES
 from scripts.pages import exit_codes, flags, messages, runs, variables
 from scripts.pages.filling import ROOT, Parts
@@ -38,9 +40,11 @@ def parts_of(root: Path = ROOT) -> Parts:
     """Return all parts. Results come from files below ``root``."""
     measured = results.load_all(root / "kernels" / "results")
     convergence, versions = convergence_results.load(root), runs.versions_of(root)
+    accumulation = accumulation_tables.load(root)
     return {
         **{name: partial(table, measured) for name, table in TABLES.items()},
         **{name: partial(table, convergence) for name, table in CONVERGENCE_TABLES.items()},
+        **{name: partial(table, accumulation) for name, table in ACCUMULATION_TABLES.items()},
         "versions": partial(runs.versions, versions),
         "hardware": partial(runs.hardware, measured, convergence, versions),
         **REFERENCE,

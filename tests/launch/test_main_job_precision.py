@@ -72,6 +72,11 @@ MISTAKES = {
     "a pattern twice": (["--override", "a=current", "--override", "a=block"], "--override a=… is given more than once"),
     "nothing left": (["--layers", "3", "--high-first", "2", "--high-last", "1"], "leave none of the --layers 3 in FP8"),
     "no GEMM": (["--high-gemms", "fprop,bprop"], "--high-gemms: expected any of fprop, dgrad, wgrad"),
+    "no fast GEMM": (["--fast-gemms", "all"], "--fast-gemms: expected any of fprop, dgrad, wgrad"),
+    "fast blocks": (
+        ["--recipe", "block", "--fast-gemms", "fprop"],
+        "--fast-gemms is for delayed, current and rowwise scaling, got block",
+    ),
     "late start": (["--steps", "9", "--fp8-start-step", "10"], "--fp8-start-step 10 is beyond --steps 9"),
     "share": (["--fallback-steps", "5", "--fallback-saturated", "1.5"], "--fallback-saturated: must be a share"),
     "share alone": (["--fallback-underflow", "0"], "--fallback-underflow needs --fallback-steps"),
@@ -124,6 +129,20 @@ def test_flags_of_recipes() -> None:
     assert fallback_of(given) is None
     falls = parse(["--fallback-steps", "7", "--fallback-underflow", "0"])
     assert fallback_of(falls) == fp8dist.Fallback(7, underflow=0.0)
+
+
+def test_gemms_with_fast_accumulation() -> None:
+    for recipe, kind in (
+        ("delayed", fp8dist.DelayedScaling),
+        ("current", fp8dist.CurrentScaling),
+        ("rowwise", fp8dist.RowwiseScaling),
+    ):
+        for flag, gemms in (("none", ()), ("wgrad,fprop", ("fprop", "wgrad")), ("dgrad", ("dgrad",))):
+            given = parse(["--recipe", recipe, "--fast-gemms", flag])
+            assert recipe_of(given) == kind(fast_accumulation=gemms)
+    mixed = parse(["--recipe", "block", "--override", "*.qkv=current", "--fast-gemms", "wgrad"])
+    assert recipe_of(mixed) == fp8dist.BlockScaling()
+    assert overrides_of(mixed, GPT(1, 16, 1, 8)) == {"*.qkv": fp8dist.CurrentScaling(fast_accumulation=("wgrad",))}
 
 
 def test_weights_are_gathered_as_fp8_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,27 @@ def test_formats_backends_and_accumulation_that_reach_the_products(format: str) 
     ]
 
 
+@pytest.mark.parametrize("fast", [(), ("fprop",), ("dgrad",), ("wgrad",), ("fprop", "dgrad", "wgrad")])
+@pytest.mark.parametrize("kind", [fp8dist.DelayedScaling, fp8dist.CurrentScaling, fp8dist.RowwiseScaling])
+def test_the_accumulation_of_each_gemm_reaches_its_product(kind: Any, fast: tuple[str, ...]) -> None:
+    module = nn.Linear(48, 32)
+    fp8dist.prepare(nn.Sequential(module), kind(fast_accumulation=fast))
+    with mock.patch.object(direct, "matmul", wraps=direct.matmul) as spy:
+        module(inputs(8, 48).requires_grad_()).sum().backward()
+    gemms = ("fprop", "dgrad", "wgrad")
+    shapes = {(8, 32): "fprop", (8, 48): "dgrad", (32, 48): "wgrad"}
+    products = [(shapes[c.args[0].shape[0], c.args[1].shape[0]], c.kwargs["fast_accumulation"]) for c in spy.mock_calls]
+    assert products == [(gemm, gemm in fast) for gemm in gemms]
+
+
+def test_products_by_block_never_ask_for_fast_accumulation() -> None:
+    module = nn.Linear(128, 128)
+    fp8dist.prepare(nn.Sequential(module), fp8dist.BlockScaling())
+    with mock.patch.object(direct, "matmul", wraps=direct.matmul) as spy:
+        module(inputs(8, 128).requires_grad_()).sum().backward()
+    assert [call.kwargs["fast_accumulation"] for call in spy.mock_calls] == [False] * 3
+
+
 def test_bias() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with_bias, _ = linear(bias=True, dtype=dtype)

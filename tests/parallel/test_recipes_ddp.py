@@ -156,6 +156,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "recipe": ({"recipe": CurrentScaling()}, ("recipe", "CurrentScaling")),
     "format of the same recipe": ({"recipe": DelayedScaling(format="e4m3")}, ("format", "e4m3")),
     "gemms": ({"recipe": DelayedScaling(high_precision=("wgrad",))}, ("high_precision", "wgrad")),
+    "accumulation": ({"recipe": DelayedScaling(fast_accumulation=())}, ("fast_accumulation", "fprop")),
     "one module's recipe": ({"overrides": {"last": CurrentScaling()}}, ("last",)),
     "one module in high precision": ({"overrides": {"last": "high"}}, ("last",)),
     "fallback": ({"fallback": Fallback(steps=7)}, ("fallback",)),

@@ -23,6 +23,9 @@ RECIPES = ("delayed", "current", "rowwise", "block")
 HIGH = "high"
 """The value of ``--override`` for high precision, in place of a recipe."""
 
+NONE = "none"
+"""The value of ``--fast-gemms`` for no GEMM at all."""
+
 
 DAMAGES = ("scale", "weight", "nan", "skip", "outlier", "spike")
 DEATHS = ("kill-forward", "kill-backward", "kill-sync", "kill-save", "hang")
@@ -247,6 +250,13 @@ def _add_precision_flags(group: argparse._ArgumentGroup) -> None:
         "commas (default: none)",
     )
     add(
+        "--fast-gemms",
+        type=_gemms_or_none,
+        metavar="GEMM,…",
+        help="with delayed, current and rowwise: matrix products that accumulate in the reduced precision of Hopper's "
+        f"tensor cores, as --high-gemms names them, or {NONE} (default: fprop)",
+    )
+    add(
         "--fp8-start-step",
         type=_at_least(1),
         metavar="N",
@@ -413,3 +423,7 @@ def _gemms(text: str) -> tuple[str, ...]:
     if not set(named) <= set(GEMMS):
         raise argparse.ArgumentTypeError(f"expected any of {', '.join(GEMMS)}, separated by commas, got {text!r}")
     return tuple(gemm for gemm in GEMMS if gemm in named)
+
+
+def _gemms_or_none(text: str) -> tuple[str, ...]:
+    return () if text == NONE else _gemms(text)

@@ -41,6 +41,7 @@ class Options:
     high_first: int
     high_last: int
     high_gemms: tuple[str, ...]
+    fast_gemms: tuple[str, ...] | None
     fp8_start_step: int
     fallback_steps: int
     fallback_saturated: float | None
@@ -166,6 +167,8 @@ def _require_consistent_recipes(options: Options) -> None:
         raise BadInput(f"--fp8-all-gather {options.why_not_gathered}")
     if "delayed" not in options.recipes and (idle := _given(options, FOR_DELAYED)):
         raise BadInput(f"{idle[0]} is for delayed scaling, got {', '.join(sorted(options.recipes))}")
+    if options.fast_gemms is not None and options.recipes == {"block"}:
+        raise BadInput("--fast-gemms is for delayed, current and rowwise scaling, got block")
     patterns = [override.pattern for override in options.override]
     for pattern in patterns:
         if patterns.count(pattern) > 1:
