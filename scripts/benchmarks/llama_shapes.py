@@ -21,7 +21,7 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.matmuls import Scaling
 
-__all__ = ["KINDS", "LINEARS", "RECIPES", "Layer", "Product", "fast_everywhere", "fast_gemms", "products_of"]
+__all__ = ["KINDS", "LINEARS", "RECIPES", "Layer", "Product", "fast_everywhere", "products_of"]
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {"delayed": DelayedScaling(), "current": CurrentScaling(), "rowwise": RowwiseScaling(), "block": BlockScaling()}
@@ -75,17 +75,10 @@ class Product(NamedTuple):
     b_dtype: torch.dtype
 
 
-def fast_gemms(recipe: Recipe) -> tuple[Gemm, ...]:
-    """Return the GEMMs that run with fast accumulation. Recipes without a field for it run fprop alone so."""
-    return getattr(recipe, "fast_accumulation", ("fprop",))
-
-
 def fast_everywhere(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with fast accumulation in all GEMMs.
-
-    None if recipes have no field for it, or if it changes nothing: blocks are always added in float32.
-    """
-    if recipe.by == "block" or not hasattr(recipe, "fast_accumulation"):
+    """Return the recipe with fast accumulation in all GEMMs. None under block scaling, which always adds blocks in
+    float32."""
+    if recipe.by == "block":
         return None
     return dataclasses.replace(recipe, fast_accumulation=GEMMS)  # type: ignore[type-var]
 
@@ -96,7 +89,7 @@ def products_of(recipe: Recipe, layer: Layer, tokens: int, fast: Sequence[Gemm] 
     Args:
         fast: the GEMMs with fast accumulation. None: as the recipe says.
     """
-    fast = fast_gemms(recipe) if fast is None else fast
+    fast = recipe.fast_accumulation if fast is None else fast
     x, weight, gradient = (recipe.format_of(role).dtype for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT))
     features, outputs, padded = layer.in_features, layer.out_features, -(-tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
     forward, of_wgrad = _SCALINGS[recipe.by]

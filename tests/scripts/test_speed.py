@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -20,7 +19,7 @@ import torch
 
 import fp8dist
 import scripts.benchmarks.gpu.stopwatch
-from fp8dist import CurrentScaling
+from fp8dist import BlockScaling, CurrentScaling
 from fp8dist_kernels import GEMMS, direct
 from fp8dist_kernels.reference.matmuls import Scaling, scaling_of
 from scripts.benchmarks.gpu import environment, jobs, linears, matmuls, memory, results, sustained
@@ -49,7 +48,6 @@ from scripts.benchmarks.llama_shapes import (
     Layer,
     Product,
     fast_everywhere,
-    fast_gemms,
     products_of,
 )
 from tests.support.graphs import EmulatedGraph
@@ -501,18 +499,11 @@ def test_the_benchmark_measures_what_training_runs(kind: str) -> None:
     assert planned[len(default) :] == more
 
 
-def test_a_recipe_with_fast_accumulation_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where recipes have no field for it."""
-
-    @dataclasses.dataclass(frozen=True)
-    class WithField(CurrentScaling):
-        fast_accumulation: tuple[Any, ...] = ("fprop",)
-
-    fast = fast_everywhere(WithField())
+def test_a_recipe_with_fast_accumulation_everywhere() -> None:
+    fast = fast_everywhere(CurrentScaling())
     assert fast is not None
-    assert fast_gemms(fast) == GEMMS
-    assert fast_gemms(WithField()) == fast_gemms(CurrentScaling()) == ("fprop",)
-    assert (fast_everywhere(CurrentScaling()) is None) == (not hasattr(CurrentScaling(), "fast_accumulation"))
+    assert fast.fast_accumulation == GEMMS
+    assert fast_everywhere(BlockScaling()) is None
 
 
 @pytest.mark.parametrize("truth", [1, 16, 100, 128, 129, 1024, 5000])

@@ -19,7 +19,7 @@ from fp8dist_kernels import GEMMS, direct
 from fp8dist_kernels.reference.matmuls import SCALE_BLOCK, Scaling, block_scales_for_torch, column_major
 from scripts.benchmarks.gpu.lab import Case, Lab, geomean, poison, summary_of
 from scripts.benchmarks.gpu.stopwatch import Ratio, compare, issue_time
-from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Layer, Product, fast_gemms, products_of
+from scripts.benchmarks.llama_shapes import KINDS, LINEARS, Layer, Product, products_of
 
 __all__ = ["AUTO", "BF16", "TORCH", "TRITON", "Matmuls", "Operands", "ours", "planned_products"]
 
@@ -123,7 +123,7 @@ class Matmuls:
     def measure(self, lab: Lab, planned: Product) -> Case:
         """See ``Part``. "ratios": torch's time over ours by side; "… vs bf16": the time of bf16 over ours."""
         operands = Operands.random(planned, lab.device)
-        default = planned.fast == (planned.gemm in fast_gemms(KINDS[self.kind]))
+        default = planned.fast == (planned.gemm in KINDS[self.kind].fast_accumulation)
         case: Case = {"name": planned.name, "gemm": planned.gemm, "fast": planned.fast, "default": default}
         sides = {side: ours(planned, operands, side) for side in OURS}
         theirs, refusal = _theirs(planned, operands)
