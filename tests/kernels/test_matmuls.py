@@ -59,6 +59,14 @@ def test_torch_agrees(scaling: Scaling) -> None:
         assert torch.equal(got.cpu(), given.exact().float().to(out_dtype)), (out_dtype, bias_dtype)
 
 
+def test_scales_of_one_block_per_row_may_lie_as_a_row() -> None:
+    """As block casts of at most 128 columns lay them out: [m, 1] with strides (1, m)."""
+    given = small_integers(48, 144, 128, Scaling.ROWWISE)
+    a, b, *scales = given.operands
+    lying = [scale.t().contiguous().t().as_strided(scale.shape, (1, len(scale))) for scale in scales]
+    assert torch.equal(matmul_torch(a, b, *lying, torch.float32, False).cpu().double(), given.exact())
+
+
 def test_a_bias_is_added_before_rounding() -> None:
     """bfloat16 has 256 and 258. 256.5 + 0.75 rounds to 258; if 256.5 is rounded to 256 first, the sum stays 256."""
     a = torch.full((16, 16), 16.0).to(E4M3).to(DEVICE)

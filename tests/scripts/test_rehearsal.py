@@ -90,15 +90,17 @@ def test_check(tree: Path, tmp_path: Path) -> None:
 
 
 def test_a_failure_is_in_the_last_lines(tree: Path, tmp_path: Path) -> None:
-    """Two tests of kernels cannot pass: nothing computes torch's block-scaled product here."""
-    process = _start(tree, tmp_path / "out", "check", "--smoke", "--", "-n", "0", "-k", "blocks-torch")
-    output, _ = process.communicate(timeout=120)
+    planted = tree / "tests" / "kernels" / "test_fused_planted.py"
+    planted.write_text('def test_planted() -> None:\n    raise ValueError("planted")\n')
+    try:
+        process = _start(tree, tmp_path / "out", "check", "--smoke", "--", "-n", "0", "-k", "test_planted")
+        output, _ = process.communicate(timeout=120)
+    finally:
+        planted.unlink()
     assert process.returncode == 1
     *_, counts, failure, result, _ = output.splitlines()
     assert counts.startswith("check: 0 passed, 1 failed, 0 skipped, ")
-    assert failure.startswith(
-        "  failed tests/modules/test_gpu_linear.py::test_it_trains_as_on_a_cpu[blocks-torch]: Value"
-    )
+    assert failure == "  failed tests/kernels/test_fused_planted.py::test_planted: ValueError: planted"
     assert result.startswith("gpu: check FAILED (status 1), ")
 
 
@@ -107,7 +109,7 @@ def test_tune(tree: Path, tmp_path: Path) -> None:
     _run(tree, out, "tune", "--smoke")
     table = json.loads((out / "tables" / FILE).read_text())
     assert (table["device"], table["commit"], table["run"][:5]) == (DEVICE, None, "tree-")
-    assert table["entries"]
+    assert table["measured"]
     TileTable.from_json(json.dumps(table))
 
 
@@ -132,7 +134,7 @@ def _tests(path: Path) -> tuple[int, bool]:
 def _tiles(path: Path) -> tuple[int, bool]:
     table = json.loads(path.read_text())
     TileTable.from_json(json.dumps(table))
-    return len(table["entries"]), len(table["entries"]) == 6
+    return int(table["measured"] is not None), False  # In an interpreter no product is fast enough for an entry.
 
 
 def _cases(path: Path) -> tuple[int, bool]:

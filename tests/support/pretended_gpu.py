@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -147,6 +148,8 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     inner_kwargs.pop("pin_memory", None)
     if graph:
         graph.before(function, inner_args, inner_kwargs)
+    if name == "_scaled_mm_v2":
+        function = _block_scaled
     result = function(*inner_args, **inner_kwargs)
     if graph:
         graph.after(function, inner_args, inner_kwargs, result)
@@ -159,6 +162,20 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return there[id(one)] if id(one) in there else OnGpu(one) if on_gpu else one
 
     return tree_map(place, result)
+
+
+def _block_scaled(
+    a: Tensor, b: Tensor, scale_a: list[Tensor], _a: Any, _sa: Any, scale_b: list[Tensor], recipe_b: list[int],
+    _sb: Any, bias: Tensor | None, out_dtype: torch.dtype, *_: Any, **__: Any,
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.scaled_mm`` of [m, k] and [k, n] with block scales, which torch has on Hopper only."""
+    k, n = b.shape
+    of_b = scale_b[0].t().float() if recipe_b == [functional.ScalingType.BlockWise1x128.value] else scale_b[0]
+    if of_b.shape[1] != n:
+        of_b = of_b.repeat_interleave(128, 1)[:, :n]
+    left = a.float() * scale_a[0].repeat_interleave(128, 1)[:, :k]
+    product = left @ (b.float() * of_b.repeat_interleave(128, 0)[:k])
+    return (product if bias is None else product + bias).to(out_dtype)
 
 
 def _run_ours(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -407,3 +424,8 @@ def install() -> None:
     interpreter.install()
     upstream.GridExecutor.__call__ = _launching(upstream.GridExecutor.__call__)
     _OnCuda().__enter__()
+    # Calls that go past the dispatcher on a GPU do so here: the mode and the class above are the GPU.
+    from fp8dist_kernels import direct
+
+    direct._TYPES = (*direct._TYPES, OnGpu)
+    direct._STATES = (*direct._STATES, torch._C._dispatch_tls_local_include_set())

@@ -150,7 +150,8 @@ def multiply_torch(
     if scaling.in_blocks:
         return _block_scaled(a, b, inv_scale_a, inv_scale_b, scaling, out_dtype, bias)
     if scaling is Scaling.ROWWISE:
-        inv_scale_a, inv_scale_b = inv_scale_a.contiguous(), inv_scale_b.t().contiguous()
+        # Through one dim, because a column of any strides is contiguous to torch, and scaled_mm wants (1, 1).
+        inv_scale_a, inv_scale_b = inv_scale_a.reshape(-1)[:, None], inv_scale_b.reshape(-1)[None, :]
     return torch._scaled_mm(
         a,
         b.t(),
