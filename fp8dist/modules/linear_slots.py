@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -217,9 +218,7 @@ class LinearSlots:
         warm_up = just_in_time and recipe.warmup == "current" and not self._known_hot(state)
         if unfit is not None:  # Rare. Treat the slot as cold.
             cold, warm_up = (cold & warm_up) | unfit, True
-        # A compiled graph casts weights with one op: nothing computes them, so there is nothing to fuse the cast with.
-        quantize = ops.quantize if of_weight and torch.compiler.is_compiling() else direct.quantize
-        fp8, fp8_t, inv_scale = quantize(
+        fp8, fp8_t, inv_scale = _caller(of_weight).quantize(
             x,
             state.scale,
             cold,
@@ -254,7 +253,10 @@ class LinearSlots:
             "backend": self.job.backend,
         }
         if self.recipe.by == "row":
-            return Cast(*direct.quantize_rowwise(x, dtype, **copies)), [1, max(1, x.shape[1] if rows else x.shape[0])]
+            return Cast(*_caller(square).quantize_rowwise(x, dtype, **copies)), [
+                1,
+                max(1, x.shape[1] if rows else x.shape[0]),
+            ]
         block = [BLOCK if square else 1, BLOCK]
         return Cast(*direct.quantize_blocks(x, dtype, block=block, **copies)), block
 
@@ -493,3 +495,9 @@ class LinearSlots:
         weight = local_part(stored[0]).detach().flatten()[:_SAMPLED]
         before, self._sample = self._sample, weight.clone()
         return before is not None and before.shape == weight.shape and not torch.equal(before, weight)
+
+
+def _caller(of_weight: bool) -> ModuleType:
+    """Return the module whose casts to call. A compiled graph casts weights with one op: nothing in the graph computes
+    them, so there is nothing to fuse the cast with."""
+    return ops if of_weight and torch.compiler.is_compiling() else direct

@@ -180,6 +180,7 @@ class Arena:
                 theirs[:, places] = mine
             else:
                 theirs[places] = mine
+        larger.cold_writes = self.cold_writes + 1
         return larger
 
     @torch.inference_mode(False)

@@ -3,7 +3,8 @@
 A dispatch of an op that is written in Python costs tens of microseconds on the host, several times per Linear. In plain
 eager execution, the functions here call the backend's function directly, with the same result. Everywhere else, they
 call the op: while compiling or tracing, under a dispatch mode (fake tensors, FLOP counting, selective checkpointing),
-inside a functorch transform, while profiling, and for tensor subclasses.
+inside a functorch transform, while profiling, and for tensor subclasses. (A TorchFunctionMode sees the operations
+inside instead.)
 """
 
 from __future__ import annotations

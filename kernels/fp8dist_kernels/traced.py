@@ -20,7 +20,7 @@ __all__ = ["observe", "quantize", "quantize_rowwise"]
 
 def observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
     """See ``ops.observe``."""
-    ops.observe(_amax(x) if x.numel() else x, pending, backend=backend)
+    ops.observe(x if _may_be_empty(x) else _amax(x), pending, backend=backend)
 
 
 def quantize(
@@ -40,7 +40,7 @@ def quantize(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.quantize``."""
-    if x.numel() == 0:
+    if _may_be_empty(x):
         return ops.quantize(
             x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=margin,
             power_of_two=power_of_two, rows=rows, columns=columns, outgrown=outgrown, backend=backend,
@@ -66,13 +66,21 @@ def quantize_rowwise(
     x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``ops.quantize_rowwise``."""
-    if x.numel() == 0:
+    if _may_be_empty(x):
         return ops.quantize_rowwise(x, dtype, power_of_two=power_of_two, rows=rows, columns=columns, backend=backend)
     nothing = x.new_empty(0, dtype=torch.float32)
     row_scale, row_inverse = _scales(x, 1, dtype, power_of_two) if rows else (nothing, nothing)
     column_scale, column_inverse = _scales(x, 0, dtype, power_of_two) if columns else (nothing, nothing)
     row_major, transposed = _copies(x, row_scale, column_scale, dtype, rows, columns)
     return row_major, row_inverse, transposed, column_inverse.t() if columns else nothing.clone()
+
+
+def _may_be_empty(x: Tensor) -> bool:
+    """True if x is empty, or has a size that only data decide (such as ``x[mask]``): then the op casts it."""
+    # Imported here because it takes 0.3 seconds. A compiler has imported it already.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return bool(guard_or_true(x.numel() == 0))
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -102,8 +110,9 @@ def _copies(
     row_major = _scaled(x, row_scale, dtype).to(dtype).contiguous() if rows else nothing
     if not columns:
         return row_major, nothing.clone()
-    transposed = F.pad(_scaled(x, column_scale, dtype).t(), (0, padded(tokens) - tokens))
-    return row_major, transposed.to(dtype).contiguous()
+    # Pad before transposing: a tracer takes the result of a pad for contiguous, also where nothing is padded.
+    padding = (0, 0, 0, padded(tokens) - tokens)
+    return row_major, F.pad(_scaled(x, column_scale, dtype), padding).t().to(dtype).contiguous()
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

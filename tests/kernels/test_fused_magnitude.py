@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8dist_kernels.reference import magnitude as plain
 from fp8dist_kernels.triton import magnitude as fused
+from fp8dist_kernels.triton import strips
 from tests.support.casting import DTYPES, LAYOUTS, hard_values, poison
 from tests.support.devices import DEVICE
 from tests.support.oracle import amax_of
@@ -60,6 +61,19 @@ def test_dims_in_any_order() -> None:
             reading = fused.reading_of(x.shape, x.stride())
             assert reading.copied == cut
             assert reading.lying == (1, x.numel(), 0, 1)
+
+
+def test_offsets_are_64_bits_wide_where_32_do_not_suffice() -> None:
+    for shape, strides, wide in (
+        ((128, 4096), (4096, 1), False),
+        ((1 << 18, 4096), (4096, 1), False),
+        ((3, 4096), (1 << 30, 1), True),
+        ((4096, 3), (1, 1 << 30), True),
+        ((1, 1 << 31), (1 << 31, 1), True),
+    ):
+        expected = fused.tl.int64 if wide else fused.tl.int32
+        assert fused.reading_of(shape, strides).offset_type == expected, shape
+        assert strips.page_of(shape, strides).offset_type(128, 64) == expected, shape
 
 
 def test_a_largest_value_anywhere_is_found() -> None:

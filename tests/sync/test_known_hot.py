@@ -127,6 +127,55 @@ def test_a_verdict_from_before_such_a_call_says_nothing() -> None:
     assert not sync.arena.known_hot
 
 
+def test_after_a_reset_it_is_learned_again() -> None:
+    model, manager, optimizer = trained()
+    manager.reset()
+    for _ in range(2):
+        step(model, optimizer)
+    assert sync_of(manager).arena.known_hot
+
+
+def test_a_slot_that_is_registered_is_cold() -> None:
+    """Even while a verdict about the slots so far waits to be read."""
+    model = nn.Sequential(nn.Linear(32, 48))
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(update="next_step"))
+    for slot in manager.slots:
+        manager.set_scale(slot.fqn, slot.role, 1.0)
+    manager.step()
+    manager.metrics()
+    manager.register("extra", "input", "e4m3")
+    manager.step()
+    assert not sync_of(manager).arena.known_hot
+
+
+def test_a_slot_that_stays_cold_is_no_reason_for_a_fallback() -> None:
+    """Both travel in one verdict."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+    nn.init.zeros_(model[1].weight)
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling(), fallback=fp8dist.Fallback(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    step(model, optimizer)
+    proof = sync_of(manager).verdict
+    assert proof is None
+    assert not sync_of(manager).arena.known_hot
+    step(model, optimizer)
+    assert sync_of(manager).arena.known_hot
+    assert manager.metrics()["fp8/high_precision_modules"] == 0
+    model(torch.full((8, 32), torch.inf)).sum().backward()
+    optimizer.step()
+    assert manager.metrics()["fp8/high_precision_modules"] == 2
+
+
+def test_a_graph_keeps_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State may be loaded after its capture."""
+    model, manager, _ = trained()
+    assert sync_of(manager).arena.known_hot
+    monkeypatch.setattr("fp8dist.modules.linear_slots.capturing", lambda device: True)
+    assert just_in_time(model, monkeypatch) == [True] * 6
+
+
 def test_a_copy_learns_it_anew() -> None:
     model, _, _ = trained()
     twin = fp8dist.get_manager(copy.deepcopy(model))
