@@ -123,7 +123,7 @@ def test_the_amax_is_not_a_read_of_its_own(recipe: fp8dist.Recipe) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Could not find an active CPU backend:UserWarning")
-@pytest.mark.slow
+@pytest.mark.long
 def test_neither_is_it_in_triton() -> None:
     """The code of the forward that Inductor writes for Triton. A CPU cannot compile it: stop there."""
     run, _ = chain(fp8dist.DelayedScaling())

@@ -27,6 +27,9 @@ RECIPES: dict[str, fp8dist.Recipe] = {
 }
 
 
+LONG = pytest.mark.long
+
+
 class Job:
     """A net with static inputs, as a capture needs them."""
 
@@ -116,7 +119,7 @@ def _trained_with(tokens: Sequence[int], recipe: fp8dist.Recipe, compiled: bool)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
-@pytest.mark.parametrize("name", ["same_step", "current", "row", "block"])
+@pytest.mark.parametrize("name", ["same_step", *(pytest.param(n, marks=LONG) for n in ("current", "row", "block"))])
 def test_batches_of_other_sizes_are_compiled_once_more_and_right(name: str) -> None:
     """With and without padding: 17, 16 and 48 tokens; the second size makes the graph dynamic."""
     torch._dynamo.reset()
@@ -148,7 +151,12 @@ def test_sizes_that_only_data_decide(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((name, "auto") for name in RECIPES), pytest.param("same_step", "triton", marks=pytest.mark.long)],
+    [
+        ("same_step", "auto"),
+        ("row", "auto"),
+        *(pytest.param(name, "auto", marks=LONG) for name in ("next_step", "most_recent", "current", "block")),
+        pytest.param("same_step", "triton", marks=LONG),
+    ],
 )
 def test_the_same_bits(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RECIPES[name]

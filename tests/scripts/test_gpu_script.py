@@ -93,7 +93,7 @@ sys.exit(log.run([sys.executable, "-c", "print('the summary')"], 30))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stage_that_does_not_end_is_ended_and_the_summary_follows(tmp_path: Path) -> None:
     log, start = tmp_path / "deaf.log", time.monotonic()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
@@ -219,7 +219,7 @@ def test_c(): pass
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_lost_gpu_fails_one_test_and_no_other(processes: int, tmp_path: Path) -> None:
     (tmp_path / "test_lost.py").write_text(LOST)
