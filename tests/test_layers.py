@@ -29,7 +29,7 @@ ROOMS = [
     ["arguments", "coverage"],
     ["manager"],
     ["prepare", "model_check", "ddp", "fsdp"],
-    ["launcher", "simulation"],
+    ["launcher", "report", "simulation"],
     ["__init__"],
     ["cli"],
     ["__main__"],

@@ -1,0 +1,1 @@
+"""Runs read from their folders, and drawn."""

@@ -1,0 +1,140 @@
+"""RunFolder: the files of a run, read while the job writes them or afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.monitoring.run_format import EVENTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
+
+__all__ = ["Lines", "RunFolder"]
+
+BLOCK = 1 << 22
+"""Bytes that are read at once."""
+
+LONGEST = 1 << 26
+"""Bytes of the longest line that is read. A longer one is left out."""
+
+
+class RunFolder:
+    """The folder of a run. Files may be missing, be torn at their end, and grow while they are read.
+
+    Args:
+        path: a folder that ``Recorder`` writes, or wrote.
+
+    Raises:
+        ConfigurationError: it is not a folder of this kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            raise ConfigurationError(f"{path} is not a folder: give the folder of a run (--out of the example job)")
+        self.header = _header(path / HEADER)
+        if not self.header and not (path / METRICS).is_file():
+            raise ConfigurationError(f"{path} holds no run: neither {HEADER} nor {METRICS} is there")
+
+    def metrics(self) -> Lines:
+        """Return a reader of the numbers of each step."""
+        return Lines(self.path / METRICS)
+
+    def scales(self) -> Lines:
+        """Return a reader of the statistics of each slot."""
+        return Lines(self.path / SCALES)
+
+    def ranks(self) -> Lines:
+        """Return a reader of the numbers of each rank."""
+        return Lines(self.path / RANKS)
+
+    def events(self) -> Lines:
+        """Return a reader of the events."""
+        return Lines(self.path / EVENTS)
+
+
+class Lines:
+    """Reads a file of JSON lines, and later what was added to it.
+
+    Lines that are not JSON objects with an integer ``step`` are left out. A last line without its end is read when the
+    rest of it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.left_out = 0  # Damaged lines so far.
+        self._offset, self._inode = 0, -1
+
+    def replaced(self) -> bool:
+        """True if another file is there than the last call of ``new`` read, because the run was resumed or restarted.
+
+        What was read before is void, and ``new`` starts from the beginning.
+        """
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False
+        return self._inode not in (-1, now.st_ino) or now.st_size < self._offset
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines that were added since the last call; all of them at the first. A missing file has none."""
+        if self.replaced():
+            self._offset = self.left_out = 0
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return
+        with file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            rest, skipping = b"", False
+            while block := file.read(BLOCK):
+                *whole, rest = (rest + block).split(b"\n")
+                if skipping and whole:  # The end of a line that was too long.
+                    self._offset += len(whole.pop(0)) + 1
+                    skipping = False
+                self._offset += sum(map(len, whole)) + len(whole)
+                yield from self._objects(whole)
+                if len(rest) > LONGEST:
+                    self._offset += len(rest)
+                    self.left_out += not skipping
+                    rest, skipping = b"", True
+
+    def _objects(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        try:  # One call for many lines takes half the time.
+            found = json.loads(b"[" + b",".join(lines) + b"]")
+            if len(found) != len(lines):
+                raise ValueError
+        except (ValueError, RecursionError):
+            found = [_parsed(line) for line in lines]
+        for one in found:
+            if isinstance(one, dict) and type(one.get("step")) is int:
+                yield one
+            else:
+                self.left_out += 1
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Return the header, or {} if there is none."""
+    try:
+        header = json.loads(path.read_bytes())
+    except OSError:
+        return {}
+    except (ValueError, RecursionError):
+        raise ConfigurationError(f"{path} is not JSON: it was not written by fp8dist, or is damaged") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ConfigurationError(f"{path} is not the header of a run of fp8dist")
+    if header.get("version") != VERSION:
+        raise ConfigurationError(
+            f"{path} has format version {header.get('version')!r:.40}, and this version of fp8dist reads {VERSION}"
+        )
+    return header

@@ -1,0 +1,97 @@
+"""RunFolder and Lines: torn, damaged, growing and replaced files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.report import folder as module
+from fp8dist.report.folder import Lines, RunFolder
+
+
+def _line(step: int, **more: object) -> str:
+    return json.dumps({"step": step, **more}) + "\n"
+
+
+def test_lines_come_once_and_a_torn_line_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = Lines(path)
+    assert list(lines.new()) == []
+    whole = _line(1, loss=2.5) + _line(2, loss="NaN")
+    path.write_text(whole + '{"step": 3, "lo')
+    assert [line["step"] for line in lines.new()] == [1, 2]
+    assert list(lines.new()) == []
+    with path.open("a") as file:
+        file.write('ss": 1}\n' + _line(4))
+    assert list(lines.new()) == [{"step": 3, "loss": 1}, {"step": 4}]
+    assert lines.left_out == 0
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 22])
+def test_damaged_lines_are_left_out_and_counted(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", block)
+    path = tmp_path / "events.jsonl"
+    damaged = ["", "{", "[1", "2]", '{"step": 1', '"x": 2}', '{"step": true}', '{"step": "4"}', "[" * 100_000, "\0\xff"]
+    text = _line(1) + "\n".join(damaged) + "\n" + _line(2)
+    path.write_bytes(text.encode("latin-1"))
+    lines = Lines(path)
+    assert [line["step"] for line in lines.new()] == [1, 2]
+    assert lines.left_out == len(damaged)
+
+
+def test_a_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 16)
+    monkeypatch.setattr(module, "LONGEST", 64)
+    path = tmp_path / "scales.jsonl"
+    path.write_text(_line(1) + "x" * 1_000 + "\n" + _line(2))
+    lines = Lines(path)
+    assert [line["step"] for line in lines.new()] == [1, 2]
+    assert lines.left_out == 1
+
+
+def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(_line(step) for step in range(1, 6)))
+    lines = Lines(path)
+    assert len(list(lines.new())) == 5
+    assert not lines.replaced()
+    new = tmp_path / "new"
+    new.write_text("".join(_line(step) for step in range(1, 4)))
+    os.replace(new, path)
+    assert lines.replaced()
+    assert [line["step"] for line in lines.new()] == [1, 2, 3]
+    path.write_text(_line(1))  # The same file, cut.
+    assert lines.replaced()
+    assert [line["step"] for line in lines.new()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "holds no run: neither run.json nor metrics.jsonl is there"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is not the header of a run of fp8dist"),
+        ('{"format": "another"}', "is not the header of a run of fp8dist"),
+        ('{"format": "fp8dist run", "version": 2}', "has format version 2, and this version of fp8dist reads 1"),
+    ],
+)
+def test_a_folder_of_another_kind_is_refused(content: str | None, problem: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=problem) as caught:
+        RunFolder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_a_header_is_read(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(_line(1, loss=1.0))
+    run = RunFolder(tmp_path)
+    assert run.header == {}
+    assert [line["loss"] for line in run.metrics().new()] == [1.0]
+    with pytest.raises(ConfigurationError, match="is not a folder"):
+        RunFolder(tmp_path / "metrics.jsonl")
