@@ -150,6 +150,8 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         graph.before(function, inner_args, inner_kwargs)
     if name == "_scaled_mm_v2":
         function = _block_scaled
+    if name == "_scaled_mm" and inner_args[2].numel() > 1:
+        function = _row_scaled
     result = function(*inner_args, **inner_kwargs)
     if graph:
         graph.after(function, inner_args, inner_kwargs, result)
@@ -176,6 +178,15 @@ def _block_scaled(
     left = a.float() * scale_a[0].repeat_interleave(128, 1)[:, :k]
     product = left @ (b.float() * of_b.repeat_interleave(128, 0)[:k])
     return (product if bias is None else product + bias).to(out_dtype)
+
+
+def _row_scaled(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, _result_scale: Any = None,
+    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
+    """``torch._scaled_mm`` with row-wise scales, [m, 1] and [1, n], which a CPU has since torch 2.12."""
+    product = (a.float() @ b.float()) * scale_a * scale_b
+    return (product if bias is None else product + bias).to(out_dtype or a.dtype)
 
 
 def _run_ours(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
