@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -156,10 +156,9 @@ class Survey:
         self._found = found
 
     @property
-    def chosen(self) -> dict[str, nn.Linear]:
-        """The Linears to convert, by fqn."""
-        found = ((one.fqn, one.module) for one in self._found if one.left_out is None)
-        return {fqn: module for fqn, module in found if isinstance(module, nn.Linear)}
+    def chosen(self) -> dict[str, nn.Module]:
+        """The modules to convert, by fqn."""
+        return {one.fqn: one.module for one in self._found if one.left_out is None}
 
     @property
     def fqns(self) -> list[str]:
@@ -288,7 +287,7 @@ def _matmul_parameters(module: nn.Module) -> int | None:
     own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
     if isinstance(module, nn.MultiheadAttention):
         own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
-    elif "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D":
+    elif "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D" or _linear_base(module) is not None:
         own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
     elif not isinstance(module, nn.Bilinear):
         own = _expert_parameters(module)
@@ -311,11 +310,14 @@ def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None) -> LeftOut | None:
-    reason = _not_linear(module) if not isinstance(module, nn.Linear) else _odd_linear(module, inner)
-    if reason is not None or not isinstance(module, nn.Linear):
+    base = _linear_base(module)
+    reason = _not_linear(module) if base is None else _odd_linear(module, base, inner)
+    if reason is not None:
         return reason
-    if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
-        shape = f"{module.in_features} x {module.out_features}"
+    linear = isinstance(module, nn.Linear)
+    features: Any = (module.in_features, module.out_features) if linear else module.weight.shape
+    if any(size % ALIGNMENT for size in features):
+        shape = " x ".join(map(str, features))
         return LeftOut(f"dims not multiples of {ALIGNMENT}", f"{shape} are not multiples of {ALIGNMENT}")
     if filter_fn is not None and not filter_fn(module, fqn):
         return LeftOut("filter_fn", "filter_fn said no", "caller")
@@ -324,6 +326,15 @@ def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None)
             f"{fqn or 'the model'} is managed by FSDP already: call prepare(model) first, then wrap or shard it. "
             "Name modules that stay in high precision in skip="
         )
+    return None
+
+
+def _linear_base(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class whose ``forward`` FP8Linear stands for: nn.Linear, or transformers' Conv1D, whose weight is
+    [in, out]. None: the module derives from neither."""
+    for base in type(module).__mro__:
+        if base is nn.Linear or (base.__name__, base.__module__) == ("Conv1D", "transformers.pytorch_utils"):
+            return base
     return None
 
 
@@ -340,8 +351,8 @@ def _not_linear(module: nn.Module) -> LeftOut:
     return LeftOut(dims, f"{', '.join(experts)}: {dims}, not an nn.Linear")
 
 
-def _odd_linear(module: nn.Linear, inner: bool) -> LeftOut | None:
-    """Return why an nn.Linear cannot be converted, apart from its dims, or None."""
+def _odd_linear(module: nn.Module, base: type[nn.Module], inner: bool) -> LeftOut | None:
+    """Return why a module that derives from ``base`` cannot be converted, apart from its dims, or None."""
     name = type(module).__name__
     if inner:
         return LeftOut(
@@ -351,8 +362,11 @@ def _odd_linear(module: nn.Linear, inner: bool) -> LeftOut | None:
         return LeftOut("quantised", f"it is a {name} of bitsandbytes: its weight is quantised")
     if isinstance(module, nn.LazyLinear):
         return LeftOut("not initialised", "it is a LazyLinear: run a forward first, then prepare")
-    if type(module) is not nn.Linear and not has_base(module, "FSDPModule"):
-        return LeftOut("not exactly nn.Linear", f"it is a {name}, not exactly nn.Linear")
+    known = "nn.Linear" if base is nn.Linear else base.__name__
+    if type(module).forward is not base.forward or type(module).__call__ is not nn.Module.__call__:
+        return LeftOut("own forward", f"it is a {name}, not exactly {known}: it has a forward of its own")
+    if hasattr(type(module), "weight"):  # A property, as parametrizations make.
+        return LeftOut("own weight", f"it is a {name}, not exactly {known}: it computes its weight")
     if "forward" in module.__dict__:
         return LeftOut("forward replaced", "its forward was replaced (module.forward = …, as accelerate's hooks do)")
     weight = module._parameters.get("weight")

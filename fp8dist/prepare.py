@@ -59,9 +59,10 @@ def prepare(
 ) -> StateManager:
     """Convert the eligible nn.Linears of ``model`` to FP8Linears, in place, and return their manager. Local.
 
-    Parameters and state_dict keys stay the same. A Linear is eligible if it is exactly nn.Linear, its weight is a plain
-    floating-point Parameter, both dims are multiples of 16, no ``skip`` pattern matches its fqn, and
-    ``filter_fn(module, fqn)`` is true. Other modules with matmul weights stay in high precision, and the log says why.
+    Parameters and state_dict keys stay the same. A module is eligible if it is an nn.Linear, or of a subclass without a
+    forward of its own, or transformers' ``Conv1D``; its weight is a plain floating-point Parameter, both dims are
+    multiples of 16, no ``skip`` pattern matches its fqn, and ``filter_fn(module, fqn)`` is true. Other modules with
+    matmul weights stay in high precision, and the log says why.
     If less than 90 % of the matmul parameters are in FP8, the lowest rank of the group logs a warning, or an info if
     you named everything that is left out. ``manager.coverage()`` returns the whole table. After ``prepare``, wrap,
     shard and load the model, then call ``manager.attach(…)``.
@@ -224,7 +225,7 @@ class _Plan:
 
     def __init__(
         self,
-        linears: Mapping[str, nn.Linear],
+        linears: Mapping[str, nn.Module],
         group: GroupLike | None,
         groups: Mapping[str, GroupLike],
         recipe: Recipe,
@@ -283,7 +284,7 @@ class _Plan:
                 return place, self.recipes[fqn]
         return 0, self.recipes[fqn]
 
-    def slots_of(self, fqn: str, linear: nn.Linear, job: JobState) -> LinearSlots:
+    def slots_of(self, fqn: str, linear: nn.Module, job: JobState) -> LinearSlots:
         """Return the slots of a module, for its conversion."""
         owner = self._weight_owner[id(linear.weight)]
         slots = {role: Slot(owner if role is Role.WEIGHT else fqn, role.value) for role in Role}

@@ -19,7 +19,10 @@ from tests.support.training import parameter_bits
 
 
 class MyLinear(nn.Linear):
-    """A subclass of nn.Linear."""
+    """A subclass of nn.Linear that computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
 
 
 class Zoo(nn.Module):

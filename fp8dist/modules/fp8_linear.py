@@ -7,8 +7,9 @@ keys, hooks and references to the module stay valid.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -130,9 +131,14 @@ class FP8Linear(nn.Linear):
     Takes [..., in_features] and returns [..., out_features] in the input's dtype (under torch.autocast, in the autocast
     dtype). Accepts any number of tokens. The weight's gradient has the weight's dtype. Records no amaxes in ``eval()``
     or with grad disabled. Does not support double backward.
+
+    A module of another class than nn.Linear gets a class that inherits from both, so ``isinstance`` still holds.
+    ``converted_from`` is the class that it had. ``transposed``: its weight is stored as [in_features, out_features].
     """
 
     fp8_slots: LinearSlots
+    converted_from: ClassVar[type[nn.Module]] = nn.Linear
+    transposed: ClassVar[bool] = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x Wᵀ + b: [..., in_features] to [..., out_features]. Local; commits a pending sync.
@@ -142,12 +148,13 @@ class FP8Linear(nn.Linear):
         """
         slots = self.fp8_slots
         if not slots.job.enabled:
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, self.weight.t() if self.transposed else self.weight, self.bias)
         fqn = slots.slots[Role.INPUT].fqn
         if slots.job.awaits_attach:
             raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
         weight = self.weight  # Read once: a parametrization recomputes it at each access.
         compute = self._computation(weight)
+        weight = weight.t() if self.transposed else weight
         if is_dtensor(weight):
             return parallel_linear(compute, input, weight, self.bias, fqn)
         if is_dtensor(input):
@@ -257,20 +264,45 @@ def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
     return (module for module in model.modules() if isinstance(module, FP8Linear))
 
 
-def convert(module: nn.Linear, slots: LinearSlots) -> None:
-    """Convert an nn.Linear to an FP8Linear, in place."""
+def convert(module: nn.Module, slots: LinearSlots) -> None:
+    """Convert an nn.Linear, or a module that computes the same, to an FP8Linear, in place."""
     module.fp8_slots = slots  # type: ignore[assignment]  # Before the class: another thread may look for FP8Linears.
-    module.__class__ = FP8Linear
+    if not isinstance(module, nn.Linear):
+        module.in_features, module.out_features = stored_parameters(module)[0].shape  # type: ignore[assignment]
+    module.__class__ = _fp8_class(type(module))  # type: ignore[arg-type]
     slots.note.remember(stored_parameters(module))
+
+
+@functools.cache
+def _fp8_class(original: type[nn.Module]) -> type[FP8Linear]:
+    """Return the class of converted modules of a class, the same one for all of them."""
+    if original is nn.Linear:
+        return FP8Linear
+    transposed = not issubclass(original, nn.Linear)
+
+    def reduce(self: FP8Linear, protocol: Any) -> Any:
+        """Pickle by the original class: this one has no importable name."""
+        reduced: Any = super(FP8Linear, self).__reduce_ex__(protocol)
+        return _without_init, (original,), *reduced[2:]
+
+    members = {"converted_from": original, "transposed": transposed, "__reduce_ex__": reduce, "__module__": __name__}
+    return types.new_class(f"FP8{original.__name__}", (FP8Linear, original), {}, lambda body: body.update(members))
+
+
+def _without_init(original: type[nn.Module]) -> FP8Linear:
+    made = _fp8_class(original)  # type: ignore[arg-type]
+    return made.__new__(made)
 
 
 def require_revertible(module: FP8Linear) -> None:
     """Raise ConfigurationError if another tool has subclassed FP8Linear for this module, as parametrizations do."""
-    if type(module) is not FP8Linear:
+    if type(module) is not _fp8_class(module.converted_from):  # type: ignore[arg-type]
         raise ConfigurationError(f"{type(module).__name__} is a subclass of FP8Linear: undo that before restore()")
 
 
 def revert(module: FP8Linear) -> None:
-    """Convert an FP8Linear back to a plain nn.Linear, in place."""
+    """Convert an FP8Linear back to the class that it had, in place."""
     del module.fp8_slots
-    module.__class__ = nn.Linear  # type: ignore[assignment]
+    if module.transposed:
+        del module.in_features, module.out_features
+    module.__class__ = module.converted_from  # type: ignore[assignment]

@@ -444,8 +444,11 @@ class LinearSlots:
         pending: Tensor | None = None,
     ) -> Cast:
         unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
-        return self.quantize(
-            weight.detach(),
+        stored, transposed = weight.detach(), not weight.is_contiguous() and weight.t().is_contiguous()
+        if transposed:  # Cast the weight as it lies in memory: its rows are the columns of the product's weight.
+            stored, rows, columns = stored.t(), columns, rows
+        cast = self.quantize(
+            stored,
             state,
             record,
             rows,
@@ -455,6 +458,7 @@ class LinearSlots:
             outgrown=outgrown.weight,
             unfit=unfit,
         )
+        return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
 
     def count_backward(self, recorded: bool) -> None:
         """Warn once if the weight changes between backwards without a boundary.

@@ -170,7 +170,8 @@ class ShardedWeights:
 def _gathered(model: nn.Module, whole: nn.Module) -> list[list[FP8Linear]]:
     """Return the FP8Linears whose weights FSDP2 gathers in FP8, grouped by weight.
 
-    A weight that another kind of module uses as well, such as a tied embedding, stays in high precision.
+    A weight that another kind of module uses as well, such as a tied embedding, or that is stored transposed, stays in
+    high precision.
     """
     resharded = resharded_modules(whole)
     users: dict[int, list[nn.Module]] = defaultdict(list)
@@ -182,7 +183,7 @@ def _gathered(model: nn.Module, whole: nn.Module) -> list[list[FP8Linear]]:
     for module in model.modules():
         if isinstance(module, FP8Linear) and module in resharded and is_dtensor(module.weight):
             key = id(module.weight)
-            if all(isinstance(user, FP8Linear) for user in users[key]):
+            if all(isinstance(user, FP8Linear) and not user.transposed for user in users[key]):
                 found.setdefault(key, []).append(module)
     return list(found.values())
 

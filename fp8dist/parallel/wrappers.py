@@ -92,7 +92,7 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
         for dim in range(len(shape)):
             if placements[axis].is_shard(dim):
                 shape[dim] //= weight.device_mesh.size(axis)
-    return tuple(shape)
+    return tuple(reversed(shape) if linear.transposed else shape)
 
 
 def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module], whole: nn
     return has_fsdp2_hook(linear)
 
 
-def is_sharded(module: nn.Linear) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """True if FSDP1 or FSDP2 manages the module's own parameters, even if the wrapper is outside the visible model.
 
     Raises:
@@ -143,7 +143,7 @@ def is_sharded(module: nn.Linear) -> bool:
     return False
 
 
-def _is_whole(module: nn.Linear) -> bool:
+def _is_whole(module: nn.Module) -> bool:
     """False for a Linear as FSDP1 leaves it: without parameters, or with parts of a flat parameter."""
     if all(parameter is None for parameter in module._parameters.values()):
         return False
@@ -151,6 +151,8 @@ def _is_whole(module: nn.Linear) -> bool:
     if weight is None or is_lazy(weight):
         return True
     own = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    if not isinstance(module, nn.Linear):  # A Conv1D does not know its shape.
+        return own and weight.ndim == 2
     return own and weight.shape == (module.out_features, module.in_features)
 
 

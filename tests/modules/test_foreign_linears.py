@@ -1,0 +1,246 @@
+"""Modules that compute what nn.Linear computes, but are of another class: subclasses, and transformers' Conv1D."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import fp8dist
+from fp8dist.modules.fp8_linear import FP8Linear
+from tests.support.ranks import RankPool
+
+TOKENS, IN, OUT = 32, 48, 64
+RECIPES = [fp8dist.DelayedScaling(), fp8dist.CurrentScaling(), fp8dist.RowwiseScaling(), fp8dist.BlockScaling()]
+
+
+class Named(nn.Linear):
+    """A subclass that adds a method and state, as torchtitan's Linear does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.label = "mine"
+
+    def doubled(self) -> Tensor:
+        return 2 * self.weight
+
+    def extra_repr(self) -> str:
+        return "named"
+
+
+class Conv1D(nn.Module):
+    """Like transformers': y = x W + b, with a weight [in, out]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"  # fp8dist knows the class by its name.
+
+
+class Own(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnConv1D(Conv1D):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Calling(nn.Linear):
+    def __call__(self, *args: Any) -> Any:
+        return 2 * super().__call__(*args)
+
+
+def _pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Linear]:
+    """Return a module, and an nn.Linear that computes the same."""
+    torch.manual_seed(1)
+    foreign, linear = make(), nn.Linear(IN, OUT)
+    weight = foreign.weight if isinstance(foreign, nn.Linear) else foreign.weight.t()
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        linear.bias.copy_(foreign.bias)
+    return foreign, linear
+
+
+def _named() -> nn.Module:
+    return Named(IN, OUT)
+
+
+def _conv1d() -> nn.Module:
+    return Conv1D(OUT, IN)
+
+
+def _trained(model: nn.Module, steps: int = 5, **options: Any) -> tuple[list[Tensor], fp8dist.StateManager]:
+    """Return the outputs and gradients of some steps, the weight's as [out, in]."""
+    manager = fp8dist.prepare(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    manager.attach(optimizer=optimizer)
+    seen = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(TOKENS, IN, generator=generator, requires_grad=True)
+        y = model(x)
+        (y * torch.randn(y.shape, generator=generator)).sum().backward()
+        grad = model[0].weight.grad
+        assert grad.is_contiguous()
+        weight_grad = grad.t() if grad.shape == (IN, OUT) else grad
+        seen += [y.detach().clone(), x.grad, weight_grad.clone(), model[0].bias.grad.clone()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, manager
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("make", [_named, _conv1d])
+@pytest.mark.parametrize("gemms", [(), ("fprop",), ("dgrad",), ("wgrad",)], ids=str)
+def test_it_computes_what_an_fp8_linear_does(
+    make: Callable[[], nn.Module], recipe: Any, gemms: tuple[str, ...]
+) -> None:
+    foreign, linear = (nn.Sequential(one) for one in _pair(make))
+    original, shape = type(foreign[0]), foreign[0].weight.shape
+    options = {"recipe": recipe}
+    wanted, of_linear = _trained(linear, **options)
+    found, manager = _trained(foreign, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert isinstance(foreign[0], FP8Linear)
+    assert isinstance(foreign[0], original)
+    assert foreign[0].weight.shape == shape
+    assert manager.coverage().share == 1
+    if recipe.delayed:
+        for slot in of_linear.slots:
+            assert torch.equal(manager.amax_history(*slot), of_linear.amax_history(*slot))
+    if gemms:
+        for one in (manager, of_linear):
+            one.set_precision("*", "high", gemms=gemms)
+        x = torch.randn(TOKENS, IN)
+        for model in (foreign, linear):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        assert torch.allclose(foreign(x), linear(x))
+    fp8dist.restore(foreign)
+    assert type(foreign[0]) is original
+    assert not hasattr(foreign[0], "fp8_slots")
+
+
+@pytest.mark.parametrize("make", [_named, _conv1d])
+def test_it_can_be_copied_and_restored(make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(_pair(make)[0])
+    original, keys = type(model[0]), set(vars(model[0]))
+    _trained(model)
+    x = torch.randn(TOKENS, IN)
+    copied = copy.deepcopy(model.eval())
+    assert type(copied[0]) is type(model[0])
+    assert torch.equal(copied(x), model(x))
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    fp8dist.restore(model)
+    assert type(model[0]) is original
+    assert set(vars(model[0])) == keys
+
+
+def test_it_can_be_pickled_by_its_own_class() -> None:
+    pair = [nn.Sequential(one) for one in _pair(_named)]
+    for model in pair:
+        _trained(model)
+    x = torch.randn(TOKENS, IN)
+    foreign, linear = map(_through_pickle, pair)
+    assert type(foreign[0]) is type(pair[0][0])
+    assert foreign[0].label == "mine"
+    assert torch.equal(foreign(x), linear(x))
+
+
+def _through_pickle(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def test_its_own_methods_stay() -> None:
+    model = nn.Sequential(_pair(_named)[0])
+    fp8dist.prepare(model)
+    assert torch.equal(model[0].doubled(), 2 * model[0].weight)
+    assert (model[0].label, repr(model[0])) == ("mine", "FP8Named(named)")
+
+
+@pytest.mark.parametrize("make", [_named, _conv1d])
+def test_switched_off_it_computes_what_it_did(make: Callable[[], nn.Module]) -> None:
+    plain = _pair(make)[0]
+    model = nn.Sequential(copy.deepcopy(plain))
+    fp8dist.prepare(model, enabled=False)
+    x = torch.randn(TOKENS, IN)
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("cls", [Own, OwnConv1D, Calling])
+def test_a_forward_of_its_own_stays_and_is_named(cls: type[nn.Module]) -> None:
+    model = nn.Sequential(cls(OUT, OUT), nn.Linear(OUT, OUT))
+    row = next(iter(fp8dist.prepare(model).coverage()))
+    base = "Conv1D" if issubclass(cls, Conv1D) else "nn.Linear"
+    assert (row.fqn, row.fp8) == ("0", False)
+    assert row.reason == f"it is a {cls.__name__}, not exactly {base}: it has a forward of its own"
+    assert type(model[0]) is cls
+
+
+def test_features_of_a_conv1d_must_be_multiples_of_16() -> None:
+    row = next(iter(fp8dist.prepare(nn.Sequential(Conv1D(40, 32), nn.Linear(32, 32))).coverage()))
+    assert row.reason == "32 x 40 are not multiples of 16"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("make", [_named, _conv1d])
+def test_it_compiles_in_one_graph(make: Callable[[], nn.Module]) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(_pair(make)[0])
+    wanted, _ = _trained(copy.deepcopy(model))
+    model.compile(fullgraph=True, backend="aot_eager")
+    found, _ = _trained(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def _sharded(gathers_fp8: bool) -> None:
+    results = []
+    for which in range(2):
+        model = nn.Sequential(_pair(_conv1d)[which])
+        manager = fp8dist.prepare(model, group=dist.group.WORLD, fp8_all_gather=gathers_fp8)
+        fully_shard(model[0])
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager.attach(model, optimizer=optimizer)
+        outputs = []
+        for step in range(4):
+            x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+            y = model(x)
+            y.square().mean().backward()
+            outputs.append(y.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model[0].weight.full_tensor()
+        results.append(
+            [*outputs, weight.t() if which == 0 else weight, *(manager.amax_history(*slot) for slot in manager.slots)]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers_fp8", [False, True])
+def test_a_sharded_conv1d(two_ranks: RankPool, gathers_fp8: bool) -> None:
+    """Its weight is gathered in high precision, and cast to the bytes that an FP8 gather brings."""
+    two_ranks.run(_sharded, gathers_fp8)
