@@ -1,0 +1,46 @@
+"""Accelerate: ``prepare`` in place of ``accelerator.prepare``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.integrations.stacks import install, world
+from fp8dist.recipe import Recipe
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise ImportError(install("Accelerate", "accelerate")) from error
+
+__all__ = ["prepare"]
+
+
+def prepare(
+    accelerator: Accelerator, model: Any, optimizer: Any, *rest: Any, recipe: Recipe | None = None, **options: Any
+) -> tuple[Any, ...]:
+    """Prepare a model for FP8, pass everything to ``accelerator.prepare``, and attach. COLLECTIVE.
+
+    ``accelerator.save_state`` and ``load_state`` contain the FP8 state. With ``accelerator.accumulate``, an FP8 step
+    ends when the optimizer really steps.
+
+    Args:
+        accelerator: with ``mixed_precision`` "no", "bf16" or "fp16", because FP8 is this library's part.
+        model, optimizer: one of each. Call this once per model.
+        rest: dataloaders, schedulers and other things for ``accelerator.prepare``, in any order.
+        recipe, options: as for ``fp8dist.prepare``. ``group``: by default, all ranks.
+
+    Returns:
+        (manager, model, optimizer, *rest), prepared.
+
+    Raises:
+        ConfigurationError: ``mixed_precision`` is "fp8", or the model is wrapped already.
+    """
+    if accelerator.mixed_precision == "fp8":
+        raise ConfigurationError('mixed_precision="fp8" converts the model to another FP8 library: use "bf16"')
+    manager = fp8dist.prepare(model, recipe, **{"group": world(), **options})
+    model, optimizer, *others = accelerator.prepare(model, optimizer, *rest)
+    manager.attach(model, optimizer=optimizer, scaler=accelerator.scaler)
+    accelerator.register_for_checkpointing(manager)
+    return manager, model, optimizer, *others

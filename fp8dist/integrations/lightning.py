@@ -1,0 +1,90 @@
+"""Lightning: ``Trainer(plugins=[FP8Precision()])``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.integrations.stacks import install, world
+from fp8dist.parallel.wrappers import is_sharded
+from fp8dist.recipe import Recipe
+
+try:
+    from lightning.pytorch.plugins.precision import Precision
+except ImportError as error:
+    raise ImportError(install("Lightning", "lightning")) from error
+
+__all__ = ["FP8Precision"]
+
+
+class FP8Precision(Precision):  # type: ignore[misc]
+    """Precision plugin that trains the LightningModule in FP8: give it to ``Trainer(plugins=[…])``.
+
+    It converts the module before the strategy wraps it, attaches once the optimizers exist, and keeps the FP8 state in
+    Lightning's checkpoints. With ModelParallelStrategy (FSDP2), which shards in ``configure_model``, call
+    ``self.trainer.precision_plugin.prepare(self)`` there, before ``fully_shard``. FSDPStrategy does not accept
+    precision plugins: use ModelParallelStrategy.
+
+    Args:
+        recipe, options: as for ``fp8dist.prepare``. ``group``: by default, all ranks.
+        autocast: dtype of torch.autocast around the steps, as with ``precision="bf16-mixed"``. None: no autocast.
+
+    Attributes:
+        manager: the manager of the model, once ``fit`` has set up the strategy.
+    """
+
+    precision = "fp8dist"
+
+    def __init__(self, recipe: Recipe | None = None, *, autocast: torch.dtype | None = None, **options: Any) -> None:
+        super().__init__()
+        self._autocast = autocast
+        self.manager: fp8dist.StateManager | None = None
+        self._options = {"recipe": recipe, **options}
+        self._prepared: nn.Module | None = None
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Convert the module, and return it. Local. Does nothing if it was converted before."""
+        if self._prepared is not module:
+            self.manager = fp8dist.prepare(module, **{"group": world(), **self._options})
+            self._prepared = module
+        return module
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Prepare the module, if ``configure_model`` has not done it. Local."""
+        if self._prepared is not module and any(is_sharded(one) for one in module.modules() if _is_linear(one)):
+            raise ConfigurationError(
+                "configure_model() has sharded the model before it was converted: call "
+                "self.trainer.precision_plugin.prepare(self) in configure_model(), before fully_shard()"
+            )
+        return self.prepare(module)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of each step."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=self._autocast)
+
+    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, ...]:
+        """Attach, when fitting. COLLECTIVE."""
+        if optimizers:
+            assert self.manager is not None
+            self.manager.attach(model, optimizer=optimizers)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the FP8 state, for Lightning's checkpoint. Local."""
+        return {} if self.manager is None else self.manager.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the FP8 state of a checkpoint. Local."""
+        if self.manager is not None and state_dict:
+            self.manager.load_state_dict(state_dict)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)

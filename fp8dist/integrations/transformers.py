@@ -1,0 +1,115 @@
+"""The Trainer of Transformers: ``Trainer(…, callbacks=[FP8Callback()])``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.integrations.stacks import install, world
+from fp8dist.recipe import Recipe
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise ImportError(install("Transformers", "transformers")) from error
+
+__all__ = ["FP8Callback"]
+
+FILE = "fp8dist-rank{rank}.safetensors"
+"""The FP8 state in a checkpoint of the Trainer. Ranks that share all state write rank 0's file only."""
+
+
+class FP8Callback(TrainerCallback):
+    """Trains the Trainer's model in FP8: give it to ``Trainer(callbacks=[…])``, and change nothing else.
+
+    The model is prepared when the Trainer is made, before it is wrapped. When training begins, the manager is attached
+    to what the Trainer calls. Checkpoints of the Trainer contain the FP8 state, and ``resume_from_checkpoint`` loads
+    it. The numbers of ``manager.metrics()`` are added to the Trainer's logs. A divergence ends ``train()`` with
+    DivergenceError on all ranks.
+
+    Args:
+        recipe, check_every, options: as for ``fp8dist.prepare``. ``group``: by default, all ranks.
+
+    Attributes:
+        manager: the manager of the model, once the Trainer is made.
+
+    Raises:
+        ConfigurationError: on use, if there are two FP8Callbacks, or if it was added after the Trainer was made.
+    """
+
+    def __init__(self, recipe: Recipe | None = None, *, check_every: int = 0, **options: Any) -> None:
+        self.manager: fp8dist.StateManager | None = None
+        self._options = {"recipe": recipe, "check_every": check_every, **options}
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Prepare the model. Local."""
+        trainer, _ = _caller()
+        callbacks = trainer.callback_handler.callbacks
+        if sum(isinstance(one, FP8Callback) for one in callbacks) > 1:
+            raise ConfigurationError("callbacks= has more than one FP8Callback: a model has one FP8 state")
+        # First, so that callbacks that report logs see ours. The Trainer is in a loop over this list: what follows in it
+        # keeps its place.
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+        self._prepare(trainer.model)
+        make = trainer.model_init
+        if make is not None:  # train() makes the model again.
+            trainer.model_init = functools.wraps(make)(lambda *given: self._prepare(make(*given)))
+
+    def _prepare(self, model: Any) -> Any:
+        self.manager = fp8dist.prepare(model, **{"group": world(), **self._options})
+        return model
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Load the FP8 state of the checkpoint, if there is one, and attach. COLLECTIVE."""
+        if self.manager is None:
+            raise ConfigurationError(
+                "FP8Callback was added after the Trainer was made, which is too late to convert the model: give it to "
+                "Trainer(callbacks=[…])"
+            )
+        trainer, here = _caller()
+        folder = here.get("resume_from_checkpoint")
+        if folder is not None:
+            self._load(Path(folder), args.process_index)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        self.manager.attach(trainer.model_wrapped, optimizer=trainer.optimizer, scaler=scaler)
+
+    def _load(self, folder: Path, rank: int) -> None:
+        assert self.manager is not None
+        own, shared = (folder / FILE.format(rank=r) for r in (rank, 0))
+        self.manager.load(own if own.exists() else shared)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save the FP8 state beside the Trainer's own files. Local."""
+        assert self.manager is not None
+        trainer, here = _caller()
+        if args.save_only_model:
+            return
+        own = any(key.startswith("rank") for key in self.manager.state_dict())
+        if own or args.process_index == 0:
+            folder = Path(trainer._get_output_dir(here.get("trial")), f"checkpoint-{state.global_step}")
+            self.manager.save(folder / FILE.format(rank=args.process_index))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Add the metrics to the logs of a training step. Local; reads from the device."""
+        if self.manager is not None and logs is not None and "loss" in logs:
+            metrics = self.manager.metrics()
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)  # Where the Trainer has just put a copy.
+
+
+def _caller() -> tuple[Any, dict[str, Any]]:
+    """Return the Trainer that calls this callback, and the local variables of its calling method.
+
+    A callback is given the unwrapped model only, and no path to the wrapper or to the checkpoint to resume from.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            return frame.f_locals["self"], frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ConfigurationError("FP8Callback must be called by a Trainer of Transformers")

@@ -1,0 +1,295 @@
+"""FP8Callback in a real Trainer of Transformers, against a hand-written loop over the same model and batches."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.sync.groups import local_part
+from tests.support.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed"),
+    pytest.mark.long,
+    pytest.mark.timeout(240),
+]
+
+STEPS, BATCH, TOKENS, VOCABULARY = 20, 2, 16, 64
+FSDP2 = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+
+
+def _model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**size, vocab_size=VOCABULARY, max_position_embeddings=TOKENS))
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Random tokens."""
+
+    def __init__(self, count: int) -> None:
+        self._tokens = torch.randint(0, VOCABULARY, (count, TOKENS), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        return {"input_ids": self._tokens[place], "labels": self._tokens[place]}
+
+
+def _alone(rank: int, size: int) -> None:
+    """Make this process look as torchrun starts it, with none of Accelerate's state from an earlier test."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # The group exists: nobody connects.
+
+
+def _trainer(model: nn.Module, folder: str, callbacks: list[Any], **arguments: Any) -> Any:
+    from accelerate.state import DistributedType, PartialState
+    from transformers import Trainer, TrainingArguments
+
+    _alone(dist.get_rank(), dist.get_world_size())
+    given = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",  # Not the fused one, which rounds differently.
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "disable_tqdm": True,
+        "average_tokens_across_devices": False,
+    }
+    options = TrainingArguments(folder, **given | copy.deepcopy(arguments))
+    if options.fsdp:  # Accelerate offers FSDP on GPUs only.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return Trainer(model, options, train_dataset=Samples(400), callbacks=callbacks)
+
+
+def _by_hand(folder: str, accumulate: int) -> tuple[list[float], dict[str, bytes], list[Tensor]]:
+    model = _model()
+    loader = iter(_trainer(_model(), folder, []).get_train_dataloader())
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    manager.attach(wrapped, optimizer=optimizer)
+    losses = []
+    for _ in range(STEPS):
+        batches = [next(loader) for _ in range(accumulate)]
+        tokens = sum(batch["labels"][:, 1:].numel() for batch in batches)
+        total = torch.zeros(())
+        for i, batch in enumerate(batches):
+            wrapped.require_backward_grad_sync = i == accumulate - 1
+            loss = wrapped(**batch, num_items_in_batch=torch.tensor(tokens)).loss
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses, manager.state_dict(), [p.detach().clone() for p in model.parameters()]
+
+
+def _as_by_hand(folder: str, accumulate: int) -> None:
+    from fp8dist.integrations.transformers import FP8Callback
+
+    callback = FP8Callback()
+    trainer = _trainer(_model(), folder, [callback], gradient_accumulation_steps=accumulate)
+    model = trainer.model
+    trainer.train()
+    losses, state, parameters = _by_hand(folder, accumulate)
+    assert [line["loss"] for line in trainer.state.log_history if "loss" in line] == losses
+    assert callback.manager.state_dict() == state
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), parameters, strict=True))
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["fp8/step"] for line in logged] == list(range(1, STEPS + 1))
+    assert callback.manager.metrics()["fp8/collectives"] == STEPS + 1  # One in attach().
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_trains_as_a_loop_by_hand(two_ranks: RankPool, tmp_path: Path, accumulate: int) -> None:
+    two_ranks.run(_as_by_hand, str(tmp_path), accumulate)
+
+
+def _resumed(folder: str, options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    from fp8dist.integrations.transformers import FP8Callback
+
+    saving = {"save_strategy": "steps", "save_steps": 6, **arguments}
+    runs = []
+    for name, resume in (("whole", None), ("whole", "whole/checkpoint-12")):
+        callback = FP8Callback(**options)
+        trainer = _trainer(_model(), f"{folder}/{name}", [callback], **saving)
+        trainer.train(resume_from_checkpoint=None if resume is None else f"{folder}/{resume}")
+        runs.append((callback.manager.state_dict(), [local_part(p.detach()) for p in trainer.model.parameters()]))
+    (state, parameters), (state_again, parameters_again) = runs
+    assert state == state_again
+    assert all(torch.equal(a, b) for a, b in zip(parameters, parameters_again, strict=True))
+    dist.barrier()
+    ranks = ["0", "1"] if options.get("amax_sync") is False else ["0"]
+    files = sorted(path.name for path in Path(folder, "whole", "checkpoint-12").glob("fp8dist-*"))
+    assert files == [f"fp8dist-rank{rank}.safetensors" for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [({}, {}), ({"amax_sync": False}, {}), ({}, FSDP2), ({"fp8_all_gather": True}, FSDP2)],
+    ids=["shared", "own", "fsdp2", "fp8 gather"],
+)
+def test_a_resumed_run_has_the_same_bits(
+    two_ranks: RankPool, tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    two_ranks.run(_resumed, str(tmp_path), options, arguments)
+
+
+def _diverged(folder: str) -> str:
+    from transformers import TrainerCallback
+
+    from fp8dist.integrations.transformers import FP8Callback
+
+    class Damage(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 5 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    model.model.norm.weight[3] += 1
+
+    trainer = _trainer(_model(), folder, [FP8Callback(check_every=2), Damage()])
+    with pytest.raises(DivergenceError) as caught:
+        trainer.train()
+    assert trainer.state.global_step in (5, 6)
+    return str(caught.value)
+
+
+def test_a_divergence_ends_train_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    for said in two_ranks.run(_diverged, str(tmp_path)):
+        assert "model.norm.weight" in said
+
+
+def _zoo(name: str) -> tuple[nn.Module, dict[str, Any], float]:
+    """Return a small model, options of the Trainer, and the share of its matmul weights in FP8."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    common = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**common, "vocab_size": VOCABULARY}
+    if name == "gpt2":
+        config = hf.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=VOCABULARY, n_positions=TOKENS)
+        return hf.GPT2LMHeadModel(config), {}, 12288 / 14336
+    if name == "bert":
+        return hf.BertForMaskedLM(hf.BertConfig(**text)), {}, 0.8
+    if name == "t5":
+        config = hf.T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+        return hf.T5ForConditionalGeneration(config), {}, 0.8
+    if name == "mixtral":
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**text, num_local_experts=4, num_key_value_heads=2)), {}, 0.0
+    model = _model()
+    if name == "lora":
+        import peft
+
+        lora = peft.LoraConfig(r=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, lora), {}, 0.5
+    if name == "checkpointing":
+        return model, {"gradient_checkpointing": True}, 0.8
+    return model, {"torch_compile": True, "torch_compile_backend": "aot_eager"}, 0.8
+
+
+def _trained_in(name: str, folder: str) -> float:
+    from fp8dist.integrations.transformers import FP8Callback
+
+    model, options, share = _zoo(name)
+    callback = FP8Callback(check_every=2)
+    trainer = _trainer(model, folder, [callback], max_steps=6, **options)
+    trainer.train()
+    assert callback.manager.metrics()["fp8/collectives"] >= 6
+    assert callback.manager.metrics()["fp8/checks"] >= 2
+    assert callback.manager.coverage().share >= share
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(losses) == 6
+    assert all(loss == loss for loss in losses)
+    return float(callback.manager.coverage().share)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral", "lora", "checkpointing", "compiled"])
+def test_models_and_options_train(two_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    assert len(set(two_ranks.run(_trained_in, name, str(tmp_path)))) == 1
+
+
+def _sharded(folder: str) -> None:
+    from fp8dist.integrations.transformers import FP8Callback
+
+    callback = FP8Callback(check_every=5)
+    trainer = _trainer(_model(), folder, [callback], **FSDP2)
+    trainer.train()
+    losses, _, _ = _by_hand(folder, 1)
+    assert [line["loss"] for line in trainer.state.log_history if "loss" in line] == pytest.approx(losses, rel=1e-3)
+    assert all(hasattr(p, "full_tensor") for p in trainer.model.parameters())
+    assert callback.manager.metrics()["fp8/checks"] >= 3
+
+
+def test_fsdp2_of_accelerate(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_sharded, str(tmp_path))
+
+
+def _misused(folder: str) -> None:
+    from fp8dist.integrations.transformers import FP8Callback
+
+    with pytest.raises(ConfigurationError, match="more than one FP8Callback"):
+        _trainer(_model(), folder, [FP8Callback(), FP8Callback()])
+    late = _trainer(_model(), folder, [])
+    late.add_callback(FP8Callback())
+    with pytest.raises(ConfigurationError, match="added after the Trainer was made"):
+        late.train()
+    wrapped = nn.parallel.DistributedDataParallel(_model())
+    with pytest.raises(ConfigurationError, match="prepare"):
+        _trainer(wrapped, folder, [FP8Callback()])
+    with pytest.raises(ConfigurationError, match="must be called by a Trainer"):
+        FP8Callback().on_init_end(None, None, None)
+
+
+def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_misused, str(tmp_path))
+
+
+def _with_evaluations_and_a_teacher(folder: str) -> None:
+    from transformers import Trainer
+
+    from fp8dist.integrations.transformers import FP8Callback
+
+    def made(callback: FP8Callback) -> Any:
+        data = {"train_dataset": Samples(400), "eval_dataset": Samples(8)}
+        return Trainer(model_init=_model, args=_trainer(_model(), folder, []).args, callbacks=[callback], **data)
+
+    plain, busy = FP8Callback(), FP8Callback()
+    first, second = made(plain), made(busy)
+    first.train()
+    _trainer(_model(), folder, [FP8Callback()], max_steps=3).train()
+    second.args.eval_strategy, second.args.eval_steps = "steps", 5
+    second.train()
+    assert sum("eval_loss" in line for line in second.state.log_history) == STEPS // 5
+    assert plain.manager.state_dict() == busy.manager.state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_evaluations_and_other_models_change_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+    """The Trainer makes the models: it does so twice, when it is made and when training begins."""
+    two_ranks.run(_with_evaluations_and_a_teacher, str(tmp_path))
