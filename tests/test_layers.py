@@ -31,6 +31,7 @@ ROOMS = [
     ["prepare", "model_check", "ddp", "fsdp"],
     ["launcher", "report", "simulation"],
     ["__init__"],
+    ["integrations"],
     ["cli"],
     ["__main__"],
 ]

@@ -22,7 +22,7 @@ except ImportError as error:
 __all__ = ["FP8Precision"]
 
 
-class FP8Precision(Precision):  # type: ignore[misc]
+class FP8Precision(Precision):
     """Precision plugin that trains the LightningModule in FP8: give it to ``Trainer(plugins=[…])``.
 
     It converts the module before the strategy wraps it, attaches once the optimizers exist, and keeps the FP8 state in

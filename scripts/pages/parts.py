@@ -39,13 +39,14 @@ REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
 def parts_of(root: Path = ROOT) -> Parts:
     """Return all parts. Results come from files below ``root``."""
     measured = results.load_all(root / "kernels" / "results")
-    convergence, versions = convergence_results.load(root), runs.versions_of(root)
+    convergence, versions = convergence_results.load(root), runs.rows_of(root, "versions")
     accumulation = accumulation_tables.load(root)
     return {
         **{name: partial(table, measured) for name, table in TABLES.items()},
         **{name: partial(table, convergence) for name, table in CONVERGENCE_TABLES.items()},
         **{name: partial(table, accumulation) for name, table in ACCUMULATION_TABLES.items()},
         "versions": partial(runs.versions, versions),
+        "stacks": partial(runs.stacks, runs.rows_of(root, "stacks")),
         "hardware": partial(runs.hardware, measured, convergence, versions),
         **REFERENCE,
     }

@@ -1,4 +1,4 @@
-"""Tested versions of Python and torch, and tested hardware, from the results files."""
+"""Tested versions of Python, torch and trainers, and tested hardware, from the results files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from scripts.benchmarks.markdown import table
 
-__all__ = ["hardware", "versions", "versions_of"]
+__all__ = ["hardware", "rows_of", "stacks", "versions"]
 
 Results = Mapping[str, Any]
 
 
-def versions_of(root: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``scripts/results/versions.json``; an empty list if there is no such file."""
-    path = root / "scripts" / "results" / "versions.json"
+def rows_of(root: Path, name: str) -> list[dict[str, Any]]:
+    """Return the rows of a file in ``scripts/results``; an empty list if there is no such file."""
+    path = root / "scripts" / "results" / f"{name}.json"
     return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
@@ -28,6 +28,16 @@ def versions(rows: Sequence[Results]) -> str:
     cells = {(row["python"], _release(row["torch"])): _outcome(row) for row in rows}
     head = ["Python", *(f"torch {torch}" for torch in torches)]
     return table(head, [[python, *(cells.get((python, torch), "-") for torch in torches)] for python in pythons])
+
+
+def stacks(rows: Sequence[Results]) -> str:
+    """Return a table of the passed tests with each trainer. ``rows``: the results of ``scripts/test-stacks``."""
+    known = ("stack", "python", "torch", "passed", "failed", "date")
+    lines = []
+    for row in rows:
+        packages = ", ".join(f"{name} {version}" for name, version in row.items() if name not in known)
+        lines.append([packages, _release(row["torch"]), row["python"], _outcome(row)])
+    return table(["packages", "torch", "Python", "tests"], lines)
 
 
 def hardware(measured: Sequence[Results], convergence: Results | None, rows: Sequence[Results]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.sync.groups import local_part
+from tests.support.examples import run_example
 from tests.support.ranks import RankPool
 
 pytestmark = [
@@ -293,3 +294,7 @@ def _with_evaluations_and_a_teacher(folder: str) -> None:
 def test_evaluations_and_other_models_change_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
     """The Trainer makes the models: it does so twice, when it is made and when training begins."""
     two_ranks.run(_with_evaluations_and_a_teacher, str(tmp_path))
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    assert "FP8: " in run_example("transformers", "--steps", "4", "--out", str(tmp_path))

@@ -6,9 +6,11 @@ import builtins
 import copy
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,8 +120,11 @@ def _exists(names: list[str]) -> bool:
         else:
             try:
                 found = importlib.import_module(place)
-            except ImportError:
-                return False
+            except ImportError:  # An integration whose trainer is not installed.
+                spec = importlib.util.find_spec(place) if place.startswith("fp8dist.integrations.") else None
+                rest = names[names.index(name) + 1 :]
+                source = Path(spec.origin).read_text() if spec is not None and spec.origin is not None else ""
+                return spec is not None and all(re.search(rf"^(class|def) {one}\b", source, re.M) for one in rest)
     return True
 
 
@@ -138,6 +143,7 @@ def known_calls() -> frozenset[str]:
     theirs = (
         *("convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "Float8LinearConfig"),
         *("sync_float8_amax_and_scale_history", "fp8_autocast", "filter_fn", "weight", "DistributedDataParallel"),
+        "configure_model",
     )
     return frozenset({*theirs, *(name for place in places for name in dir(place))})
 

@@ -1,0 +1,222 @@
+"""FP8Precision in a real Trainer of Lightning, against a loop by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.sync.groups import local_part
+from tests.support.examples import run_example
+from tests.support.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed"),
+    pytest.mark.long,
+]
+
+STEPS, WIDTH = 20, 32
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+
+class Batches(torch.utils.data.IterableDataset[Tensor]):
+    """This rank's batches."""
+
+    def __init__(self, first: int = 0, end: int = 1000) -> None:
+        self.steps = range(first, end)
+
+    def __iter__(self) -> Any:
+        rank = dist.get_rank()
+        for step in self.steps:
+            yield torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _module(shards: str | None = None, damage: int | None = None) -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _model()
+
+        def configure_model(self) -> None:
+            if shards is None:
+                return
+            from torch.distributed.fsdp import fully_shard
+
+            if shards == "right":
+                self.trainer.precision_plugin.prepare(self)
+            for part in (self.net[0], self.net[2], self.net):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: Tensor, place: int) -> Tensor:
+            if place == damage and dist.get_rank() == 1:
+                with torch.no_grad():
+                    self.net[2].bias[3] += 1
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch: Tensor, place: int) -> None:
+            self.log("validation", self.net(batch).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+
+    return Module()
+
+
+def _trainer(precision: Any, folder: str, shards: bool = False, **options: Any) -> Any:
+    import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    class Environment(LightningEnvironment):
+        """The ranks of this test: their process group exists."""
+
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return dist.get_world_size()
+
+        def global_rank(self) -> int:
+            return dist.get_rank()
+
+        def local_rank(self) -> int:
+            return dist.get_rank()
+
+    os.environ.pop("RANK", None)
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    kind, sizes = (ModelParallelStrategy, sizes) if shards else (DDPStrategy, {})
+    strategy = kind(process_group_backend="gloo", **sizes)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+    quiet |= {"max_steps": STEPS, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    return lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, plugins=[precision, Environment()],
+        use_distributed_sampler=False, **quiet | options,
+    )  # fmt: skip
+
+
+def _kept(manager: fp8dist.StateManager, model: nn.Module) -> tuple[dict[str, bytes], list[Tensor]]:
+    return manager.state_dict(), [local_part(p.detach()).clone() for p in model.parameters()]
+
+
+def _fit(trainer: Any, module: Any, **options: Any) -> tuple[dict[str, bytes], list[Tensor]]:
+    loaders = torch.utils.data.DataLoader(Batches(), batch_size=None)
+    trainer.fit(module, loaders, **options)
+    return _kept(trainer.precision_plugin.manager, module.net)
+
+
+def _by_hand(accumulate: int) -> tuple[dict[str, bytes], list[Tensor]]:
+    model = nn.ModuleDict({"net": _model()})
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    wrapped = nn.parallel.DistributedDataParallel(model["net"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager.attach(model, optimizer=optimizer)
+    batches = iter(Batches())
+    for _ in range(STEPS):
+        for i in range(accumulate):
+            wrapped.require_backward_grad_sync = i == accumulate - 1
+            (wrapped(next(batches)).square().mean() / accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _kept(manager, model)
+
+
+def _equal(a: tuple[dict[str, bytes], list[Tensor]], b: tuple[dict[str, bytes], list[Tensor]]) -> bool:
+    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def _as_by_hand(folder: str, accumulate: int) -> None:
+    from fp8dist.integrations.lightning import FP8Precision
+
+    precision = FP8Precision()
+    found = _fit(_trainer(precision, folder, accumulate_grad_batches=accumulate), _module())
+    assert precision.manager.metrics()["fp8/collectives"] == STEPS + 1  # One in attach().
+    assert _equal(found, _by_hand(accumulate))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_trains_as_a_loop_by_hand(two_ranks: RankPool, tmp_path: Path, accumulate: int) -> None:
+    two_ranks.run(_as_by_hand, str(tmp_path), accumulate)
+
+
+def _resumed(folder: str, shards: bool) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from fp8dist.integrations.lightning import FP8Precision
+
+    def run(resume: str | None) -> tuple[dict[str, bytes], list[Tensor]]:
+        saves = ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=8, save_top_k=-1)
+        options = {"enable_checkpointing": True, "callbacks": [saves]}
+        trainer = _trainer(FP8Precision(fp8_all_gather=shards), folder, shards, **options)
+        module = _module("right" if shards else None)
+        loader = torch.utils.data.DataLoader(Batches(0 if resume is None else 8), batch_size=None)
+        trainer.fit(module, loader, ckpt_path=resume, weights_only=False)
+        return _kept(trainer.precision_plugin.manager, module.net)
+
+    whole = run(None)
+    dist.barrier()
+    assert _equal(run(f"{folder}/at-step=8.ckpt"), whole)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
+def test_a_resumed_run_has_the_same_bits(two_ranks: RankPool, tmp_path: Path, shards: bool) -> None:
+    two_ranks.run(_resumed, str(tmp_path), shards)
+
+
+def _diverged(folder: str) -> str:
+    from fp8dist.integrations.lightning import FP8Precision
+
+    with pytest.raises(DivergenceError) as caught:
+        _fit(_trainer(FP8Precision(check_every=2), folder), _module(damage=4))
+    return str(caught.value)
+
+
+def test_a_divergence_ends_fit_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    for said in two_ranks.run(_diverged, str(tmp_path)):
+        assert "net.2.bias" in said
+
+
+def _misused(folder: str) -> None:
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from fp8dist.integrations.lightning import FP8Precision
+
+    with pytest.raises(ConfigurationError, match="before fully_shard"):
+        _fit(_trainer(FP8Precision(), folder, True), _module("wrong"))
+    with pytest.raises(TypeError, match="FSDP"):
+        FSDPStrategy(precision_plugin=FP8Precision())
+
+
+def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_misused, str(tmp_path))
+
+
+def _validated(folder: str) -> None:
+    from fp8dist.integrations.lightning import FP8Precision
+
+    trainer = _trainer(FP8Precision(), folder, val_check_interval=5, check_val_every_n_epoch=None)
+    module = _module()
+    loaders = [torch.utils.data.DataLoader(Batches(0, n), batch_size=None) for n in (1000, 2)]
+    trainer.fit(module, *loaders)
+    assert "validation" in trainer.callback_metrics
+    assert _equal(_kept(trainer.precision_plugin.manager, module.net), _by_hand(1))
+
+
+def test_validation_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_validated, str(tmp_path))
+
+
+def test_the_example_trains() -> None:
+    assert "FP8: " in run_example("lightning", "--steps", "4")

@@ -1,0 +1,20 @@
+"""Runs the programs of launch/examples as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.support.forked import ROOT
+
+__all__ = ["run_example"]
+
+
+def run_example(stack: str, *flags: str) -> str:
+    """Return what the example of a stack prints on two ranks."""
+    command = [str(ROOT / "launch" / "torchrun.sh"), str(ROOT / "launch" / "examples" / f"with_{stack}.py"), *flags]
+    variables = {**os.environ, "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
