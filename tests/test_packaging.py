@@ -81,7 +81,12 @@ def test_wheel_imports_every_module_in_a_clean_venv(distributions: tuple[Path, P
     script = (
         "import importlib, sys\n"
         f"for name in {MODULES!r}:\n"
-        "    module = importlib.import_module(name)\n"
+        "    try:\n"
+        "        module = importlib.import_module(name)\n"
+        "    except ImportError as error:  # A trainer that is not installed.\n"
+        "        extra = name.removeprefix('fp8dist.integrations.')\n"
+        "        assert f\"pip install 'fp8dist[{extra}]'\" in str(error), (name, error)\n"
+        "        continue\n"
         f"    assert module.__file__.startswith({str(site)!r}), (name, module.__file__)\n"
         "assert 'kernels' not in sys.modules\n"
         "print(len(sys.modules['fp8dist'].__all__), flush=True)\n"
