@@ -35,7 +35,7 @@ UNITS: Mapping[str, Unit] = MappingProxyType(
         "s": Unit("seconds", "s"),
         "bytes": Unit("bytes", "By"),
         "ratio": Unit("ratio", "1"),
-        "bits": Unit("bits", "bit"),
+        "doublings": Unit("doublings", "{doubling}"),
         "per_s": Unit("per_second", "1/s"),
     }
 )

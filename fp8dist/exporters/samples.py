@@ -27,7 +27,7 @@ OF_SLOTS: Mapping[str, Number] = MappingProxyType(
     {
         "saturated": Number("saturated", "Largest share of a tensor that its cast saturated", "ratio"),
         "underflow": Number("underflow", "Largest share of a tensor that its cast flushed to zero", "ratio"),
-        "headroom": Number("headroom", "Least number of doublings before a tensor saturates", "bits"),
+        "headroom": Number("headroom", "Least number of doublings before a tensor saturates", "doublings"),
     }
 )
 """By the field of ``RoleNumbers``."""
@@ -38,7 +38,7 @@ OF_ONE_SLOT: Mapping[str, Number] = MappingProxyType(
         "scale": Number("slot_scale", "Scale of the cast"),
         "saturated": Number("slot_saturated", "Share of the tensor that its cast saturated", "ratio"),
         "underflow": Number("slot_underflow", "Share of the tensor that its cast flushed to zero", "ratio"),
-        "headroom": Number("slot_headroom", "Number of doublings before the tensor saturates", "bits"),
+        "headroom": Number("slot_headroom", "Number of doublings before the tensor saturates", "doublings"),
     }
 )
 """By the field of ``SlotStatistics``, and the headroom."""

@@ -14,7 +14,7 @@ __all__ = ["RoleNumbers", "by_role", "headroom"]
 class RoleNumbers(NamedTuple):
     """Numbers of all slots of a role in one observation. None: no slot has it.
 
-    ``saturated``, ``underflow``: largest share of a slot, 0 to 1. ``headroom``: the least, in bits; -inf after an
+    ``saturated``, ``underflow``: largest share of a slot, 0 to 1. ``headroom``: the least, in doublings; -inf after an
     infinite amax. ``headrooms``: the finite headrooms, in the order of the slots.
     """
 

@@ -39,7 +39,7 @@ class TensorBoard:
     """Event files for TensorBoard.
 
     Scalars are float32 there, and NaN and infinities stay what they are. For each role there are the scalars
-    ``fp8/<role>/saturated``, ``/underflow`` (largest share of a slot) and ``/headroom`` (least, in bits), and a
+    ``fp8/<role>/saturated``, ``/underflow`` (largest share of a slot) and ``/headroom`` (least, in doublings), and a
     histogram of the finite headrooms of its slots. Two images, ``fp8/saturated`` and ``fp8/underflow``, show all slots
     (rows) over the last 512 observations (columns). Events are texts.
 

@@ -65,7 +65,7 @@ def test_its_reader_finds_the_numbers(made: tuple[OpenTelemetry, InMemoryMetricR
         ("fp8dist.headroom", "input"): 1,
     }
     units = {name: read.metrics[name].unit for name in ("fp8dist.skew", "fp8dist.step", "fp8dist.headroom")}
-    assert units == {"fp8dist.skew": "s", "fp8dist.step": "s", "fp8dist.headroom": "bit"}
+    assert units == {"fp8dist.skew": "s", "fp8dist.step": "s", "fp8dist.headroom": "{doubling}"}
     assert all(metric.description for metric in read.metrics.values())
 
 

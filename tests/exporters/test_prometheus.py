@@ -57,15 +57,15 @@ def test_a_scrape_finds_the_numbers(endpoint: Prometheus) -> None:
     assert before <= found["fp8dist_last_step_timestamp_seconds",] <= time.time()
     assert found["fp8dist_saturated_ratio", "input"] == 0.25
     assert found["fp8dist_underflow_ratio", "input"] == 1 / 3
-    assert found["fp8dist_headroom_bits", "input"] == -1.0
-    assert found["fp8dist_headroom_bits", "grad_output"] == 5.0
+    assert found["fp8dist_headroom_doublings", "input"] == -1.0
+    assert found["fp8dist_headroom_doublings", "grad_output"] == 5.0
     assert found["fp8dist_proven_step",] == 2
     assert {found["fp8dist_events_total", kind] for kind in (*KINDS, "other")} == {0, 1}
     for call in FIRST[4:]:
         call(endpoint)
     found = scraped(endpoint)
     endpoint.close()
-    assert (found["fp8dist_loss",], found["fp8dist_headroom_bits", "input"]) == (-INF, -INF)
+    assert (found["fp8dist_loss",], found["fp8dist_headroom_doublings", "input"]) == (-INF, -INF)
     assert bits(found["fp8dist_step_seconds",]) == bits(10.0)
     assert found["fp8dist_nonfinite_amaxes_total",] == 3
     assert found["fp8dist_skew_seconds",] == 0.0035
@@ -124,8 +124,8 @@ def test_slots_have_series_only_if_asked_for_and_so_many() -> None:
         ("fp8dist_slot_saturated_ratio", "blocks.0.up:input"): 0.0,
         ("fp8dist_slot_underflow_ratio", "blocks.0.up:grad_output"): 0.125,
         ("fp8dist_slot_underflow_ratio", "blocks.0.up:input"): 1 / 3,
-        ("fp8dist_slot_headroom_bits", "blocks.0.up:grad_output"): 5.0,
-        ("fp8dist_slot_headroom_bits", "blocks.0.up:input"): 3.0,
+        ("fp8dist_slot_headroom_doublings", "blocks.0.up:grad_output"): 5.0,
+        ("fp8dist_slot_headroom_doublings", "blocks.0.up:input"): 3.0,
     }
 
 
@@ -177,7 +177,7 @@ def test_the_textfile_stays_after_the_end(tmp_path: Path) -> None:
     found = parsed(path.read_text())
     assert found["fp8dist_loss", "a"] == 2.0
     assert found["fp8dist_events_total", "diverged", "a"] == 1
-    assert found["fp8dist_headroom_bits", "input", "a"] == 0.0
+    assert found["fp8dist_headroom_doublings", "input", "a"] == 0.0
     assert found["fp8dist_run_active", "a"] == 0
     assert [*path.parent.iterdir()] == [path]
 
