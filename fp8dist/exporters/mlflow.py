@@ -27,9 +27,9 @@ class MLflow:
     """A run of MLflow. It holds a client of its own, and leaves MLflow's current run alone.
 
     Metrics have the names of metrics.jsonl, and ``fp8/<role>/…`` for the slots: ``saturated``, ``underflow`` (largest
-    share) and ``headroom`` (least, in doublings). They are float64. NaN stays NaN. An infinity becomes the largest float64
-    of its sign, on every store, because databases have no infinity. ``events/<kind>`` counts events, and the tag
-    ``fp8dist.<kind>`` has the newest as JSON.
+    share) and ``headroom`` (least, in doublings). They are float64. NaN stays NaN. An infinity becomes the largest
+    float64 of its sign, on every store, because databases have no infinity. ``events/<kind>`` counts events, and the
+    tag ``fp8dist.<kind>`` has the newest as JSON.
 
     Metrics are sent together: at the latest ``seconds`` after the first of them, with each event, and by ``close``.
     After a resume MLflow shows repeated steps twice, with their times.

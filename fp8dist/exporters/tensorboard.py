@@ -17,6 +17,7 @@ from fp8dist.exporters.extras import imported
 from fp8dist.exporters.samples import event_text, flat_numbers, kind_of
 from fp8dist.exporters.slots import by_role
 from fp8dist.monitoring.monitor import SlotStatistics
+from fp8dist.state.slots import Slot
 
 __all__ = ["TensorBoard"]
 
@@ -59,7 +60,8 @@ class TensorBoard:
         self._folder, self._images = str(folder), images
         self._purge_step = None if resume_after is None else resume_after + 1
         self._opened = False
-        self._observed: deque[tuple[int, dict[str, tuple[float, float]]]] = deque(maxlen=COLUMNS)
+        # Step, slots, and their shares [slots, 2]: saturated, underflow.
+        self._observed: deque[tuple[int, tuple[Slot, ...], npt.NDArray[np.float32]]] = deque(maxlen=COLUMNS)
         self._not_drawn = 0
 
     @cached_property
@@ -75,8 +77,8 @@ class TensorBoard:
             if of_role.headrooms:
                 self._writer.add_histogram(f"fp8/{role}/headrooms", np.array(of_role.headrooms), step)
         if slots and self._images:
-            shares = {str(one.slot): (_share(one.saturated), _share(one.underflow)) for one in slots}
-            self._observed.append((step, shares))
+            shares = [(_share(one.saturated), _share(one.underflow)) for one in slots]
+            self._observed.append((step, tuple(one.slot for one in slots), np.array(shares, dtype=np.float32)))
             self._not_drawn += 1
             if self._not_drawn >= self._images:
                 self._draw()
@@ -97,9 +99,10 @@ class TensorBoard:
     def _draw(self) -> None:
         self._not_drawn = 0
         step = self._observed[-1][0]
-        slots = sorted({slot for _, shares in self._observed for slot in shares})
-        unknown = (math.nan, math.nan)
-        shares = np.array([[seen.get(slot, unknown) for _, seen in self._observed] for slot in slots])
+        rows = {slot: row for row, slot in enumerate(sorted({slot for _, seen, _ in self._observed for slot in seen}))}
+        shares = np.full((len(rows), len(self._observed), 2), math.nan, dtype=np.float32)
+        for column, (_, seen, measured) in enumerate(self._observed):
+            shares[[rows[slot] for slot in seen], column] = measured
         for i, name in enumerate(("saturated", "underflow")):
             self._writer.add_image(f"fp8/{name}", _raster(shares[:, :, i]), step, dataformats="HWC")
 
@@ -108,7 +111,7 @@ def _share(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _raster(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+def _raster(shares: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint8]:
     """Return an image, uint8 [height, width, 3] in RGB, of shares [slots, observations]. NaN is grey."""
     place = np.log10(np.clip(shares, LEAST_SHARE, 1.0)) / -math.log10(LEAST_SHARE) + 1.0  # 0 to 1
     anchors = np.linspace(0.0, 1.0, len(COLOURS))

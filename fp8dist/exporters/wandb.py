@@ -24,9 +24,9 @@ class Wandb:
     """A run of Weights & Biases. With ``WANDB_MODE=offline`` it writes files, which ``wandb sync`` uploads later.
 
     Numbers have the names of metrics.jsonl, and ``fp8/<role>/…`` for the slots: ``saturated``, ``underflow`` (largest
-    share), ``headroom`` (least, in doublings), and a histogram of all headrooms. All are float64; NaN and infinities are the
-    strings "NaN", "Infinity" and "-Infinity", as always there. ``events/<kind>`` counts events. A divergence raises a
-    W&B alert, which reaches you by mail or Slack.
+    share), ``headroom`` (least, in doublings), and a histogram of all headrooms. All are float64; NaN and infinities
+    are the strings "NaN", "Infinity" and "-Infinity", as always there. ``events/<kind>`` counts events. A divergence
+    raises a W&B alert, which reaches you by mail or Slack.
 
     The x axis is the number ``step``. W&B's own step counts the calls, because it cannot go back when a run resumes
     from a checkpoint: repeated steps stand twice at their place.

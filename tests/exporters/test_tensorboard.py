@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.exporters import TensorBoard
+from fp8dist.exporters import tensorboard as module
 from fp8dist.exporters.tensorboard import _raster
 from tests.support.exported import END, FIRST, INF, NAN, RESUMED, bits, float32, play, slots, write
 
@@ -83,10 +84,20 @@ def test_the_scale_of_the_heat_map_is_logarithmic() -> None:
     ]
 
 
-def test_the_heat_map_keeps_the_newest_observations(tmp_path: Path) -> None:
-    exporter = TensorBoard(tmp_path, images=10_000)
-    for step in range(600):
-        exporter._observed.append((step, {"a:input": (0.0, 0.0)}))
-    assert len(exporter._observed) == 512
+@pytest.mark.slow
+def test_the_heat_map_keeps_the_newest_observations_and_slots_that_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COLUMNS", 4)
+    later = slots(1.0, 1.0)
+    observed = [write(step, {}, later[3:] if step < 5 else later) for step in range(6)]
+    play(TensorBoard(tmp_path), observed)
+    image = image_of(tmp_path, "fp8/saturated")
+    tall, wide = 256 // 5, 256 // 4
+    assert image.shape == (5 * tall, 4 * wide, 3)
+    assert [tuple(one) for one in image[1, ::wide]] == [*([(128, 128, 128)] * 3), (68, 1, 84)]
+
+
+def test_a_number_of_images_below_zero_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="images must be 0 or a number of observations, got -1"):
         TensorBoard(tmp_path, images=-1)
