@@ -30,6 +30,7 @@ from fp8dist.errors import (
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
 from fp8dist.modules.overrides import first_and_last
+from fp8dist.monitoring.exporter import Exporter
 from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.prepare import prepare, restore
@@ -52,6 +53,7 @@ __all__ = [
     "DivergenceError",
     "DivergenceReport",
     "Event",
+    "Exporter",
     "Fallback",
     "Finding",
     "Fp8DistError",

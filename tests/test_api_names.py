@@ -19,9 +19,9 @@ CHANGELOG = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text()
 
 EXPORTS = """
 Attendance BlockScaling CheckpointError ConfigurationError Coverage CoverageRow CurrentScaling DelayedScaling
-DivergenceError DivergenceReport Event Fallback Finding Fp8DistError ImportReport LossAlarm LossDiverged LossGuard
-ManifestMismatchError Monitor NotAModelError Recipe RowwiseScaling ScaleJump Slot SlotStatistics StateManager SyncError
-UnknownArgumentError check ddp errors first_and_last fsdp get_manager prepare restore roll_call
+DivergenceError DivergenceReport Event Exporter Fallback Finding Fp8DistError ImportReport LossAlarm LossDiverged
+LossGuard ManifestMismatchError Monitor NotAModelError Recipe RowwiseScaling ScaleJump Slot SlotStatistics StateManager
+SyncError UnknownArgumentError check ddp errors first_and_last fsdp get_manager prepare restore roll_call
 """
 
 METHODS = """

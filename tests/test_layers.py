@@ -30,6 +30,7 @@ ROOMS = [
     ["manager"],
     ["prepare", "model_check", "ddp", "fsdp"],
     ["launcher", "report", "simulation"],
+    ["exporters"],
     ["__init__"],
     ["integrations"],
     ["cli"],

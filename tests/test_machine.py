@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import hosts, slurm
+from tests.support import exporting, hosts, slurm
 from tests.support.main_job import ROOT
 
 SCRIPT = ROOT / "scripts/setup-hosts"
@@ -33,6 +33,14 @@ def test_the_list_has_what_tests_start() -> None:
 @pytest.mark.skipif("CI" not in os.environ or os.geteuid() != 0, reason="for continuous integration as root")
 def test_nothing_is_skipped_where_it_can_be_installed() -> None:
     assert missing() == [], "scripts/setup-hosts should have installed these"
+
+
+@pytest.mark.long
+@pytest.mark.skipif("CI" not in os.environ, reason="for continuous integration")
+def test_no_exporter_is_left_out_where_its_tool_can_be_fetched() -> None:
+    assert (exporting.HOME / "stamp").exists(), "scripts/setup-exporters should have installed W&B and MLflow"
+    if shutil.which("apt-get"):
+        assert None not in (exporting.found("prometheus"), exporting.found("promtool"))
 
 
 def without_daemons(command: str, path: str) -> subprocess.CompletedProcess[str]:

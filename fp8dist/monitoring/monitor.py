@@ -30,6 +30,7 @@ class SlotStatistics(NamedTuple):
     ``amax``: NaN if no rank recorded one. ``scale``: NaN while the slot is cold. ``saturated``, ``underflow``: the
     share, 0 to 1, of elements that the cast saturated at the largest FP8 value, or flushed to zero; None: not measured.
     ``…_rank``: the global rank that held the maximum; None: not requested.
+    ``fp8_max``: the largest finite magnitude of the slot's format; None: unknown. No line has it: it never changes.
     """
 
     slot: Slot
@@ -40,11 +41,14 @@ class SlotStatistics(NamedTuple):
     amax_rank: int | None = None
     saturated_rank: int | None = None
     underflow_rank: int | None = None
+    fp8_max: float | None = None
 
     def numbers(self) -> Iterator[tuple[str, float | int | None]]:
-        """Yield (name, value) for all fields but the slot, with NaN as None."""
-        for name, value in zip(self._fields[1:], self[1:]):
-            yield name, None if isinstance(value, float) and math.isnan(value) else value
+        """Yield (name, value) for all fields but the slot and ``fp8_max``, with NaN as None."""
+        for name in self._fields[1:]:
+            if name != "fp8_max":
+                value = getattr(self, name)
+                yield name, None if isinstance(value, float) and math.isnan(value) else value
 
 
 class ScaleJump(NamedTuple):

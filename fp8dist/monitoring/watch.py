@@ -92,9 +92,8 @@ def _statistics(arena: Arena, seen: Tensor, holders: Tensor | None) -> list[Slot
         seen_here = [None if value[i] == DID_NOT_RUN else value[i] for value in (amaxes, *shares)]
         held = [None if ranks is None or value is None else ranks[row][i] for row, value in enumerate(seen_here)]
         amax, saturated, underflow = seen_here
-        found.append(
-            SlotStatistics(spec.slot, torch.nan if amax is None else amax, scales[i], saturated, underflow, *held)
-        )
+        one = SlotStatistics(spec.slot, torch.nan if amax is None else amax, scales[i], saturated, underflow, *held)
+        found.append(one._replace(fp8_max=spec.format.max))
     return found
 
 

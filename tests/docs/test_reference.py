@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import fp8dist
-from fp8dist import ddp, fsdp
+from fp8dist import ddp, exporters, fsdp
 from fp8dist.divergence import Divergence, Finding
 from fp8dist.manager import StateManager
 from fp8dist.settings import VARIABLES
@@ -49,7 +49,9 @@ def test_every_public_name_is_on_the_api_page_once() -> None:
     directives = re.findall(r"^::: (\S+)$", page("api.md"), re.M)
     directives[directives.index("fp8dist.prepare.prepare")] = "fp8dist.prepare"  # The module has the same name.
     hooks = [
-        f"fp8dist.{module.__name__.rpartition('.')[2]}.{name}" for module in (ddp, fsdp) for name in module.__all__
+        f"fp8dist.{module.__name__.rpartition('.')[2]}.{name}"
+        for module in (ddp, exporters, fsdp)
+        for name in module.__all__
     ]
     assert sorted(directives) == sorted([*(f"fp8dist.{name}" for name in fp8dist.__all__), *hooks])
 

@@ -11,8 +11,19 @@ import torch
 import torch.distributed as dist
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Event, Fallback, Recipe, RowwiseScaling
+from fp8dist import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Event,
+    Fallback,
+    Monitor,
+    Recipe,
+    RowwiseScaling,
+    SlotStatistics,
+)
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
+from fp8dist.exporters.slots import headroom
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
@@ -54,6 +65,20 @@ def test_every_third_step_all_slots(tmp_path: Path) -> None:
         assert line["amax"] == manager.amax(*slot).item()
         assert 0 <= line["saturated"] <= 1
         assert 0 <= line["underflow"] <= 1
+
+
+def test_statistics_know_the_range_of_their_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale of current scaling makes the amax the largest value: no doubling is left, up to the scale's rounding."""
+    seen: list[SlotStatistics] = []
+    monkeypatch.setattr(Monitor, "observe", lambda self, step, statistics: seen.extend(statistics) or [])
+    trained(None, CurrentScaling(), steps=3, jump=2.0)
+    assert {(one.slot.role, one.fp8_max) for one in seen} == {
+        ("input", 448.0),
+        ("weight", 448.0),
+        ("grad_output", 57344.0),
+    }
+    assert all(abs(headroom(one) or 0.0) < 2**-22 for one in seen)
+    assert None not in map(headroom, seen)
 
 
 def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts(tmp_path: Path) -> None:

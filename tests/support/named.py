@@ -24,7 +24,9 @@ from torch.distributed.tensor import parallel
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
+import fp8dist.exporters
 from fp8dist.settings import VARIABLES
+from scripts.pages.exported import of_numbers
 from scripts.pages.flags import command_line, flags_of, job_parser
 from tests.support.pages import ROOT
 
@@ -77,7 +79,7 @@ def _unknown(code: str) -> Iterator[str]:
         if not hasattr(manager, name):
             yield f"manager.{name}"
     for names in re.findall(r"(?<![\w./-])fp8dist((?:\.[a-zA-Z_]\w*)+)(?![\w-])", code):
-        if not _exists(names.split(".")[1:]):
+        if not _exists(names.split(".")[1:]) and f"`fp8dist{names}`" not in of_numbers():
             yield f"fp8dist{names}"
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w", code):
         if flag not in known_flags() and flag not in FOREIGN:
@@ -139,7 +141,7 @@ def known_calls() -> frozenset[str]:
     places: list[Any] = [builtins, torch, nn, nn.Linear, torch.Tensor, dist, dist.fsdp, checkpoint, tensor, copy]
     places += [torch.optim.Optimizer, torch.amp.GradScaler, DistributedDataParallel, tensor.DTensor, join]
     places += [FSDPModule, parallel, fp8dist, fp8dist.StateManager, fp8dist.LossGuard, fp8dist.DivergenceReport]
-    places += [fp8dist.Recipe, fp8dist.ddp, torch.serialization]
+    places += [fp8dist.Recipe, fp8dist.ddp, fp8dist.exporters, fp8dist.Exporter, torch.serialization]
     theirs = (
         *("convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "Float8LinearConfig"),
         *("sync_float8_amax_and_scale_history", "fp8_autocast", "filter_fn", "weight", "DistributedDataParallel"),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from fp8dist_kernels import BACKENDS, BLOCK, GEMMS
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN
 
-__all__ = ["FAULTS", "HIGH", "RECIPES", "SHARDED", "SLOW", "Fault", "Override", "parser"]
+__all__ = ["EXPORTS", "FAULTS", "HIGH", "RECIPES", "SHARDED", "SLOW", "Export", "Fault", "Override", "parser"]
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The values of ``--parallel`` that shard parameters."""
@@ -22,6 +23,21 @@ RECIPES = ("delayed", "current", "rowwise", "block")
 
 HIGH = "high"
 """The value of ``--override`` for high precision, in place of a recipe."""
+
+EXPORTS: Mapping[str, str | None] = MappingProxyType(
+    {
+        "tensorboard": "FOLDER",
+        "wandb": "PROJECT",
+        "mlflow": "URI",
+        "opentelemetry": None,
+        "prometheus": "PORT",
+        "textfile": "FILE",
+    }
+)
+"""The names of ``--export``, and what their argument is."""
+
+NEED_ARGUMENTS = ("prometheus", "textfile")
+"""Those whose argument has no default."""
 
 NONE = "none"
 """The value of ``--fast-gemms`` for no GEMM at all."""
@@ -40,6 +56,13 @@ class Override(NamedTuple):
 
     pattern: str
     recipe: str
+
+
+class Export(NamedTuple):
+    """One ``--export``: a key of EXPORTS, and its argument, "" if none was given."""
+
+    name: str
+    argument: str
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
@@ -80,6 +103,21 @@ def _fault(text: str) -> Fault:
         last = "MILLISECONDS" if kind == SLOW else "STEP"
         raise argparse.ArgumentTypeError(f"expected {kind}:RANK:{last}, got {text!r}")
     return Fault(kind, int(place[0]), int(place[1]))
+
+
+def _export(text: str) -> Export:
+    """Parse NAME or NAME:ARGUMENT. Raise ArgumentTypeError if it is malformed."""
+    name, colon, argument = text.partition(":")
+    if name not in EXPORTS:
+        raise argparse.ArgumentTypeError(f"NAME must be one of {', '.join(EXPORTS)}, got {text!r}")
+    what = EXPORTS[name]
+    if what is None and colon:
+        raise argparse.ArgumentTypeError(f"{name} takes no argument, got {text!r}")
+    if not argument and (colon or name in NEED_ARGUMENTS):
+        raise argparse.ArgumentTypeError(f"expected {name}:{what}, got {text!r}")
+    if name == "prometheus" and not (argument.isdecimal() and int(argument) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"PORT must be 0 to 65535, got {text!r}")
+    return Export(name, argument)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -306,6 +344,16 @@ def _add_watch_flags(group: argparse._ArgumentGroup) -> None:
         "--tensorboard",
         action="store_true",
         help="with --watch-every: also write TensorBoard files to tensorboard under --out",
+    )
+    add(
+        "--export",
+        type=_export,
+        action="append",
+        metavar="NAME[:ARGUMENT]",
+        help="also pass the numbers of the run on, from rank 0; may be repeated. tensorboard[:FOLDER]: event files "
+        "(default: tensorboard under --out). wandb[:PROJECT]: a new run of Weights & Biases. mlflow[:URI]: a new run "
+        "on that server or in that sqlite file. opentelemetry: OpenTelemetry's global provider. prometheus:PORT: an "
+        "endpoint on 127.0.0.1. textfile:FILE: a file for node_exporter, whose name ends in .prom",
     )
     add(
         "--loss-guard",

@@ -11,7 +11,7 @@ from typing import Literal
 from fp8dist_kernels import BLOCK
 from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput, Text, read_text
-from launch.train_gpt.options.flags import HIGH, SHARDED, SLOW, Fault, Override, parser
+from launch.train_gpt.options.flags import HIGH, SHARDED, SLOW, Export, Fault, Override, parser
 
 __all__ = ["FOR_DELAYED", "Options", "parse", "prepare_input", "require_usable_checkpoints"]
 
@@ -50,6 +50,7 @@ class Options:
     watch_ranks: bool
     scale_jump: float | None
     tensorboard: bool
+    export: tuple[Export, ...]
     loss_guard: Literal["off", "warn", "stop", "skip", "fallback", "lower-lr"]
     loss_factor: float | None
     amax_sync: bool | None
@@ -125,7 +126,7 @@ def parse(arguments: Sequence[str]) -> Options:
     values = parser().parse_args(arguments)
     if values.parallel is None:
         values.parallel = "ddp" if ranks > 1 else "none"
-    for several in ("inject", "override", "high_gemms"):
+    for several in ("export", "inject", "override", "high_gemms"):
         setattr(values, several, tuple(getattr(values, several) or ()))
     values.shard_size = _shard_size(values.shard_size, values.parallel, ranks)
     values.stop_after = values.stop_after or 0
