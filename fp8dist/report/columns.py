@@ -64,11 +64,11 @@ def scale_columns(lines: Lines, names: dict[str, int]) -> Iterator[Columns]:
         slot = np.array([names.get(name, -1) for name in columns.names], dtype=np.int64)[columns.slot]
         known = slot >= 0
         if known.all():
-            yield columns._replace(slot=slot, names=())
+            yield columns._replace(slot=slot, names=list(names))
         else:
             lines.left_out += int(len(slot) - known.sum())
             numbers = {name: values[known] for name, values in columns.numbers.items()}
-            yield Columns(columns.step[known], slot[known], numbers, ())
+            yield Columns(columns.step[known], slot[known], numbers, list(names))
 
 
 def _in_order(lines: Lines) -> Iterator[Columns]:

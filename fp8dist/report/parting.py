@@ -49,17 +49,14 @@ class Parting(NamedTuple):
 class Digests:
     """A number for each observed step, made of the bits of all slots, in whatever order they come."""
 
-    def __init__(self, names: dict[str, int]) -> None:
+    def __init__(self) -> None:
         self.by_step: dict[int, int] = {}
-        self._names, self._words = names, np.empty(0, np.uint64)
+        self._words: Words = np.empty(0, np.uint64)
 
     def add(self, columns: Columns) -> None:
         """Add lines."""
-        for name in list(self._names)[len(self._words) :]:
-            word = int.from_bytes(
-                hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little"
-            )
-            self._words = np.append(self._words, np.uint64(word))
+        new = [_word(name) for name in columns.names[len(self._words) :]]
+        self._words = np.append(self._words, np.array(new, np.uint64))
         mixed = self._words[columns.slot]
         for field in STATE:
             mixed = _mix(mixed ^ _bits(columns.numbers[field]))
@@ -68,6 +65,10 @@ class Digests:
         np.add.at(sums, place, mixed)
         for step, number in zip(steps.tolist(), sums.tolist()):
             self.by_step[step] = (self.by_step.get(step, 0) + number) % (1 << 64)
+
+
+def _word(name: str) -> np.uint64:
+    return np.frombuffer(hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), np.uint64)[0]
 
 
 def _bits(values: Any) -> Words:
@@ -117,13 +118,11 @@ def _differences(runs: tuple[Run, Run], step: int) -> list[Difference]:
 
 def _observation(path: Path, step: int) -> dict[str, tuple[float, ...]]:
     """Return the numbers of each slot in a step."""
-    names: dict[str, int] = {}
     found: dict[str, tuple[float, ...]] = {}
-    for columns in scale_columns(Lines(path), names):
+    for columns in scale_columns(Lines(path), {}):
         rows = np.flatnonzero(columns.step == step)
-        known = list(names)
         for row in rows.tolist():
-            found[known[columns.slot[row]]] = tuple(float(columns.numbers[field][row]) for field in STATE)
+            found[columns.names[columns.slot[row]]] = tuple(float(columns.numbers[field][row]) for field in STATE)
         if found and not len(rows):
             break
     return found
