@@ -98,22 +98,31 @@ def goals(run: Run) -> dict[str, int | None]:
 
 def verdict(run: Run) -> Verdict:
     """Return one sentence about the soundness of the run, and further ones."""
-    more = list(_remarks(run))
+    remarks, proof = tuple(_remarks(run)), _proof(run)
     for event in _divergences(run):
         if not event.undone and not _repaired(event):
-            return Verdict("unsound", f"Not sound: {diverged_text(event)}", tuple(more))
+            return Verdict("unsound", f"Not sound: {diverged_text(event)}", (proof, *remarks))
     if run.metrics.bad_losses:
-        return Verdict(
-            "unsound", f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}.", tuple(more)
-        )
+        text = f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}."
+        return Verdict("unsound", text, (proof, *remarks))
+    at = goals(run)
+    if at["last"] is None or at["proven"] is None is at["checked"]:
+        return Verdict("unknown", f"Not known: {proof}", remarks)
+    if at["checked"] is None:
+        hint = "No check has compared parameters and optimizer: set check_every= of prepare (--check-every)."
+        remarks = (hint, *remarks)
+    return Verdict("sound", f"Sound as far as it is proven: {proof}", remarks)
+
+
+def _proof(run: Run) -> str:
+    """Return what is proven up to which step."""
     at = goals(run)
     last, proven, checked = at["last"], at["proven"], at["checked"]
     if last is None:
-        return Verdict("unknown", "Not known: the run has no step yet.", tuple(more))
+        return "the run has no step yet."
     if proven is None and checked is None:
-        text = f"Not known: nothing in this folder proves that ranks agreed in any of its steps up to {last}."
-        hint = "Record with fp8dist.Recorder, and set check_every= of prepare (--check-every) to compare all ranks."
-        return Verdict("unknown", text, (*more, hint))
+        text = f"nothing in this folder proves that ranks agreed in any of its steps up to {last}"
+        return f"{text}. Record with fp8dist.Recorder, and compare with check_every= of prepare (--check-every)."
     parts = []
     if proven is not None:
         parts.append(f"the sync has proven the FP8 state equal on all ranks up to step {proven}")
@@ -121,9 +130,7 @@ def verdict(run: Run) -> Verdict:
         parts.append(f"a check found everything that it compares equal after step {checked}")
     unproven = last - max(step for step in (proven, checked) if step is not None)
     rest = f"the last {unproven} of {last} steps are unproven" if unproven > 0 else f"no step up to {last} is unproven"
-    if checked is None:
-        more.append("No check has compared parameters and optimizer: set check_every= of prepare (--check-every).")
-    return Verdict("sound", f"Sound as far as it is proven: {', '.join(parts)}; {rest}.", tuple(more))
+    return f"{', '.join(parts)}; {rest}."
 
 
 def _remarks(run: Run) -> Iterator[str]:

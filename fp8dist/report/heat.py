@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from bokeh.models import BoxAnnotation, ColorBar, ColumnDataSource, CustomJS, HoverTool, Range1d
+from bokeh.models import BasicTicker, BoxAnnotation, ColorBar, ColumnDataSource, CustomJS, HoverTool, Range1d
 
 from fp8dist.report.plots import COLOURS, figure_of, hover, image, mapper_of
 from fp8dist.report.raster import heat_map_png
@@ -52,10 +52,12 @@ def heat_of(rows: Rows) -> Heat:
         made.add_tools(hover([made.renderers[0], made.renderers[1], made.renderers[2]], names, _TOOLTIPS))
         tap = {"first": part.start, "count": len(names)}
         made.js_on_event("tap", CustomJS(args=tap, code=TAP))
-        box = BoxAnnotation(top=0, bottom=0, fill_alpha=0, line_color=COLOURS[1], line_width=2, visible=False)
+        box = BoxAnnotation(
+            top=0, bottom=0, fill_alpha=0, line_color=COLOURS[1], line_alpha=1, line_width=3, visible=False
+        )
         made.add_layout(box)
         maps[role], sources[role], boxes[role] = made, source, box
-    slot = ColumnDataSource({name: np.empty(0) for name in COLUMNS})
+    slot = ColumnDataSource({name: np.ones(1) for name in COLUMNS})  # Something for the first ranges of the axes.
     about = {
         "names": [row.name[:LONGEST_NAME] for row in rows.rows],
         "roles": [row.role for row in rows.rows],
@@ -96,11 +98,13 @@ def _source(rows: Rows, part: slice, end: int) -> Any:
 
 def _slot_plots(source: Any, x_range: Any) -> tuple[Any, ...]:
     window = figure_of(280, x_range=x_range, y_axis_type="log", x_axis_label="step", y_axis_label="amax and window")
-    window.varea("step", "normal", "top", source=source, fill_color=COLOURS[5], fill_alpha=0.25)
-    window.varea("step", "subnormal", "normal", source=source, fill_color=COLOURS[4], fill_alpha=0.2)
+    window.varea_step("step", "normal", "top", step_mode="after", source=source, fill_color=COLOURS[5], fill_alpha=0.25)
+    window.varea_step(
+        "step", "subnormal", "normal", step_mode="after", source=source, fill_color=COLOURS[4], fill_alpha=0.2
+    )
     shapes = {"top": ("largest value", "solid"), "normal": ("smallest normal", "dashed")}
     for name, (title, dash) in {**shapes, "subnormal": ("smallest subnormal", "dotted")}.items():
-        window.step("step", name, source=source, color=COLOURS[0], line_dash=dash, legend_label=title)
+        window.step("step", name, mode="after", source=source, color=COLOURS[0], line_dash=dash, legend_label=title)
     window.line("step", "amax", source=source, color=COLOURS[1], line_width=2, legend_label="amax")
     dots = window.scatter("step", "amax", source=source, color=COLOURS[1], size=4)
     bad = {"marker": "x", "size": 13, "line_width": 3, "color": COLOURS[3], "legend_label": "not finite"}
@@ -114,6 +118,7 @@ def _slot_plots(source: Any, x_range: Any) -> tuple[Any, ...]:
     jumps = scale.scatter("step", "jump", source=source, color=COLOURS[1], marker="triangle", size=10)
     scale.add_tools(HoverTool(renderers=[line, jumps], tooltips=[("step", "@step{0,0}"), ("scale", "@scale")]))
     who = figure_of(160, x_range=x_range, x_axis_label="step", y_axis_label="rank of the amax")
+    who.yaxis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0, desired_num_ticks=4)
     held = who.scatter("step", "rank", source=source, color=COLOURS[2], marker="square", size=6)
     who.add_tools(HoverTool(renderers=[held], tooltips=list(_SLOT_TOOLTIPS)))
     return window, scale, who

@@ -26,7 +26,7 @@ if (choice) {
   function row(i) {
     const data = sources[names.roles[i]].data, bins = data.amax[0].shape[1], first = names.places[i] * bins
     const take = (name) => Array.from({length: bins}, (_, k) => Number(data[name][0][first + k]))
-    const step = take("amax").map((_, k) => start + (k + 0.5) * width)
+    const step = take("amax").map((_, k) => start + k * width)
     const amax = take("amax"), scale = take("scale")
     const edge = (value) => scale.map((one) => value / one)
     const held = (name) => take(name).map((one) => (one < 0 ? NaN : one))

@@ -118,7 +118,7 @@ def _about_rows(run: Run, rows: Rows) -> str:
         text += f"The {rows.left_out:,} slots that lose least are left out. "
     if not any(row.format for row in rows.rows):
         text += "Headroom is empty: run.json does not say which format each slot has. "
-    return _note(text + "White: no observation. Bright: trouble. Click a slot, or choose it in the list.")
+    return _note(text + "Blank: no observation. Bright: trouble. Click a slot, or choose it in the list.")
 
 
 def _controls() -> str:
@@ -240,11 +240,12 @@ def _odd(run: Run) -> Iterator[str | Plot]:
 def _back(run: Run) -> Iterator[str | Plot]:
     at = facts.goals(run)
     points = [Point(one.step, one.kind, _digest(one.data), one.undone) for one in run.events if one.kind in _STATES]
-    points += [Point(at[kind] or 0, kind, f"up to step {at[kind]}") for kind in _STATES if at.get(kind) is not None]
+    spans = [(kind, 0, last) for kind in _STATES if (last := at.get(kind)) is not None]
+    points += [Point(last, kind, f"up to step {last}") for kind, _, last in spans]
     yield from checkpoint_table(run)
     if points:
-        made = plots.lanes(points, [kind for kind in _STATES if any(point.kind == kind for point in points)])
-        yield Plot("back", "proven, checked and saved steps", made)
+        kinds = [kind for kind in _STATES if any(point.kind == kind for point in points)]
+        yield Plot("back", "proven, checked and saved steps", plots.lanes(points, kinds, spans))
     else:
         hint = "No step is proven, checked or saved. fp8dist.Recorder records them; check_every= of prepare"
         yield _empty(f"{hint} (--check-every) compares, and the example job saves with --save-every.")
@@ -273,8 +274,8 @@ def _fp8(run: Run) -> Iterator[str | Plot]:
     kinds = {"fp8": 1.0, "high": 0.0, "": np.nan}
     values = np.array([[kinds[gemm] for gemm in module.gemms] for module in modules[:MOST_MODULES]])
     names = [module.name for module in modules[:MOST_MODULES]]
-    made = plots.matrix(values, names, GEMMS, plots.two_colours(), "1: FP8, 0: high precision", "GEMM")
-    yield '<p class="note">Blue: FP8. Orange: high precision. White: unknown.</p>'
+    made = plots.matrix(values, names, GEMMS, plots.two_colours(), "1: FP8, 0: high precision", "GEMM", bar=False)
+    yield '<p class="note">Blue: FP8. Orange: high precision. Blank: unknown.</p>'
     yield Plot("precision", "precision of each GEMM, modules by GEMMs", made)
     if len(modules) > MOST_MODULES:
         yield _note(f"The first {MOST_MODULES} of {len(modules):,} modules.")

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from bokeh.models import (
+    BasicTicker,
+    ColorBar,
     ColumnDataSource,
     CustomJSHover,
     FactorRange,
@@ -34,7 +36,9 @@ DASHES = ("solid", "dashed", "dotted", "dashdot")
 MOST_POINTS = 2_000
 """Points of a curve. Of more, each bin has its mean, and a band from its least to its largest."""
 
-MOST_LABELS, LONGEST_LABEL = 24, 22
+MOST_LABELS, MOST_COLUMNS, LONGEST_LABEL = 24, 8, 22
+LEFT = 96
+"""Pixels left of a plot, so that plots below each other have the same axis of steps."""
 
 ROW = "const names = rows.data.row; return names[Math.max(0, Math.min(names.length - 1, Math.floor(special_vars.y)))]"
 COLUMN = ROW.replace("row", "column").replace("columns", "rows").replace("special_vars.y", "special_vars.x")
@@ -59,12 +63,14 @@ def figure_of(height: int, **more: Any) -> Any:
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
+        min_border_left=LEFT,
         min_border_right=16,
         **more,
     )
     made.toolbar.logo = None
     made.toolbar.autohide = True
     made.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    made.xaxis.ticker = BasicTicker(desired_num_ticks=5, num_minor_ticks=0, min_interval=1)
     return made
 
 
@@ -81,14 +87,21 @@ def image(rows: Sequence[str], x_range: Any, x_title: str) -> Any:
     made = figure_of(
         min(560, max(150, 100 + 14 * count)), x_range=x_range, y_range=Range1d(count, 0), x_axis_label=x_title
     )
-    label(made.yaxis[0], rows)
+    label(made.yaxis[0], without_common_start(rows), MOST_LABELS)
     made.grid.visible = False
     return made
 
 
-def label(axis: Any, names: Sequence[str]) -> None:
-    """Label the places of an image, as many as fit."""
-    places = range(0, len(names), max(1, -(-len(names) // MOST_LABELS)))
+def without_common_start(names: Sequence[str]) -> list[str]:
+    """Return the names without the components, such as "model.layers.", that all of them start with."""
+    least, most = min(names), max(names)  # In the order of texts, those between them start alike.
+    alike = next((i for i, pair in enumerate(zip(least, most)) if pair[0] != pair[1]), 0)
+    return [name[least.rfind(".", 0, alike) + 1 :] for name in names]
+
+
+def label(axis: Any, names: Sequence[str], most: int) -> None:
+    """Label the places of an image, at most ``most`` of them."""
+    places = range(0, len(names), max(1, -(-len(names) // most)))
     axis.ticker = FixedTicker(ticks=[place + 0.5 for place in places])
     axis.major_label_overrides = {place + 0.5: plain(names[place]) for place in places}
 
@@ -110,14 +123,22 @@ def hover(drawn: Any, rows: Sequence[str], more: Sequence[tuple[str, str]], colu
 
 
 def matrix(
-    values: npt.NDArray[Any], rows: Sequence[str], columns: Sequence[str], mapper: Any, shown: str, x_title: str
+    values: npt.NDArray[Any],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    mapper: Any,
+    shown: str,
+    x_title: str,
+    bar: bool = True,
 ) -> Any:
-    """Return a heat map of [rows, columns], the first row on top."""
+    """Return a heat map of [rows, columns], the first row on top. ``bar``: with a bar of the colours."""
     across = values.shape[1]
     made = image(rows, Range1d(0, across), x_title)
     data = {"image": [values.astype(np.float32)], "x": [0], "y": [0], "dw": [across], "dh": [len(rows)]}
     drawn = made.image("image", "x", "y", "dw", "dh", source=ColumnDataSource(data), color_mapper=mapper)
-    label(made.xaxis[0], columns)
+    label(made.xaxis[0], columns, MOST_COLUMNS)
+    if bar:
+        made.add_layout(ColorBar(color_mapper=mapper, width=10, padding=4, background_fill_color=None), "right")
     made.add_tools(hover([drawn], rows, [(x_title, "$x{custom}"), (shown, "@image{0.000}")], columns))
     return made
 
@@ -158,9 +179,13 @@ def _thinned(steps: Any, values: Any) -> dict[str, Any]:
     return {"step": steps[::each].astype(float), **{name: np.where(gap, np.nan, one) for name, one in found.items()}}
 
 
-def lanes(points: Sequence[Point], kinds: Sequence[str], **more: Any) -> Any:
-    """Return points in lanes, one for each kind, from top to bottom."""
+def lanes(
+    points: Sequence[Point], kinds: Sequence[str], spans: Sequence[tuple[str, int, int]] = (), **more: Any
+) -> Any:
+    """Return points and spans of steps in lanes, one for each kind, from top to bottom."""
     made = figure_of(80 + 26 * len(kinds), y_range=FactorRange(*reversed(kinds)), x_axis_label="step", **more)
+    for kind, first, last in spans:
+        made.hbar(kind, height=0.4, left=first, right=last, fill_color=COLOURS[5], fill_alpha=0.4, line_color=None)
     drawn = []
     for place, kind in enumerate(kinds):
         here = [point for point in points if point.kind == kind]

@@ -38,9 +38,9 @@ def header(modules: list[str], ranks: int = 4, **more: Any) -> dict[str, Any]:
     """Return run.json."""
     slots = [f"{module}:{role}" for module in modules for role in ROLES]
     gemms = dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8")
-    listed: list[dict[str, Any]] = [{"module": name, "flops": 2e6, "gemms": gemms, "reason": ""} for name in modules]
+    listed: list[dict[str, Any]] = [{"module": name, "flops": 2e9, "gemms": gemms, "reason": ""} for name in modules]
     listed.append(
-        {"module": "head", "flops": 4e6, "gemms": dict.fromkeys(gemms, "high"), "reason": "skipped by a pattern"}
+        {"module": "head", "flops": 4e9, "gemms": dict.fromkeys(gemms, "high"), "reason": "skipped by a pattern"}
     )
     return {
         "format": "fp8dist run",
@@ -118,7 +118,9 @@ def _observations(modules: list[str], steps: Iterable[int], ranks: int, rng: Any
     for step in steps:
         for place, (module, role) in enumerate((module, role) for module in modules for role in ROLES):
             slot = f"{module}:{role}"
-            amax = float(np.float32(np.exp(rng.normal(0, 0.3)) * {"grad_output": 1e-3, "input": 3.0, "weight": 0.3}[role]))
+            amax = float(
+                np.float32(np.exp(rng.normal(0, 0.3)) * {"grad_output": 1e-3, "input": 3.0, "weight": 0.3}[role])
+            )
             scale = float(np.float32(LARGEST[_format(slot)] / (amax * rng.uniform(1, 3))))
             outlier = slot == "blocks.1.down:input" and 150 <= step < 200
             lost = 0.02 * (place % 7) / 7 * (5 if module == "blocks.2.down" and step > 100 else 1)
