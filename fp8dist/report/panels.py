@@ -178,8 +178,8 @@ def _first(run: Run) -> Iterator[str | Plot]:
         share = made.x_range
         yield Plot(field, f"{title} by step", made)
     if points:
-        kinds = sorted({point.kind for point in points}, key=_lane)[:16]
-        made = plots.lanes(points, kinds, **({} if share is None else {"x_range": share}))
+        kinds = {plots.plain(kind): kind for kind in sorted({point.kind for point in points}, key=_lane)[:16]}
+        made = plots.lanes(points, list(kinds.values()), **({} if share is None else {"x_range": share}))
         yield Plot("events", "events by step, a lane for each kind", made)
         rows = [
             (f"{one.step:,}", one.kind, one.text + (" (undone by a resume)" if one.undone else "")) for one in points

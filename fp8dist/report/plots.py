@@ -183,15 +183,22 @@ def lanes(
     points: Sequence[Point], kinds: Sequence[str], spans: Sequence[tuple[str, int, int]] = (), **more: Any
 ) -> Any:
     """Return points and spans of steps in lanes, one for each kind, from top to bottom."""
-    made = figure_of(80 + 26 * len(kinds), y_range=FactorRange(*reversed(kinds)), x_axis_label="step", **more)
+    made = figure_of(
+        80 + 26 * len(kinds),
+        y_range=FactorRange(*reversed([plain(kind) for kind in kinds])),
+        x_axis_label="step",
+        **more,
+    )
     for kind, first, last in spans:
-        made.hbar(kind, height=0.4, left=first, right=last, fill_color=COLOURS[5], fill_alpha=0.4, line_color=None)
+        made.hbar(
+            [kind], height=0.4, left=[first], right=[last], fill_color=COLOURS[5], fill_alpha=0.4, line_color=None
+        )
     drawn = []
     for place, kind in enumerate(kinds):
         here = [point for point in points if point.kind == kind]
         data = {
             "step": [float(point.step) for point in here],
-            "kind": [kind] * len(here),
+            "kind": [plain(kind)] * len(here),
             "text": [plain(point.text, 200) + (" (undone by a resume)" if point.undone else "") for point in here],
             "fill": [0.0 if point.undone else 0.9 for point in here],
         }

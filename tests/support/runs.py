@@ -34,7 +34,7 @@ def _format(slot: str) -> str:
     return "e5m2" if slot.endswith("grad_output") else "e4m3"
 
 
-def header(modules: list[str], ranks: int = 4, **more: Any) -> dict[str, Any]:
+def header(modules: list[str], ranks: int = 4, /, **more: Any) -> dict[str, Any]:
     """Return run.json."""
     slots = [f"{module}:{role}" for module in modules for role in ROLES]
     gemms = dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8")
