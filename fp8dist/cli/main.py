@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
-        description="Compare and inspect FP8 training state, test this machine, predict the cost of syncs, start jobs.",
+        description="Compare and inspect FP8 training state, draw runs, test this machine, predict syncs, start jobs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

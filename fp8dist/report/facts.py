@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,19 +31,21 @@ __all__ = [
 TROUBLE = ("nonfinite", "saturated", "fallback", "jump", "spike", "nonfinite_loss", "diverged")
 """Kinds of events that a sound run may not have, in the order in which they usually follow each other."""
 
-_WHAT = {
-    "nonfinite": "an amax is not finite",
-    "saturated": "amaxes beyond the range of their scale",
-    "fallback": "modules fall back to high precision",
-    "jump": "a scale jumps",
-    "spike": "the loss spikes",
-    "nonfinite_loss": "the loss is not finite",
-    "diverged": "ranks differ",
-    "start": "the run starts",
-    "checked": "a check finds everything equal",
-    "saved": "a checkpoint is saved",
-    "end": "the run ends",
-}
+_WHAT: Mapping[str, str] = MappingProxyType(
+    {
+        "nonfinite": "an amax is not finite",
+        "saturated": "amaxes beyond the range of their scale",
+        "fallback": "modules fall back to high precision",
+        "jump": "a scale jumps",
+        "spike": "the loss spikes",
+        "nonfinite_loss": "the loss is not finite",
+        "diverged": "ranks differ",
+        "start": "the run starts",
+        "checked": "a check finds everything equal",
+        "saved": "a checkpoint is saved",
+        "end": "the run ends",
+    }
+)
 
 ODD = 2.0
 """A rank is odd if it holds this many times its even share of the maxima."""
@@ -101,10 +104,10 @@ def verdict(run: Run) -> Verdict:
     remarks, proof = tuple(_remarks(run)), _proof(run)
     for event in _divergences(run):
         if not event.undone and not _repaired(event):
-            return Verdict("unsound", f"Not sound: {diverged_text(event)}", (proof, *remarks))
+            return Verdict("unsound", f"Not sound: {diverged_text(event)}", (f"Proven: {proof}", *remarks))
     if run.metrics.bad_losses:
         text = f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}."
-        return Verdict("unsound", text, (proof, *remarks))
+        return Verdict("unsound", text, (f"Proven: {proof}", *remarks))
     at = goals(run)
     if at["last"] is None or at["proven"] is None is at["checked"]:
         return Verdict("unknown", f"Not known: {proof}", remarks)
@@ -128,8 +131,9 @@ def _proof(run: Run) -> str:
         parts.append(f"the sync has proven the FP8 state equal on all ranks up to step {proven}")
     if checked is not None:
         parts.append(f"a check found everything that it compares equal after step {checked}")
-    unproven = last - max(step for step in (proven, checked) if step is not None)
-    rest = f"the last {unproven} of {last} steps are unproven" if unproven > 0 else f"no step up to {last} is unproven"
+    newest = max(step for step in (proven, checked) if step is not None)
+    rest = f"steps {newest + 1} to {last} are unproven" if newest + 1 < last else f"step {last} is unproven"
+    rest = rest if newest < last else f"no step up to {last} is unproven"
     return f"{', '.join(parts)}; {rest}."
 
 

@@ -44,7 +44,7 @@ def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
             GOOD,
             [],
             "sound",
-            "up to step 8, a check found everything that it compares equal after step 5; the last 1 of 9",
+            "up to step 8, a check found everything that it compares equal after step 5; step 9 is unproven.",
         ),
         (GOOD, [{"step": 9, "kind": "checked"}], "sound", "equal after step 9; no step up to 9 is unproven."),
         (

@@ -102,7 +102,7 @@ def _step(step: int, every: int, rng: Any) -> dict[str, Any]:
     if step % every == 0:
         counts = {"cold_slots": 0, "nonfinite_amaxes": int(step >= 210), "fallbacks": int(step >= 211)}
         checked = step // 100 * 100 or None
-        due = {"proven": step - 1, "checked": None if checked is None else min(checked, GOOD), **counts}
+        due = {"proven": min(step - 1, 349), "checked": None if checked is None else min(checked, GOOD), **counts}
     return {
         "step": step,
         "time": 1.7e9 + step / 3 - (600 if step > 250 else 0),  # The clock goes back.
