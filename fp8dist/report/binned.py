@@ -21,8 +21,7 @@ MOST_RANKS = 1 << 12
 FOLDS: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("amax", "saturated", "underflow", "reach", "jump"), "largest"),
-        **dict.fromkeys(("rank", "microbatch"), "of the largest amax"),
-        "scale": "last",
+        **dict.fromkeys(("scale", "rank", "microbatch"), "of the largest amax"),
     }
 )
 """What a bin keeps of the observations in it."""
@@ -34,7 +33,7 @@ class SlotBins:
     """What ``scales.jsonl`` says about each slot, by bins of steps: float32 arrays [slots, BINS], NaN where unknown.
 
     Bin i has the steps from ``start + i * width`` to ``start + (i + 1) * width - 1``. The width doubles until all fit.
-    ``amax``: the largest; inf if one was not finite. ``rank``, ``microbatch``: who held it. ``scale``: the last.
+    ``amax``: the largest; inf if one was not finite. ``scale``, ``rank``, ``microbatch``: its scale, and who held it.
     ``saturated``, ``underflow``: the largest share. ``reach``: the largest amax * scale. ``jump``: the largest factor
     between two scales that follow each other.
 
@@ -67,7 +66,6 @@ class SlotBins:
         most = {"amax": amax, "reach": reach, "jump": self._jumps(columns.slot, scale)}
         for name, values in {**most, **{key: columns.numbers[key] for key in ("saturated", "underflow")}}.items():
             np.fmax.at(self.arrays[name].reshape(-1), at, values.astype(np.float32))
-        self.arrays["scale"].reshape(-1)[at] = scale
         self._hold(columns, at, amax.astype(np.float32))
 
     def _grow(self, slots: int) -> None:
@@ -126,7 +124,9 @@ class SlotBins:
         """Note who held the maxima."""
         ranks = columns.numbers["amax_rank"]
         holds = self.arrays["amax"].reshape(-1)[at] == amax
-        for name, values in (("rank", ranks), ("microbatch", columns.numbers["amax_microbatch"])):
+        sources = {"scale": "scale", "rank": "amax_rank", "microbatch": "amax_microbatch"}
+        for name, source in sources.items():
+            values = columns.numbers[source]
             # The last of several assignments stays: of equal maxima, that of the first step.
             self.arrays[name].reshape(-1)[at[holds][::-1]] = values[holds][::-1]
         known = (ranks >= 0) & (ranks < MOST_RANKS)
@@ -143,10 +143,6 @@ def paired(arrays: Mapping[str, Singles]) -> dict[str, Singles]:
     later = ~(first["amax"] >= second["amax"]) & ~np.isnan(second["amax"])
     made = {}
     for name, fold in FOLDS.items():
-        if fold == "largest":
-            made[name] = np.fmax(first[name], second[name])
-        elif fold == "last":
-            made[name] = np.where(np.isnan(second[name]), first[name], second[name])
-        else:
-            made[name] = np.where(later, second[name], first[name])
+        larger = np.fmax(first[name], second[name])
+        made[name] = larger if fold == "largest" else np.where(later, second[name], first[name])
     return made

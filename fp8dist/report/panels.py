@@ -113,7 +113,7 @@ _HOW_TO_READ = (
 def _about_rows(run: Run, rows: Rows) -> str:
     text = f"{run.slots.observations:,} observations of {len(run.slots.names):,} slots. "
     if rows.width > 1:
-        text += f"A column has {rows.width:,} steps, and shows the worst of them. "
+        text += f"A column has {rows.width:,} steps, and shows the worst of them; below, that with the largest amax. "
     if rows.left_out:
         text += f"The {rows.left_out:,} slots that lose least are left out. "
     if not any(row.format for row in rows.rows):

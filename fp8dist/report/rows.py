@@ -76,16 +76,16 @@ def rows_of(run: Run) -> Rows | None:
     arrays = slots.arrays
     if not every or not slots.width:
         return None
-    reach = np.array([row.largest for row in every])[:, None] / np.where(arrays["reach"] > 0, arrays["reach"], np.nan)
-    arrays = {**arrays, "headroom": np.log2(reach).astype(np.float32)}
     chosen = _worst(arrays)
     order = sorted(chosen, key=lambda place: _key(every[place]))
     arrays = {name: values[order] for name, values in arrays.items()}
     start, width, used = slots.start, slots.width, _used(arrays)
     while len(order) * (used.stop - used.start) > MOST_CELLS and used.stop - used.start > 1:
-        headroom = -paired({**arrays, "reach": -arrays["headroom"]})["reach"]
-        arrays, width = {**paired(arrays), "headroom": headroom}, 2 * width
+        arrays, width = paired(arrays), 2 * width
         used = _used(arrays)
+    largest = np.array([every[place].largest for place in order])[:, None]
+    headroom = np.log2(largest / np.where(arrays["reach"] > 0, arrays["reach"], np.nan)).astype(np.float32)
+    arrays["headroom"] = headroom
     arrays = {name: np.ascontiguousarray(values[:, used]) for name, values in arrays.items()}
     rows = tuple(every[place] for place in order)
     return Rows(rows, arrays, start + used.start * width, width, len(every) - len(rows))

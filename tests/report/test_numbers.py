@@ -38,7 +38,8 @@ def _oracle(path: Path, start: int, width: int) -> dict[tuple[str, int], dict[st
             amax = float(line["amax"])
             amax = amax if math.isfinite(amax) else math.inf
             if amax > cell.get("amax", -1.0):
-                cell["amax"], cell["rank"], cell["microbatch"] = amax, line["amax_rank"], line["amax_microbatch"]
+                cell |= {"amax": amax, "rank": line["amax_rank"], "microbatch": line["amax_microbatch"]}
+                cell["scale"] = math.nan if line["scale"] is None else line["scale"]
             if math.isfinite(amax) and line["scale"] is not None:
                 cell["reach"] = max(cell.get("reach", 0.0), amax * line["scale"])
         for name in ("underflow", "saturated"):
@@ -47,7 +48,7 @@ def _oracle(path: Path, start: int, width: int) -> dict[tuple[str, int], dict[st
         if scale is not None:
             if slot in before:
                 cell["jump"] = max(cell.get("jump", 0.0), scale / before[slot], before[slot] / scale)
-            before[slot] = cell["scale"] = scale
+            before[slot] = scale
         else:
             before.pop(slot, None)
     return cells

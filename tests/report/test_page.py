@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fp8dist.cli.main import main
 from fp8dist.report import rows as rows_module
+from fp8dist.report.binned import SlotBins
+from fp8dist.report.columns import NUMBERS, Columns
 from fp8dist.report.numbers import read_run
 from fp8dist.report.page import page_of
 from fp8dist.report.rows import rows_of
-from tests.support.runs import header, lines, made_run
+from tests.support.runs import ROLES, header, lines, made_run
 
 pytestmark = pytest.mark.slow
 
@@ -150,6 +153,17 @@ def test_cells_and_rows_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert few is not None
     assert few.left_out == 31
     assert "blocks.2.qkv:grad_output" in [row.name for row in few.rows]  # It was not finite once.
+
+
+def test_10_000_steps_of_700_slots_stay_below_8_mb(tmp_path: Path) -> None:
+    rng, slots = np.random.default_rng(0), SlotBins()
+    names = {f"model.layers.{i // 21}.part_of_the_layer_{i % 21 // 3}:{ROLES[i % 3]}": i for i in range(700)}
+    slots.names.update(names)
+    for step in range(10, 10_001, 10):
+        numbers = {name: rng.random(700).astype(np.float32).astype(float) for name in NUMBERS}
+        slots.add(Columns(np.full(700, step), np.arange(700), numbers, ()))
+    run = read_run(made_run(tmp_path / "run", steps=10_000, every=100, layers=1))
+    assert 4_000_000 < len(page_of(run._replace(slots=slots))) < 8_000_000
 
 
 def test_layer_2_comes_before_layer_10(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["header", "lines", "made_run", "module_names"]
+__all__ = ["ROLES", "header", "lines", "made_run", "module_names"]
 
 ROLES = ("grad_output", "input", "weight")
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
