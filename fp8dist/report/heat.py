@@ -58,19 +58,12 @@ def heat_of(rows: Rows) -> Heat:
         made.add_layout(box)
         maps[role], sources[role], boxes[role] = made, source, box
     slot = ColumnDataSource({name: np.ones(1) for name in COLUMNS})  # Something for the first ranges of the axes.
-    about = {
-        "names": [row.name[:LONGEST_NAME] for row in rows.rows],
-        "roles": [row.role for row in rows.rows],
-        "formats": [row.format for row in rows.rows],
-        **{name: np.array([getattr(row, name) for row in rows.rows]) for name in ("largest", "normal", "subnormal")},
-        "places": np.array([place - rows.of_role(row.role).start for place, row in enumerate(rows.rows)]),
-    }
     arguments = {
         "sources": sources,
         "boxes": boxes,
         "renderers": renderers,
         "slot": slot,
-        "about": ColumnDataSource(about),
+        "about": _about(rows),
         "start": rows.start,
         "width": rows.width,
     }
@@ -83,6 +76,18 @@ _TOOLTIPS = (
     ("saturation", "@saturated{0.0000%}"),
     ("headroom", "@headroom{0.0} powers of two"),
 )
+
+
+def _about(rows: Rows) -> Any:
+    """Return what page.js says about each slot."""
+    data = {
+        "names": [row.name[:LONGEST_NAME] for row in rows.rows],
+        "roles": [row.role for row in rows.rows],
+        "formats": [row.format for row in rows.rows],
+        **{name: np.array([getattr(row, name) for row in rows.rows]) for name in ("largest", "normal", "subnormal")},
+        "places": np.array([place - rows.of_role(row.role).start for place, row in enumerate(rows.rows)]),
+    }
+    return ColumnDataSource(data)
 
 
 def _source(rows: Rows, part: slice, end: int) -> Any:
