@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,6 +101,7 @@ def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> Run:
         if also is not None:
             also(columns)
     metrics, waits, events = _metrics(files[METRICS]), _waits(files[RANKS]), _events(files[EVENTS])
+    events = events or _divergence(path / "divergence.json")
     left_out = {name: lines.left_out for name, lines in files.items() if lines.left_out}
     return Run(path.name or str(path.resolve()), folder, metrics, slots, waits, events, left_out)
 
@@ -139,6 +141,16 @@ def _events(lines: Lines) -> tuple[Event, ...]:
         if len(kept) > MOST_EVENTS:
             del kept[MOST_EVENTS // 2]
     return tuple(event for _, event in sorted((one for kept in kinds.values() for one in kept), key=lambda one: one[0]))
+
+
+def _divergence(path: Path) -> tuple[Event, ...]:
+    """Return the divergence that the example job wrote, for a folder without events."""
+    try:
+        report = _cut(json.loads(path.read_bytes()))
+        step = report["findings"][0]["step"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return ()
+    return (Event(step, "diverged", {"report": report, "slots_count": 0}),) if type(step) is int else ()
 
 
 def _cut(value: Any, depth: int = 0) -> Any:

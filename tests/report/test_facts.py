@@ -65,6 +65,17 @@ def test_soundness(metrics: list[Any], events: list[Any], state: str, text: str,
     assert text in found.text
 
 
+@pytest.mark.parametrize("damaged", [json.dumps(_diverged(0)["report"]), "[" * 99_999, "[]", '{"findings": 3}'])
+def test_a_divergence_that_only_the_job_wrote_counts(damaged: str, tmp_path: Path) -> None:
+    _run(tmp_path, GOOD)
+    (tmp_path / "divergence.json").write_text(damaged)
+    assert facts.verdict(read_run(tmp_path)).state == "sound"
+    report = _diverged(0)["report"]
+    report["findings"][0]["step"] = 7
+    (tmp_path / "divergence.json").write_text(json.dumps(report))
+    assert facts.verdict(read_run(tmp_path)).text.startswith("Not sound: in step 7 scale a:input differs")
+
+
 def test_mfu_is_the_time_at_the_peaks_over_the_measured_time(tmp_path: Path) -> None:
     """2e9 FLOPs per token in each of 3 FP8 GEMMs, 4e9 in each of 3 others; 1e4 tokens in 0.5 s on 4 ranks."""
     step = {"tokens": 10_000, "step_ms": 500.0}
