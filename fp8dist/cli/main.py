@@ -21,6 +21,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 import fp8dist
 from fp8dist.cli.doctor import examine
 from fp8dist.cli.launch import launch
+from fp8dist.cli.report import add_flags as add_report_flags
+from fp8dist.cli.report import report as write_report
 from fp8dist.cli.simulate import add_flags, simulate
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import check_replicas
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
-        description="Compare and inspect FP8 training state, test this machine, predict the cost of syncs, start jobs.",
+        description="Compare and inspect FP8 training state, draw runs, test this machine, predict syncs, start jobs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_flags(simulation)
     simulation.set_defaults(run=_simulate)
+    drawing = commands.add_parser(
+        "report",
+        help="draw a run's folder as one HTML file, or say where two runs part",
+        description="Draw the folder of a run as one HTML file that loads nothing, while the job runs or afterwards.",
+    )
+    add_report_flags(drawing)
+    drawing.set_defaults(run=_report)
     commands.add_parser("launch", help="start a training program on every rank of this node, and join other nodes")
     for command in (check, inspect, doctor, simulation):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -228,4 +237,12 @@ def _simulate(options: argparse.Namespace) -> int:
     except ConfigurationError as error:
         raise _Usage(str(error)) from error
     _print(options.json, report.to_json(), str(report))
+    return CONSISTENT
+
+
+def _report(options: argparse.Namespace) -> int:
+    try:
+        write_report(options)
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from error
     return CONSISTENT

@@ -11,7 +11,7 @@ from typing import Any
 from fp8dist.errors import ConfigurationError
 from fp8dist.monitoring.run_format import EVENTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
 
-__all__ = ["Lines", "RunFolder"]
+__all__ = ["Lines", "RunFolder", "objects_in"]
 
 BLOCK = 1 << 22
 """Bytes that are read at once."""
@@ -80,6 +80,13 @@ class Lines:
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yield the lines that were added since the last call; all of them at the first. A missing file has none."""
+        for block in self.blocks():
+            found, left_out = objects_in(block)
+            self.left_out += left_out
+            yield from found
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the bytes that were added since the last call, cut at the ends of lines."""
         if self.replaced():
             self._offset = self.left_out = 0
         try:
@@ -91,29 +98,36 @@ class Lines:
             file.seek(self._offset)
             rest, skipping = b"", False
             while block := file.read(BLOCK):
-                *whole, rest = (rest + block).split(b"\n")
-                if skipping and whole:  # The end of a line that was too long.
-                    self._offset += len(whole.pop(0)) + 1
+                block = rest + block
+                end = block.rfind(b"\n") + 1
+                whole, rest = block[:end], block[end:]
+                self._offset += end
+                if skipping and end:  # The end of a line that was too long.
+                    whole = whole[whole.index(b"\n") + 1 :]
                     skipping = False
-                self._offset += sum(map(len, whole)) + len(whole)
-                yield from self._objects(whole)
+                if whole:
+                    yield whole
                 if len(rest) > LONGEST:
                     self._offset += len(rest)
                     self.left_out += not skipping
                     rest, skipping = b"", True
 
-    def _objects(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
-        try:  # One call for many lines takes half the time.
-            found = json.loads(b"[" + b",".join(lines) + b"]")
-            if len(found) != len(lines):
-                raise ValueError
-        except (ValueError, RecursionError):
-            found = [_parsed(line) for line in lines]
-        for one in found:
-            if isinstance(one, dict) and type(one.get("step")) is int:
-                yield one
-            else:
-                self.left_out += 1
+    def size(self) -> int:
+        """Return the size of the file in bytes."""
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+
+def objects_in(block: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a block that are JSON objects with an integer ``step``, and the number of other lines."""
+    lines = block[:-1].split(b"\n")
+    try:  # One call for many lines takes half the time.
+        found = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(found) != len(lines):
+            raise ValueError
+    except (ValueError, RecursionError):
+        found = [_parsed(line) for line in lines]
+    objects = [one for one in found if isinstance(one, dict) and type(one.get("step")) is int]
+    return objects, len(found) - len(objects)
 
 
 def _parsed(line: bytes) -> Any:

@@ -1,0 +1,51 @@
+"""``fp8dist report``: its flags, and the file that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.report.numbers import read_run
+from fp8dist.report.parting import Digests, part
+
+__all__ = ["add_flags", "report"]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, also while the job writes it")
+    parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="a second run: say where the two part")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the HTML file to write")
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the report. A file that is there is replaced when the new one is complete.
+
+    Raises:
+        ConfigurationError: a folder is not that of a run, Bokeh is not installed, or the file cannot be written.
+    """
+    try:
+        from fp8dist.report.page import page_of
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "bokeh":
+            raise
+        raise ConfigurationError("Bokeh draws the report: pip install 'fp8dist[report]'") from None
+    if options.other is None:
+        page = page_of(read_run(options.folder))
+    else:
+        digests = (Digests(), Digests())
+        runs = (read_run(options.folder, digests[0].add), read_run(options.other, digests[1].add))
+        page = page_of(*runs, part(runs, digests))
+    _write(options.out, page)
+
+
+def _write(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        new.write_text(text, encoding="utf-8", errors="replace")
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,296 @@
+"""What a run's numbers say, as sentences and plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8dist.report.numbers import Event, Run
+from fp8dist.text import first_few
+
+__all__ = [
+    "TROUBLE",
+    "OddRank",
+    "Point",
+    "Verdict",
+    "diverged_text",
+    "findings",
+    "goals",
+    "odd_rank",
+    "shortened",
+    "story",
+    "straggler",
+    "verdict",
+    "worst_slots",
+]
+
+TROUBLE = ("nonfinite", "saturated", "fallback", "jump", "spike", "nonfinite_loss", "diverged")
+"""Kinds of events that a sound run may not have, in the order in which they usually follow each other."""
+
+_WHAT: Mapping[str, str] = MappingProxyType(
+    {
+        "nonfinite": "an amax is not finite",
+        "saturated": "amaxes beyond the range of their scale",
+        "fallback": "modules fall back to high precision",
+        "jump": "a scale jumps",
+        "spike": "the loss spikes",
+        "nonfinite_loss": "the loss is not finite",
+        "diverged": "ranks differ",
+        "start": "the run starts",
+        "checked": "a check finds everything equal",
+        "saved": "a checkpoint is saved",
+        "end": "the run ends",
+    }
+)
+
+ODD = 2.0
+"""A rank is odd if it holds this many times its even share of the maxima."""
+
+BEHIND = 0.5
+"""The others wait for a rank that waits less than this share of the median wait."""
+
+
+class Verdict(NamedTuple):
+    """``state``: "sound", "unsound" or "unknown"."""
+
+    state: str
+    text: str
+    more: tuple[str, ...] = ()
+
+
+class Point(NamedTuple):
+    """Something that happened. ``text``: what, where, who."""
+
+    step: int
+    kind: str
+    text: str
+    undone: bool = False
+
+
+class OddRank(NamedTuple):
+    """``shares``: float64[slots, ranks], how often each rank held the maximum of each of ``slots``."""
+
+    slots: tuple[str, ...]
+    shares: Any
+    text: str
+
+
+def shortened(name: str, most: int = 60) -> str:
+    """Return the name with its middle left out if it is longer than ``most``."""
+    half = (most - 1) // 2
+    return name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}"
+
+
+def goals(run: Run) -> dict[str, int | None]:
+    """Return the newest steps that are proven, checked and done. None: there is none."""
+    last = [int(run.metrics.step[-1])] if len(run.metrics.step) else []
+    last += [run.slots.steps[1]] if run.slots.steps else []
+    checked = [event.step for event in run.events if event.kind == "checked" and not event.undone]
+    newest = {name: run.metrics.newest(name) for name in ("proven", "checked")}
+    checked += [] if newest["checked"] is None else [_step(newest["checked"])]
+    return {
+        "proven": None if newest["proven"] is None else _step(newest["proven"]),
+        "checked": max(checked, default=None),
+        "last": max(last, default=None),
+    }
+
+
+def verdict(run: Run) -> Verdict:
+    """Return one sentence about the soundness of the run, and further ones."""
+    remarks, proof = tuple(_remarks(run)), _proof(run)
+    for event in _divergences(run):
+        if not event.undone and not _repaired(event):
+            return Verdict("unsound", f"Not sound: {diverged_text(event)}", (f"Proven: {proof}", *remarks))
+    if run.metrics.bad_losses:
+        text = f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}."
+        return Verdict("unsound", text, (f"Proven: {proof}", *remarks))
+    at = goals(run)
+    if at["last"] is None or at["proven"] is None is at["checked"]:
+        return Verdict("unknown", f"Not known: {proof}", remarks)
+    if at["checked"] is None:
+        hint = "No check has compared parameters and optimizer: set check_every= of prepare (--check-every)."
+        remarks = (hint, *remarks)
+    return Verdict("sound", f"Sound as far as it is proven: {proof}", remarks)
+
+
+def _proof(run: Run) -> str:
+    """Return what is proven up to which step."""
+    at = goals(run)
+    last, proven, checked = at["last"], at["proven"], at["checked"]
+    if last is None:
+        return "the run has no step yet."
+    if proven is None and checked is None:
+        text = f"nothing in this folder proves that ranks agreed in any of its steps up to {last}"
+        return f"{text}. Record with fp8dist.Recorder, and compare with check_every= of prepare (--check-every)."
+    parts = []
+    if proven is not None:
+        parts.append(f"the sync has proven the FP8 state equal on all ranks up to step {proven}")
+    if checked is not None:
+        parts.append(f"a check found everything that it compares equal after step {checked}")
+    newest = max(step for step in (proven, checked) if step is not None)
+    rest = f"steps {newest + 1} to {last} are unproven" if newest + 1 < last else f"step {last} is unproven"
+    rest = rest if newest < last else f"no step up to {last} is unproven"
+    return f"{', '.join(parts)}; {rest}."
+
+
+def _remarks(run: Run) -> Iterator[str]:
+    undone = [event for event in _divergences(run) if event.undone]
+    if undone:
+        yield f"Before the run resumed from an earlier step: {diverged_text(undone[0])}"
+    repaired = [event for event in _divergences(run) if not event.undone and _repaired(event)]
+    if repaired:
+        yield f"Repaired {len(repaired)} time(s), first: {diverged_text(repaired[0])}"
+    if run.metrics.step.size and run.events and not any(event.kind == "end" for event in run.events[-3:]):
+        yield "The run has not ended: it goes on, or was killed."
+    for name, count in run.left_out.items():
+        yield f"{count} damaged line(s) of {name} are left out."
+
+
+def _divergences(run: Run) -> list[Event]:
+    return [event for event in run.events if event.kind == "diverged"]
+
+
+def findings(event: Event) -> list[Mapping[str, Any]]:
+    """Return the findings of a divergence, as far as they are objects."""
+    report = event.data.get("report")
+    found = report.get("findings") if isinstance(report, dict) else None
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _repaired(event: Event) -> bool:
+    report = event.data.get("report")
+    return isinstance(report, dict) and report.get("consistent") is True
+
+
+def diverged_text(event: Event) -> str:
+    """Return since when, where and who, of a divergence."""
+    found = findings(event)
+    if not found:
+        return f"ranks differ in step {event.step}."
+    one = found[0]
+    ranks, hosts = (_listed(one.get(name)) for name in ("ranks", "hosts"))
+    host = f" (host {shortened(str(hosts[0]))})" if hosts and hosts[0] else ""
+    reference = one.get("reference_rank")
+    against = "no majority" if reference is None else f"against rank {reference}"
+    good = [f.get("last_good_step") for f in found]
+    known = [step for step in good if type(step) is int]
+    since = f"; equal up to step {min(known)}" if known else ""
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    name = " ".join(shortened(str(one.get(key) or "")) for key in ("kind", "name"))
+    who = f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks, 8)}{host}, {against}"
+    return f"in step {event.step} {name} differs on {who}{more}{since}."
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def story(run: Run) -> list[Point]:
+    """Return what happened, in the order of steps. What events.jsonl does not tell comes from the other files."""
+    points = [Point(event.step, event.kind, _told(event), event.undone) for event in run.events]
+    kinds = {point.kind for point in points}
+    if "nonfinite_loss" not in kinds:
+        points += [Point(step, "nonfinite_loss", _WHAT["nonfinite_loss"]) for step in run.metrics.bad_losses[:1000]]
+    if "fallback" not in kinds:
+        points += [Point(step, "fallback", _WHAT["fallback"]) for step in _increments(run, "fallbacks")]
+    if "nonfinite" not in kinds:
+        points += _nonfinite(run)
+    return sorted(points, key=lambda point: point.step)
+
+
+def _told(event: Event) -> str:
+    data = event.data
+    parts = [_WHAT.get(event.kind, shortened(event.kind, 40))]
+    if event.kind == "diverged":
+        return diverged_text(event).rstrip(".")
+    if event.kind == "start" and type(data.get("resumed_after")) is int:
+        parts = [f"the run resumes after step {data['resumed_after']}"]
+    slots = data.get("slots")
+    if isinstance(slots, list) and slots:
+        named = first_few([shortened(str(slot)) for slot in slots[:3]], 3)
+        parts.append(named + (f" and {data['slots_count'] - 3} more" if data["slots_count"] > 3 else ""))
+    for key, text in (("module", ""), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")):
+        if isinstance(data.get(key), (int, str)) and not (isinstance(slots, list) and key in ("module", "role")):
+            parts.append(f"{text}{shortened(str(data[key]), 100)}")
+    for key in ("loss", "median", "digest"):
+        if isinstance(data.get(key), (int, float, str)):
+            parts.append(f"{key} {shortened(str(data[key]), 40)}")
+    return ", ".join(parts)
+
+
+def _increments(run: Run, field: str) -> list[int]:
+    values = run.metrics.columns[field]
+    known = ~np.isnan(values)
+    return [int(step) for step in run.metrics.step[known][np.diff(values[known], prepend=0.0) > 0]][:1000]
+
+
+def _nonfinite(run: Run) -> Iterator[Point]:
+    slots = run.slots
+    names = list(slots.names)
+    for row, place in np.argwhere(np.isinf(slots.arrays["amax"]))[:1000].tolist():
+        rank, microbatch = (slots.arrays[name][row, place] for name in ("rank", "microbatch"))
+        who = "".join(
+            f", {name} {int(value)}"
+            for name, value in (("rank", rank), ("microbatch", microbatch))
+            if not math.isnan(value)
+        )
+        step = slots.start + place * slots.width
+        about = "" if slots.width == 1 else f" (in the {slots.width} steps from here)"
+        yield Point(step, "nonfinite", f"{_WHAT['nonfinite']}, {shortened(names[row])}{who}{about}")
+
+
+def odd_rank(run: Run) -> OddRank | None:
+    """Return how often each rank held the maxima; None if that was not recorded.
+
+    Weights are left out: ranks hold equal ones, and of equal maxima the lowest rank is named.
+    """
+    rows = [(name, place) for name, place in run.slots.names.items() if not name.endswith(":weight")]
+    held = run.slots.held[[place for _, place in rows]].astype(np.float64)
+    seen = held.sum(1)
+    if not held.size or not seen.any():
+        return None
+    shares = held[seen > 0] / seen[seen > 0][:, None]
+    names = tuple(name for (name, _), many in zip(rows, seen) if many)
+    mean = shares.mean(0)
+    top, even = int(mean.argmax()), 1 / len(mean)
+    text = (
+        f"Rank {top} held the maximum most often: in {mean[top]:.0%} of the observations. An even share is {even:.0%}."
+    )
+    if len(mean) > 1 and mean[top] >= min(ODD * even, (1 + even) / 2):
+        text += " Look at its data, its host and its seeds."
+    return OddRank(names, shares, text)
+
+
+def straggler(run: Run) -> str:
+    """Return a sentence about the rank that the others wait for."""
+    waits = run.waits
+    if waits is None or len(waits.ranks) < 2 or np.isnan(waits.sync_wait_ms).all():
+        return ""
+    median, least = float(np.nanmedian(waits.sync_wait_ms)), int(np.nanargmin(waits.sync_wait_ms))
+    own = float(waits.sync_wait_ms[least])
+    hosts = run.folder.header.get("hosts")
+    rank = waits.ranks[least]
+    host = f" (host {shortened(str(hosts[rank]))})" if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
+    if own < BEHIND * median and median - own > 1.0:
+        return (
+            f"The others wait for rank {rank}{host}: it waits {own:.2f} ms per step, the median rank {median:.2f} ms."
+        )
+    return f"No rank stands out: the waits are {own:.2f} to {float(np.nanmax(waits.sync_wait_ms)):.2f} ms per step."
+
+
+def _step(value: float | None) -> int:
+    return int(value) if value is not None and math.isfinite(value) else 0
+
+
+def worst_slots(run: Run, most: int = 10) -> Sequence[tuple[str, float, float]]:
+    """Return (slot, mean share underflow, mean share saturated) of the slots that lose most, the worst first."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        saturated, underflow = (run.slots.sums[:, :2] / run.slots.sums[:, 2:]).T
+    loss = np.nan_to_num(saturated) + np.nan_to_num(underflow)
+    names = list(run.slots.names)
+    order = [int(i) for i in np.argsort(-loss, kind="stable")[:most] if loss[i] > 0]
+    return [(names[i], float(underflow[i]), float(saturated[i])) for i in order]

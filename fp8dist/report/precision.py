@@ -1,0 +1,94 @@
+"""How much of the matmuls runs in FP8, and the MFU. Attention's own products are in neither."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8dist.monitoring.run_format import from_json
+from fp8dist.report.numbers import Run
+
+__all__ = ["FORMULA", "GEMMS", "Module", "Use", "modules_of", "use_of"]
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+FORMULA = (
+    "MFU = tokens per second * sum over modules and GEMMs of (FLOPs per token / peak of the GEMM's precision) / ranks: "
+    "the time that the FLOPs would take at the device's peaks, FP8 GEMMs at the FP8 peak and the others at the bf16 "
+    "peak, over the measured time. FLOPs are those of the Linears. The products inside attention are not counted; the "
+    "formula of PaLM (Chowdhery et al. 2022, appendix B) counts them. Recomputed activations are not counted either."
+)
+
+
+class Module(NamedTuple):
+    """``flops``: per token and GEMM. ``gemms``: "fp8" or "high" for each of GEMMS, "" if unknown."""
+
+    name: str
+    flops: float
+    gemms: tuple[str, ...]
+    reason: str
+
+
+class Use(NamedTuple):
+    """``share``: of the FLOPs that run in FP8, 0 to 1. ``mfu``: None with the reason in ``why``."""
+
+    share: float | None
+    mfu: float | None
+    why: str
+
+
+def modules_of(header: Mapping[str, Any]) -> list[Module]:
+    """Return the modules that the header lists, as far as they are readable."""
+    listed = header.get("modules")
+    found = []
+    for one in listed if isinstance(listed, list) else ():
+        if isinstance(one, dict) and isinstance(one.get("module"), str):
+            given: Any = one.get("gemms")
+            kinds = [given.get(gemm) if isinstance(given, dict) else None for gemm in GEMMS]
+            gemms = tuple(kind if kind in ("fp8", "high") else "" for kind in kinds)
+            flops = from_json(one.get("flops"))
+            found.append(
+                Module(one["module"], flops if 0 <= flops < math.inf else math.nan, gemms, str(one.get("reason") or ""))
+            )
+    return found
+
+
+def use_of(run: Run) -> Use:
+    """Return the share of FLOPs in FP8 and the MFU."""
+    flops = dict.fromkeys(("fp8", "high", ""), 0.0)
+    for module in modules_of(run.folder.header):
+        for gemm in module.gemms:
+            flops[gemm] += module.flops
+    total = sum(flops.values())
+    if not 0 < total < math.inf or flops[""]:
+        return Use(None, None, "run.json does not list the FLOPs and the precision of each module")
+    share = flops["fp8"] / total
+    peaks = run.folder.header.get("peaks")
+    peak = {kind: from_json(peaks.get(kind)) if isinstance(peaks, dict) else math.nan for kind in ("high", "fp8")}
+    device = str(run.folder.header.get("device", "unknown"))
+    for kind, part in flops.items():
+        if part and not 0 < peak[kind] < math.inf:
+            return Use(
+                share, None, f"the {'FP8' if kind == 'fp8' else 'bf16'} peak of the device ({device}) is not known"
+            )
+    ranks = run.folder.header.get("ranks")
+    rate = _tokens_per_second(run)
+    if rate is None or type(ranks) is not int or ranks < 1:
+        return Use(share, None, "metrics.jsonl has no tokens and step_ms: log them, as in log(step, tokens=…)")
+    seconds = sum(part / peak[kind] for kind, part in flops.items() if part)
+    return Use(share, rate * seconds / ranks, "")
+
+
+def _tokens_per_second(run: Run) -> float | None:
+    """Return the median over the steps, which leaves out the first steps and those that save."""
+    columns = run.metrics.columns
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rates = np.where(columns["step_ms"] > 0, columns["tokens"] / (columns["step_ms"] / 1e3), np.nan)
+    for found in (rates, columns["tokens_per_s"]):
+        known = found[np.isfinite(found)]
+        if len(known):
+            return float(np.median(known))
+    return None

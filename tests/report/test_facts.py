@@ -1,0 +1,160 @@
+"""What a report says: soundness, precision, MFU, bit patterns, and where two runs part."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8dist.report import facts
+from fp8dist.report.cards import bits_of
+from fp8dist.report.numbers import Run, read_run
+from fp8dist.report.parting import Digests, Parting, part
+from fp8dist.report.precision import use_of
+from tests.support.runs import header, lines, made_run
+
+GOOD = [{"step": 1, "loss": 2.0}, {"step": 9, "loss": 1.9, "proven": 8, "checked": 5}]
+
+
+def _run(folder: Path, metrics: list[dict[str, Any]], events: list[dict[str, Any]] = [], **more: Any) -> Run:  # noqa: B006
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(header(["a"], **more)))
+    lines(folder / "metrics.jsonl", metrics)
+    lines(folder / "events.jsonl", events)
+    return read_run(folder)
+
+
+def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
+    finding = {"kind": "scale", "name": "a:input", "ranks": [1], "hosts": ["node7"], "reference_rank": 0}
+    report = {"consistent": consistent, "findings": [{**finding, "last_good_step": 4}]}
+    return {"step": step, "kind": "diverged", "report": report}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "events", "state", "text"),
+    [
+        ([], [], "unknown", "Not known: the run has no step yet."),
+        (GOOD[:1], [], "unknown", "Not known: nothing in this folder proves"),
+        (
+            GOOD,
+            [],
+            "sound",
+            "up to step 8, a check found everything that it compares equal after step 5; step 9 is unproven.",
+        ),
+        (GOOD, [{"step": 9, "kind": "checked"}], "sound", "equal after step 9; no step up to 9 is unproven."),
+        (
+            GOOD,
+            [_diverged(6)],
+            "unsound",
+            "in step 6 scale a:input differs on rank 1 (host node7), against rank 0; equal ",
+        ),
+        (GOOD, [_diverged(6, True)], "sound", "Sound as far as it is proven"),
+        (GOOD, [_diverged(6), {"step": 5, "kind": "start", "resumed_after": 5}], "sound", "Sound as far as"),
+        ([*GOOD, {"step": 10, "loss": "NaN"}], [], "unsound", "Not sound: the loss is not finite in step 10."),
+        (GOOD, [{"step": 6, "kind": "diverged", "report": "no report"}], "unsound", "ranks differ in step 6."),
+    ],
+)
+def test_soundness(metrics: list[Any], events: list[Any], state: str, text: str, tmp_path: Path) -> None:
+    found = facts.verdict(_run(tmp_path, metrics, events))
+    assert found.state == state
+    assert text in found.text
+
+
+@pytest.mark.parametrize("damaged", [json.dumps(_diverged(0)["report"]), "[" * 99_999, "[]", '{"findings": 3}'])
+def test_a_divergence_that_only_the_job_wrote_counts(damaged: str, tmp_path: Path) -> None:
+    _run(tmp_path, GOOD)
+    (tmp_path / "divergence.json").write_text(damaged)
+    assert facts.verdict(read_run(tmp_path)).state == "sound"
+    report = _diverged(0)["report"]
+    report["findings"][0]["step"] = 7
+    (tmp_path / "divergence.json").write_text(json.dumps(report))
+    assert facts.verdict(read_run(tmp_path)).text.startswith("Not sound: in step 7 scale a:input differs")
+
+
+def test_mfu_is_the_time_at_the_peaks_over_the_measured_time(tmp_path: Path) -> None:
+    """2e9 FLOPs per token in each of 3 FP8 GEMMs, 4e9 in each of 3 others; 1e4 tokens in 0.5 s on 4 ranks."""
+    step = {"tokens": 10_000, "step_ms": 500.0}
+    use = use_of(_run(tmp_path, [{"step": i, **step} for i in range(9)] + [{"step": 9, "tokens": 1, "step_ms": 9e9}]))
+    assert use.share == pytest.approx(2 / 6)
+    assert use.mfu == pytest.approx(10_000 / 0.5 * 3 * (2e9 / 1979e12 + 4e9 / 989e12) / 4)
+    use = use_of(_run(tmp_path, [{"step": 1, **step}], peaks=None, device="cpu"))
+    assert use.mfu is None
+    assert use.why == "the FP8 peak of the device (cpu) is not known"
+    assert use_of(_run(tmp_path, [{"step": 1}])).why.startswith("metrics.jsonl has no tokens and step_ms")
+    odd: Any = [{"module": 3}, {"module": "a", "flops": "NaN", "gemms": ["fp8"]}, "b"]
+    assert use_of(_run(tmp_path, [], modules=odd)).share is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "ulp", "text"),
+    [
+        (20.000001907348633, 20.0, 1, "float32 41a00001 against 41a00000"),
+        (1.0078125, 1.0, 1, "bfloat16 3f81 against 3f80"),
+        (1.0009765625, 1.0, 1, "float16 3c01 against 3c00"),
+        (1.0 + 2**-52, 1.0, 1, "float64 3ff0000000000001 against 3ff0000000000000"),
+        (-0.0, 0.0, 0, "float32 80000000 against 00000000"),
+        (2.0**-149, -(2.0**-149), 2, "float32 00000001 against 80000001"),
+        (448.0, 2.0, None, "float32 43e00000 against 40000000"),
+        ("NaN", 1.0, None, ""),
+        (3, 4, 1, ""),
+        (True, 1.0, None, ""),
+        ("text", None, None, ""),
+    ],
+)
+def test_bits_of_both_values(value: Any, expected: Any, ulp: int | None, text: str) -> None:
+    assert bits_of(value, expected, ulp) == text
+
+
+def _parting(first: Path, second: Path) -> Parting:
+    digests = (Digests(), Digests())
+    return part((read_run(first, digests[0].add), read_run(second, digests[1].add)), digests)
+
+
+def test_runs_part_at_one_ulp_of_one_scale(tmp_path: Path) -> None:
+    def change(step: int, slot: str, line: dict[str, Any]) -> None:
+        if step >= 180 and slot in ("blocks.1.up:weight", "blocks.2.up:weight"):
+            line["scale"] = float(np.nextafter(np.float32(line["scale"]), np.float32(math.inf)))
+
+    first = made_run(tmp_path / "first")
+    found = _parting(first, made_run(tmp_path / "second", change=change))
+    assert (found.compared, found.step, found.before, found.slots) == (40, 180, 170, 2)
+    assert found.first is not None
+    assert (found.first.slot, found.first.field) == ("blocks.1.up:weight", "scale")
+    ours, theirs = (struct.unpack("<i", struct.pack("<f", value))[0] for value in found.first.values)
+    assert theirs - ours == 1
+    assert found.loss_step is None
+    assert found.losses_compared == 400
+    assert _parting(first, first).step is None
+
+
+def test_runs_part_at_a_slot_that_one_lacks_and_by_their_losses(tmp_path: Path) -> None:
+    line = {"step": 1, "slot": "a:input", "amax": "NaN", "scale": None}
+    for name, slots, loss in (("one", ("a:input", "b:input"), 1.5), ("two", ("b:input",), 1.25)):
+        run = _run(tmp_path / name, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": loss}])
+        lines(run.folder.path / "scales.jsonl", [{**line, "slot": slot} for slot in slots])
+    found = _parting(tmp_path / "one", tmp_path / "two")
+    assert (found.step, found.slots, found.loss_step, found.losses) == (1, 1, 2, (1.5, 1.25))
+    assert found.first is not None
+    assert found.first.slot == "a:input"
+
+
+def test_the_odd_rank_and_the_straggler(tmp_path: Path) -> None:
+    run = read_run(made_run(tmp_path / "run"))
+    held = facts.odd_rank(run)
+    assert held is not None
+    assert held.shares.sum(1).tolist() == pytest.approx([1.0] * 24)
+    assert held.text.startswith("Rank 3 held the maximum most often: in 4")
+    assert facts.straggler(run).startswith("The others wait for rank 2 (host node1): it waits 0.30 ms per step")
+
+
+def test_the_story_without_events_comes_from_the_numbers(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run")
+    (folder / "events.jsonl").unlink()
+    told = [(point.step, point.kind) for point in facts.story(read_run(folder))]
+    assert told == [(210, "nonfinite"), (213, "nonfinite_loss"), (220, "fallback")]
+    assert "blocks.2.qkv:grad_output, rank 3, microbatch 1" in facts.story(read_run(folder))[0].text

@@ -1,0 +1,199 @@
+"""Numbers of a run: bins, jumps and holders against plain Python; hostile lines; bounded memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8dist.report import binned, columns, numbers
+from fp8dist.report.columns import scale_columns
+from fp8dist.report.folder import Lines
+from fp8dist.report.numbers import Run, read_run
+from tests.support.runs import lines, made_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_run(tmp_path_factory.mktemp("runs") / "made")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _oracle(path: Path, start: int, width: int) -> dict[tuple[str, int], dict[str, float]]:
+    """Return what each (slot, bin) holds, in plain Python."""
+    cells: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    before: dict[str, float] = {}
+    for line in _read(path):
+        slot = line["slot"]
+        cell = cells[slot, (line["step"] - start) // width]
+        if line["amax"] is not None:
+            amax = float(line["amax"])
+            amax = amax if math.isfinite(amax) else math.inf
+            if amax > cell.get("amax", -1.0):
+                cell |= {"amax": amax, "rank": line["amax_rank"], "microbatch": line["amax_microbatch"]}
+                cell["scale"] = math.nan if line["scale"] is None else line["scale"]
+            if math.isfinite(amax) and line["scale"] is not None:
+                cell["reach"] = max(cell.get("reach", 0.0), amax * line["scale"])
+        for name in ("underflow", "saturated"):
+            cell[name] = max(cell.get(name, 0.0), line[name])
+        scale = line["scale"]
+        if scale is not None:
+            if slot in before:
+                cell["jump"] = max(cell.get("jump", 0.0), scale / before[slot], before[slot] / scale)
+            before[slot] = scale
+        else:
+            before.pop(slot, None)
+    return cells
+
+
+@pytest.mark.parametrize("bins", [256, 16, 4])
+@pytest.mark.parametrize("block", [1 << 22, 5_000])
+def test_bins_hold_what_plain_python_finds(
+    folder: Path, bins: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binned, "BINS", bins)
+    monkeypatch.setattr("fp8dist.report.folder.BLOCK", block)
+    slots = read_run(folder).slots
+    assert (slots.observations, slots.steps) == (40, (10, 400))
+    expected = _oracle(folder / "scales.jsonl", slots.start, slots.width)
+    assert {bin_ for _, bin_ in expected} <= set(range(bins))
+    for name in binned.FOLDS:
+        for slot, row in slots.names.items():
+            for place in range(bins):
+                want = np.float32(expected.get((slot, place), {}).get(name, math.nan))
+                have = slots.arrays[name][row, place]
+                assert have == want or (math.isnan(have) and math.isnan(want)), (name, slot, place)
+
+
+def test_shares_and_holders_are_counted(folder: Path) -> None:
+    slots = read_run(folder).slots
+    found = _read(folder / "scales.jsonl")
+    for slot, row in slots.names.items():
+        mine = [line for line in found if line["slot"] == slot]
+        held = [sum(line["amax_rank"] == rank for line in mine) for rank in range(4)]
+        assert slots.held[row].tolist() == held
+        sums = [math.fsum(line[name] for line in mine) for name in ("saturated", "underflow")]
+        assert slots.sums[row].tolist() == pytest.approx([*sums, 40, 40], rel=1e-12)
+
+
+def test_steps_below_the_first_get_bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binned, "BINS", 4)
+    (tmp_path / "metrics.jsonl").touch()
+    steps = [100, 101, 102, 90, 110, -5, 10**15]
+    lines(
+        tmp_path / "scales.jsonl", ({"step": s, "slot": "a:input", "amax": float(i + 1)} for i, s in enumerate(steps))
+    )
+    slots = read_run(tmp_path).slots
+    assert slots.start <= -5
+    assert slots.start + 4 * slots.width > 10**15
+    assert np.nanmax(slots.arrays["amax"]) == len(steps)
+    assert slots.observations == len(steps)
+
+
+ODD = [
+    {"step": 1, "slot": "a:input", "amax": None, "scale": 2.0},
+    {"slot": "a:input", "step": 2, "amax": 1.5, "scale": "Infinity", "extra": [1, {"x": None}]},
+    {"step": 3, "slot": 'quote " and \\ and \ud800 <b>', "amax": "NaN", "amax_rank": 2},
+    {"step": 4, "slot": "a:input", "amax": "-Infinity", "scale": "1.0", "amax_rank": "x", "underflow": True},
+    {"step": 5, "slot": ["no", "name"], "amax": 1.0},
+    {"step": 10**40, "slot": "a:input", "amax": 1.0},
+    {"step": 6, "slot": "a:input", "amax": 10**400, "scale": {}},
+]
+
+
+def test_both_ways_of_reading_agree(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The regular expression, JSON, and two processes."""
+
+    def read(path: Path) -> tuple[list[Any], int]:
+        source, names = Lines(path), dict[str, int]()
+        found = list(scale_columns(source, names))
+        rows = [
+            (step, list(names)[slot], *(repr(float(part.numbers[name][i])) for name in columns.NUMBERS))
+            for part in found
+            for i, (step, slot) in enumerate(zip(part.step.tolist(), part.slot.tolist()))
+        ]
+        return rows, source.left_out
+
+    mixed = tmp_path / "scales.jsonl"
+    lines(mixed, [*_read(folder / "scales.jsonl"), *ODD])
+    monkeypatch.setattr("fp8dist.report.folder.BLOCK", 50_000)
+    fast = read(mixed)
+    assert fast[1] == 2
+    assert len(fast[0]) == 40 * 36 + len(ODD) - 2
+    monkeypatch.setattr(columns, "SMALL", 0)
+    assert read(mixed) == fast
+    monkeypatch.setattr(columns, "SMALL", 1 << 30)
+    monkeypatch.setattr(columns, "_alike", lambda block: None)
+    assert read(mixed) == fast
+
+
+def test_slots_beyond_the_bound_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "MOST_SLOTS", 3)
+    (tmp_path / "metrics.jsonl").touch()
+    lines(tmp_path / "scales.jsonl", ({"step": i // 5, "slot": f"{i % 5}:input", "amax": 1.0} for i in range(20)))
+    run = read_run(tmp_path)
+    assert list(run.slots.names) == ["0:input", "1:input", "2:input"]
+    assert run.left_out == {"scales.jsonl": 8}
+
+
+def _with(tmp_path: Path, **files: list[dict[str, Any]]) -> Run:
+    (tmp_path / "metrics.jsonl").touch()
+    for name, objects in files.items():
+        lines(tmp_path / f"{name}.jsonl", objects)
+    return read_run(tmp_path)
+
+
+def test_the_later_line_of_a_step_counts(tmp_path: Path) -> None:
+    found = [{"step": 3, "loss": 1.0}, {"step": 4, "loss": "NaN"}, {"step": 5}, {"step": 4, "loss": 2.0}, {"step": 2}]
+    metrics = _with(tmp_path, metrics=found).metrics
+    assert metrics.step.tolist() == [2, 3, 4, 5]
+    assert metrics.columns["loss"][1:3].tolist() == [1.0, 2.0]
+    assert metrics.bad_losses == ()
+    assert metrics.newest("loss") == 2.0
+    assert metrics.newest("proven") is None
+
+
+def test_a_resume_undoes_events_of_later_steps(tmp_path: Path) -> None:
+    kinds = [(9, "saved", None), (12, "saved", None), (10, "start", 10), (12, "saved", None), (13, "start", None)]
+    events = _with(tmp_path, events=[{"step": s, "kind": k, "resumed_after": a} for s, k, a in kinds]).events
+    assert [(event.step, event.undone) for event in events] == [
+        *((9, False), (12, True), (10, False), (12, False), (13, False))
+    ]
+
+
+def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbers, "MOST_EVENTS", 10)
+    found = [{"step": step, "kind": "jump", "slots": ["x" * 9_000] * 99} for step in range(50)]
+    found += [{"step": 1, "kind": f"kind {i}"} for i in range(100)] + [{"step": 2, "kind": ["list"]}]
+    run = _with(tmp_path, events=found)
+    jumps = [event for event in run.events if event.kind == "jump"]
+    assert (jumps[0].step, jumps[-1].step, len(jumps)) == (0, 49, 10)
+    assert jumps[0].data["slots_count"] == 99
+    assert len(json.dumps(jumps[0].data)) < 33 * 2_010
+    assert len({event.kind for event in run.events}) == 64
+    assert run.left_out == {"events.jsonl": 38}
+
+
+@pytest.mark.parametrize("count", [3, 255, 256, 1000])
+def test_waits_are_means_over_the_run(count: int, tmp_path: Path) -> None:
+    rows = [[float(i), None if i % 2 else 2.0, "NaN"] for i in range(count)]
+    found: list[dict[str, Any]] = [{"step": 0, "ranks": [0], "sync_wait_ms": [1.0]}, {"step": 0, "ranks": "odd"}]
+    found += [{"step": i, "ranks": [0, 1, 5], "sync_wait_ms": row, "step_ms": [1]} for i, row in enumerate(rows)]
+    run = _with(tmp_path, ranks=found)
+    waits = run.waits
+    assert waits is not None
+    assert waits.ranks == (0, 1, 5)
+    assert waits.sync_wait_ms.tolist()[:2] == [(count - 1) / 2, 2.0]
+    assert np.isnan(waits.sync_wait_ms[2])
+    assert np.isnan(waits.step_ms).all()
+    assert len(waits.rows) == len(waits.steps) < numbers.ROWS
+    assert np.diff(waits.rows[:, 0]).max(initial=0) <= 1000 / 128 + 1
+    assert run.left_out == {"ranks.jsonl": 1}
