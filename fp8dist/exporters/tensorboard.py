@@ -17,6 +17,7 @@ from fp8dist.exporters.extras import imported
 from fp8dist.exporters.samples import event_text, flat_numbers, kind_of
 from fp8dist.exporters.slots import by_role
 from fp8dist.monitoring.monitor import SlotStatistics
+from fp8dist.report.raster import NOT_FINITE, PALETTE, levels
 from fp8dist.state.slots import Slot
 
 __all__ = ["TensorBoard"]
@@ -30,10 +31,8 @@ LONGEST_EVENT = 10_000
 LEAST_SHARE = 1e-6
 """Share that the heat map draws in its first colour. The last colour is a share of 1, and the scale is logarithmic."""
 
-COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=np.float64)
-"""Colours at equal distances on the scale: viridis, which the colour-blind can tell apart."""
-
-UNKNOWN = (128, 128, 128)
+COLOURS = np.array([*PALETTE, NOT_FINITE, (128, 128, 128)], dtype=np.uint8)
+"""Colours of the report's heat maps, uint8 [256, 3]. Grey: not known."""
 
 
 class TensorBoard:
@@ -113,9 +112,6 @@ def _share(value: float | None) -> float:
 
 def _raster(shares: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint8]:
     """Return an image, uint8 [height, width, 3] in RGB, of shares [slots, observations]. NaN is grey."""
-    place = np.log10(np.clip(shares, LEAST_SHARE, 1.0)) / -math.log10(LEAST_SHARE) + 1.0  # 0 to 1
-    anchors = np.linspace(0.0, 1.0, len(COLOURS))
-    image = np.stack([np.interp(place, anchors, COLOURS[:, channel]) for channel in range(3)], axis=2)
-    image[np.isnan(shares)] = UNKNOWN
+    image = COLOURS[levels(shares, LEAST_SHARE, 1.0, log=True)]
     tall, wide = (max(1, 256 // size) for size in shares.shape)  # Few slots and steps would be a few pixels.
-    return np.asarray(np.rint(image), dtype=np.uint8).repeat(tall, axis=0).repeat(wide, axis=1)
+    return image.repeat(tall, axis=0).repeat(wide, axis=1)

@@ -51,8 +51,8 @@ class FP8Callback(TrainerCallback):
         callbacks = trainer.callback_handler.callbacks
         if sum(isinstance(one, FP8Callback) for one in callbacks) > 1:
             raise ConfigurationError("callbacks= has more than one FP8Callback: a model has one FP8 state")
-        # First, so that callbacks that report logs see ours. The Trainer is in a loop over this list: what follows in it
-        # keeps its place.
+        # First, so that callbacks that report logs see ours. The Trainer is in a loop over this list: what follows
+        # keeps its place in it.
         callbacks.remove(self)
         callbacks.insert(0, self)
         self._prepare(trainer.model)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PALETTE", "heat_map_png", "levels"]
+__all__ = ["NOTHING", "NOT_FINITE", "PALETTE", "heat_map_png", "levels"]
 
 _VIRIDIS = (
     "440154 481567 482677 453781 404788 39568c 33638d 2d708e 287d8e 238a8d "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +63,11 @@ def image_of(folder: Path, tag: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(last.encoded_image_string)))
 
 
+def near(colour: list[int]) -> Any:
+    """The palette has 254 colours, and the colour may lie between two of them."""
+    return pytest.approx(colour, abs=3)
+
+
 @pytest.mark.slow
 def test_a_heat_map_shows_slots_over_steps(tmp_path: Path) -> None:
     observed = [write(step, {}, slots(share, 1.0)) for step, share in ((10, 0.0), (20, 1e-3), (30, 1.0))]
@@ -71,7 +77,7 @@ def test_a_heat_map_shows_slots_over_steps(tmp_path: Path) -> None:
     tall, wide = 256 // 5, 256 // 3
     assert image.shape == (5 * tall, 3 * wide, 3)
     row = image[3 * tall + 1]  # "blocks.1.up:input" is the fourth slot.
-    assert [tuple(row[wide * i + 1]) for i in range(3)] == [(68, 1, 84), (33, 145, 140), (253, 231, 37)]
+    assert [row[wide * i + 1].tolist() for i in range(3)] == [[68, 1, 84], near([33, 145, 140]), [253, 231, 37]]
     assert tuple(image[2 * tall + 1, 1]) == (128, 128, 128)  # The third slot is cold.
 
 
@@ -80,7 +86,7 @@ def test_the_scale_of_the_heat_map_is_logarithmic() -> None:
     wide = 256 // 8
     assert _raster(shares)[0, ::wide].tolist() == [
         *([[68, 1, 84]] * 3),
-        *([59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37], [128, 128, 128]),
+        *(near([59, 82, 139]), near([33, 145, 140]), near([94, 201, 98]), [253, 231, 37], [128, 128, 128]),
     ]
 
 
