@@ -45,7 +45,7 @@ from fp8dist.step.calibration import calibration
 from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import StepWatch
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup, own_rank
 from fp8dist_kernels import ops
 from fp8dist_kernels.formats import FORMATS, Role
 
@@ -699,7 +699,7 @@ class StateManager(Joinable):
         specs = sorted(spec for sync in self._syncs for spec in sync.arena.specs)
         return {
             "attached": self._job.attached,
-            "writes": self._cycle.control.speaks,
+            "writes": self._cycle.control.speaks and (any(self._cycle.groups) or own_rank() == 0),
             "device": str(self._default.arena.device),
             "fp8": self.settings.enabled,
             "recipe": str(self.recipe),

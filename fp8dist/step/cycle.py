@@ -233,7 +233,8 @@ class StepCycle:
         if calibrated:
             self._measure(True)  # Restart, because a calibration is not the step to be measured.
         elif not (self.job.joined or in_graph):
-            assert self.watch is not None and self.job.microbatches is not None
+            assert self.watch is not None
+            assert self.job.microbatches is not None
             told_apart = self.job.microbatches.known and not self._unseen_forwards()
             step, synced = self.job.step + 1, any(sync.every_step for sync in self.syncs)
             waited = self.waits.mean() if synced else math.nan

@@ -222,7 +222,8 @@ class ArenaSync:
             and int32[3, n]: the first microbatch that saw the value.
         """
         seen, held = self._seen, self._held
-        assert seen is not None and held is not None
+        assert seen is not None
+        assert held is not None
         self._seen = self._held = None
         return seen, held
 

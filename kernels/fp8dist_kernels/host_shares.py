@@ -6,12 +6,16 @@ It reads the tensor once, in pieces that fit a core's cache, and takes a sixth o
 
 from __future__ import annotations
 
+import math
+import struct
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from fp8dist_kernels.reference.magnitude import INFINITY_BITS
 from fp8dist_kernels.reference.shares import limits, require_scales
+from fp8dist_kernels.scaling import FLOAT32_MAX
 
 __all__ = ["measure"]
 
@@ -32,9 +36,8 @@ def measure(
     if x.numel() == 0:
         return
     require_scales(x, inv_scale, block)
-    each = np.float32(inv_scale.item())
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # Of the products.
-        most, least = (_bits(each * np.float32(limit)) for limit in limits(dtype))
+    each = inv_scale.item()
+    most, least = (_bits(each * limit) for limit in limits(dtype))  # Exact in float64, and rounded once.
     rows = x.detach().float()  # Of a transposed tensor, the memory's order: a count has none.
     rows = rows if rows.is_contiguous() or not rows.t().is_contiguous() else rows.t()
     counts = _count(rows.contiguous(), most, least)
@@ -44,9 +47,9 @@ def measure(
             place.fill_(share)
 
 
-def _bits(limit: np.float32) -> int | None:
-    """Return the bits of a limit for finite magnitudes; None if it is NaN, which no number exceeds or meets."""
-    return None if np.isnan(limit) else min(int(limit.view(np.int32)), INFINITY_BITS - 1)
+def _bits(limit: float) -> int | None:
+    """Return the float32 bits of a limit for finite magnitudes; None if it is NaN, which no number exceeds or meets."""
+    return None if math.isnan(limit) else int(struct.unpack("i", struct.pack("f", min(limit, FLOAT32_MAX)))[0])
 
 
 def _count(x: Tensor, most: int | None, least: int | None) -> tuple[int, int]:
