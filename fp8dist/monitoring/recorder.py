@@ -260,7 +260,9 @@ def _require_number(name: str, value: object) -> None:
     """Raise ConfigurationError unless the value is a number, a tensor with one element, or None. Reads no tensor."""
     one = value.numel() == 1 if isinstance(value, Tensor) else value is None or isinstance(value, Real)
     if not one:
-        raise ConfigurationError(f"recorder.log({name}=…) takes a number or a tensor with one element, got {value!r:.80}")
+        raise ConfigurationError(
+            f"recorder.log({name}=…) takes a number or a tensor with one element, got {value!r:.80}"
+        )
 
 
 def _read(value: Any) -> float | int | None:
