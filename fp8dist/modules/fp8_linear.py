@@ -160,7 +160,7 @@ class FP8Linear(nn.Linear):
         slots = self.fp8_slots
         job, precision = slots.job, slots.precision
         if not torch.compiler.is_compiling() and job.microbatches is not None and slots.records(self.training):
-            job.microbatches.forward()
+            job.microbatches.forward(slots.slots[Role.INPUT].fqn)
         if job.in_fp8 and precision.high != GEMMS and (self.training or job.eval_precision == "fp8"):
             return functools.partial(self._in_fp8, weight)
         if not torch.compiler.is_compiling():

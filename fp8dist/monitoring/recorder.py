@@ -261,7 +261,7 @@ def _require_number(name: str, value: object) -> None:
     one = value.numel() == 1 if isinstance(value, Tensor) else value is None or isinstance(value, Real)
     if not one:
         raise ConfigurationError(
-            f"recorder.log({name}=…) takes a number or a tensor with one element, got {value!r:.80}"
+            f"recorder.log({name}=…) takes a number or a tensor with one element, got {repr(value)[:80]}"
         )
 
 

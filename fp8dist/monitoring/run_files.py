@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.monitoring.monitor import keep_lines
-from fp8dist.monitoring.run_format import EVENTS, HEADER, METRICS, RANKS, to_json
+from fp8dist.monitoring.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES, to_json
 
 __all__ = ["RunFiles"]
 
@@ -49,6 +49,8 @@ class RunFiles:
                 self._open(name)
                 if resume_after is None:
                     os.ftruncate(self._files[name], 0)
+            if resume_after is None:
+                (folder / SCALES).unlink(missing_ok=True)  # The watch makes its own, if there is one.
         except OSError as error:
             raise ConfigurationError(
                 f"{folder}: cannot record there: {error.strerror}: give a folder that can be written to"

@@ -36,6 +36,7 @@ from fp8dist.sync.groups import SyncGroup
 from fp8dist.sync.microbatches import Microbatches
 from fp8dist.sync.roll_call import leave_word
 from fp8dist.sync.waits import Waits
+from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing, compiled_any
 
 __all__ = ["StepCycle"]
@@ -234,13 +235,20 @@ class StepCycle:
             self._measure(True)  # Restart, because a calibration is not the step to be measured.
         elif not (self.job.joined or in_graph):
             assert self.watch is not None
-            assert self.job.microbatches is not None
-            told_apart = self.job.microbatches.known and not self._unseen_forwards()
             step, synced = self.job.step + 1, any(sync.every_step for sync in self.syncs)
             waited = self.waits.mean() if synced else math.nan
-            jumps = self.watch.collect(step, self.syncs, waited, told_apart)
+            jumps = self.watch.collect(step, self.syncs, waited, self._microbatches_known())
             if jumps:
                 self.checker.tell(Event("jump", step, tuple(jump.slot for jump in jumps)))
+
+    def _microbatches_known(self) -> bool:
+        """True if this rank knows which microbatch recorded what: every FP8Linear that recorded an amax did so in
+        Python, and not in a graph of torch.compile or CUDA."""
+        noted = self.job.microbatches
+        if noted is None or not noted.known:
+            return False
+        inputs = (slot.fqn for sync in self.syncs for slot in sync.recorded() if slot.role == Role.INPUT)
+        return all(fqn in noted.called or fqn not in self.precisions.by_fqn for fqn in inputs)
 
     def _commit(self, hold: Tensor | None, in_graph: bool) -> None:
         """Make launched syncs due. Commit them now if ``update`` is "same_step", or if no reader can commit. Local."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
+from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.sync.waits import Waits, clock_of
@@ -213,6 +214,11 @@ class ArenaSync:
         else:
             self._held.masked_fill_(seen.view(torch.int32) > self._seen.view(torch.int32), self.microbatch)
             self._seen = larger(self._seen, seen)
+
+    def recorded(self) -> Iterator[Slot]:
+        """Iterate over the slots that this rank recorded an amax for in this measured step. Reads the device."""
+        amaxes = [] if self._seen is None else self._seen[0].tolist()
+        return (spec.slot for spec, amax in zip(self.arena.specs, amaxes) if amax != DID_NOT_RUN)
 
     def take_seen(self) -> tuple[Tensor, Tensor]:
         """Return what this rank saw in the step that ends, and forget it.

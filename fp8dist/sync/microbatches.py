@@ -16,10 +16,11 @@ class Microbatches:
 
     A microbatch is all forwards up to a backward, and that backward. So a module may be called several times in one,
     and an accumulation needs no hint. Recomputation (activation checkpointing) runs inside a backward and does not
-    count. Only forwards and backwards in Python are seen.
+    count. Only forwards and backwards in Python are seen. ``called``: fqns of the modules whose forwards were.
     """
 
     def __init__(self, syncs: Sequence[ArenaSync]) -> None:
+        self.called: set[str] = set()
         self._syncs = syncs
         self._tasks: set[int] = set()  # Ids of the autograd tasks of this microbatch's backward.
         self._recomputed = False  # A forward ran inside the backward, and may have started a backward of its own.
@@ -28,12 +29,13 @@ class Microbatches:
 
     @property
     def known(self) -> bool:
-        """True if the microbatches could be told apart. False if backwards followed each other without a forward, as in
-        a pipeline that runs forwards ahead, and if no FP8 module ran a backward."""
+        """True if the noted calls tell the microbatches apart. False if backwards followed each other without a
+        forward, as in a pipeline that runs forwards ahead, and if no FP8 module ran a backward."""
         return self._backward_seen and not self._mixed
 
-    def forward(self) -> None:
+    def forward(self, fqn: str) -> None:
         """Note that a module is about to record amaxes in a forward."""
+        self.called.add(fqn)
         task = torch._C._current_graph_task_id()
         if task != -1:
             self._join(task)
