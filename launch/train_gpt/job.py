@@ -8,7 +8,7 @@ Uses CUDA and nccl if there are GPUs, else the CPU and gloo. On CUDA, all but th
 torch.autocast or FSDP's mixed precision. On a CPU, FP8 is emulated, 1.7 times slower than float32, and the rest of the
 model runs in float32. That is within a tenth of the fastest choice and comparable with --precision fp32.
 
-Writes ``metrics.jsonl`` (a JSON object per step) and ``summary.json`` to ``--out``. The data of a rank depends only on
+Writes the folder of a run (``fp8dist.Recorder``) and ``summary.json`` to ``--out``. The data of a rank depends only on
 seed, step, rank and microbatch, so two runs with one seed give the same bits.
 
 ``--save-every N`` saves checkpoints to ``checkpoints/step-…`` under ``--out``, each of them complete or absent.
