@@ -134,6 +134,7 @@ class Checker:
         self, joins: bool = False, only_immediate: bool = False
     ) -> list[tuple[ArenaSync, DivergenceReport]]:
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
+        before = self.job.step
         for place, sync in enumerate(self.syncs):
             if sync.verdict is None:
                 continue
@@ -141,8 +142,9 @@ class Checker:
                 continue
             proves = sync.verdict.proves
             verdict, kept = sync.read_verdict()
+            self.job.step = max(self.job.step, before + verdict.replays)
             if proves and not verdict.differs:
-                self._proven[place] = self.job.step + verdict.replays
+                self._proven[place] = before + verdict.replays
             if not (verdict.differs or verdict.nonfinite or verdict.saturated or verdict.tripped):
                 continue
             evidence = kept or sync.evidence()

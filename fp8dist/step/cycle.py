@@ -236,7 +236,7 @@ class StepCycle:
         elif not (self.job.joined or in_graph):
             assert self.watch is not None
             step, synced = self.job.step + 1, any(sync.every_step for sync in self.syncs)
-            waited = self.waits.mean() if synced else math.nan
+            waited = self.waits.mean() if synced and self.waits.averaged else math.nan
             jumps = self.watch.collect(step, self.syncs, waited, self._microbatches_known())
             if jumps:
                 self.checker.tell(Event("jump", step, tuple(jump.slot for jump in jumps)))
@@ -288,6 +288,7 @@ class StepCycle:
         else:
             self.job.step = max((int(sync.arena.step) for sync in self.syncs), default=0)
         self.checker.forget_steps()
+        self.waits.averaged = self.watch is not None and self.watch.ranks
         if self.watch is not None:
             self.watch.start(self.job.step)
         self._measure_next()
@@ -326,7 +327,6 @@ class StepCycle:
             replays = max((sync.replays for sync in self.syncs), default=0)
             new, self._replays = replays - self._replays, replays
             self.job.boundaries += new
-            self.job.step += new
         self._check_if_due(self.job.boundaries, in_step=False)
 
     def _warn_of_idle_poll(self) -> None:

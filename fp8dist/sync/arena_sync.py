@@ -199,7 +199,7 @@ class ArenaSync:
 
     def end_microbatch(self) -> None:
         """Note that what is recorded from now on is of the next microbatch. Local."""
-        if self.watched:
+        if self.watched and not capturing(self.arena.device):  # A captured step is not watched.
             self._look()
             self.microbatch += 1
 

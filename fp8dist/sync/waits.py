@@ -67,6 +67,7 @@ class Waits:
         self._open: list[tuple[Moment, Moment]] = []  # Waits of the current step.
         self._ended: deque[list[tuple[Moment, Moment]]] = deque(maxlen=KEPT)
         self._lost = 0
+        self.averaged = False  # True if ``mean`` will be called.
         self._recent: deque[list[tuple[Moment, Moment]]] = deque(maxlen=KEPT)  # Steps since the last ``mean``.
 
     @contextlib.contextmanager
@@ -82,7 +83,8 @@ class Waits:
         """Assign all waits since the last call to one step."""
         self._lost += len(self._ended) == KEPT
         self._ended.append(self._open)
-        self._recent.append(self._open)
+        if self.averaged:
+            self._recent.append(self._open)
         self._open = []
 
     def drop(self) -> None:
