@@ -413,3 +413,26 @@ def test_one_rank_writes_also_without_shared_state(two_ranks: RankPool, tmp_path
     assert two_ranks.run(_unshared, str(tmp_path)) == [True, False]
     assert len(read(tmp_path, "scales")) == SLOTS
     assert read(tmp_path, "ranks")[0]["ranks"] == [0]
+
+
+def _in_two_groups(folder: str) -> list[int]:
+    rank, net = dist.get_rank(), make_net()
+    alone = [dist.new_group([member]) for member in range(2)][rank]
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, groups={"branch": alone})
+    recorder = Recorder(folder, manager, every=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    manager.attach(optimizer=optimizer)
+    with counted_collectives() as calls, recorder:
+        for step in range(2):
+            net(batch(rank, step)[0]).sum().backward()
+            optimizer.step()
+    return calls.sizes
+
+
+def test_each_group_has_its_own_collective_and_the_ranks_are_merged(two_ranks: RankPool, tmp_path: Path) -> None:
+    for sizes in two_ranks.run(_in_two_groups, str(tmp_path)):
+        assert sorted(sizes) == sorted([4 * (8 + 6)] * 2 + [8 * (3 * 6 + 2 * 2)])  # The other group has one rank.
+    (line,) = read(tmp_path, "ranks")
+    assert line["ranks"] == [0, 1]
+    held = {line["slot"]: line["amax_rank"] for line in read(tmp_path, "scales")}
+    assert {held[f"branch:{role}"] for role in ("input", "weight", "grad_output")} == {0}
