@@ -33,6 +33,8 @@ from fp8dist.modules.overrides import first_and_last
 from fp8dist.monitoring.exporter import Exporter
 from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
+from fp8dist.monitoring.recorder import Recorder
+from fp8dist.monitoring.watch import Observation, RankTimes
 from fp8dist.prepare import prepare, restore
 from fp8dist.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from fp8dist.state.fallback import Fallback
@@ -64,7 +66,10 @@ __all__ = [
     "ManifestMismatchError",
     "Monitor",
     "NotAModelError",
+    "Observation",
+    "RankTimes",
     "Recipe",
+    "Recorder",
     "RowwiseScaling",
     "ScaleJump",
     "Slot",

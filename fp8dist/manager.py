@@ -27,7 +27,7 @@ from fp8dist.errors import ConfigurationError, NotAModelError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.job_state import JobState, Tie
 from fp8dist.monitoring.monitor import Monitor
-from fp8dist.monitoring.watch import Watch
+from fp8dist.monitoring.watch import Observer, Watch
 from fp8dist.names import check_keywords, did_you_mean, require_choice, require_int
 from fp8dist.optimizer_hooks import hooked_optimizers, unwrap_optimizers
 from fp8dist.parallel.ddp import ManagerJoinHook
@@ -45,7 +45,7 @@ from fp8dist.step.calibration import calibration
 from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import StepWatch
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup, own_rank
 from fp8dist_kernels import ops
 from fp8dist_kernels.formats import FORMATS, Role
 
@@ -260,6 +260,7 @@ class StateManager(Joinable):
         jump: float | None = None,
         ranks: bool = False,
         resume_after: int | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """Write amax, scale, saturation and underflow share of each slot every ``every`` steps. Local: on all ranks
         alike, before ``attach``. Each such step has one more all-reduce per group, and one more pass over each tensor
@@ -273,9 +274,11 @@ class StateManager(Joinable):
             tensorboard: TensorBoard's log folder, if TensorBoard is installed. None: no TensorBoard.
             jump: a factor above 1. A scale that has changed by this factor or more since it was last written is logged,
                 and an Event "jump" is sent. None: no alarm.
-            ranks: also write which rank held each maximum. Doubles the bytes of the all-reduce.
+            ranks: also write which rank held each maximum, and in which microbatch. Doubles the bytes of the
+                all-reduce, and adds 16 bytes per rank.
             resume_after: the step that the run continues from. Steps are counted from there, and lines of later steps
                 are removed from ``path``. None: ``path`` is replaced.
+            observer: called with each Observation, on all ranks, inside the step. It must not raise or communicate.
 
         Raises:
             ConfigurationError: the manager is already attached, or ``every`` or ``jump`` is invalid.
@@ -287,7 +290,7 @@ class StateManager(Joinable):
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
-        self._cycle.watch = Watch(every, ranks, monitor, resume_after)
+        self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer)
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Register a function that is called with each Event. Local."""
@@ -659,6 +662,49 @@ class StateManager(Joinable):
             "fp8/sync_wait_ms": 1e3 * sum(c.wait_s for c in counters),
             "fp8/checks": float(self._cycle.checker.checks),
             "fp8/check_ms": 1e3 * self._cycle.checker.seconds,
+            "fp8/proven_step": float(self.proven_step or 0),
+            "fp8/checked_step": float(self.checked_step or 0),
+        }
+
+    @property
+    def run_step(self) -> int:
+        """Number of training steps that have ended, as the run counts them: ``steps`` at ``attach`` or after a load, or
+        ``watch(resume_after=…)``, and all boundaries since. Local. Does not read the device."""
+        return self._job.step
+
+    @property
+    def proven_step(self) -> int | None:
+        """The newest step at which the sync has proven that all ranks cast with equal FP8 state; None: none since
+        ``attach``, or nothing is shared. Steps are those of ``run_step``. Local. Does not read the device."""
+        return self._cycle.checker.proven
+
+    @property
+    def checked_step(self) -> int | None:
+        """The newest step after which a check compared parameters and FP8 state, and found them equal; None: none since
+        ``attach``. Steps are those of ``run_step``. Local. Does not read the device."""
+        return self._cycle.checker.checked
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the header of a run's folder says about this manager, as JSON values. Local.
+
+        The keys are ``attached``, ``writes`` (True on the lowest rank that shares the state), ``device``, ``fp8``,
+        ``recipe``, ``modules`` and ``slots``; docs/reference/run-folder.md describes the last three.
+        """
+        modules = []
+        for row in self.coverage():
+            precision = self._cycle.precisions.by_fqn.get(row.fqn)
+            high = GEMMS if precision is None or not row.fp8 else precision.high
+            gemms = {gemm: "high" if gemm in high else "fp8" for gemm in GEMMS}
+            modules.append({"module": row.fqn, "flops": 2 * row.parameters, "gemms": gemms, "reason": row.reason})
+        specs = sorted(spec for sync in self._syncs for spec in sync.arena.specs)
+        return {
+            "attached": self._job.attached,
+            "writes": self._cycle.control.speaks and (any(self._cycle.groups) or own_rank() == 0),
+            "device": str(self._default.arena.device),
+            "fp8": self.settings.enabled,
+            "recipe": str(self.recipe),
+            "modules": modules,
+            "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format in specs],
         }
 
     def take_waits(self) -> list[float]:

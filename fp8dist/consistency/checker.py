@@ -65,7 +65,11 @@ EXTERNAL_WRITE_RATIO = 2.0
 
 
 class Checker:
-    """Consistency checker of one manager. ``callbacks`` are called with each ``Event``."""
+    """Consistency checker of one manager.
+
+    ``callbacks`` are called with each ``Event``. ``checked``: the newest step after which a check found everything
+    equal; None: none.
+    """
 
     def __init__(
         self,
@@ -78,6 +82,8 @@ class Checker:
         self.callbacks: list[Callable[[Event], None]] = []
         self.checks = 0
         self.seconds = 0.0
+        self.checked: int | None = None
+        self._proven: dict[int, int] = {}  # By place in ``syncs``.
         self.syncs, self._groups = syncs, groups
         self.settings, self.job = settings, job
         self._control = control
@@ -90,6 +96,17 @@ class Checker:
     def watch(self, module: nn.Module) -> None:
         """Set the module that shows how parameters are replicated, such as the DDP wrapper. Keeps a weak reference."""
         self._module = weakref.ref(module)
+
+    @property
+    def proven(self) -> int | None:
+        """The newest step at which every sync found that the ranks had cast with equal state; None: none."""
+        shared = [i for i, sync in enumerate(self.syncs) if sync.communicates and sync.every_step]
+        return min((self._proven.get(i, 0) for i in shared), default=0) or None
+
+    def forget_steps(self) -> None:
+        """Forget which steps were proven and checked, because steps are counted anew."""
+        self.checked = None
+        self._proven.clear()
 
     # Verdicts of syncs -----------------------------------------------------------------------------
 
@@ -117,12 +134,17 @@ class Checker:
         self, joins: bool = False, only_immediate: bool = False
     ) -> list[tuple[ArenaSync, DivergenceReport]]:
         differing: list[tuple[ArenaSync, DivergenceReport]] = []
-        for sync in self.syncs:
+        before = self.job.step
+        for place, sync in enumerate(self.syncs):
             if sync.verdict is None:
                 continue
             if only_immediate and not (sync.verdict.immediate and sync.arena.recipe.update == "same_step"):
                 continue
+            proves = sync.verdict.proves
             verdict, kept = sync.read_verdict()
+            self.job.step = max(self.job.step, before + verdict.replays)
+            if proves and not verdict.differs:
+                self._proven[place] = before + verdict.replays
             if not (verdict.differs or verdict.nonfinite or verdict.saturated or verdict.tripped):
                 continue
             evidence = kept or sync.evidence()

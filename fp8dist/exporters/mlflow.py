@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from fp8dist.exporters.extras import imported
-from fp8dist.exporters.samples import event_text, flat_numbers, kind_of
+from fp8dist.exporters.samples import ended, event_text, flat_numbers, kind_of
 from fp8dist.monitoring.monitor import SlotStatistics
 
 __all__ = ["MLflow"]
@@ -83,7 +83,7 @@ class MLflow:
         """Count an event by its kind, and keep it as a tag."""
         kind = kind_of(event)
         self._counts[kind] = self._counts.get(kind, 0) + 1
-        self._ended = kind == "end"
+        self._ended = ended(event)
         self._add(int(event.get("step") or 0), {f"events/{kind}": self._counts[kind]})
         self._client.set_tag(self.run_id, f"fp8dist.{kind}", event_text(event, LONGEST_TAG))
         self._send()

@@ -13,7 +13,7 @@ from fp8dist.exporters.slots import by_role, headroom
 from fp8dist.monitoring.monitor import SlotStatistics
 
 __all__ = [
-    "KINDS", "Sample", "event_samples", "event_text", "flat_numbers", "kind_of", "no_events", "slot_samples",
+    "KINDS", "Sample", "ended", "event_samples", "event_text", "flat_numbers", "kind_of", "no_events", "slot_samples",
     "step_samples",
 ]  # fmt: skip
 
@@ -83,7 +83,7 @@ def event_samples(event: Mapping[str, Any]) -> Iterator[Sample]:
     """Yield what an event changes."""
     kind = kind_of(event)
     yield Sample(EVENTS, 1, ("kind", kind))
-    if kind in ("start", "end"):
+    if kind == "start" or ended(event):
         yield Sample(ACTIVE, kind == "start")
 
 
@@ -99,6 +99,11 @@ def flat_numbers(numbers: Mapping[str, float], slots: Sequence[SlotStatistics]) 
     for role, of_role in by_role(slots).items():
         found |= _known({f"fp8/{role}/{field}": getattr(of_role, field) for field in OF_SLOTS})
     return found
+
+
+def ended(event: Mapping[str, Any]) -> bool:
+    """True for the event of a regular end. A run that an error has ended tells the error."""
+    return event.get("kind") == "end" and "error" not in event
 
 
 def kind_of(event: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ def headroom(one: SlotStatistics) -> float | None:
 
     Negative: they have saturated. Infinite: all values were zero. None: the amax, the scale or the format is unknown.
     """
-    if one.fp8_max is None:
+    if one.fp8_max is None or one.amax is None:
         return None
     filled = one.amax * one.scale / one.fp8_max
     if not filled >= 0:  # NaN, as in a cold slot.

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from fp8dist.exporters.extras import imported
-from fp8dist.exporters.samples import event_text, flat_numbers, kind_of
+from fp8dist.exporters.samples import ended, event_text, flat_numbers, kind_of
 from fp8dist.exporters.slots import by_role
 from fp8dist.monitoring.monitor import SlotStatistics
 
@@ -67,7 +67,7 @@ class Wandb:
         kind = kind_of(event)
         self._counts[kind] = self._counts.get(kind, 0) + 1
         self._log(event.get("step"), {f"events/{kind}": self._counts[kind]})
-        self._ended = kind == "end"
+        self._ended = ended(event)
         if kind == "diverged":
             self.run.alert("fp8dist: ranks differ", event_text(event, LONGEST_ALERT), level="ERROR")
 

@@ -121,6 +121,7 @@ class _ObserveGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        ctx.slots.note_backward()
         ctx.slots.observe(grad_output, ctx.state)
         return grad_output, None, None
 
@@ -165,6 +166,8 @@ class FP8Linear(nn.Linear):
         """Return the function for this forward: in FP8, or in high precision with or without recording amaxes."""
         slots = self.fp8_slots
         job, precision = slots.job, slots.precision
+        if not torch.compiler.is_compiling() and job.microbatches is not None and slots.records(self.training):
+            job.microbatches.forward(slots.slots[Role.INPUT].fqn)
         if job.in_fp8 and precision.high != GEMMS and (self.training or job.eval_precision == "fp8"):
             return functools.partial(self._in_fp8, weight)
         if not torch.compiler.is_compiling():

@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from fp8dist.modules.outgrown import Growth
+from fp8dist.sync.microbatches import Microbatches
 
 __all__ = ["Activity", "JobState", "Tie"]
 
@@ -73,6 +74,10 @@ class JobState:
     """True once a forward was captured into a CUDA graph."""
     measuring: bool = False
     """True if a watch collects statistics of this step's casts."""
+    microbatches: Microbatches | None = None
+    """Counts the microbatches of this step if it is measured."""
+    step: int = 0
+    """Number of training steps that have ended, as the run counts them: a resumed run goes on from its checkpoint."""
     stepping: bool = False
     """True while an optimizer's step runs."""
     said_unbounded: bool = False
@@ -145,6 +150,7 @@ class JobState:
             self.tie = Tie.DETACHED
         self.release()
         self.scaled = self.launches_early = self.measuring = self.said_unsynced = False
+        self.microbatches = None
 
     def restore(self) -> None:
         """PREPARED, ATTACHED or DETACHED → RESTORED, permanently."""

@@ -469,6 +469,7 @@ class LinearSlots:
         """
         if torch.compiler.is_compiling() or not recorded:
             return
+        self.note_backward()
         if self.job.unsynced:
             self.job.said_unsynced = True
             logger.warning(
@@ -489,6 +490,11 @@ class LinearSlots:
                 "manager.step() once per optimizer step",
                 self.slots[Role.INPUT].fqn,
             )
+
+    def note_backward(self) -> None:
+        """Tell the microbatches of a measured step that this module runs a backward. Local."""
+        if not torch.compiler.is_compiling() and self.job.microbatches is not None:
+            self.job.microbatches.backward()
 
     def _changed_unseen(self) -> bool:
         """True if the weight differs from its last sample, taken since the last boundary. Waits for the device."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.monitoring.run_format import to_json
 from fp8dist.names import is_number
 from fp8dist.state.slots import Slot
 from fp8dist.text import first_few
@@ -27,28 +28,31 @@ _NAMED = 5
 class SlotStatistics(NamedTuple):
     """Statistics of one slot in one step.
 
-    ``amax``: NaN if no rank recorded one. ``scale``: NaN while the slot is cold. ``saturated``, ``underflow``: the
+    ``amax``: None if no rank recorded one. ``scale``: NaN while the slot is cold. ``saturated``, ``underflow``: the
     share, 0 to 1, of elements that the cast saturated at the largest FP8 value, or flushed to zero; None: not measured.
-    ``…_rank``: the global rank that held the maximum; None: not requested.
+    ``…_rank``: the global rank that held the maximum; None: not requested. ``…_microbatch``: the first microbatch of
+    that rank with the maximum, from 0; None: not requested or not known (see docs/watching.md).
     ``fp8_max``: the largest finite magnitude of the slot's format; None: unknown. No line has it: it never changes.
     """
 
     slot: Slot
-    amax: float
+    amax: float | None
     scale: float
     saturated: float | None = None
     underflow: float | None = None
     amax_rank: int | None = None
     saturated_rank: int | None = None
     underflow_rank: int | None = None
+    amax_microbatch: int | None = None
+    saturated_microbatch: int | None = None
+    underflow_microbatch: int | None = None
     fp8_max: float | None = None
 
     def numbers(self) -> Iterator[tuple[str, float | int | None]]:
-        """Yield (name, value) for all fields but the slot and ``fp8_max``, with NaN as None."""
-        for name in self._fields[1:]:
-            if name != "fp8_max":
-                value = getattr(self, name)
-                yield name, None if isinstance(value, float) and math.isnan(value) else value
+        """Yield (name, value) for all fields but the slot and ``fp8_max``. A NaN is None, unless it is the amax."""
+        for name, value in zip(self._fields[1:-1], self[1:-1]):
+            unknown = name != "amax" and isinstance(value, float) and math.isnan(value)
+            yield name, None if unknown else value
 
 
 class ScaleJump(NamedTuple):
@@ -68,9 +72,9 @@ class Monitor:
     """Writes slot statistics, and reports jumps of scales. Local. As a context manager, it closes its files.
 
     ``path`` gets one JSON object per slot and observation: ``step``, ``slot`` ("fqn:role") and the fields of
-    ``SlotStatistics``. NaN and values that were not measured are null. An infinity, for which JSON has no number, is
-    the string "Infinity" (Python's ``float()`` and JavaScript's ``Number()`` read it). TensorBoard gets the same values
-    as scalars ``fp8/<slot>/<field>``, except null.
+    ``SlotStatistics``. Values that were not measured, and the scale of a cold slot, are null. An amax that is not
+    finite, for which JSON has no number, is the string "NaN" or "Infinity" (Python's ``float()`` and JavaScript's
+    ``Number()`` read them). TensorBoard gets the same values as scalars ``fp8/<slot>/<field>``, except null.
 
     A full disk does not end the training: the monitor logs one warning, and writes nothing more to that target.
 
@@ -166,9 +170,11 @@ class _JsonLines:
         return self._file.name
 
     def write(self, step: int, statistics: Sequence[SlotStatistics]) -> None:
+        lines = []
         for one in statistics:
-            line = {"step": step, "slot": str(one.slot)} | {name: _jsonable(value) for name, value in one.numbers()}
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            line = {"step": step, "slot": str(one.slot)} | {name: to_json(value) for name, value in one.numbers()}
+            lines.append(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write("".join(lines))  # One call: a killed process leaves at most one torn line.
         self._file.flush()
 
     def close(self) -> None:
@@ -191,12 +197,6 @@ class _TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _jsonable(value: float | int | None) -> float | int | str | None:
-    if isinstance(value, float) and math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def _summary_writer(folder: str | Path, resume_after: int | None) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,88 +13,183 @@ from torch import Tensor
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.state.arena import Arena
 from fp8dist.sync.arena_sync import ArenaSync, all_reduce_max
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup, own_rank
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.scaling import scale_from_amax
 
-__all__ = ["Watch"]
+__all__ = ["Observation", "Observer", "RankTimes", "Watch"]
 
-_LAST_RANK = (1 << 31) - 1
+_FOR_MICROBATCH = 12
+"""Bits of a holder that tell the microbatch. The 20 above them tell the rank."""
+
+_LAST_RANK = (1 << 20) - 1
+_UNKNOWN = (1 << _FOR_MICROBATCH) - 1
+"""A microbatch that is not known, or too large to be told."""
+
 _LOW = (1 << 32) - 1
+_NOTHING = torch.iinfo(torch.int64).min
+
+
+class RankTimes(NamedTuple):
+    """Mean times of a rank per step since the last observation, in ms; NaN: unknown. ``sync_wait``: wait in syncs."""
+
+    sync_wait: float
+    step: float
+
+
+class Observation(NamedTuple):
+    """What a watch collected in one step. ``ranks``: times by global rank; empty without ``ranks=True``."""
+
+    step: int
+    slots: tuple[SlotStatistics, ...]
+    ranks: dict[int, RankTimes]
+
+
+Observer = Callable[[Observation], None]
 
 
 class Watch:
     """Collects the cast statistics of all ranks for one manager, every ``every`` steps.
 
-    Amaxes and shares are maxima over all ranks. With ``ranks``, each value travels as an int64 with the rank in its
-    lower half, so that the same all-reduce also finds the rank that held the maximum (the lowest rank, if several did).
+    Amaxes and shares are maxima over all ranks. With ``ranks``, each value travels as an int64 with its holder in the
+    lower half, (rank, microbatch), so that the same all-reduce also finds who held the maximum: the lowest rank if
+    several did, and its first microbatch. Each rank's times travel in columns of their own at the end.
 
     ``resume_after``: the step number to count from, until a step has ended. None: count from the step counter of the
-    FP8 state, which includes calibrations, but not steps without FP8.
+    FP8 state, which includes calibrations, but not steps without FP8. ``observer``: called with each Observation, on
+    all ranks.
     """
 
-    def __init__(self, every: int, ranks: bool, monitor: Monitor, resume_after: int | None = None) -> None:
+    def __init__(
+        self,
+        every: int,
+        ranks: bool,
+        monitor: Monitor,
+        resume_after: int | None = None,
+        observer: Observer | None = None,
+    ) -> None:
         self.every, self.ranks, self.resume_after = every, ranks, resume_after
-        self._monitor = monitor
+        self._monitor, self._observer = monitor, observer
+        self.start(0)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks, as JSON values."""
         return {"every": self.every, "ranks": self.ranks, "resume_after": self.resume_after}
 
+    def start(self, step: int) -> None:
+        """Time steps from now on. ``step``: number of steps that have ended."""
+        self._since = step, time.perf_counter()
+
     def is_due(self, step: int) -> bool:
         """True if the casts of this step are measured."""
         return step % self.every == 0
 
-    def collect(self, step: int, syncs: Sequence[ArenaSync]) -> list[ScaleJump]:
+    def collect(
+        self, step: int, syncs: Sequence[ArenaSync], sync_wait: float = math.nan, told_apart: bool = False
+    ) -> list[ScaleJump]:
         """Reduce the ranks' statistics, write them, and return the scales that jumped. COLLECTIVE: one all-reduce for
         each group that has arenas. Reads the device.
 
         Call it after the launch and before the commit, while scales and cold flags are still those of the step.
+
+        Args:
+            sync_wait: this rank's mean wait in syncs, ms per step.
+            told_apart: True if this rank knows its microbatches.
         """
+        own = RankTimes(sync_wait, self._step_ms(step))
         by_group: dict[Sequence[int], list[ArenaSync]] = {}
         for sync in syncs:
             ranks = sync.group.ranks if sync.communicates and sync.group is not None else ()
             by_group.setdefault(ranks, []).append(sync)
         statistics: list[SlotStatistics] = []
+        times = {own_rank(): own} if self.ranks else {}
         for together in by_group.values():
-            seen = torch.cat([sync.take_seen() for sync in together], 1)
-            first = together[0]
-            reduced, holders = self._reduce(seen, first, first.group if first.communicates else None)
+            reduced, held, of_ranks = self._reduce(together, own, told_apart)
+            times |= of_ranks
             start = 0
             for sync in together:
                 part = slice(start, start + len(sync.arena))
-                statistics += _statistics(sync.arena, reduced[:, part], None if holders is None else holders[:, part])
+                statistics += _statistics(sync.arena, reduced[:, part], None if held is None else held[..., part])
                 start = part.stop
-        return self._monitor.observe(step, sorted(statistics))
+        statistics.sort(key=lambda one: one.slot)
+        jumps = self._monitor.observe(step, statistics)
+        if self._observer is not None:
+            self._observer(Observation(step, tuple(statistics), dict(sorted(times.items()))))
+        return jumps
 
-    def _reduce(self, seen: Tensor, sync: ArenaSync, group: SyncGroup | None) -> tuple[Tensor, Tensor | None]:
-        """Return the maxima (float32[3, n], ranks int64[3, n] or None), on the CPU."""
-        sent = bits = seen.view(torch.int32)
+    def _step_ms(self, step: int) -> float:
+        (before, start), now = self._since, time.perf_counter()
+        self._since = step, now
+        return 1e3 * (now - start) / (step - before) if step > before else math.nan
+
+    def _reduce(
+        self, together: Sequence[ArenaSync], own: RankTimes, told_apart: bool
+    ) -> tuple[Tensor, Tensor | None, dict[int, RankTimes]]:
+        """Return the maxima (float32[3, n]), who held them (int64[2, 3, n] of rank and microbatch, or None), both on
+        the CPU, and the times of the group's ranks."""
+        first = together[0]
+        group = first.group if first.communicates else None
+        taken = [sync.take_seen() for sync in together]
+        bits = torch.cat([seen for seen, _ in taken], 1).view(torch.int32)
+        sent = bits.view(-1)
         if self.ranks:
-            sent = (bits.to(torch.int64) << 32) | (_LAST_RANK - (0 if group is None else group.rank))
+            microbatches = torch.cat([held for _, held in taken], 1).clamp(max=_UNKNOWN)
+            if not told_apart:
+                microbatches.fill_(_UNKNOWN)
+            sent = torch.cat([_packed(bits, microbatches), _columns(own, group).to(bits.device)])
         if group is not None:
-            with sync.failing_by_name("the watch of FP8 scales"):
-                all_reduce_max(sent, group, sync.counters).wait()
+            with first.failing_by_name("the watch of FP8 scales"):
+                all_reduce_max(sent, group, first.counters).wait()
         found = sent.cpu()
         if not self.ranks:
-            return found.view(torch.float32), None
-        return (found >> 32).to(torch.int32).view(torch.float32), _LAST_RANK - (found & _LOW)
+            return found.view(torch.float32).view(3, -1), None, {}
+        found, columns = found[: bits.numel()].view(3, -1), found[bits.numel() :]
+        holders = found & _LOW
+        held = torch.stack([_LAST_RANK - (holders >> _FOR_MICROBATCH), _UNKNOWN - (holders & _UNKNOWN)])
+        return _floats(found >> 32), held, {} if group is None else _times(columns, group)
 
     def close(self) -> None:
         """Close the monitor's files. Local."""
         self._monitor.close()
 
 
-def _statistics(arena: Arena, seen: Tensor, holders: Tensor | None) -> list[SlotStatistics]:
+def _packed(bits: Tensor, microbatches: Tensor) -> Tensor:
+    """Return int64[3n]: values above, holders below. Of equal values, the lowest rank and microbatch is the maximum."""
+    rank = (_LAST_RANK - own_rank()) << _FOR_MICROBATCH
+    return ((bits.to(torch.int64) << 32) | rank | (_UNKNOWN - microbatches)).view(-1)
+
+
+def _columns(own: RankTimes, group: SyncGroup | None) -> Tensor:
+    """Return int64[2 x ranks], on the CPU: this rank's times as float32 bits in its columns, the lowest value in
+    others."""
+    if group is None:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    columns = torch.full((len(group.ranks), 2), _NOTHING, dtype=torch.int64, device="cpu")
+    columns[group.ranks.index(group.rank)] = torch.tensor(own, dtype=torch.float32, device="cpu").view(torch.int32)
+    return columns.view(-1)
+
+
+def _times(columns: Tensor, group: SyncGroup) -> dict[int, RankTimes]:
+    return {rank: RankTimes(*both) for rank, both in zip(group.ranks, _floats(columns).view(-1, 2).tolist())}
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """Return the float32 values with these bits (int64)."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def _statistics(arena: Arena, seen: Tensor, held: Tensor | None) -> list[SlotStatistics]:
     amaxes, *shares = seen.tolist()
-    ranks = None if holders is None else holders.tolist()
+    ranks, microbatches = ([None] * 3, [None] * 3) if held is None else held.tolist()
     scales = _scales(arena, seen[0]).tolist()
     found = []
     for i, spec in enumerate(arena.specs):
-        seen_here = [None if value[i] == DID_NOT_RUN else value[i] for value in (amaxes, *shares)]
-        held = [None if ranks is None or value is None else ranks[row][i] for row, value in enumerate(seen_here)]
-        amax, saturated, underflow = seen_here
-        one = SlotStatistics(spec.slot, torch.nan if amax is None else amax, scales[i], saturated, underflow, *held)
+        here = [None if value[i] == DID_NOT_RUN else value[i] for value in (amaxes, *shares)]
+        by_rank = [None if row is None or value is None else row[i] for row, value in zip(ranks, here)]
+        by_microbatch = [None if row is None or value is None else row[i] for row, value in zip(microbatches, here)]
+        known = [None if microbatch == _UNKNOWN else microbatch for microbatch in by_microbatch]
+        amax, saturated, underflow = here
+        one = SlotStatistics(spec.slot, amax, scales[i], saturated, underflow, *by_rank, *known)
         found.append(one._replace(fp8_max=spec.format.max))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -32,8 +33,10 @@ from fp8dist.step.step_watch import StepWatch
 from fp8dist.step.weight_scales import derive_weight_scales
 from fp8dist.sync.arena_sync import ArenaSync, Phase
 from fp8dist.sync.groups import SyncGroup
+from fp8dist.sync.microbatches import Microbatches
 from fp8dist.sync.roll_call import leave_word
 from fp8dist.sync.waits import Waits
+from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing, compiled_any
 
 __all__ = ["StepCycle"]
@@ -85,7 +88,6 @@ class StepCycle:
         self._polled: int | None = None  # Boundaries at the last poll without a graph.
         self._said_polled = False
         self.job.said_unsynced = False
-        self._step = 0  # Step count of the watch: the arenas' step, plus boundaries since.
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("precisions", "settings", "job", "syncs", "groups")
@@ -230,13 +232,23 @@ class StepCycle:
         if not self.job.measuring:
             return
         if calibrated:
-            for sync in self.syncs:
-                sync.watch(True)  # Restart, because a calibration is not the step to be measured.
+            self._measure(True)  # Restart, because a calibration is not the step to be measured.
         elif not (self.job.joined or in_graph):
             assert self.watch is not None
-            jumps = self.watch.collect(self._step + 1, self.syncs)
+            step, synced = self.job.step + 1, any(sync.every_step for sync in self.syncs)
+            waited = self.waits.mean() if synced and self.waits.averaged else math.nan
+            jumps = self.watch.collect(step, self.syncs, waited, self._microbatches_known())
             if jumps:
-                self.checker.tell(Event("jump", self._step + 1, tuple(jump.slot for jump in jumps)))
+                self.checker.tell(Event("jump", step, tuple(jump.slot for jump in jumps)))
+
+    def _microbatches_known(self) -> bool:
+        """True if this rank knows which microbatch recorded what: every FP8Linear that recorded an amax did so in
+        Python, and not in a graph of torch.compile or CUDA."""
+        noted = self.job.microbatches
+        if noted is None or not noted.known:
+            return False
+        inputs = (slot.fqn for sync in self.syncs for slot in sync.recorded() if slot.role == Role.INPUT)
+        return all(fqn in noted.called or fqn not in self.precisions.by_fqn for fqn in inputs)
 
     def _commit(self, hold: Tensor | None, in_graph: bool) -> None:
         """Make launched syncs due. Commit them now if ``update`` is "same_step", or if no reader can commit. Local."""
@@ -253,7 +265,7 @@ class StepCycle:
             self.waits.drop()
         elif not in_graph:
             self.waits.end_step()
-            self._step += 1
+            self.job.step += 1
             if self.watch is not None:
                 self.watch.resume_after = None
             self._measure_next()
@@ -271,20 +283,27 @@ class StepCycle:
         return self.control.change(pattern, gemms, to_high, steps)
 
     def _count_from_state(self) -> None:
-        self._step = 0
         if self.watch is not None and self.watch.resume_after is not None:
-            self._step = self.watch.resume_after
-        elif self.watch is not None:
-            self._step = max((int(sync.arena.step) for sync in self.syncs), default=0)
+            self.job.step = self.watch.resume_after
+        else:
+            self.job.step = max((int(sync.arena.step) for sync in self.syncs), default=0)
+        self.checker.forget_steps()
+        self.waits.averaged = self.watch is not None and self.watch.ranks
+        if self.watch is not None:
+            self.watch.start(self.job.step)
         self._measure_next()
 
     def _measure_next(self) -> None:
         """Set whether the casts of the next step are measured. Compiled forwards are compiled for both cases."""
-        due = self.settings.enabled and self.watch is not None and self.watch.is_due(self._step + 1)
+        due = self.settings.enabled and self.watch is not None and self.watch.is_due(self.job.step + 1)
         if due or self.job.measuring:
-            self.job.measuring = due
-            for sync in self.syncs:
-                sync.watch(due)
+            self._measure(due)
+
+    def _measure(self, on: bool) -> None:
+        self.job.measuring = on
+        self.job.microbatches = Microbatches(self.syncs) if on else None
+        for sync in self.syncs:
+            sync.watch(on)
 
     def _unseen_forwards(self) -> bool:
         """True if the next forward may bypass Python (torch.compile, CUDA graph), so cannot commit a pending sync."""
@@ -352,7 +371,10 @@ class StepCycle:
             done = max(int(sync.arena.step) for sync in self.syncs)
         else:
             done = self.job.boundaries - in_step
-        return self.checker.check(done, done + in_step, scope, policy)
+        report = self.checker.check(done, done + in_step, scope, policy)
+        if report.consistent and report.compared and scope.parameters:
+            self.checker.checked = self.job.step if self.settings.enabled else done
+        return report
 
     # What hooks tell -------------------------------------------------------------------------------
 

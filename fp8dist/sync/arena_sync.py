@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
+from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.sync.waits import Waits, clock_of
@@ -87,8 +88,10 @@ class Verdict:
     """A Proof on its way to the host.
 
     On CUDA the numbers are copied without blocking and read at the next boundary. ``evidence`` is set only if a launch
-    before that boundary would overwrite it in the arena.
+    before that boundary would overwrite it in the arena. ``proves``: False if no sync made it.
     """
+
+    proves = True
 
     def __init__(
         self, outcome: Tensor, tripped: Tensor | None = None, cold: Tensor | None = None, cold_writes: int = 0
@@ -135,8 +138,8 @@ class ArenaSync:
     ``group`` None: the state is not shared, and there is no collective (one rank, or ``amax_sync=False``).
     ``patterns``: the patterns of ``prepare(groups=…)`` that select its modules; empty for the default group. ``owner``:
     name of the manager in errors. ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such
-    graphs that the host has seen. ``watched``: what this rank saw in a step is kept for ``take_seen``. ``waits``:
-    shared by all arenas of the manager.
+    graphs that the host has seen. ``watched``: what this rank saw in a step is kept for ``take_seen``, with the
+    ``microbatch`` that held each maximum. ``waits``: shared by all arenas of the manager.
     """
 
     arena: Arena
@@ -149,8 +152,10 @@ class ArenaSync:
     graphed: bool = False
     replays: int = 0
     watched: bool = False
+    microbatch: int = 0
     waits: Waits = field(default_factory=Waits)
     _seen: Tensor | None = None
+    _held: Tensor | None = None  # int32[3, n], with ``_seen``: the first microbatch that saw the value.
     _work: dist.Work | None = None
     _merged: Tensor | None = None
     _in_graph: bool = False  # The sync in progress is being captured, or its capture failed.
@@ -183,24 +188,50 @@ class ArenaSync:
 
     def watch(self, on: bool) -> None:
         """Start or stop keeping what this rank sees for ``take_seen``."""
-        self.watched, self._seen = on, None
+        self.watched, self.microbatch = on, 0
+        self._seen = self._held = None
 
     def _keep_seen(self) -> None:
         if self.watched:
-            amaxes = self.arena.pending
-            if len(self.arena.shards):
-                amaxes = amaxes.index_copy(0, self.arena.shard_slots, self.arena.shards)
-            seen = torch.cat([amaxes[None], self.arena.shares])
-            self._seen = seen if self._seen is None else larger(self._seen, seen)
+            self._look()
             if not self.arena.lanes:  # With lanes, the launch sends and clears them.
                 self.arena.shares.fill_(DID_NOT_RUN)
 
-    def take_seen(self) -> Tensor:
-        """Return what this rank saw in the step that ends, and forget it: float32[3, n] of amaxes, shares of saturated
-        elements, and shares of underflows. -1: nothing seen."""
-        seen, self._seen = self._seen, None
+    def end_microbatch(self) -> None:
+        """Note that what is recorded from now on is of the next microbatch. Local."""
+        if self.watched and not capturing(self.arena.device):  # A captured step is not watched.
+            self._look()
+            self.microbatch += 1
+
+    def _look(self) -> None:
+        """Merge what was recorded so far into ``_seen``. What has risen since the last look is this microbatch's."""
+        amaxes = self.arena.pending
+        if len(self.arena.shards):
+            amaxes = amaxes.index_copy(0, self.arena.shard_slots, self.arena.shards)
+        seen = torch.cat([amaxes[None], self.arena.shares])
+        if self._seen is None or self._held is None:
+            self._seen, self._held = seen, torch.full_like(seen, self.microbatch, dtype=torch.int32)
+        else:
+            self._held.masked_fill_(seen.view(torch.int32) > self._seen.view(torch.int32), self.microbatch)
+            self._seen = larger(self._seen, seen)
+
+    def recorded(self) -> Iterator[Slot]:
+        """Iterate over the slots that this rank recorded an amax for in this measured step. Reads the device."""
+        amaxes = [] if self._seen is None else self._seen[0].tolist()
+        return (spec.slot for spec, amax in zip(self.arena.specs, amaxes) if amax != DID_NOT_RUN)
+
+    def take_seen(self) -> tuple[Tensor, Tensor]:
+        """Return what this rank saw in the step that ends, and forget it.
+
+        Returns:
+            float32[3, n] of amaxes, shares of saturated elements, and shares of underflows, -1 where nothing was seen;
+            and int32[3, n]: the first microbatch that saw the value.
+        """
+        seen, held = self._seen, self._held
         assert seen is not None
-        return seen
+        assert held is not None
+        self._seen = self._held = None
+        return seen, held
 
     def launch(self, hold: Tensor | None = None, drop_nonfinite: bool = False) -> None:
         """Snapshot the arena and start its all-reduce. COLLECTIVE if ``communicates``.
@@ -340,6 +371,7 @@ class ArenaSync:
         if places and self.arena.fallback is not None:
             self.arena.tripped.copy_(self.arena.mask(places))
             self.verdict = Verdict(torch.zeros(OUTCOME, dtype=torch.bool, device="cpu"), self.arena.tripped.cpu())
+            self.verdict.proves = False
 
     def _refuse_capture(self) -> None:
         raise ConfigurationError(
@@ -404,7 +436,7 @@ class ArenaSync:
         self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.shares.fill_(DID_NOT_RUN)
         self.arena.tripped.zero_()
-        self._merged = self._hold = self._seen = self.verdict = None
+        self._merged = self._hold = self._seen = self._held = self.verdict = None
         self.phase, self._in_graph = Phase.IDLE, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -413,7 +445,7 @@ class ArenaSync:
         state = dict(self.__dict__)
         state.update(phase=Phase.IDLE, verdict=None, graphed=False, replays=0, counters=SyncCounters())
         state.update(_work=None, _merged=None, _hold=None, _in_graph=False, _polled=None, watched=False, _seen=None)
-        state.update(waits=Waits())
+        state.update(waits=Waits(), microbatch=0, _held=None)
         return state
 
 

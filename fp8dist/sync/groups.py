@@ -73,6 +73,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def own_rank() -> int:
+    """Return this process's rank in the job; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 class SyncGroup:
     """The ranks that share an arena.
 

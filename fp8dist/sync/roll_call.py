@@ -158,6 +158,16 @@ def enrol() -> None:
     _job_store().set(_host_of(dist.get_rank()), socket.gethostname())
 
 
+def known_hosts(ranks: int) -> list[str] | None:
+    """Return the hosts of the job's ranks, by rank; None unless all have enrolled. Local: two store operations."""
+    names = [_host_of(rank) for rank in range(ranks)]
+    try:
+        store = _job_store()
+        return [host.decode() for host in store.multi_get(names)] if store.check(names) else None
+    except Exception:  # Of many kinds, and all mean that the store is not there.
+        return None
+
+
 def leave_word(text: str) -> None:
     """Store why this rank stops, for the roll calls of ranks that miss it. Local: one store operation. Never raises."""
     with contextlib.suppress(Exception):  # Of many kinds, and all mean that the store is not there.

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -67,6 +67,8 @@ class Waits:
         self._open: list[tuple[Moment, Moment]] = []  # Waits of the current step.
         self._ended: deque[list[tuple[Moment, Moment]]] = deque(maxlen=KEPT)
         self._lost = 0
+        self.averaged = False  # True if ``mean`` will be called.
+        self._recent: deque[list[tuple[Moment, Moment]]] = deque(maxlen=KEPT)  # Steps since the last ``mean``.
 
     @contextlib.contextmanager
     def waiting(self, clock: Clock) -> Iterator[None]:
@@ -81,6 +83,8 @@ class Waits:
         """Assign all waits since the last call to one step."""
         self._lost += len(self._ended) == KEPT
         self._ended.append(self._open)
+        if self.averaged:
+            self._recent.append(self._open)
         self._open = []
 
     def drop(self) -> None:
@@ -91,6 +95,17 @@ class Waits:
         """Return milliseconds, one number per step that ended since the last call; NaN for steps that are no longer
         kept. Waits until the device has reached the end of the last wait."""
         lost, self._lost = self._lost, 0
-        kept = [sum(end.ms_since(start) for start, end in step) for step in self._ended]
+        kept = [_ms(step) for step in self._ended]
         self._ended.clear()
-        return [math.nan] * lost + [float(ms) for ms in kept]
+        return [math.nan] * lost + kept
+
+    def mean(self) -> float:
+        """Return the mean milliseconds of the steps that ended since the last call, of the newest if they are many; NaN
+        without a step. Independent of ``take``; waits as it does."""
+        recent = [_ms(step) for step in self._recent]
+        self._recent.clear()
+        return sum(recent) / len(recent) if recent else math.nan
+
+
+def _ms(step: Sequence[tuple[Moment, Moment]]) -> float:
+    return float(sum(end.ms_since(start) for start, end in step))

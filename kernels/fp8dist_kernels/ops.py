@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8dist_kernels import host_shares
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, update
@@ -146,7 +147,10 @@ def _measure(
     block: Sequence[int],
     backend: str = "auto",
 ) -> None:
-    _version(backend, x.device, shares).measure(x, inv_scale, dtype, saturated, underflow, block=tuple(block))
+    version = _version(backend, x.device, shares)
+    if version is shares and backend != "reference" and x.device.type == "cpu" and tuple(block) == shares.WHOLE:
+        version = host_shares
+    version.measure(x, inv_scale, dtype, saturated, underflow, block=tuple(block))
 
 
 def _matmul(a: Tensor, *rest: Any, **options: Any) -> Tensor:

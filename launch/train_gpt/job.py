@@ -8,7 +8,7 @@ Uses CUDA and nccl if there are GPUs, else the CPU and gloo. On CUDA, all but th
 torch.autocast or FSDP's mixed precision. On a CPU, FP8 is emulated, 1.7 times slower than float32, and the rest of the
 model runs in float32. That is within a tenth of the fastest choice and comparable with --precision fp32.
 
-Writes ``metrics.jsonl`` (a JSON object per step) and ``summary.json`` to ``--out``. The data of a rank depends only on
+Writes the folder of a run (``fp8dist.Recorder``) and ``summary.json`` to ``--out``. The data of a rank depends only on
 seed, step, rank and microbatch, so two runs with one seed give the same bits.
 
 ``--save-every N`` saves checkpoints to ``checkpoints/step-…`` under ``--out``, each of them complete or absent.
@@ -52,7 +52,8 @@ from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed,
 from launch.train_gpt.faults.guard import Guard
 from launch.train_gpt.faults.injection import Injection
 from launch.train_gpt.measure.checks import Checks
-from launch.train_gpt.measure.recorder import Recorder
+from launch.train_gpt.measure.exporting import exporters_of
+from launch.train_gpt.measure.progress import Progress
 from launch.train_gpt.measure.skew import lines_of
 from launch.train_gpt.model import GPT
 from launch.train_gpt.options.options import Options, parse, prepare_input
@@ -87,6 +88,7 @@ class Job:
     watch: Whereabouts
     checks: Checks
     injection: Injection
+    recorder: fp8dist.Recorder
     training: Tensor  # uint8 [bytes], on the CPU
     validation: Tensor  # uint8 [bytes], on the CPU
 
@@ -168,13 +170,15 @@ def build(options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> Job
     guard = Guard(options, ranks, optimizer, manager)
     if loaded.guard is not None:
         guard.restore(loaded.guard)
+    recorder = _recorder(options, manager, loaded.step)
     if manager is not None:
         with watch.during("starting"):
             _attach(manager, options, module, optimizer, loaded)
     checks = Checks(options, ranks, module, manager)
     injection = Injection(options, ranks, model, manager)
     checkpoints.written = injection.files_written
-    made = (parallel, model, module, optimizer, manager, checkpoints, loaded, guard, watch, checks, injection)
+    checkpoints.finished = lambda step, path: recorder.event("saved", step, path=str(path))
+    made = (parallel, model, module, optimizer, manager, checkpoints, loaded, guard, watch, checks, injection, recorder)
     return Job(options, ranks, *made, _bytes(text.training), _bytes(text.validation))
 
 
@@ -194,19 +198,25 @@ def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.St
     )
 
 
+def _recorder(options: Options, manager: fp8dist.StateManager | None, done: int) -> fp8dist.Recorder:
+    """Return the recorder of the run, which also starts the watch. Local."""
+    return fp8dist.Recorder(
+        options.out,
+        manager,
+        every=options.watch_every,
+        resume_after=done or None,
+        ranks=options.watch_ranks,
+        jump=options.scale_jump,
+        tensorboard=options.out / "tensorboard" if options.tensorboard else None,
+        precision=options.precision,
+        exporters=exporters_of(options, done or None),
+    )
+
+
 def _attach(
     manager: fp8dist.StateManager, options: Options, module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Loaded
 ) -> None:
-    """Attach the manager, start monitoring, and apply the rest of ``--fp8-start-step``. COLLECTIVE."""
-    if options.watch_every:
-        manager.watch(
-            options.watch_every,
-            options.out / "scales.jsonl",
-            options.out / "tensorboard" if options.tensorboard else None,
-            options.scale_jump,
-            options.watch_ranks,
-            resume_after=loaded.step or None,
-        )
+    """Attach the manager, and apply the rest of ``--fp8-start-step``. COLLECTIVE."""
     manager.attach(module, optimizer=optimizer, timeout=timedelta(seconds=options.timeout))
     left = options.fp8_start_step - 1 - loaded.step
     if left > 0 and not loaded.fp8:  # FP8 state in a checkpoint includes the override.
@@ -236,26 +246,13 @@ def run(job: Job) -> None:
         with job.watch.during("a backward to warm up"):
             settle_buckets(job)
     before = job.manager.metrics() if job.manager is not None else {}
-    recorder = Recorder(job.options, job.ranks, job.manager, job.parallel.waiting, job.done)
-    try:
-        train(job, recorder)
-        with job.watch.during("checking at the end"):
-            job.checks.at_the_end(job.options.last_step)
-    except DivergenceError:
-        recorder.save_own()
-        raise
-    except LossDiverged:  # All ranks raise it, so collectives still work.
-        with job.watch.during("sharing losses"):
-            recorder.flush()
-        with job.watch.during("saving a checkpoint"):
-            job.checkpoints.wait()
-        raise
-    finally:
-        recorder.close()
+    progress = Progress(job.options, job.ranks, job.recorder, job.manager, job.parallel.waiting, job.done)
+    with job.recorder:
+        train_and_check(job, progress)
     after = job.manager.metrics() if job.manager is not None else {}
     spent = {name: after[name] - before[name] for name in after}
     with job.watch.during("summing up"):
-        summary = summarise(job, recorder, spent)
+        summary = summarise(job, progress, spent)
     if job.ranks.first:
         options = job.options
         if job.done >= options.last_step:
@@ -267,6 +264,25 @@ def run(job: Job) -> None:
             )
         (job.options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         print(_as_table(summary), flush=True)
+
+
+def train_and_check(job: Job, progress: Progress) -> None:
+    """Train, check at the end, and write the last numbers also of a run that fails. COLLECTIVE."""
+    try:
+        train(job, progress)
+        with job.watch.during("checking at the end"):
+            job.checks.at_the_end(job.options.last_step)
+    except DivergenceError:
+        progress.save_own()
+        raise
+    except LossDiverged:  # All ranks raise it, so collectives still work.
+        with job.watch.during("sharing losses"):
+            progress.flush()
+        with job.watch.during("saving a checkpoint"):
+            job.checkpoints.wait()
+        raise
+    finally:
+        progress.close()
 
 
 def _forget_earlier_run(job: Job) -> None:
@@ -294,7 +310,7 @@ def _announce(job: Job) -> None:
         )
 
 
-def train(job: Job, recorder: Recorder) -> None:
+def train(job: Job, progress: Progress) -> None:
     """Run all training steps. COLLECTIVE."""
     options, during = job.options, job.watch.during
     for step in range(job.done + 1, options.last_step + 1):
@@ -306,16 +322,19 @@ def train(job: Job, recorder: Recorder) -> None:
             loss = gradients(job, step)
             try:
                 with during("the loss guard"):
-                    job.guard.observe(step, loss)
-            except LossDiverged:
-                recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)  # Record the loss that stopped the run.
+                    alarm = job.guard.observe(step, loss)
+            except LossDiverged as error:
+                progress.add(step, job.optimizer.param_groups[0]["lr"], loss)  # Record the loss that stopped the run.
+                progress.tell(error.alarm)
                 raise
-            update(job, step)
-        recorder.add(step, job.optimizer.param_groups[0]["lr"], loss)
-        if recorder.due(step):
+            grad_norm = update(job, step)
+        progress.add(step, job.optimizer.param_groups[0]["lr"], loss, grad_norm)
+        if alarm is not None:
+            progress.tell(alarm)
+        if progress.due(step):
             validates = options.eval_every and step % options.eval_every == 0
             with during("sharing losses"):
-                recorder.flush((lambda: validation_loss(job)) if validates else None)
+                progress.flush((lambda: validation_loss(job)) if validates else None)
         with during("checking"):
             job.checks.after(step)
         with during("saving a checkpoint"):
@@ -338,14 +357,15 @@ def gradients(job: Job, step: int) -> Tensor:
     return total
 
 
-def update(job: Job, step: int) -> None:
-    """Clip the gradients and step the optimizer. COLLECTIVE."""
+def update(job: Job, step: int) -> Tensor:
+    """Clip the gradients and step the optimizer. Return the gradient norm, on the device. COLLECTIVE."""
     with job.watch.during("clipping gradients"):
-        job.parallel.clip(job.module, 1.0)
+        grad_norm = job.parallel.clip(job.module, 1.0)
     job.injection.before_update(step)
     with job.watch.during("the optimizer's step"):
         job.optimizer.step()
     job.injection.after_update(step)
+    return grad_norm
 
 
 def _backward(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -422,7 +442,7 @@ def validation_loss(job: Job) -> float:
     return float(total / windows)
 
 
-def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str, Any]:
+def summarise(job: Job, progress: Progress, spent: dict[str, float]) -> dict[str, Any]:
     """Return the contents of ``summary.json``. COLLECTIVE.
 
     Args:
@@ -431,8 +451,8 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
     options, ranks, manager = job.options, job.ranks, job.manager
     collectives = spent.get("fp8/collectives", 0.0)
     steps = options.last_step - job.done  # Steps of this process: 0 if the checkpoint is of the last step.
-    final = sum(recorder.final_losses) / len(recorder.final_losses) if recorder.final_losses else None
-    rate = steps * recorder.tokens_per_step / recorder.training_seconds if steps else 0.0
+    final = sum(progress.final_losses) / len(progress.final_losses) if progress.final_losses else None
+    rate = steps * progress.tokens_per_step / progress.training_seconds if steps else 0.0
     parameters = digest_of(job.parallel.whole_parameters(job.module, job.model))
     checks, check_ms = job.checks.cost
     return {
@@ -454,7 +474,7 @@ def summarise(job: Job, recorder: Recorder, spent: dict[str, float]) -> dict[str
         "fp8_collectives_per_step": collectives / max(1, steps),
         "fp8_bytes_per_sync": spent.get("fp8/sync_bytes", 0.0) / collectives if collectives else 0.0,
         "exposed_sync_ms_per_step": round(spent.get("fp8/sync_wait_ms", 0.0) / max(1, steps), 4),
-        "waiting": recorder.skew.summary(ranks.gather_texts(socket.gethostname())),
+        "waiting": progress.skew.summary(ranks.gather_texts(socket.gethostname())),
         "checks": checks,
         "check_ms_per_check": round(check_ms / checks, 3) if checks else 0.0,
         "divergences": job.checks.divergences,

@@ -76,9 +76,14 @@ class Parallel:
         """Return a context for a backward whose gradients are discarded."""
         return nullcontext()
 
-    def clip(self, module: nn.Module, max_norm: float) -> None:
-        """Clip the global gradient norm to ``max_norm``. COLLECTIVE if parameters are sharded."""
-        nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    def clip(self, module: nn.Module, max_norm: float) -> Tensor:
+        """Clip the global gradient norm to ``max_norm``, and return what it was: 0-d, on the device, the same on all
+        ranks. COLLECTIVE if parameters are sharded."""
+        parameters = list(module.parameters())
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # The one collective: a number per shard.
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def validates_with(self, module: nn.Module, model: GPT) -> nn.Module:
         """Return the module that validation calls."""
@@ -135,9 +140,9 @@ class FSDP1(Parallel):
         assert isinstance(module, FullyShardedDataParallel)
         return module.no_sync()
 
-    def clip(self, module: nn.Module, max_norm: float) -> None:
+    def clip(self, module: nn.Module, max_norm: float) -> Tensor:
         assert isinstance(module, FullyShardedDataParallel)
-        module.clip_grad_norm_(max_norm)
+        return module.clip_grad_norm_(max_norm)
 
     def validates_with(self, module: nn.Module, model: GPT) -> nn.Module:
         return module

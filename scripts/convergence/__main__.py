@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from fp8dist.monitoring.run_format import from_json
 from fp8dist.state.manifest import NUMERICS_VERSION
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.options.options import parse as parse_job
@@ -135,7 +136,7 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
         summary = json.loads((task.folder / "summary.json").read_text())
         lines = [json.loads(line) for line in (task.folder / "metrics.jsonl").read_text().splitlines()]
         runs.setdefault(name, {})[str(seed)] = {
-            "losses": [round(line["loss"], 6) for line in lines],
+            "losses": [round(from_json(line["loss"]), 6) for line in lines],
             "validation_loss": round(summary["validation_loss"], 6),
             "tokens_per_s": summary["tokens_per_s"],
         }

@@ -164,15 +164,21 @@ def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "done" / "summary.json").read_text())
     (mine,) = json.loads((evidence / "step00000008-rank0.json").read_text())
     written: dict[str, set[str]] = {
-        "metrics.jsonl": _keys(tmp_path / "done" / "metrics.jsonl") | _keys(tmp_path / "stopped" / "metrics.jsonl"),
         "summary.json": set(summary),
         "waiting": set(summary["waiting"]),
-        "scales.jsonl": _keys(tmp_path / "done" / "scales.jsonl"),
         "findings": set(json.loads((tmp_path / "stopped" / "divergence.json").read_text())["findings"][0]),
         "FP8DIST_REPORT_DIR": {"stepS-report.txt", "stepS-report.json", "stepS-rankR.json", *mine},
     }
     for heading, fields in written.items():
         assert set(first_cells(section(page("files.md"), heading))) == fields, heading
+    lines = {name: _keys(tmp_path / "done" / name) for name in ("metrics.jsonl", "scales.jsonl", "ranks.jsonl")}
+    lines["metrics.jsonl"] |= _keys(tmp_path / "stopped" / "metrics.jsonl")
+    lines["run.json"] = set(json.loads((tmp_path / "done" / "run.json").read_text()))
+    for heading, fields in lines.items():
+        assert set(first_cells(section(page("run-folder.md"), heading))) == fields, heading
+    kinds = {json.loads(line)["kind"] for line in (tmp_path / "stopped" / "events.jsonl").read_text().splitlines()}
+    assert {kind for kind in kinds if f'"{kind}"' not in section(page("run-folder.md"), "events.jsonl")} == set()
+    assert kinds >= {"start", "checked", "diverged", "end"}
     told = section(page("files.md"), "waiting")
     inside = {name for rank in summary["waiting"]["ranks"] for name in rank} | {"behind_ms"}
     assert {name for name in inside if f"`{name}`" not in told} == set()

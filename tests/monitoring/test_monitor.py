@@ -34,11 +34,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_a_line_per_slot_and_observation(tmp_path: Path) -> None:
     path = tmp_path / "made" / "slots.jsonl"
     with Monitor(path) as monitor:
-        monitor.observe(7, [SlotStatistics(A, 2.5, 128.0, 0.25, 0.0, 1, 0, 3), SlotStatistics(B, 0.5, 4.0)])
+        monitor.observe(7, [SlotStatistics(A, 2.5, 128.0, 0.25, 0.0, 1, 0, 3, 4, 2), SlotStatistics(B, 0.5, 4.0)])
         monitor.observe(9, [])
         monitor.observe(11, [SlotStatistics(B, 0.5, 4.0)])
     first = {"amax": 2.5, "scale": 128.0, "saturated": 0.25, "underflow": 0.0}
     first |= {"amax_rank": 1, "saturated_rank": 0, "underflow_rank": 3}
+    first |= {"amax_microbatch": 4, "saturated_microbatch": 2, "underflow_microbatch": None}
     second = dict.fromkeys(first) | {"amax": 0.5, "scale": 4.0}
     assert read(path) == [
         {"step": 7, "slot": "layers.0.a:input", **first},
@@ -52,10 +53,12 @@ def test_lines_are_json_whatever_the_numbers(tmp_path: Path) -> None:
     odd = Slot('naïve "\n\u2028', "input")
     with Monitor(path) as monitor:
         monitor.observe(1, [SlotStatistics(odd, INF, NAN, NAN, 5e-324), SlotStatistics(A, NAN, -INF)])
-    first, second = read(path)
+        monitor.observe(2, [SlotStatistics(A, None, NAN)])
+    first, second, third = read(path)
     assert first["slot"] == f"{odd.fqn}:input"
     assert (first["amax"], first["scale"], first["saturated"], first["underflow"]) == ("Infinity", None, None, 5e-324)
-    assert (second["amax"], second["scale"]) == (None, "-Infinity")
+    assert (second["amax"], second["scale"]) == ("NaN", "-Infinity")
+    assert (third["amax"], third["scale"]) == (None, None)
     assert float(first["amax"]) == INF
 
 

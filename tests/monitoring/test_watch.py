@@ -245,7 +245,7 @@ def test_one_collective_for_the_whole_model(two_ranks: RankPool, tmp_path: Path,
     if kind == "three":
         options = {"overrides": {"first": BlockScaling(), "last": CurrentScaling()}}
     (lines, sizes, own), (_, sizes_there, there) = two_ranks.run(_watched, str(tmp_path / "s"), recipe, ranks, options)
-    size = (8 if ranks else 4) * 3 * SLOTS
+    size = 8 * (3 * SLOTS + 2 * 2) if ranks else 4 * 3 * SLOTS  # With ranks, also two times of each rank.
     assert sizes.count(size) == 2
     slots = {"delayed": SLOTS, "three": 3}.get(kind)
     syncs = [4 * (8 + slots)] * 6 if slots else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,7 @@ def measure(
         record_amax((counted.sum().float() / numel).view(torch.int32), place)
 
 
+@functools.cache
 def limits(dtype: torch.dtype) -> tuple[float, float]:
     """Return (the largest number that rounds to the format's maximum, the largest that rounds to zero)."""
     rounds_to_max = next(one.rounds_to_max for one in FORMATS.values() if one.dtype == dtype)

@@ -57,6 +57,8 @@ class Checkpoints:
     def __init__(self, options: Options, ranks: Ranks) -> None:
         self.written: Callable[[int], None] = lambda step: None
         """Callback with the step: this rank has written its file, but the checkpoint is not complete yet."""
+        self.finished: Callable[[int, Path], None] = lambda step, folder: None
+        """Callback with step and folder of a complete checkpoint, on rank 0."""
         self._options, self._ranks = options, ranks
         self._parent = folders.of(options.out)
         self._group: dist.ProcessGroup | None = None
@@ -146,7 +148,7 @@ class Checkpoints:
     def _finish(self, step: int) -> None:
         """Rename the checkpoint and prune old ones. Local: rank 0's save returns only after all ranks have written."""
         if self._ranks.first:
-            folders.finish(self._parent, step)
+            self.finished(step, folders.finish(self._parent, step))
             folders.prune(self._parent, self._options.keep)
 
     # Resuming -------------------------------------------------------------------------------------

@@ -53,8 +53,9 @@ class Guard:
         """Alarms so far, including those of the runs that this run resumed from."""
         return 0 if self._guard is None else self._guard.alarms
 
-    def observe(self, step: int, loss: Tensor) -> None:
-        """Check the loss of a step. Call it between the backward and the update. COLLECTIVE, unless it is off.
+    def observe(self, step: int, loss: Tensor) -> fp8dist.LossAlarm | None:
+        """Check the loss of a step, and return the alarm, if any. Call it between the backward and the update.
+        COLLECTIVE, unless it is off.
 
         Args:
             loss: this rank's mean loss, on the device.
@@ -62,8 +63,7 @@ class Guard:
         Raises:
             LossDiverged: on all ranks, with "stop".
         """
-        if self._guard is not None:
-            self._guard.observe(loss, step)
+        return None if self._guard is None else self._guard.observe(loss, step)
 
     def halve_learning_rate(self, alarm: fp8dist.LossAlarm) -> None:
         """Halve the learning rate, from this step's update on."""

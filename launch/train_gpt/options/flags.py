@@ -333,7 +333,11 @@ def _add_watch_flags(group: argparse._ArgumentGroup) -> None:
         help="with FP8: write the amax, scale, saturated share and underflow share of each slot to scales.jsonl under "
         "--out every N steps; 0: never",
     )
-    add("--watch-ranks", action="store_true", help="with --watch-every: also write which rank held each maximum")
+    add(
+        "--watch-ranks",
+        action="store_true",
+        help="with --watch-every: also write which rank and microbatch held each maximum, and the times of each rank",
+    )
     add(
         "--scale-jump",
         type=_number("finite and above 1", lambda factor: factor > 1),

@@ -1,27 +1,28 @@
-"""Progress bar, ``metrics.jsonl`` and training time of a run."""
+"""Progress of a run: the losses of all ranks, its progress bar and its training time."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from fp8dist import StateManager
-from fp8dist.monitoring.monitor import keep_lines
+import fp8dist
+from fp8dist.monitoring.run_format import METRICS
 from launch.train_gpt.measure.skew import Skew
 from launch.train_gpt.measure.waiting import Waiting
 from launch.train_gpt.options.options import Options
 from launch.train_gpt.ranks import Ranks, mean_of
 
-__all__ = ["Recorder"]
+__all__ = ["Progress"]
 
 FINAL_STEPS = 10
 """The final training loss is the mean over this many steps."""
@@ -30,32 +31,46 @@ PLAIN_LINES = 5
 """Number of progress lines of a run whose stderr is not a terminal."""
 
 
-class Recorder:
-    """Collects losses on the device and reads them every ``--log-every`` steps.
+class Step(NamedTuple):
+    """What is recorded of a step before its loss is read. ``loss``, ``grad_norm``: 0-d, on the device; the loss is this
+    rank's. ``known``: fields of its line."""
+
+    number: int
+    loss: Tensor
+    grad_norm: Tensor | None
+    known: dict[str, Any]
+
+
+class Progress:
+    """Collects losses on the device, and every ``--log-every`` steps gives them to the run's recorder.
 
     ``flush`` makes one all_gather, of the losses and the waits of each rank since the last flush. Between flushes
-    nothing is read from the device and nothing is communicated. Rates and FP8 metrics are means over that interval.
+    nothing is read from the device and nothing is communicated, except what the recorder's watch does. Rates and FP8
+    metrics are means over that interval.
     """
 
     def __init__(
-        self, options: Options, ranks: Ranks, manager: StateManager | None, waits: Waiting, done: int = 0
+        self,
+        options: Options,
+        ranks: Ranks,
+        recorder: fp8dist.Recorder,
+        manager: fp8dist.StateManager | None,
+        waits: Waiting,
+        done: int = 0,
     ) -> None:
         """
         Args:
             waits: the measured waits of this rank.
-            done: steps of the run that this one resumes from. Their lines stay, lines of later steps are dropped.
+            done: steps of the run that this one resumes from.
         """
         self.training_seconds = 0.0
         self.final_losses: deque[float] = deque(maxlen=FINAL_STEPS)
         self.skew = Skew(ranks.size)
         self._options, self._ranks, self._manager, self._waits = options, ranks, manager, waits
-        self._waiting: list[tuple[int, float, Tensor]] = []  # step, learning rate, loss [] on the device
-        self._file: TextIO | None = None
-        if ranks.first:
-            path = options.out / "metrics.jsonl"
-            keep_lines(path, done, lambda line: "loss" in line)
-            self._file = path.open("a", encoding="utf-8")
-            self.final_losses.extend(_losses(path))
+        self._recorder = recorder
+        self._waiting: list[Step] = []
+        if ranks.first and done:
+            self.final_losses.extend(_losses(options.out / METRICS))
         disable = None if ranks.first else True
         self._bar = tqdm(total=options.last_step, initial=done, desc=options.precision, unit="step", disable=disable)
         self._sync_ms = self._metrics().get("fp8/sync_wait_ms", 0.0)
@@ -67,10 +82,18 @@ class Recorder:
         options = self._options
         return options.batch_size * options.context * options.accumulate * self._ranks.size
 
-    def add(self, step: int, learning_rate: float, loss: Tensor) -> None:
+    def add(self, step: int, learning_rate: float, loss: Tensor, grad_norm: Tensor | None = None) -> None:
         """Record a step. Local; does not wait for the device."""
-        self._waiting.append((step, learning_rate, loss))
+        known: dict[str, Any] = {"time": time.time(), "learning_rate": learning_rate, "tokens": self.tokens_per_step}
+        if self._manager is not None:
+            known |= {"proven": self._manager.proven_step, "checked": self._manager.checked_step}
+        self._waiting.append(Step(step, loss, grad_norm, known))
         self._bar.update()
+
+    def tell(self, alarm: fp8dist.LossAlarm) -> None:
+        """Record an alarm of the loss guard. Local."""
+        kind = "spike" if alarm.kind == "spike" else "nonfinite_loss"
+        self._recorder.event(kind, alarm.step, loss=alarm.loss, median=alarm.median)
 
     def due(self, step: int) -> bool:
         """Return True if ``flush`` is due after this step, counted from 1."""
@@ -81,12 +104,12 @@ class Recorder:
         return step % options.log_every == 0 or step == options.last_step or bool(validates) or saves
 
     def flush(self, validate: Callable[[], float] | None = None) -> None:
-        """Write the steps since the last flush. COLLECTIVE.
+        """Give the steps since the last flush to the recorder. COLLECTIVE.
 
         Args:
             validate: returns a validation loss for the last step's line. Its time is not measured.
         """
-        own = torch.stack([loss for _, _, loss in self._waiting])
+        own = torch.stack([step.loss for step in self._waiting])
         waits = self._waits.take(self._manager, len(own)).to(own.device)
         everyones = torch.stack(self._ranks.gather(torch.cat([own[None], waits]))).cpu()
         losses = mean_of(everyones[:, 0].unbind()).tolist()
@@ -94,30 +117,27 @@ class Recorder:
         self.training_seconds += seconds
         self.final_losses.extend(losses)
         validation = {} if validate is None else {"validation_loss": validate()}
-        if self._file is not None:
-            self._write(self._file, losses, seconds, self.skew.add(everyones[:, 1:].double().numpy()), validation)
+        if self._ranks.first:
+            measured = everyones[:, 1:].double().numpy()
+            self._write(losses, waits[2].tolist(), seconds, self.skew.add(measured), validation)
             self._report_progress(losses[-1])
         self._waiting.clear()
         self._start = time.perf_counter()
 
     def save_own(self) -> None:
         """Write the steps since the last flush with this rank's loss only, if collectives are impossible. Local."""
-        if self._file is not None:
-            for step, learning_rate, loss in self._waiting:
-                line = {"step": step, "loss_of_rank_0": loss.item(), "learning_rate": learning_rate}
-                self._file.write(json.dumps(line) + "\n")
-            self._waiting.clear()
+        for step in self._waiting if self._ranks.first else ():
+            self._recorder.log(step.number, loss_of_rank_0=step.loss, **step.known)
+        self._waiting.clear()
 
     def close(self) -> None:
-        """Close the progress bar and the file."""
+        """Close the progress bar."""
         self._bar.close()
-        if self._file is not None:
-            self._file.close()
 
     def _write(
         self,
-        file: TextIO,
         losses: list[float],
+        times: list[float],
         seconds: float,
         waits: list[dict[str, Any]],
         validation: dict[str, float],
@@ -131,12 +151,11 @@ class Recorder:
             interval["cold_slots"] = int(metrics["fp8/cold_slots"])
             for name in ("nonfinite_amaxes", "high_precision_modules", "fallbacks"):
                 interval[name] = int(metrics[f"fp8/{name}"])
-        for (step, learning_rate, _), loss, waited in zip(self._waiting, losses, waits, strict=True):
-            line = {"step": step, "loss": loss, "learning_rate": learning_rate, **interval, **waited}
-            if step == self._waiting[-1][0]:
+        for step, loss, ms, waited in zip(self._waiting, losses, times, waits, strict=True):
+            line = {**step.known, **interval, **waited, "step_ms": None if math.isnan(ms) else round(ms, 4)}
+            if step is self._waiting[-1]:
                 line.update(validation)
-            file.write(json.dumps(line) + "\n")
-        file.flush()
+            self._recorder.log(step.number, loss=loss, grad_norm=step.grad_norm, **line)
 
     def _metrics(self) -> dict[str, float]:
         """Return the FP8 metrics on rank 0, else {}. Local; waits for the device."""
@@ -144,7 +163,7 @@ class Recorder:
 
     def _report_progress(self, loss: float) -> None:
         self._bar.set_postfix(loss=f"{loss:.3f}")
-        done, steps = self._waiting[-1][0], self._options.last_step
+        done, steps = self._waiting[-1].number, self._options.last_step
         before = done - len(self._waiting)
         if self._bar.disable and done * PLAIN_LINES // steps > before * PLAIN_LINES // steps:
             print(f"{self._options.precision}: step {done} of {steps}, loss {loss:.3f}", file=sys.stderr, flush=True)
@@ -153,4 +172,6 @@ class Recorder:
 def _losses(path: Path) -> Iterator[float]:
     with path.open(encoding="utf-8") as lines:
         for text in lines:
-            yield json.loads(text)["loss"]
+            line = json.loads(text)
+            if "loss" in line:
+                yield float(line["loss"])

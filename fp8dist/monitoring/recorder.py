@@ -1,0 +1,272 @@
+"""Recorder: writes the folder of a run from any training loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.monitoring.exporter import Exporter
+from fp8dist.monitoring.monitor import SlotStatistics
+from fp8dist.monitoring.run_files import RunFiles
+from fp8dist.monitoring.run_format import EVENTS, METRICS, RANKS, SCALES
+from fp8dist.monitoring.run_header import header
+from fp8dist.monitoring.watch import Observation
+from fp8dist.names import check_keywords, require_int
+from fp8dist.sync.groups import own_rank, world_size
+from fp8dist.text import first_few
+
+__all__ = ["Recorder"]
+
+logger = logging.getLogger("fp8dist")
+
+_COUNTS = ("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks")
+"""Metrics of the manager that a due line has, without their prefix."""
+
+
+class Recorder:
+    """Writes the folder of a run (docs/reference/run-folder.md). Local: it adds no collective to those of the watch.
+
+    One rank writes: the lowest that shares the manager's FP8 state, or rank 0. On the others all calls do nothing.
+
+        recorder = fp8dist.Recorder("runs/first", manager)
+        manager.attach(model, optimizer=optimizer)
+        with recorder:
+            for step in range(1, 101):
+                …
+                recorder.log(step, loss=loss, grad_norm=norm, tokens=tokens)
+
+    Lines are appended, so a killed process loses at most the line that it was writing. A full disk does not end the
+    training: one warning, then no more writes.
+
+    Args:
+        folder: created if it does not exist. Without ``resume_after``, a new run replaces the numbers of an earlier
+            one; events stay.
+        manager: a StateManager that is not attached yet. None: a run without FP8 state.
+        every: interval in steps of the watch and of the FP8 numbers. 0: no watch, and no collective.
+        resume_after: the step that the run continues from. Numbers of later steps are dropped.
+        ranks: also record who held each maximum, and the times of each rank. See ``StateManager.watch``.
+        jump: see ``StateManager.watch``.
+        exporters: get the same numbers, on the writing rank. One that raises is left out from then on.
+        tensorboard: see ``StateManager.watch``.
+        precision: what the run computes in, such as "bf16". None: "fp8", or the default dtype of a run without FP8.
+        peaks: dense FLOP/s of one rank's device, such as {"high": 989.5e12, "fp8": 1979e12}. None: by the GPU's name.
+
+    Raises:
+        ConfigurationError: another process records there, the folder cannot be written to, or an argument is invalid.
+    """
+
+    @check_keywords("fp8dist.Recorder")
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        manager: Any = None,
+        *,
+        every: int = 10,
+        resume_after: int | None = None,
+        ranks: bool = True,
+        jump: float | None = None,
+        exporters: Sequence[Exporter] = (),
+        tensorboard: str | os.PathLike[str] | None = None,
+        precision: str | None = None,
+        peaks: Mapping[str, float] | None = None,
+    ) -> None:
+        require_int("every", every, 0, what="a number of steps, or 0 for no watch,")
+        self.folder = Path(folder)
+        self.writes = own_rank() == 0 if manager is None else bool(manager.describe()["writes"])
+        self._manager, self._every = manager, every
+        self._exporters = list(exporters) if self.writes else []
+        self._files = RunFiles(self.folder, resume_after) if self.writes else None
+        self._head: Callable[[Mapping[str, Any]], dict[str, Any]] | None = lambda described: header(
+            described, every, precision, peaks
+        )
+        self._last_step, self._last_log = resume_after or 0, math.nan
+        self._synced = self._last_step, 0.0  # Step and fp8/sync_wait_ms of the last due line.
+        self._checked: int | None = None
+        self._seen: Observation | None = None
+        if manager is not None and every:
+            manager.watch(
+                every,
+                self.folder / SCALES if self.writes else None,
+                tensorboard if self.writes else None,
+                jump,
+                ranks,
+                resume_after,
+                self._observe if self.writes else None,
+            )
+        if manager is not None and self.writes:
+            manager.on_event(self._hear)
+        self.event("start", self._last_step, resumed_after=resume_after, ranks=world_size())
+        self._describe()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(None if kind is None else kind.__name__)
+
+    def log(self, step: int, *, loss: Any = None, grad_norm: Any = None, tokens: Any = None, **numbers: Any) -> None:
+        """Write the numbers of a step. Local. On a due step it reads the FP8 state, which waits for the device.
+
+        Numbers are Python numbers, tensors with one element, or None. A tensor is read at once, which waits for its
+        device. ``time`` (Unix seconds) and ``step_ms`` are measured between calls, unless given.
+
+        Args:
+            step: number of the step that ended.
+            tokens: tokens of this step, of all ranks.
+
+        Raises:
+            ConfigurationError: a value is not a number.
+        """
+        require_int("step", step, 0, what="the number of a step")
+        given = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens}
+        values = {name: value for name, value in given.items() if value is not None} | numbers
+        for name, value in values.items():
+            _require_number(name, value)
+        if self._files is None:
+            return
+        self._describe()
+        now = time.perf_counter()
+        line: dict[str, Any] = {"step": step, "time": time.time()}
+        if step > self._last_step and not math.isnan(self._last_log):
+            line["step_ms"] = 1e3 * (now - self._last_log) / (step - self._last_step)
+        line |= {name: _read(value) for name, value in values.items()}
+        if self._every and step % self._every == 0 and self._manager is not None:
+            line = {**line, **dict(self._fp8(step)), **line}  # What is given comes first.
+        self._last_step, self._last_log = step, now
+        self._files.add(METRICS, [line])
+        numbers = {name: math.nan if value is None else float(value) for name, value in line.items()}
+        self._export("write", step, numbers, ())
+        self._tell_checked()
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Write an event, such as "saved" with ``path=…``. Local.
+
+        Args:
+            kind: any name. The kinds that the library writes are in docs/reference/run-folder.md.
+            fields: JSON values; others are written as their ``str()``.
+        """
+        if self._files is None:
+            return
+        line = {"step": step, "time": time.time(), "kind": kind, **fields}
+        line = json.loads(json.dumps(line, default=str))
+        self._files.add(EVENTS, [line])
+        self._export("event", line)
+
+    def close(self, error: str | None = None) -> None:
+        """Write "end", and close files and exporters. Local. Later calls do nothing.
+
+        Args:
+            error: what ended the run early.
+        """
+        if self._files is None:
+            return
+        self._describe()
+        self._tell_checked()
+        self.event("end", self._last_step, **({} if error is None else {"error": error}))
+        self._export("close")
+        self._files.close()
+        self._files = None
+
+    # What the manager tells --------------------------------------------------------------------------
+
+    def _observe(self, seen: Observation) -> None:
+        """Record what the watch collected. Called inside the step, so it must not raise."""
+        if self._files is None:
+            return
+        self._describe()
+        self._seen = seen
+        if seen.ranks:
+            waits = [None if math.isnan(one.sync_wait) else one.sync_wait for one in seen.ranks.values()]
+            steps = [None if math.isnan(one.step) else one.step for one in seen.ranks.values()]
+            line = {"step": seen.step, "time": time.time(), "ranks": list(seen.ranks)}
+            self._files.add(RANKS, [{**line, "sync_wait_ms": waits, "step_ms": steps}])
+        self._export("write", seen.step, {}, seen.slots)
+
+    def _hear(self, event: Any) -> None:
+        """Record an Event of the manager, at the step of the run that ended last."""
+        step, slots = self._manager.run_step, [str(slot) for slot in event.slots]
+        fields: dict[str, Any] = {"slots": slots} if slots else {}
+        if event.report is not None:
+            fields["report"] = event.report.to_json()
+        if event.kind == "nonfinite" and self._seen is not None and self._seen.step == step:
+            fields |= self._first_nonfinite(self._seen.slots)
+        self.event(event.kind, step, **fields)
+
+    def _first_nonfinite(self, slots: Sequence[SlotStatistics]) -> dict[str, Any]:
+        """Return who held the non-finite amax that was probably the first: the earliest microbatch; there, forwards
+        before backwards, in the order of the model's modules, which backwards reverse."""
+        order = {row["module"]: place for place, row in enumerate(self._manager.describe()["modules"])}
+
+        def age(one: SlotStatistics) -> tuple[Any, ...]:
+            place, backward = order.get(one.slot.fqn, len(order)), one.slot.role == "grad_output"
+            microbatch = math.inf if one.amax_microbatch is None else one.amax_microbatch
+            return microbatch, backward, -place if backward else place, one.slot.role != "weight"
+
+        found = [one for one in slots if one.amax is not None and not math.isfinite(one.amax)]
+        if not found:
+            return {}
+        first = min(found, key=age)
+        who = {"rank": first.amax_rank, "microbatch": first.amax_microbatch}
+        known = {name: value for name, value in who.items() if value is not None}
+        return {**known, "module": first.slot.fqn, "role": first.slot.role}
+
+    def _fp8(self, step: int) -> Iterator[tuple[str, float | None]]:
+        metrics = self._manager.metrics()
+        yield "proven", self._manager.proven_step
+        yield "checked", self._manager.checked_step
+        for name in _COUNTS:
+            yield name, int(metrics[f"fp8/{name}"])
+        (before, waited), self._synced = self._synced, (step, metrics["fp8/sync_wait_ms"])
+        if step > before:
+            yield "sync_ms", (metrics["fp8/sync_wait_ms"] - waited) / (step - before)
+
+    def _tell_checked(self) -> None:
+        """Write an event if a check has found all equal since the last call."""
+        checked = None if self._manager is None else self._manager.checked_step
+        if checked != self._checked and checked is not None:
+            self.event("checked", checked)
+        self._checked = checked
+
+    # Writing -----------------------------------------------------------------------------------------
+
+    def _describe(self) -> None:
+        """Write the header, once: as soon as the manager is attached, because then device and hosts are known."""
+        if self._head is None or self._files is None:
+            return
+        described = {} if self._manager is None else self._manager.describe()
+        if self._manager is None or described["attached"]:
+            self._files.describe(self._head(described))
+            self._head = None
+
+    def _export(self, call: str, *arguments: Any) -> None:
+        for exporter in tuple(self._exporters):
+            try:
+                getattr(exporter, call)(*arguments)
+            except Exception as error:  # It may raise anything, and must not end the training.
+                self._exporters.remove(exporter)
+                what = f"{type(exporter).__name__}.{call}: {type(error).__name__}: {first_few(str(error).split(), 20)}"
+                logger.warning("fp8dist: an exporter is left out from now on: %s", what)
+
+
+def _require_number(name: str, value: object) -> None:
+    """Raise ConfigurationError unless the value is a number, a tensor with one element, or None. Reads no tensor."""
+    one = value.numel() == 1 if isinstance(value, Tensor) else value is None or isinstance(value, Real)
+    if not one:
+        raise ConfigurationError(
+            f"recorder.log({name}=…) takes a number or a tensor with one element, got {repr(value)[:80]}"
+        )
+
+
+def _read(value: Any) -> float | int | None:
+    value = value.item() if isinstance(value, Tensor) else value
+    return value if value is None or isinstance(value, int) else float(value)

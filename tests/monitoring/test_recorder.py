@@ -1,0 +1,438 @@
+"""Recorder: the folder of a run, written by any loop."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fp8dist
+from fp8dist import DelayedScaling, Fallback, Recorder, SlotStatistics
+from fp8dist.errors import ConfigurationError, UnknownArgumentError
+from fp8dist.monitoring import run_files
+from fp8dist.monitoring.run_header import peaks_of
+from fp8dist.report.folder import RunFolder
+from tests.support.collectives import counted_collectives
+from tests.support.forked import context
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net
+
+SLOTS = 9
+
+
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def kinds(folder: Path) -> list[str]:
+    return [line["kind"] for line in read(folder, "events")]
+
+
+def train(
+    folder: Path, steps: int, group: Any = None, after: int = 0, planted: Mapping[int, float] | None = None, **made: Any
+) -> fp8dist.StateManager:
+    """Train and record a net. ``planted``: a number for one input element, by step, on the last rank."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
+    prepared = {name: made.pop(name) for name in ("fallback", "check_every") if name in made}
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=group, **prepared)
+    recorder = Recorder(folder, manager, resume_after=after or None, **{"every": 3, **made})
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
+    manager.attach(optimizer=optimizer)
+    with recorder:
+        for step in range(after + 1, after + steps + 1):
+            x, y = batch(rank, step)
+            if planted and step in planted and rank == size - 1:
+                x[1, 2] = planted[step]
+            loss = (net(x) - y).square().mean()
+            loss.backward()
+            for parameter in net.parameters():  # A NaN stays in its step.
+                assert parameter.grad is not None
+                parameter.grad.nan_to_num_(0, 0, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.log(step, loss=loss.detach(), grad_norm=torch.tensor(0.5 * step), tokens=8 * size, mine=step / 4)
+    return manager
+
+
+# One process -------------------------------------------------------------------------------------
+
+
+def test_a_run_without_fp8_is_a_run(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "new" / "run", peaks={"high": 2e12, "fp8": 4e12}) as recorder:
+        for step in range(1, 4):
+            recorder.log(step, loss=torch.tensor(math.nan if step == 2 else 1.5 / step), tokens=64, tries=step)
+        recorder.event("saved", 3, path=Path("somewhere"))
+    run = RunFolder(tmp_path / "new" / "run")
+    lines = list(run.metrics().new())
+    assert [line["loss"] for line in lines] == [1.5, "NaN", 0.5]
+    assert [(line["step"], line["tokens"], line["tries"]) for line in lines] == [(1, 64, 1), (2, 64, 2), (3, 64, 3)]
+    assert [line.get("step_ms", 0.0) > 0 for line in lines] == [False, True, True]
+    assert all(abs(line["time"] - time.time()) < 60 for line in lines)
+    events = list(run.events().new())
+    assert [(event["kind"], event["step"]) for event in events] == [("start", 0), ("saved", 3), ("end", 3)]
+    assert events[0] | {"time": 0} == {"step": 0, "time": 0, "kind": "start", "resumed_after": None, "ranks": 1}
+    assert events[1]["path"] == "somewhere"
+    assert (run.header["precision"], run.header["peaks"]) == ("float32", {"high": 2e12, "fp8": 4e12})
+    assert (run.header["ranks"], run.header["hosts"], run.header["every"]) == (1, [socket.gethostname()], 10)
+    assert run.header["versions"]["torch"] == torch.__version__
+    assert run.header["modules"] == run.header["slots"] == []
+
+
+def test_numbers_of_a_due_step_are_those_of_the_state(tmp_path: Path) -> None:
+    manager = train(tmp_path, 6, planted={6: 3e4})
+    lines, metrics = read(tmp_path, "metrics"), manager.metrics()
+    due = [line for line in lines if "cold_slots" in line]
+    assert [line["step"] for line in due] == [3, 6]
+    for name in ("cold_slots", "nonfinite_amaxes", "saturated_amaxes", "high_precision_modules", "fallbacks"):
+        assert due[1][name] == metrics[f"fp8/{name}"]
+    assert due[1]["saturated_amaxes"] > due[0]["saturated_amaxes"]
+    assert (due[1]["proven"], due[1]["checked"]) == (None, None)  # One rank proves nothing.
+    assert [(line["grad_norm"], line["mine"]) for line in lines] == [(0.5 * i, i / 4) for i in range(1, 7)]
+    for line in read(tmp_path, "scales")[SLOTS:]:
+        assert line["amax"] == manager.amax(*line["slot"].rsplit(":", 1)).item()
+    assert read(tmp_path, "ranks")[1]["ranks"] == [0]
+    header = RunFolder(tmp_path).header
+    assert [slot["slot"] for slot in header["slots"]] == [str(slot) for slot in manager.slots]
+    assert header["modules"][0] == {
+        "module": "first",
+        "flops": 2 * 32 * 48,
+        "gemms": {"fprop": "fp8", "dgrad": "fp8", "wgrad": "fp8"},
+        "reason": "",
+    }
+    assert (header["device"], header["precision"], header["every"]) == ("cpu", "fp8", 3)
+
+
+def test_events_are_the_managers_and_name_who_held_a_nan(tmp_path: Path) -> None:
+    manager = train(tmp_path, 6, planted={3: math.nan, 4: 1e4, 5: math.nan}, fallback=Fallback(steps=1), jump=2.0)
+    events = read(tmp_path, "events")
+    nonfinite = [event for event in events if event["kind"] == "nonfinite"]
+    assert [event["step"] for event in nonfinite] == [3, 5]
+    who = {"rank": 0, "microbatch": 0, "module": "first", "role": "input"}
+    assert who.items() <= nonfinite[0].items()  # A step that the watch saw.
+    assert not who.keys() & nonfinite[1].keys()
+    assert "first:input" in nonfinite[1]["slots"]
+    fallback = next(event for event in events if event["kind"] == "fallback")
+    assert (fallback["step"], fallback["slots"]) == (3, nonfinite[0]["slots"])
+    assert {str(slot) for slot in manager.slots} >= set(fallback["slots"])
+    jump = next(event for event in events if event["kind"] == "jump")
+    assert jump["step"] == 6
+
+
+def test_a_resume_drops_later_numbers_and_keeps_all_events(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    train(whole, 6)
+    train(part, 5)
+    for name in ("metrics", "events"):  # As if killed in the middle of a line.
+        with (part / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 5, "lo')
+    manager = train(part, 3, after=3)
+    assert manager.run_step == 6
+    assert [line["step"] for line in read(part, "metrics")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read(part, "ranks")] == [3, 6]
+    assert [line["step"] for line in read(part, "scales")] == [3] * SLOTS + [6] * SLOTS
+    events = list(RunFolder(part).events().new())
+    assert [(event["kind"], event["step"]) for event in events] == [("start", 0), ("end", 5), ("start", 3), ("end", 6)]
+    assert events[2]["resumed_after"] == 3
+
+
+def test_a_new_run_replaces_the_numbers_of_an_earlier_one(tmp_path: Path) -> None:
+    train(tmp_path, 6)
+    with Recorder(tmp_path) as recorder:
+        recorder.log(1, loss=2.0)
+    assert [line["step"] for line in read(tmp_path, "metrics")] == [1]
+    assert not (tmp_path / "scales.jsonl").exists()
+    assert read(tmp_path, "ranks") == []
+    assert kinds(tmp_path) == ["start", "end"] * 2
+
+
+def test_a_second_writer_is_refused_in_one_line(tmp_path: Path) -> None:
+    first = Recorder(tmp_path)
+    first.log(1, loss=1.0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigurationError, match="another process records a run there") as caught:
+        Recorder(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    first.close()
+    Recorder(tmp_path, resume_after=1).close()
+
+
+def test_an_unusable_folder_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"file/run: cannot record there: Not a directory: give a folder"):
+        Recorder(tmp_path / "file" / "run")
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="every must be a number of steps"):
+        Recorder(tmp_path, every=-1)
+    with pytest.raises(UnknownArgumentError):
+        Recorder(tmp_path, evry=3)  # type: ignore[call-arg]
+    with Recorder(tmp_path) as recorder:
+        for value in ("1.5", [1.5], torch.zeros(2)):
+            with pytest.raises(
+                ConfigurationError, match=r"recorder.log\(loss=…\) takes a number or a tensor with one element"
+            ):
+                recorder.log(1, loss=value)
+        with pytest.raises(ConfigurationError, match="step must be"):
+            recorder.log(1.5, loss=1.0)  # type: ignore[arg-type]
+    recorder.log(2, loss=1.0)  # After the end: nothing.
+    assert read(tmp_path, "metrics") == []
+
+
+def test_what_ended_a_run_is_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Recorder(tmp_path):
+        raise ZeroDivisionError
+    assert read(tmp_path, "events")[-1]["error"] == "ZeroDivisionError"
+
+
+def test_a_recorder_that_is_dropped_releases_the_lock(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    del recorder
+    gc.collect()
+    Recorder(tmp_path).close()
+
+
+def _log_until_killed(folder: str) -> None:
+    recorder = Recorder(folder)
+    for step in range(1, 10**6):
+        recorder.log(step, loss=step / 3)
+
+
+@pytest.mark.slow
+def test_killed_between_two_writes_it_loses_at_most_one_line_and_the_lock(tmp_path: Path) -> None:
+    process = context().Process(target=_log_until_killed, args=(str(tmp_path),))
+    process.start()
+    metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 30
+    while not (metrics.exists() and metrics.stat().st_size > 20_000):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    lines = RunFolder(tmp_path).metrics()
+    steps = [line["step"] for line in lines.new()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert lines.left_out == 0
+    with Recorder(tmp_path, resume_after=steps[-1]) as recorder:
+        recorder.log(steps[-1] + 1, loss=0.0)
+    assert [line["step"] for line in read(tmp_path, "metrics")] == [*steps, steps[-1] + 1]
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    assert recorder._files is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, recorder._files._files["metrics.jsonl"])
+    os.close(full)
+    with captured_log() as log, recorder:
+        for step in range(1, 4):
+            recorder.log(step, loss=1.0)
+    ((_, text),) = log
+    assert text == f"fp8dist: nothing more is recorded: {tmp_path / 'metrics.jsonl'}: No space left on device"
+    assert kinds(tmp_path) == ["start"]  # Not even an event.
+
+
+def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(run_files.os, "write", lambda file, text: write(file, text[:7]))
+    with Recorder(tmp_path) as recorder:
+        recorder.log(1, loss=1.0)
+    assert read(tmp_path, "metrics")[0]["loss"] == 1.0
+
+
+class Sink:
+    """An exporter that keeps what it gets, and may fail."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.got: list[tuple[str, Any]] = []
+        self.fails = fails
+
+    def write(self, step: int, numbers: Mapping[str, float], slots: Sequence[SlotStatistics]) -> None:
+        if self.fails:
+            raise RuntimeError("no\nroute")
+        self.got.append(("slots" if slots else "numbers", (step, dict(numbers), list(slots))))
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self.got.append(("event", dict(event)))
+
+    def close(self) -> None:
+        self.got.append(("close", None))
+
+
+def test_exporters_get_what_the_files_get(tmp_path: Path) -> None:
+    sink, broken = Sink(), Sink(fails=True)
+    with captured_log() as log:
+        train(tmp_path, 3, exporters=[broken, sink])
+    assert [text for _, text in log if "exporter" in text] == [
+        "fp8dist: an exporter is left out from now on: Sink.write: RuntimeError: no, route"
+    ]
+    assert [kind for kind, _ in broken.got] == ["event"]
+    kinds_of = [kind for kind, _ in sink.got]
+    assert kinds_of == ["event", "numbers", "numbers", "slots", "numbers", "event", "close"]
+    lines = read(tmp_path, "metrics")
+    for (step, numbers, _), line in zip([got for kind, got in sink.got if kind == "numbers"], lines):
+        assert numbers == {name: value for name, value in line.items() if value is not None}
+        assert step == line["step"]
+    ((step, numbers, slots),) = [got for kind, got in sink.got if kind == "slots"]
+    assert (step, numbers) == (3, {})
+    for one, line in zip(slots, read(tmp_path, "scales"), strict=True):
+        assert {"step": 3, "slot": str(one.slot), **dict(one.numbers())} == line
+    assert [got for kind, got in sink.got if kind == "event"] == read(tmp_path, "events")
+
+
+def test_peaks_are_those_of_the_exact_device() -> None:
+    assert peaks_of("NVIDIA H100 80GB HBM3") == {"high": 989.5e12, "fp8": 1979e12}
+    assert peaks_of("NVIDIA H100 PCIe") == {"high": 756e12, "fp8": 1513e12}
+    assert peaks_of("NVIDIA GB200") == {"high": 2.5e15, "fp8": 5e15}
+    assert peaks_of("NVIDIA A100-SXM4-80GB") is None
+    assert peaks_of("cpu") is None
+
+
+# Ranks -------------------------------------------------------------------------------------------
+
+
+def _recorded(folder: str, every: int, ranks: bool) -> tuple[list[int], dict[str, float]]:
+    with counted_collectives() as calls:
+        manager = train(Path(folder), 6, dist.group.WORLD, every=every, ranks=ranks, planted={6: math.nan})
+    return calls.sizes, manager.metrics()
+
+
+@pytest.mark.parametrize(("every", "ranks"), [(3, True), (3, False), (0, True)])
+def test_collectives_are_the_watchs_and_no_others(two_ranks: RankPool, tmp_path: Path, every: int, ranks: bool) -> None:
+    (sizes, metrics), (there, _) = two_ranks.run(_recorded, str(tmp_path), every, ranks)
+    watch = 8 * (3 * SLOTS + 2 * 2) if ranks else 4 * 3 * SLOTS
+    weights, sync = 4 * SLOTS, 4 * (8 + SLOTS)
+    assert sorted(sizes) == sorted([weights] + [sync] * 6 + [watch] * (2 if every else 0))
+    assert sizes == there
+    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "scales.jsonl").exists() == bool(every)
+    header = RunFolder(tmp_path).header
+    assert (header["ranks"], header["hosts"]) == (2, [socket.gethostname()] * 2)
+    (event,) = [line for line in read(tmp_path, "events") if line["kind"] == "nonfinite"]
+    assert event["step"] == 6
+    assert event.get("module") == ("first" if every else None)
+    assert (event.get("rank"), event.get("microbatch")) == ((1, 0) if every and ranks else (None, None))
+    if every:
+        due = next(line for line in read(tmp_path, "metrics") if line["step"] == 6)
+        assert (due["proven"], due["nonfinite_amaxes"]) == (6, metrics["fp8/nonfinite_amaxes"])
+    observed = read(tmp_path, "ranks")
+    assert [line["step"] for line in observed] == ([3, 6] if every and ranks else [])
+    for line in observed:
+        assert line["ranks"] == [0, 1]
+        assert all(ms > 0 for ms in line["step_ms"])
+        assert all(ms >= 0 for ms in line["sync_wait_ms"])
+
+
+def _slow_rank(folder: str) -> None:
+    rank, net = dist.get_rank(), make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD)
+    recorder = Recorder(folder, manager, every=4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
+    manager.attach(optimizer=optimizer)
+    for _ in range(4):
+        net(batch(rank, 0)[0]).sum().backward()
+        time.sleep(0.05 * rank)
+        optimizer.step()
+    taken = manager.take_waits()  # Its reader loses nothing to the recorder.
+    assert len(taken) == 4
+    recorder.close()
+
+
+@pytest.mark.slow
+def test_a_slow_rank_shows_in_the_waits_of_the_others(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_slow_rank, str(tmp_path))
+    (line,) = read(tmp_path, "ranks")
+    fast, slow = line["sync_wait_ms"]
+    assert fast > slow + 25
+
+
+def _checked(folder: str) -> tuple[int | None, int | None, dict[str, float]]:
+    manager = train(Path(folder), 6, dist.group.WORLD, check_every=2)
+    return manager.proven_step, manager.checked_step, manager.metrics()
+
+
+def test_proven_and_checked_steps(two_ranks: RankPool, tmp_path: Path) -> None:
+    for proven, checked, metrics in two_ranks.run(_checked, str(tmp_path)):
+        assert (proven, checked) == (6, 4)  # The check after step 6 would come in the next step.
+        assert (metrics["fp8/proven_step"], metrics["fp8/checked_step"]) == (6.0, 4.0)
+    assert [event["step"] for event in read(tmp_path, "events") if event["kind"] == "checked"] == [2, 4]
+
+
+def _damaged(folder: str) -> tuple[int | None, list[str]]:
+    rank, net = dist.get_rank(), make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, check_policy="warn")
+    with Recorder(folder, manager, every=2) as recorder, captured_log():
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+        manager.attach(optimizer=optimizer)
+        for step in range(1, 5):
+            net(batch(rank, 0)[0]).sum().backward()
+            if step == 3 and rank == 1:
+                manager.set_scale("first", "input", 3.0)
+            if step == 4:
+                proven = manager.proven_step
+            optimizer.step()
+            recorder.log(step, loss=1.0)
+    return proven, recorder.folder.name.split()
+
+
+def test_a_divergence_is_recorded_with_its_report(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert [proven for proven, _ in two_ranks.run(_damaged, str(tmp_path))] == [2, 2]
+    (event,) = [line for line in read(tmp_path, "events") if line["kind"] == "diverged"]
+    assert event["step"] == 3
+    assert event["report"]["findings"][0]["name"] == "first:input"
+    assert read(tmp_path, "metrics")[-1]["proven"] == 4
+
+
+def _unshared(folder: str) -> bool:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, amax_sync=False)
+    recorder = Recorder(folder, manager, every=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
+    manager.attach(optimizer=optimizer)
+    with recorder:
+        net(batch(0, 0)[0]).sum().backward()
+        optimizer.step()
+        recorder.log(1, loss=1.0)
+    return recorder.writes
+
+
+def test_one_rank_writes_also_without_shared_state(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(_unshared, str(tmp_path)) == [True, False]
+    assert len(read(tmp_path, "scales")) == SLOTS
+    assert read(tmp_path, "ranks")[0]["ranks"] == [0]
+
+
+def _in_two_groups(folder: str) -> list[int]:
+    rank, net = dist.get_rank(), make_net()
+    alone = [dist.new_group([member]) for member in range(2)][rank]
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, groups={"branch": alone})
+    recorder = Recorder(folder, manager, every=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    manager.attach(optimizer=optimizer)
+    with counted_collectives() as calls, recorder:
+        for step in range(2):
+            net(batch(rank, step)[0]).sum().backward()
+            optimizer.step()
+    return calls.sizes
+
+
+def test_each_group_has_its_own_collective_and_the_ranks_are_merged(two_ranks: RankPool, tmp_path: Path) -> None:
+    for sizes in two_ranks.run(_in_two_groups, str(tmp_path)):
+        assert sorted(sizes) == sorted([4 * (8 + 6)] * 2 + [8 * (3 * 6 + 2 * 2)])  # The other group has one rank.
+    (line,) = read(tmp_path, "ranks")
+    assert line["ranks"] == [0, 1]
+    held = {line["slot"]: line["amax_rank"] for line in read(tmp_path, "scales")}
+    assert {held[f"branch:{role}"] for role in ("input", "weight", "grad_output")} == {0}
