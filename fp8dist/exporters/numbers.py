@@ -83,6 +83,8 @@ KNOWN: Mapping[str, Number] = MappingProxyType(
         "straggler": Number("straggler_rank", "Rank that the last steps waited for"),
         "proven": Number("proven_step", "Newest step whose FP8 state the sync has proven equal on all ranks"),
         "checked": Number("checked_step", "Newest step after which a check found everything equal"),
+        "proven_step": Number("proven_step", "Newest step whose FP8 state the sync has proven equal on all ranks"),
+        "checked_step": Number("checked_step", "Newest step after which a check found everything equal"),
         "step": Number("fp8_step", "Steps of the FP8 state"),
         "slots": Number("slots", "Slots, one for each tensor that is cast"),
         "cold_slots": Number("cold_slots", "Slots of delayed scaling that have no scale yet"),

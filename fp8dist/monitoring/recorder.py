@@ -144,7 +144,8 @@ class Recorder:
             line = {**line, **dict(self._fp8(step)), **line}  # What is given comes first.
         self._last_step, self._last_log = step, now
         self._files.add(METRICS, [line])
-        numbers = {name: math.nan if value is None else float(value) for name, value in line.items()}
+        known = {name: value for name, value in line.items() if name not in ("step", "time")}
+        numbers = {name: math.nan if value is None else float(value) for name, value in known.items()}
         self._export("write", step, numbers, ())
         self._tell_checked()
 

@@ -21,6 +21,7 @@ import fp8dist
 from fp8dist import DelayedScaling, Fallback, Recorder, SlotStatistics
 from fp8dist.errors import ConfigurationError, UnknownArgumentError
 from fp8dist.monitoring import run_files
+from fp8dist.monitoring.run_format import from_json
 from fp8dist.monitoring.run_header import peaks_of
 from fp8dist.report.folder import RunFolder
 from tests.support.collectives import counted_collectives
@@ -284,8 +285,9 @@ def test_exporters_get_what_the_files_get(tmp_path: Path) -> None:
     assert kinds_of == ["event", "numbers", "numbers", "slots", "numbers", "event", "close"]
     lines = read(tmp_path, "metrics")
     for (step, numbers, _), line in zip([got for kind, got in sink.got if kind == "numbers"], lines):
-        assert numbers == {name: value for name, value in line.items() if value is not None}
-        assert step == line["step"]
+        assert step == line.pop("step")
+        assert line.pop("time") > 0
+        assert numbers == pytest.approx({name: from_json(value) for name, value in line.items()}, abs=0, nan_ok=True)
     ((step, numbers, slots),) = [got for kind, got in sink.got if kind == "slots"]
     assert (step, numbers) == (3, {})
     for one, line in zip(slots, read(tmp_path, "scales"), strict=True):
