@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from fp8dist.text import columns, plural, ranks_text, wrapped
 
 __all__ = ["MORE", "Divergence", "Finding", "Participant"]
@@ -224,8 +226,8 @@ def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
         ranks: ranks_text(f.ranks),
         "reference": "no majority" if f.reference_rank is None else str(f.reference_rank),
         "index": ", ".join(map(str, f.index or ())),
-        value: repr(f.value) if located else "",
-        "expected": repr(f.expected) if located and not by_side else "",
+        value: _word(f.value) if located else "",
+        "expected": _word(f.expected) if located and not by_side else "",
         "ULP": "" if f.ulp is None else str(f.ulp),
         "what": _what(f),
     }
@@ -237,7 +239,12 @@ def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
 
 
 def _word(value: Any) -> str:
-    """Return an element as text. Words that were compared, such as shapes, are text already."""
+    """Return an element as text. Words that were compared, such as shapes, are text already. A number that is one of
+    float32 has as many digits as tell it from all others of float32."""
+    if isinstance(value, float):
+        with np.errstate(over="ignore"):
+            single = np.float32(value)
+        value = float(str(single)) if float(single) == value else value
     return value if isinstance(value, str) else repr(value)
 
 
@@ -295,7 +302,7 @@ def _sentence(f: Finding, noun: str) -> str:
         return f"{f.subject}, no majority:{field} {'; '.join(sides)}{more}{at}{step}{good}"
     against = "no majority" if f.reference_rank is None else f"against {noun} {f.reference_rank}"
     where = _in_brackets(next((place for place in places.values() if place), ""))
-    values = "" if f.index is None else f", {f.field or 'element'} {f.value!r} against {f.expected!r}{at}"
+    values = "" if f.index is None else f", {f.field or 'element'} {_word(f.value)} against {_word(f.expected)}{at}"
     detail = f" ({f.detail})" if f.detail and f.index is None else ""
     return f"{f.subject} of {_who(f.ranks, noun)}{where}, {against}{values}{step}{good}{detail}"
 

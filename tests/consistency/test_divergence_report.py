@@ -8,6 +8,7 @@ import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fp8dist import DivergenceReport, Finding
@@ -194,6 +195,14 @@ def test_without_a_majority_each_side_has_a_row_with_its_value() -> None:
 
 def test_bits_are_shown_if_they_alone_tell_sides_apart() -> None:
     assert "0x7fc0" in str(DivergenceReport((_torn(values=(math.nan,) * 3, detail="first element: nan (0x7fc0)"),)))
+
+
+def test_numbers_of_float32_are_short_and_exact() -> None:
+    for value, shown in {0.043145306408405304: "0.043145306", 0.1: "0.1", -0.0: "-0.0", 1e300: "1e+300"}.items():
+        (row,) = _table(DivergenceReport((_finding(name="w", value=value, expected=0.043145306408405305e-99),)))
+        assert row["value"] == [shown]
+        assert "".join(row["expected"]) == "4.3145306408405305e-101"
+        assert float(np.float32(float(shown))) == value or float(shown) == value
 
 
 def test_sides_without_a_known_value_are_one_row() -> None:
