@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8dist.text import columns, plural, ranks_text, wrapped
+from fp8dist.text import columns, plural, printable, ranks_text, wrapped
 
 __all__ = ["MORE", "Divergence", "Finding", "Participant"]
 
@@ -319,14 +319,9 @@ def _quoted(f: Finding) -> str:
     """Return the name in quotes, if it is one of a thing: of a slot as 'module' (role)."""
     if f.kind == "error" or f.name in (f.kind, MORE, ALL_NAMES):
         return f.name
-    name = _printable(f.name)
+    name = printable(f.name)
     module, colon, role = name.rpartition(":")
     return f"'{module}' ({role})" if colon and f.kind in ("scale", "history") else f"'{name}'"
-
-
-def _printable(name: str) -> str:
-    """Return the name with unprintable characters escaped. Names from files may contain anything."""
-    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence
 
-__all__ = ["aligned", "columns", "first_few", "plural", "ranks_text", "wrapped"]
+__all__ = ["aligned", "columns", "first_few", "plural", "printable", "ranks_text", "wrapped"]
 
 _SHOWN_RANKS = 8
 """Ranks that are listed before the rest is only counted."""
@@ -83,3 +83,8 @@ def plural(kind: str) -> str:
     """Return the plural of the name of a kind."""
     irregular = {"amax": "amaxes", "cold": "cold flags", "counters": "counters", "history": "histories"}
     return irregular.get(kind, "optimizer states" if kind == "optimizer" else f"{kind}s")
+
+
+def printable(name: str) -> str:
+    """Return the name with unprintable characters escaped. Names from files may contain anything."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
