@@ -12,9 +12,10 @@ from fp8dist.report.live import LiveRun, RankWait, SlotState, middle_cut
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["one_line", "screen", "sparkline"]
+__all__ = ["one_line", "screen", "sparkline", "stuck"]
 
-MOST_SLOTS, MOST_RANKS = 10, 8
+MOST_SLOTS, LEAST_SLOTS, MOST_RANKS = 10, 3, 8
+"""Slots that are shown if the terminal has the lines, and if it has few; ranks."""
 
 STUCK_AFTER = 10.0
 """Seconds without a step, and as many times the last step's duration, after which the screen says so."""
@@ -27,8 +28,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     shown = list(values)[-width:] if width > 0 else []
     finite = [value for value in shown if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(_BARS) - 1) / (high - low) if math.isfinite(high - low) and high > low else 0.0
-    return "".join(_BARS[round((v - low) * scale)] if math.isfinite(v) else "!" for v in shown)
+    span = high - low if math.isfinite(high - low) and high > low else math.inf
+    return "".join(_BARS[round((v - low) / span * 7)] if math.isfinite(v - low) else "!" for v in shown)
 
 
 def stuck(run: LiveRun) -> str:
@@ -60,14 +61,15 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
 
     known, sound = run.sound
     style = {True: "green", False: "bold red", None: "yellow"}[known]
-    waits, slots = list(_waits(run.waits)), run.nearest(MOST_SLOTS)
+    held_up, waits = stuck(run), list(_waits(run.waits))
+    slots = run.nearest(min(MOST_SLOTS, max(LEAST_SLOTS, height - 12)))
     inside = _common_module([slot.name.rpartition(":")[0] for slot in slots])
     lines = [
         Text("  ".join(run.title), "bold"),
         Text.assemble(
-            (f"step {_count(run.step)}", "bold"),
-            f"   {_number(run.step_ms)} ms per step   gradient norm {_number(run.grad_norm)}   ",
-            (stuck(run), "bold yellow"),
+            (f"step {_count(run.step)}   ", "bold"),
+            (f"{held_up}   " if held_up else "", "bold yellow"),
+            f"{_number(run.step_ms)} ms per step   gradient norm {_number(run.grad_norm)}",
         ),
         Text.assemble(
             (f"loss {_number(run.loss)}", "bold"), "  ", (sparkline(run.losses, max(10, width - 14)), "cyan")
