@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from fp8dist.text import aligned, plural, ranks_text
+import numpy as np
 
-__all__ = ["Divergence", "Finding", "Participant"]
+from fp8dist.text import columns, plural, printable, ranks_text, wrapped
+
+__all__ = ["MORE", "Divergence", "Finding", "Participant"]
+
+MORE = "…"
+"""Name of a finding that counts the things that are not named."""
+
+ALL_NAMES = "names, shapes, dtypes"
+"""Name of a finding about layouts that are too many to be compared one by one."""
 
 _WHAT: Mapping[str, str] = MappingProxyType(
     {
@@ -19,17 +28,27 @@ _WHAT: Mapping[str, str] = MappingProxyType(
         "step": "steps",
         "parameter": "parameters",
         "gradient": "gradients",
+        "buffer": "buffers",
         "optimizer": "optimizer states",
         "layout": "the tensors",
         "error": "the outcomes",
     }
 )
 
+WIDTH = 100
+"""Columns of a printed report."""
+
+LEAST_DETAIL = 24
+"""A column of details that would be narrower than this is left out, and the details stand below their rows."""
+
 SHOWN_ROWS = 32
 """Findings that a printed report shows. All of them are in ``report.findings``."""
 
 SHOWN_REPAIRS = 8
 """Repairs that are listed before the rest is only counted."""
+
+SHOWN_SIDES = 4
+"""Sides whose values a sentence shows."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +71,14 @@ class Finding:
     be blamed. ``sides`` are the sets of ranks that agree, the largest first.
 
     ``kind``: "manifest", "step", "scale" (scale, inv_scale, cold flags), "history" (amaxes and their counters),
-    "parameter", "gradient", "optimizer", "layout" (which tensors ranks hold, not their content), or "error" (a rank
-    could not build its part).
+    "parameter", "gradient", "optimizer", "buffer", "layout" (which tensors ranks hold, not their content), or "error"
+    (a rank could not build its part).
 
     ``index`` is the index of the first differing element. ``value`` is the element on the lowest of ``ranks`` (without
-    a majority: on the lowest rank of the second side), ``expected`` the element on the reference rank (on the lowest
-    rank of the first side). ``ulp`` is their distance in units in the last place, None if undefined (NaN, bool,
-    complex).
+    a majority: on the next side that has another value there than the first), ``expected`` the element on the reference
+    rank (on the lowest rank of the first side). ``ulp`` is their distance in units in the last place, None if undefined
+    (NaN, bool, complex). ``values``, only without a majority: the element, or what else differs, on each of the first
+    sides, in their order; empty if it is unknown.
 
     ``step`` is the step in which the difference was found. ``last_good_step``, if known, is the last number of
     optimizer steps after which things of this kind were compared and equal: a checkpoint of that step, or an earlier
@@ -83,6 +103,23 @@ class Finding:
     value: Any = None
     expected: Any = None
     ulp: int | None = None
+    values: tuple[Any, ...] = ()
+
+    @property
+    def subject(self) -> str:
+        """What differs, as text: "parameter '2.weight'", "scale of 'blocks.0.fc' (input)"."""
+        if self.name == MORE:
+            return self.detail
+        name = _quoted(self)
+        if self.name == self.kind:
+            return name
+        of = " of" if self.kind in ("scale", "history", "gradient", "layout") else ""
+        return f"{'optimizer state' if self.kind == 'optimizer' else self.kind}{of} {name}"
+
+    @property
+    def who(self) -> str:
+        """``ranks`` as text: "rank 3", "ranks 0, 1"."""
+        return _who(self.ranks, "rank")
 
     def located(self, participants: Iterable[Participant]) -> Finding:
         """Return a copy with the hosts, coordinates and devices of its ranks."""
@@ -149,52 +186,90 @@ class Divergence:
             more = f"; and {len(texts) - SHOWN_REPAIRS} more" if len(texts) > SHOWN_REPAIRS else ""
             notes += ["repaired, and checked again: " + "; ".join(texts[:SHOWN_REPAIRS]) + more]
         notes += self.notes
-        return "\n".join(
-            [self._headline(), *_table(self.findings, self.noun), *_where(self.findings, self.noun), *notes]
-        )
+        below = [line for text in (*_where(self.findings, self.noun), *notes) for line in _hanging(text)]
+        return "\n".join([*_hanging(self._headline()), *_table(self.findings, self.noun), *below])
+
+
+def _hanging(text: str) -> list[str]:
+    """Return a line as lines, the further ones indented. Words stay whole: a path can be copied."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _table(findings: tuple[Finding, ...], noun: str) -> list[str]:
-    cells = [_cells(f, noun) for f in findings[:SHOWN_ROWS]]
-    columns = [name for name in cells[0] if any(row[name] for row in cells)]
-    rows = [columns, *([row[name] for name in columns] for row in cells)]
-    lines = aligned(rows)
+    shown = [_rows(f, noun) for f in findings[:SHOWN_ROWS]]
+    names = [name for name in shown[0][0] if any(row.get(name) for rows in shown for row in rows)]
+    cells = [names, *([row.get(name, "") for name in names] for rows in shown for row in rows)]
+    widths, lines = columns(cells, WIDTH)
+    below = names[-1] == "what" and widths[-1] < min(LEAST_DETAIL, max(len(row[-1]) for row in cells))
+    if below:
+        _, lines = columns([row[:-1] for row in cells], WIDTH)
+    head, *blocks = lines
+    for rows in shown:
+        head += [line for _ in rows for line in blocks.pop(0)]
+        if below and (what := rows[0]["what"]):
+            head += [f"    {line}" for line in wrapped(what, WIDTH - 4)]
     if len(findings) > SHOWN_ROWS:
-        lines.append(f"… and {len(findings) - SHOWN_ROWS} more")
-    return lines
+        head.append(f"… and {len(findings) - SHOWN_ROWS} more")
+    return head
 
 
-def _cells(f: Finding, noun: str) -> dict[str, str]:
-    """Return a row of the table, by column. Columns that are empty in all rows are not shown."""
-    of_ranks, located = noun == "rank", f.index is not None
-    return {
+def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
+    """Return the rows of a finding, by column: without a majority one per side, if their values are known. Columns that
+    are empty in all rows are not shown."""
+    of_ranks, located, by_side = noun == "rank", f.index is not None, f.reference_rank is None and bool(f.values)
+    ranks, value = f"{noun}s", "value"
+    first = {
         "step": str(f.step) if of_ranks else "",
         "last good": ("-" if f.last_good_step is None else str(f.last_good_step)) if of_ranks else "",
         "kind": f.kind,
-        "name": _printable(f.name),
-        f"{noun}s": ranks_text(f.ranks),
+        "name": _quoted(f),
+        ranks: ranks_text(f.ranks),
         "reference": "no majority" if f.reference_rank is None else str(f.reference_rank),
         "index": ", ".join(map(str, f.index or ())),
-        "value": repr(f.value) if located else "",
-        "expected": repr(f.expected) if located else "",
+        value: _word(f.value) if located else "",
+        "expected": _word(f.expected) if located and not by_side else "",
         "ULP": "" if f.ulp is None else str(f.ulp),
         "what": _what(f),
     }
+    if not by_side:
+        return [first]
+    sides = [{ranks: ranks_text(side), value: _word(one)} for side, one in zip(f.sides, f.values)]
+    others = sorted(rank for side in f.sides[len(f.values) :] for rank in side)
+    return [{**first, **sides[0]}, *sides[1:], *([{ranks: ranks_text(others), value: "…"}] if others else [])]
+
+
+def _word(value: Any) -> str:
+    """Return an element as text. Words that were compared, such as shapes, are text already. A number that is one of
+    float32 has as many digits as tell it from all others of float32."""
+    if isinstance(value, float):
+        with np.errstate(over="ignore"):
+            single = np.float32(value)
+        value = float(str(single)) if float(single) == value else value
+    return value if isinstance(value, str) else repr(value)
 
 
 def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:
+    """Return where the ranks are. If there are many, the first ranks of each side come first."""
     places: dict[int, str] = {}
+    turn: dict[int, int] = {}
     for f in findings:
         for rank, place in zip(f.ranks, _places(f)):
             places.setdefault(rank, place)
-    lines = [f"  {noun} {rank}: {place}" for rank, place in sorted(places.items()) if place]
-    return [*lines[:SHOWN_ROWS], *([f"  … and {len(lines) - SHOWN_ROWS} more"] if len(lines) > SHOWN_ROWS else [])]
+        for side in f.sides or (f.ranks,):
+            for i, rank in enumerate(side):
+                turn[rank] = min(i, turn.get(rank, i))
+    known = sorted((rank for rank, place in places.items() if place), key=lambda rank: (turn.get(rank, 0), rank))
+    lines = [f"  {noun} {rank}: {places[rank]}" for rank in sorted(known[:SHOWN_ROWS])]
+    return [*lines, *([f"  … and {len(known) - SHOWN_ROWS} more"] if len(known) > SHOWN_ROWS else [])]
 
 
 def _what(f: Finding) -> str:
-    """Return the field if other columns show the rest, else the detail, which pairs ranks with values."""
-    known = f.reference_rank is not None and f.detail.startswith(f"{f.field}: ") and ", " not in f.detail
-    return f.field if known else f.detail
+    """Return the field, unless it is called as the kind, if other columns show the rest; else the detail, which pairs
+    ranks with values."""
+    lone = f.detail.startswith(f"{f.field or 'first element'}: ") and ", " not in f.detail
+    if f.reference_rank is None:
+        lone = len(set(map(_word, f.values))) > 1 and (lone or f.index is None)
+    return f.detail if not lone else "" if f.field == f.kind else f.field
 
 
 def _places(f: Finding) -> list[str]:
@@ -213,22 +288,40 @@ def _place(host: str, local_rank: int | None, device: str, coords: dict[str, int
 
 
 def _sentence(f: Finding, noun: str) -> str:
-    who = f"{noun}{'s' if len(f.ranks) > 1 else ''} {ranks_text(f.ranks)}"
-    against = "no majority" if f.reference_rank is None else f"against {noun} {f.reference_rank}"
-    where = next((f" ({place})" for place in _places(f) if place), "")
-    values = ""
-    if f.index is not None:
-        at = f" at [{', '.join(map(str, f.index))}]" if f.index else ""
-        values = f", {f.field or 'element'} {f.value!r} against {f.expected!r}{at}"
-    good = "" if f.last_good_step is None else f", last good step {f.last_good_step}"
-    detail = f" ({f.detail})" if f.detail and f.index is None else ""
+    places = dict(zip(f.ranks, _places(f)))
+    at = f" at [{', '.join(map(str, f.index))}]" if f.index else ""
     step = f", step {f.step}" if noun == "rank" else ""
-    return f"{f.kind} {_printable(f.name)} of {who}{where}, {against}{values}{step}{good}{detail}"
+    good = "" if f.last_good_step is None else f", last good step {f.last_good_step}"
+    if f.reference_rank is None and f.values:
+        sides = [
+            f"{_word(value)} on {_who(side, noun)}{_in_brackets(places.get(side[0]))}"
+            for side, value in zip(f.sides[:SHOWN_SIDES], f.values)
+        ]
+        more = f"; and {len(f.sides) - SHOWN_SIDES} more values" if len(f.sides) > SHOWN_SIDES else ""
+        field = f" {f.field}" if f.field else ""
+        return f"{f.subject}, no majority:{field} {'; '.join(sides)}{more}{at}{step}{good}"
+    against = "no majority" if f.reference_rank is None else f"against {noun} {f.reference_rank}"
+    where = _in_brackets(next((place for place in places.values() if place), ""))
+    values = "" if f.index is None else f", {f.field or 'element'} {_word(f.value)} against {_word(f.expected)}{at}"
+    detail = f" ({f.detail})" if f.detail and f.index is None else ""
+    return f"{f.subject} of {_who(f.ranks, noun)}{where}, {against}{values}{step}{good}{detail}"
 
 
-def _printable(name: str) -> str:
-    """Return the name with unprintable characters escaped. Names from files may contain anything."""
-    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
+def _who(ranks: tuple[int, ...], noun: str) -> str:
+    return f"{noun}{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+
+
+def _in_brackets(place: str | None) -> str:
+    return f" ({place})" if place else ""
+
+
+def _quoted(f: Finding) -> str:
+    """Return the name in quotes, if it is one of a thing: of a slot as 'module' (role)."""
+    if f.kind == "error" or f.name in (f.kind, MORE, ALL_NAMES):
+        return f.name
+    name = printable(f.name)
+    module, colon, role = name.rpartition(":")
+    return f"'{module}' ({role})" if colon and f.kind in ("scale", "history") else f"'{name}'"
 
 
 def _plain(value: Any) -> Any:

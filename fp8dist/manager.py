@@ -304,6 +304,8 @@ class StateManager(Joinable):
         gradients: bool = False,
         optimizer: Any = None,
         policy: Policy = "raise",
+        *,
+        buffers: bool = False,
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and everything else that is known to be replicated, across ranks. COLLECTIVE.
 
@@ -323,6 +325,9 @@ class StateManager(Joinable):
             optimizer: compare the state of this optimizer, or of a list of optimizers.
             policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
                 "repair": copy from the majority and check again, raise if there is no majority or ranks still differ.
+                With "warn", a finding that an earlier check has logged gets one line while it stands.
+            buffers: compare the buffers of DDP modules. They differ by design between a forward and the next, where DDP
+                copies those of its first rank to the others, if the forward changes them, as BatchNorm does.
 
         Returns:
             A report with the same findings on all ranks.
@@ -335,7 +340,7 @@ class StateManager(Joinable):
         """
         require_choice("policy", policy, ("raise", "warn", "repair"))
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
-        return self._cycle.check(Scope(parameters, gradients, optimizers), policy)
+        return self._cycle.check(Scope(parameters, gradients, buffers, optimizers), policy)
 
     def _checkable(self) -> StepCycle:
         """Return the cycle for ``fp8dist.check``, with any pending sync committed. Local."""

@@ -43,6 +43,7 @@ def check(
     optimizer: Any = None,
     step: int | None = None,
     policy: Policy = "raise",
+    buffers: bool = False,
 ) -> DivergenceReport:
     """Check that all ranks hold the same parameters. If not, report what differs, where, and on which ranks.
     COLLECTIVE.
@@ -67,6 +68,9 @@ def check(
             tensor was good.
         policy: what to do if ranks differ. "raise"; "warn": one rank logs the differences, and the report has them;
             "repair": copy from the majority, raise if there is none.
+        buffers: compare buffers, which are replicated like plain parameters. Those that a forward changes, as BatchNorm
+            does, differ by design between a forward and the next, where DDP copies those of its first rank to the
+            others.
 
     Returns:
         A report with the same findings on all ranks.
@@ -90,7 +94,7 @@ def check(
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers: list[StateManager] = [m.__dict__[ATTRIBUTE] for m in module.modules() if ATTRIBUTE in m.__dict__]
     checkers = [manager._checkable().checker for manager in managers]
-    scope = Scope(True, gradients, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
+    scope = Scope(True, gradients, buffers, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
     report = run_check(
         anchor,
         checkers,

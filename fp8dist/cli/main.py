@@ -24,6 +24,8 @@ from fp8dist.cli.launch import launch
 from fp8dist.cli.report import add_flags as add_report_flags
 from fp8dist.cli.report import report as write_report
 from fp8dist.cli.simulate import add_flags, simulate
+from fp8dist.cli.watch import add_flags as add_watch_flags
+from fp8dist.cli.watch import watch
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.report import DivergenceReport
@@ -74,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
-        description="Compare and inspect FP8 training state, draw runs, test this machine, predict syncs, start jobs.",
+        description="Compare and inspect FP8 training state, draw and watch runs, test this machine, predict the cost of "
+        "syncs, start jobs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -110,6 +113,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_report_flags(drawing)
     drawing.set_defaults(run=_report)
+    live = commands.add_parser(
+        "watch",
+        help="show a running job: loss, soundness, slots near trouble, waits, events",
+        description="Show a run from its folder, also while the job writes it. Without a terminal: lines.",
+    )
+    add_watch_flags(live)
+    live.set_defaults(run=_watch)
     commands.add_parser("launch", help="start a training program on every rank of this node, and join other nodes")
     for command in (check, inspect, doctor, simulation):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -214,7 +224,7 @@ def _outcome(report: DivergenceReport) -> int:
     return UNREADABLE if any(f.kind == "error" for f in report.findings) else DIVERGED
 
 
-# inspect, doctor, simulate ----------------------------------------------------------------------------
+# inspect, doctor, simulate, watch ---------------------------------------------------------------------
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -245,4 +255,14 @@ def _report(options: argparse.Namespace) -> int:
         write_report(options)
     except ConfigurationError as error:
         raise _Usage(str(error)) from error
+    return CONSISTENT
+
+
+def _watch(options: argparse.Namespace) -> int:
+    try:
+        watch(options)
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from error
+    except BrokenPipeError:  # The reader, such as "| head", closed the pipe.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the interpreter closes it)
     return CONSISTENT

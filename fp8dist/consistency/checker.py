@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from fp8dist.consistency.inventory import Holdings, Inventory, Scope
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import mended_texts, repair
 from fp8dist.consistency.report import DivergenceReport, announce, save_evidence
+from fp8dist.consistency.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.divergence import Finding
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
@@ -91,6 +92,8 @@ class Checker:
         self._module: weakref.ref[nn.Module] | None = None
         self._last_good: dict[str, int] = {}  # By kind of what was compared.
         self._untold: list[Event] = []
+        self.standing = Standing()
+        self._standing_of = {id(sync): Standing() for sync in syncs}  # Found by their headers.
         self._said_skipped = self._said_saturated = self._said_nonfinite = False
 
     def watch(self, module: nn.Module) -> None:
@@ -143,8 +146,10 @@ class Checker:
             proves = sync.verdict.proves
             verdict, kept = sync.read_verdict()
             self.job.step = max(self.job.step, before + verdict.replays)
-            if proves and not verdict.differs:
-                self._proven[place] = before + verdict.replays
+            if not verdict.differs:
+                if proves:
+                    self._proven[place] = before + verdict.replays
+                _say_gone(sync.group, self._standing_of[id(sync)], DivergenceReport(), HEADER_KINDS)
             if not (verdict.differs or verdict.nonfinite or verdict.saturated or verdict.tripped):
                 continue
             evidence = kept or sync.evidence()
@@ -176,8 +181,8 @@ class Checker:
             self._said_saturated = True
             if sync.speaks:
                 logger.warning(
-                    "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, %s first. Other code has "
-                    "probably written to them in a way that torch does not report (.data, to_local()). Call "
+                    "fp8dist: step %d: %d weight(s) were cast to FP8 far beyond their scale, '%s' first. Other code "
+                    "has probably written to them in a way that torch does not report (.data, to_local()). Call "
                     "manager.refresh_weights() after such writes",
                     step,
                     len(slots),
@@ -206,7 +211,7 @@ class Checker:
         assert self.settings.fallback is not None
         if sync.speaks:
             logger.warning(
-                "fp8dist: step %d: %d module(s) go to high precision for %d steps, %s first (%s)",
+                "fp8dist: step %d: %d module(s) go to high precision for %d steps, '%s' first (%s)",
                 step,
                 len(modules),
                 self.settings.fallback.steps,
@@ -232,13 +237,13 @@ class Checker:
     def _conclude(self, sync: ArenaSync, report: DivergenceReport, joins: bool) -> tuple[Finding, ...]:
         """Repair if the policy says so, and log. Return the findings that remain. COLLECTIVE unless ``joins``."""
         assert sync.group is not None
-        if joins:
-            if sync.group.rank == report.reporting_rank:
-                logger.warning("%s", report)
-        else:
+        standing = self._standing_of[id(sync)]
+        if not joins:
+            _say_gone(sync.group, standing, report, HEADER_KINDS)
             if self.settings.check_policy == "repair":
                 report = self._mend_arena(sync, sync.group, report)
-            announce(report, sync.group, raises=False)
+        texts = standing.texts(report) if self.settings.check_policy == "warn" else None
+        announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self._untold.append(_diverged(report))
         return () if report.consistent else report.findings
 
@@ -383,6 +388,7 @@ def run_check(
         for checker in checkers:
             checker.tell_report(report)
 
+    standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
     owner = checkers[0].syncs[0].owner if checkers and checkers[0].syncs else "fp8dist.check"
     with (
         _on_device(device),
@@ -399,15 +405,24 @@ def run_check(
                     "check() has nothing to compare, because nothing here is known to be the same on several ranks "
                     f"({why}): {instead}"
                 )
+            _say_gone(anchor, standing, report, kinds_of(report.compared))
             if not report.consistent:
                 save_evidence(report, report_dir, evidence)
                 if policy == "repair":
                     report = repair(anchor, build, compared)
-                announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell)
+                texts = standing.texts(report) if policy == "warn" else None
+                announce(report, anchor, raises=policy in ("raise", "repair"), tell=tell, texts=texts)
             return report
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
                 checker.job.invalidate_casts()
+
+
+def _say_gone(group: SyncGroup | None, standing: Standing, report: DivergenceReport, kinds: Collection[str]) -> None:
+    """Log which standing findings of these kinds a report has no more. Local."""
+    rank = group.rank if group is not None else 0
+    for text in standing.gone(report, kinds, rank):
+        logger.warning("%s", text)
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -148,7 +148,7 @@ class TensorContent(Content):
                     kind = (
                         type(error) if type(error) in (RuntimeError, ValueError, NotImplementedError) else RuntimeError
                     )
-                    raise kind(f"{self.keys[i].kind} {self.keys[i].name}: {error}") from error
+                    raise kind(f"{self.keys[i].kind} '{self.keys[i].name}': {error}") from error
             raise
 
     def fields(self, index: int) -> list[Field]:

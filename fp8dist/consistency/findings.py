@@ -12,7 +12,7 @@ from fp8dist.consistency.report import sides_of, split
 from fp8dist.divergence import Finding
 
 __all__ = [
-    "MORE",
+    "MAX_SIDES",
     "Differing",
     "Seen",
     "explained",
@@ -23,9 +23,6 @@ __all__ = [
     "named_only",
     "reference_of",
 ]
-
-MORE = "…"
-"""Name of a finding that counts the things that are not named."""
 
 MAX_SIDES = 8
 """Odd sides of one thing whose values are shown."""
@@ -53,7 +50,8 @@ def findings_of_values(kind: str, values: Mapping[int, str], noun: str = "rank")
     sides = sides_of(values)
     reference, odd = split(sides)
     shown = "; ".join(f"{noun} {side[0]}: {values[side[0]]}" for side in sides[:MAX_SIDES][::-1])
-    return [Finding(0, kind, kind, ranks, reference, detail=shown, sides=sides) for ranks in odd]
+    known = tuple(values[side[0]] for side in sides[: MAX_SIDES + 1]) if reference is None else ()
+    return [Finding(0, kind, kind, ranks, reference, detail=shown, sides=sides, values=known) for ranks in odd]
 
 
 def last_good_step(kind: str, told: Sequence[Mapping[str, int | None]]) -> int | None:
@@ -141,17 +139,24 @@ def _finding(
     noun: str,
 ) -> Finding:
     source = reference_of(thing)
-    first = next(iter(told.values()))[0]
-    texts = []
-    for place in dict.fromkeys(one.field for seen in told.values() for one in seen):
-        values = [(rank, one) for rank, seen in told.items() for one in seen if one.field == place]
+    texts, shown = [], {}
+    # The first element of a field that differs on any side. A side that reports a later one has the reference's there.
+    for place in sorted({one.field for seen in told.values() for one in seen}):
+        by_rank = {rank: one for rank, seen in told.items() for one in seen if one.field == place}
+        first = min(by_rank.values(), key=lambda one: one.difference.place)
+        differ = {r: one for r, one in by_rank.items() if one.difference.place == first.difference.place}
+        shown[place] = differ
         name = fields[place].name
-        shown = "; ".join(f"{noun} {rank}: {_shown(one, 0)}" for rank, one in values)
         if name or reference is None:
-            texts.append(f"{name or 'first element'}: {shown}; {noun} {source}: {_shown(values[0][1], 1)}")
+            values = "; ".join(f"{noun} {r}: {_shown(differ.get(r, first), r not in differ)}" for r in told)
+            texts.append(f"{name or 'first element'}: {values}; {noun} {source}: {_shown(first, 1)}")
         else:
-            bits = " against ".join(values[0][1].difference.bits)
-            texts.append(f"{values[0][1].difference.extent()}, {bits}")
+            texts.append(f"{first.difference.extent()}, {' against '.join(first.difference.bits)}")
+    place, differ = next(iter(shown.items()))
+    first = next(iter(differ.values()))
+    expected = first.difference.expected
+    known = [side[0] for side in thing.sides[1 : MAX_SIDES + 1]] if reference is None else []
+    on_sides = [differ[r].difference.value if r in differ else expected for r in known]
     return Finding(
         step=0,
         kind=kind,
@@ -160,11 +165,12 @@ def _finding(
         reference_rank=reference,
         detail=", ".join(texts),
         sides=thing.sides,
-        field=fields[first.field].name,
+        field=fields[place].name,
         index=first.at,
         value=first.difference.value,
-        expected=first.difference.expected,
+        expected=expected,
         ulp=first.difference.ulp,
+        values=(expected, *on_sides) if known else (),
     )
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.consistency.differences import ulp_distance
-from fp8dist.consistency.findings import MORE, findings_of_values
+from fp8dist.consistency.findings import MAX_SIDES, findings_of_values
 from fp8dist.consistency.report import DivergenceReport, sides_of, split, this_rank
-from fp8dist.divergence import Finding, Participant
+from fp8dist.divergence import MORE, Finding, Participant
 from fp8dist.state.arena import SATURATED
 from fp8dist.sync.arena_sync import ArenaSync, Evidence
 from fp8dist.sync.groups import SyncGroup
@@ -103,7 +103,7 @@ def _scale_findings(
     findings = []
     for i, (slot, array) in enumerate(places):
         by_rank = {rank: row[i] for rank, row in zip(group.ranks, values)}
-        findings += _slot_findings(str(sync.arena.specs[slot].slot), _ARRAYS[array], source, by_rank)
+        findings += _slot_findings(str(sync.arena.specs[slot].slot), _ARRAYS[array], by_rank)
     hidden = max(count - len(part) for count, part in told)
     if hidden > 0:
         detail = f"{hidden} more slots of one rank differ"
@@ -118,15 +118,15 @@ def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:
     return theirs.to(tensor.device)
 
 
-def _slot_findings(name: str, array: str, source: int, values: dict[int, float]) -> list[Finding]:
+def _slot_findings(name: str, array: str, values: dict[int, float]) -> list[Finding]:
     """Return one finding per odd side. The majority is that of this slot alone."""
     sides = sides_of({rank: int(_bits(value)) for rank, value in values.items()})
     reference, odd = split(sides)
     findings = []
     for ranks in odd:
-        against = source if reference is None else reference
-        others = [side[0] for side in sides if against not in side] if reference is None else [ranks[0]]
-        detail = f"{array}: " + "; ".join(f"rank {r}: {values[r]!r}" for r in [*others[:8], against])
+        against = sides[0][0]
+        others = [side[0] for side in sides[1:]] if reference is None else [ranks[0]]
+        detail = f"{array}: " + "; ".join(f"rank {r}: {values[r]!r}" for r in [*others[:MAX_SIDES], against])
         a, b = (_bits(values[rank]).view(torch.uint8) for rank in (others[0], against))
         findings.append(
             Finding(
@@ -142,6 +142,7 @@ def _slot_findings(name: str, array: str, source: int, values: dict[int, float])
                 value=values[others[0]],
                 expected=values[against],
                 ulp=ulp_distance(a, b, torch.float32),
+                values=tuple(values[side[0]] for side in sides[: MAX_SIDES + 1]) if reference is None else (),
             )
         )
     return findings

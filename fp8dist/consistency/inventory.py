@@ -32,6 +32,7 @@ class Scope:
 
     parameters: bool = True
     gradients: bool = False
+    buffers: bool = False
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
 
@@ -151,6 +152,7 @@ class Inventory:
         """Add the tensors of a module and its optimizers that ``scope`` selects."""
         if scope.parameters or scope.gradients:
             self._add_parameters(module, scope.parameters, scope.gradients)
+        self._add_buffers(module, scope.buffers)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
 
@@ -165,6 +167,15 @@ class Inventory:
                 self._add(name, "gradient", parameter.grad, home)
         if gradients and all(parameter.grad is None for parameter in module.parameters()):
             self._skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
+
+    def _add_buffers(self, module: nn.Module, compare: bool) -> None:
+        """Add all buffers, or count them as skipped."""
+        if not compare:
+            if count := sum(1 for _ in module.buffers()):
+                self._skip("buffer", Excuse("that buffers=True would compare"), count)
+            return
+        for name, buffer, home in self._replication.of_buffers(module):
+            self._add(name, "buffer", buffer, home)
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add the tensors and numbers of an optimizer's state, which are replicated like their parameters."""

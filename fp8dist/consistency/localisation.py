@@ -16,7 +16,6 @@ from torch import Tensor
 from fp8dist.consistency.contents import Digester, Field, Key
 from fp8dist.consistency.differences import block_of, compare_block, first_differing_block
 from fp8dist.consistency.findings import (
-    MORE,
     Differing,
     Seen,
     explained,
@@ -29,7 +28,7 @@ from fp8dist.consistency.findings import (
 )
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.report import sides_of
-from fp8dist.divergence import Finding, Participant
+from fp8dist.divergence import ALL_NAMES, MORE, Finding, Participant
 from fp8dist.sync.groups import SyncGroup
 from fp8dist_kernels.reference.content import as_bytes
 
@@ -114,7 +113,8 @@ def _compare_layouts(
     if len(layouts) > MAX_LAYOUTS:
         values = {rank: f"layout {i}" for i, side in enumerate(layouts) for rank in side}
         found = findings_of_values("layout", values)
-        return [replace(f, name="names, shapes, dtypes", detail=f"{len(layouts)} different layouts") for f in found], []
+        detail = f"{len(layouts)} different layouts"
+        return [replace(f, name=ALL_NAMES, detail=detail, values=()) for f in found], []
     shown = []
     for side in layouts:
         box: list[Any] = [mine if group.rank == side[0] else None]

@@ -14,7 +14,6 @@ from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import Compared, check_replicas
 from fp8dist.consistency.report import DivergenceReport, split
 from fp8dist.sync.groups import SyncGroup
-from fp8dist.text import ranks_text
 from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["mended_texts", "repair"]
@@ -53,7 +52,7 @@ def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared)
 
 def mended_texts(report: DivergenceReport) -> tuple[str, ...]:
     """Return one text per finding: what was copied, and from which rank."""
-    return tuple(f"{f.kind} {f.name} of {ranks_text(f.ranks)} from {f.reference_rank}" for f in report.findings)
+    return tuple(f"{f.subject} on {f.who}, from rank {f.reference_rank}" for f in report.findings)
 
 
 def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
@@ -81,7 +80,7 @@ def _mend(replicas: ReplicaSet, differing: list[Differing]) -> str:
                     if field.store is not None:
                         field.store(field.tensor)
             except Exception as raised:  # For example a view whose elements share memory.
-                error = f"{thing.key.name} of rank {replicas.group.rank}: {raised}"
+                error = f"'{thing.key.name}' of rank {replicas.group.rank}: {raised}"
     return next(filter(None, replicas.group.gather(error)), "")
 
 

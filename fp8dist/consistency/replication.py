@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -111,13 +112,8 @@ class Replication:
 
     def learn(self, module: nn.Module) -> None:
         """Record how the parameters of a module are wrapped."""
-        sharded, ddp = _fsdp1_parameters(module), ddp_parameters(module)
-        ignored = {id(parameter) for _, parameter, ignored in _seen_by_ddp(module) if ignored}
-        parameters = list(module.named_parameters())
-        twice = {name for name, count in Counter(clean_fqn(raw) for raw, _ in parameters).items() if count > 1}
-        for raw, parameter in parameters:
-            clean = clean_fqn(raw)
-            name = raw if clean in twice else clean
+        sharded, wrapping = _fsdp1_parameters(module), _ddp_of(module)
+        for name, parameter in _clean_names(list(module.named_parameters())):
             self._kept.append(parameter)
             self.names[id(parameter)] = name
             home = self._named(name)
@@ -126,14 +122,22 @@ class Replication:
                 home = Excuse("that are not DTensors, of parameters that are")
             if home is None and id(parameter) in sharded:
                 home = self._of_fsdp1(sharded[id(parameter)])
-            if home is None and id(parameter) in ddp:
-                wrapper = ddp[id(parameter)]
-                home = self._cached(("DDP", id(wrapper)), "DDP", wrapper.process_group)
-            if home is None and id(parameter) in ignored:
-                home = Excuse("that DDP was told to ignore")
-            if home is None:
-                home = self.anchor if self._vouched else Excuse("not known to be replicated: name their group")
-            self._of_parameter[id(parameter)] = home
+            self._of_parameter[id(parameter)] = home or self._wrapped(parameter, wrapping)
+
+    def of_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Home | Excuse]]:
+        """Yield (name, buffer, home) of all buffers of a module."""
+        wrapping = _ddp_of(module)
+        for name, buffer in _clean_names(list(module.named_buffers())):
+            yield name, buffer, self._named(name) or self._wrapped(buffer, wrapping)
+
+    def _wrapped(self, tensor: Tensor, wrapping: Mapping[int, tuple[DistributedDataParallel, bool]]) -> Home | Excuse:
+        """Return the home of a plain tensor without other signs than DDP. ``wrapping``: see ``_ddp_of``."""
+        wrapper, ignored = wrapping.get(id(tensor), (None, False))
+        if wrapper is not None and not ignored:
+            return self._cached(("DDP", id(wrapper)), "DDP", wrapper.process_group)
+        if wrapper is not None:
+            return Excuse("that DDP was told to ignore")
+        return self.anchor if self._vouched else Excuse("not known to be replicated: name their group")
 
     def of_parameter(self, parameter: Tensor) -> Home | Excuse:
         """Return the home of a plain parameter, or of plain tensors that belong to it."""
@@ -209,12 +213,27 @@ def _fsdp1_parameters(module: nn.Module) -> dict[int, Any]:
     return found
 
 
+def _clean_names(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with their names without the components of wrappers, if these are unique."""
+    count = Counter(clean_fqn(name) for name, _ in named)
+    for name, tensor in named:
+        yield name if count[clean_fqn(name)] > 1 else clean_fqn(name), tensor
+
+
+def _ddp_of(module: nn.Module) -> dict[int, tuple[DistributedDataParallel, bool]]:
+    """Return for parameters and buffers in DDP modules, by id: (DDP, True if it ignores the tensor). If a DDP keeps a
+    tensor equal, it counts before others that ignore it."""
+    seen = list(_seen_by_ddp(module))
+    return {id(t): (ddp, ignored) for ddp, t, ignored in sorted(seen, key=lambda one: -one[2])}
+
+
 def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
     """Return the parameters that DDP modules in ``module`` keep equal: DDP by id of the parameter."""
-    return {id(p): ddp for ddp, p, ignored in _seen_by_ddp(module) if not ignored}
+    return {id(t): ddp for ddp, t, ignored in _seen_by_ddp(module) if isinstance(t, nn.Parameter) and not ignored}
 
 
 def _seen_by_ddp(module: nn.Module) -> Iterator[tuple[DistributedDataParallel, Tensor, bool]]:
     for ddp in module.modules():
         if isinstance(ddp, DistributedDataParallel):
-            yield from ((ddp, p, name in ddp.parameters_to_ignore) for name, p in ddp.module.named_parameters())
+            for name, tensor in chain(ddp.module.named_parameters(), ddp.module.named_buffers()):
+                yield ddp, tensor, name in ddp.parameters_to_ignore

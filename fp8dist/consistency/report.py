@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,15 @@ def announce(
     group: SyncGroup,
     raises: bool,
     tell: Callable[[DivergenceReport], None] | None = None,
+    texts: Sequence[str] | None = None,
+    waits: bool = True,
 ) -> None:
-    """Log the report once, and with ``raises`` raise on all ranks. COLLECTIVE over ``group`` if anything differed.
+    """Log the report once, and with ``raises`` raise on all ranks. COLLECTIVE over ``group`` if anything differed, and
+    ``waits``.
 
     Args:
         report: the same on all ranks of the group.
+        texts: logged in place of the report's text.
         tell: called with the report after the barrier. If it raises, no rank is left waiting.
 
     Raises:
@@ -105,8 +109,10 @@ def announce(
     if not report.findings:
         return
     if group.rank == report.reporting_rank:
-        logger.log(logging.ERROR if raises and not report.consistent else logging.WARNING, "%s", report)
-    if group.size > 1:
+        level = logging.ERROR if raises and not report.consistent else logging.WARNING
+        for text in (str(report),) if texts is None else texts:
+            logger.log(level, "%s", text)
+    if waits and group.size > 1:
         dist.barrier(group=group.process_group)
     if tell is not None:
         tell(report)

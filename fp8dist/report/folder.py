@@ -60,10 +60,15 @@ class Lines:
 
     Lines that are not JSON objects with an integer ``step`` are left out. A last line without its end is read when the
     rest of it is there.
+
+    Args:
+        path: the file. It may be missing.
+        tail: the first call of ``new`` skips what is more than so many bytes before the end; None: skip nothing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tail: int | None = None) -> None:
         self.path = path
+        self._tail = tail
         self.left_out = 0  # Damaged lines so far.
         self._offset, self._inode = 0, -1
 
@@ -94,7 +99,12 @@ class Lines:
         except OSError:
             return
         with file:
-            self._inode = os.fstat(file.fileno()).st_ino
+            now = os.fstat(file.fileno())
+            if self._offset == 0 and self._tail is not None and now.st_size > self._tail:
+                file.seek(now.st_size - self._tail - 1)
+                file.readline(LONGEST)  # The end of a line, or of the one before the first that is read.
+                self._offset = file.tell()
+            self._inode = now.st_ino
             file.seek(self._offset)
             rest, skipping = b"", False
             while block := file.read(BLOCK):

@@ -13,7 +13,7 @@ from scripts.convergence import accumulation_tables
 from scripts.convergence import results as convergence_results
 from scripts.convergence.accumulation_tables import ACCUMULATION_TABLES
 from scripts.convergence.tables import CONVERGENCE_TABLES
-from scripts.pages import exit_codes, exported, flags, messages, runs, variables
+from scripts.pages import exit_codes, exported, flags, messages, runs, screens, variables
 from scripts.pages.filling import ROOT, Parts
 
 __all__ = ["REFERENCE", "parts_of"]
@@ -32,6 +32,7 @@ REFERENCE: Mapping[str, Callable[[], str]] = MappingProxyType(
         "exits-launcher": exit_codes.of_launcher,
         "errors": messages.errors,
         "exported-numbers": exported.of_numbers,
+        "watch-screen": screens.watch_screen,
     }
 )
 """Parts that are generated from the code."""

@@ -84,7 +84,7 @@ def draw() -> str:
         FileNotFoundError: ``rerun`` has never run.
     """
     rows, y = [], 72.0
-    for row in _wrapped(TEXT.read_text(encoding="utf-8").rstrip("\n").split("\n")):
+    for row in TEXT.read_text(encoding="utf-8").rstrip("\n").split("\n"):
         rows.append(text(30, y, row, mono=True, size=SIZE, length=ADVANCE * len(row)))
         y += 19
     notes = (
@@ -93,7 +93,7 @@ def draw() -> str:
         ("ranks, reference", f"rank {ODD} has it otherwise; rank 0 is the lowest of the majority"),
         ("value, expected", "the first element that differs: on the odd rank, and on the reference"),
         ("ULP", "how far apart the two values are, in units in the last place"),
-        ("what", "(wrapped here) one element, and its bits differ in one place: a flipped bit"),
+        ("below the row", "one element, and its bits differ in one place: a flipped bit"),
         ("last line", "host and device of the odd rank"),
     )
     shown = [text(30, y + 36, "How to read it", bold=True, size=14)]
@@ -115,9 +115,3 @@ def draw() -> str:
             *shown,
         ],
     )
-
-
-def _wrapped(lines: list[str]) -> list[str]:
-    """Wrap lines as a terminal does whose width ends before the last column."""
-    width = lines[1].index("what")
-    return [line[start : start + width] for line in lines for start in range(0, len(line), width)]

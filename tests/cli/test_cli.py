@@ -190,7 +190,7 @@ def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
     assert report["findings"][1]["index"] == [1]  # Three of four entries are used, so the first step is at 1.
     assert main(["check", path]) == 1
     table = capsys.readouterr().out
-    assert "0:weight" in table
+    assert "'0' (weight)" in table
     assert str(tmp_path / "dump-2.safetensors") in table
 
 
@@ -377,8 +377,8 @@ def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
     run = _run(*launcher, str(tmp_path / "{rank}.st"))
     assert run.returncode == 1
     assert run.stdout.count("bf16") == 1
-    row = next(line.split() for line in run.stdout.splitlines() if " bf16 " in line)
-    assert row[2:8] == ["parameter", "bf16", "2", "0", "0,", "4"]
+    row = next(line.split() for line in run.stdout.splitlines() if "'bf16'" in line)
+    assert row[2:8] == ["parameter", "'bf16'", "2", "0", "0,", "4"]
     assert "exitcode  : 1" in run.stderr
     (tmp_path / "1.st").write_bytes((tmp_path / "1.st").read_bytes()[:-1])
     run = _run(*launcher, str(tmp_path / "{rank}.st"))

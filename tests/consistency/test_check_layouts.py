@@ -144,5 +144,5 @@ def test_parameters_whose_names_differ_by_a_wrapper_are_not_mixed_up(four_ranks:
 
 def test_a_tensor_that_cannot_be_read_is_named() -> None:
     content = TensorContent("parameter", [Named("there", torch.zeros(3, device="meta"))])
-    with pytest.raises(ValueError, match=r"parameter there: it is on the meta device"):
+    with pytest.raises(ValueError, match=r"parameter 'there': it is on the meta device"):
         content.digests(Digester())

@@ -35,6 +35,9 @@ def _disagreeing(values: list[float], where: str) -> Any:
     (report,) = reports
     assert report is not None
     findings = [(f.ranks, f.reference_rank, f.sides, f.value, f.expected) for f in report.findings]
+    for f in report.findings:
+        known = tuple(values[side[0]] for side in f.sides)
+        assert f.values == (known if f.reference_rank is None else ())
     assert {(f.kind, f.name) for f in report.findings} == {
         ("parameter", "p_float32") if where == "parameter" else ("scale", "b:grad_output")
     }
@@ -74,8 +77,7 @@ def _assert_sides(pool: RankPool, values: list[float], where: str, expected: Fin
     results = pool.run(_disagreeing, values, where)
     for findings, who, text in results:
         assert [f[:3] for f in findings] == [f[:3] for f in expected]
-        if where != "sync" or expected[0][1] is not None:
-            assert [f[3:] for f in findings] == [f[3:] for f in expected]
+        assert [f[3:] for f in findings] == [f[3:] for f in expected]
         assert who == speaker
         assert ("no majority" in text) == (expected[0][1] is None)
         assert (findings, who, text) == results[0]
@@ -102,6 +104,33 @@ def test_of_four_ranks_the_majority_decides_and_two_against_two_is_none(
     four_ranks: RankPool, values: list[float], expected: Findings, speaker: int, where: str
 ) -> None:
     _assert_sides(four_ranks, values, where, expected, speaker)
+
+
+def _at_other_places() -> Any:
+    """Ranks 1 and 2 differ from ranks 0 and 3, each first in another element and another field."""
+    model, manager = prepared()
+    rank = dist.get_rank()
+    with torch.no_grad(), captured_log():
+        model.p_float32[1] = 7.0
+        model.p_float32[1, rank if rank in (1, 2) else 6] = {1: 2.0, 2: 4.0}.get(rank, 7.0)
+        if rank == 1:
+            manager.inv_scale(*SLOTS[2]).fill_(0.25)
+        if rank == 2:
+            manager.scale(*SLOTS[2]).fill_(8.0)
+        usual = manager.scale(*SLOTS[1]).item(), manager.scale(*SLOTS[2]).item()
+        report = whole_world(model)
+    shown = [(f.name, f.field, f.index, f.value, f.expected, f.values) for f in report.findings]
+    return shown, usual, str(report)
+
+
+def test_the_values_of_all_sides_are_of_one_element(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_at_other_places)
+    (slot, parameter), (_, scale), text = results[0]
+    assert parameter == ("p_float32", "", (1, 1), 2.0, 7.0, (7.0, 2.0, 7.0))
+    assert slot == ("b:grad_output", "scale", (), 8.0, scale, (scale, scale, 8.0))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["2", "8.0"] in [row[:2] for row in rows]
+    assert all(any(line.startswith(f"  rank {r}: host ") for line in text.splitlines()) for r in range(4))
 
 
 def _damaged_apart() -> Any:

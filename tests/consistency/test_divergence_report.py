@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fp8dist import DivergenceReport, Finding
@@ -45,53 +47,94 @@ def _many(count: int, **more: Any) -> DivergenceReport:
 # The table -----------------------------------------------------------------------------------------------
 
 
-def _rows(report: DivergenceReport) -> tuple[dict[str, int], list[str]]:
-    """Return (where each column starts, the lines below the head)."""
-    head, *rows = str(report).splitlines()[1:]
-    names = ["step", "last good", "kind", "name", "ranks", "reference", "index", "value", "expected", "ULP", "what"]
-    return {name: head.index(name) for name in names if name in head}, rows
+NAMES = ["step", "last", "kind", "name", "ranks", "reference", "index", "value", "expected", "ULP", "what"]
+
+
+def _table(report: DivergenceReport) -> list[dict[str, list[str]]]:
+    """Return the rows of a printed table: the lines of each cell, by the first word of its column's head. What stands
+    below a row is the cell "below"."""
+    lines = str(report).splitlines()[1:]
+    starts = {name: match.start() for name in NAMES if (match := re.search(rf"\b{name}\b", lines[0]))}
+    ends = [*list(starts.values())[1:], 200]
+    rows: list[dict[str, list[str]]] = []
+    for line in lines[1:]:
+        if re.match(r"  \w+ \d+: |not compared|…|  …", line):
+            break
+        if line.startswith(" " * 4) and line[4] != " ":
+            rows[-1].setdefault("below", []).append(line.strip())
+            continue
+        cells = {name: line[start:end].strip() for (name, start), end in zip(starts.items(), ends)}
+        for start in list(starts.values())[1:]:
+            assert line[start - 1 : start] in (" ", ""), line
+        if not cells["step"] and not rows:
+            continue  # The head's second line.
+        if cells["step"]:
+            rows.append({name: [] for name in starts})
+        for name, cell in cells.items():
+            rows[-1][name] += [cell] if cell else []
+    return rows
 
 
 def test_the_table_says_who_where_what_and_since_when() -> None:
-    report = DivergenceReport((_finding(),), {"parameter": 7}, ("2 parameters sharded by FSDP1",))
-    text = str(report)
-    assert text.splitlines()[0] == "parameters differ between ranks"
-    columns, (row, *rest) = _rows(report)
-    cells = {
+    report = DivergenceReport((_finding(name="w"),), {"parameter": 7}, ("2 parameters sharded by FSDP1",))
+    lines = str(report).splitlines()
+    assert lines[0] == "parameters differ between ranks"
+    (row,) = _table(report)
+    assert {name: " ".join(cell) for name, cell in row.items()} == {
         "step": "120",
-        "last good": "100",
+        "last": "100",
         "kind": "parameter",
-        "name": "blocks.0.norm.weight",
+        "name": "'w'",
         "ranks": "3",
         "reference": "0",
         "index": "3, 17",
         "value": "1.25",
         "expected": "1.5",
         "ULP": "2097152",
-        "what": "1 of 512 elements",
+        "below": "1 of 512 elements, 0x3f9d70a4 against 0x3f9d70a5",
     }
-    assert set(columns) == set(cells)
-    for name, cell in cells.items():
-        assert row[columns[name] :].startswith(cell), name
-    assert " ".join(rest[0].split()) == "rank 3: host node7, local rank 2, cuda:2, mesh dp=1 tp=0"
-    assert rest[1] == "not compared: 2 parameters sharded by FSDP1"
+    assert " ".join(lines[-2].split()) == "rank 3: host node7, local rank 2, cuda:2, mesh dp=1 tp=0"
+    assert lines[-1] == "not compared: 2 parameters sharded by FSDP1"
 
 
-def test_columns_line_up_whatever_is_in_them() -> None:
+def test_a_short_detail_stands_in_its_column() -> None:
+    (row,) = _table(
+        DivergenceReport(
+            (_finding(name="w", last_good_step=None, detail="4 of 5 elements, 0x3 against 0x7", ulp=None),)
+        )
+    )
+    assert "below" not in row
+    assert " ".join(row["what"]) == "4 of 5 elements, 0x3 against 0x7"
+
+
+LONG = "model.layers.17.mlp.experts.41.down_projection.weight"
+
+
+def test_cells_are_wrapped_at_100_columns_and_nothing_is_cut() -> None:
     findings = (
         _finding(),
-        _finding(name="x", kind="scale", field="scale", index=(), value=math.nan, expected=math.inf, ulp=None),
-        _finding(name="a" * 60, ranks=(1, 2), hosts=("a", "b"), mesh_coords=(None, None), local_ranks=(None, 1)),
-        _finding(name="state", kind="layout", index=None, value=None, expected=None, ulp=None, last_good_step=None),
+        _finding(name=f"{LONG}:input", kind="scale", field="scale", index=(), value=math.nan, expected=math.inf),
+        _finding(name="a" * 300, ranks=(1, 2), hosts=("a" * 50, "b"), mesh_coords=(None, None), local_ranks=(None, 1)),
+        _finding(name=LONG, kind="layout", index=None, value=None, expected=None, ulp=None, last_good_step=None),
+        _finding(name=LONG, value=0.043141234567890123, expected=-1.2345678901234567e-101, detail="word " * 100),
     )
-    columns, rows = _rows(DivergenceReport(findings))
+    report = DivergenceReport(findings, skipped=("5 parameters " + "because of reasons " * 20,), notes=("n " * 100,))
+    assert max(map(len, str(report).splitlines())) <= 100
+    rows = _table(report)
+    assert len(rows) == len(findings)
     for row, f in zip(rows, findings):
-        assert row[columns["step"] :].startswith(str(f.step))
-        assert row[columns["kind"] :].startswith(f.kind)
-        assert row[columns["name"] :].startswith(f.name)
-        assert row[columns["reference"] :].startswith("0")
-        for start in list(columns.values())[1:]:
-            assert row[start - 1] == " " if len(row) > start else True
+        name = f"'{f.name.removesuffix(':input')}'" + "(input)" * (f.kind == "scale")
+        assert "".join(row["name"]).replace(" ", "") == name
+        assert row["kind"] == [f.kind]
+        assert row["ranks"] == [", ".join(map(str, f.ranks))]
+        assert "".join(row["value"]) == (repr(f.value) if f.index is not None else "")
+        assert "".join(row["expected"]) == (repr(f.expected) if f.index is not None else "")
+        assert " ".join(row["below"]) == f.detail.strip()
+    assert rows[0]["name"] == ["'blocks.0.", "norm.weight'"], "broken after a separator"
+    squeezed = "".join(str(report).split())
+    assert "/folder" * 30 + "," in str(DivergenceReport((_finding(hosts=("/folder" * 30,)),), noun="file"))
+    for text in (report.skipped[0], report.notes[0]):
+        assert text.replace(" ", "") in squeezed
 
 
 def test_names_beyond_the_first_few_are_counted() -> None:
@@ -101,6 +144,7 @@ def test_names_beyond_the_first_few_are_counted() -> None:
 
 def test_a_column_that_says_nothing_is_left_out() -> None:
     text = str(DivergenceReport((_finding(kind="step", name="step", index=None, ulp=None, detail="rank 3: 5"),)))
+    assert "'step'" not in text
     head = text.splitlines()[1].split()
     assert "ULP" not in head
     assert "index" not in head
@@ -113,6 +157,85 @@ def test_no_majority_is_said_in_words() -> None:
     assert "no majority" in report.summary()
 
 
+SIDES = ((2, 3), (0,), (1,))
+
+
+def _torn(**more: Any) -> Finding:
+    """Return a finding of four ranks without a majority."""
+    given: dict[str, Any] = {
+        "reference": None,
+        "ranks": (0, 1, 2, 3),
+        "sides": SIDES,
+        "hosts": ("a", "b", "c", "d"),
+        "local_ranks": (0,) * 4,
+        "devices": ("cpu",) * 4,
+        "mesh_coords": (None,) * 4,
+        "values": (1.5, 1.25, math.nan),
+        "detail": "first element: rank 0: 1.25; rank 1: nan; rank 2: 1.5",
+    }
+    return _finding(**{**given, **more})
+
+
+def test_without_a_majority_each_side_has_a_row_with_its_value() -> None:
+    report = DivergenceReport((_torn(),))
+    (row,) = _table(report)
+    assert row["ranks"] == ["2, 3", "0", "1"]
+    assert row["value"] == ["1.5", "1.25", "nan"]
+    assert " ".join(row["reference"]) == "no majority"
+    assert "expected" not in row
+    assert "first element" not in str(report)
+    for rank, host in enumerate("abcd"):
+        assert f"  rank {rank}: host {host}, local rank 0, cpu" in str(report)
+    assert report.summary().split(": ", 1)[1] == (
+        "parameter 'blocks.0.norm.weight', no majority: 1.5 on ranks 2, 3 (host c, local rank 0, cpu); "
+        "1.25 on rank 0 (host a, local rank 0, cpu); nan on rank 1 (host b, local rank 0, cpu) at [3, 17], "
+        "step 120, last good step 100"
+    )
+
+
+def test_bits_are_shown_if_they_alone_tell_sides_apart() -> None:
+    assert "0x7fc0" in str(DivergenceReport((_torn(values=(math.nan,) * 3, detail="first element: nan (0x7fc0)"),)))
+
+
+def test_numbers_of_float32_are_short_and_exact() -> None:
+    for value, shown in {0.043145306408405304: "0.043145306", 0.1: "0.1", -0.0: "-0.0", 1e300: "1e+300"}.items():
+        (row,) = _table(DivergenceReport((_finding(name="w", value=value, expected=0.043145306408405305e-99),)))
+        assert row["value"] == [shown]
+        assert "".join(row["expected"]) == "4.3145306408405305e-101"
+        assert float(np.float32(float(shown))) == value or float(shown) == value
+
+
+def test_sides_without_a_known_value_are_one_row() -> None:
+    (row,) = _table(DivergenceReport((_torn(values=(1.5,)),)))
+    assert (row["ranks"], row["value"]) == (["2, 3", "0, 1"], ["1.5", "…"])
+
+
+def test_of_many_ranks_some_of_each_side_are_placed() -> None:
+    everyone = tuple(range(512))
+    sides = (everyone[:256], everyone[256:])
+    places: dict[str, Any] = {"hosts": tuple(f"h{r}" for r in everyone), "local_ranks": (0,) * 512}
+    places |= {"devices": ("cpu",) * 512, "mesh_coords": (None,) * 512}
+    report = DivergenceReport((_torn(ranks=everyone, sides=sides, values=(1.0, 2.0), **places),))
+    assert "rank 0: " in str(report)
+    assert "rank 256: " in str(report)
+
+
+def test_names_of_things_are_quoted() -> None:
+    subjects = {
+        _finding(name="2.weight").subject: "parameter '2.weight'",
+        _finding(kind="scale", name="blocks.0.fc:input").subject: "scale of 'blocks.0.fc' (input)",
+        _finding(kind="history", name="2:grad_output").subject: "history of '2' (grad_output)",
+        _finding(kind="optimizer", name="2.exp_avg").subject: "optimizer state '2.exp_avg'",
+        _finding(kind="buffer", name="a:b").subject: "buffer 'a:b'",
+        _finding(kind="layout", name="2").subject: "layout of '2'",
+        _finding(kind="step", name="step").subject: "step",
+        _finding(name="…", detail="7 more things differ").subject: "7 more things differ",
+    }
+    assert list(subjects) == list(subjects.values())
+    assert "'2.weight'" in str(DivergenceReport((_finding(name="2.weight"),)))
+    assert "'2.weight'" in DivergenceReport((_finding(name="2.weight"),)).summary()
+
+
 def test_several_kinds_are_in_the_headline() -> None:
     report = DivergenceReport((_finding(kind="scale"), _finding(kind="history"), _finding()))
     assert str(report).splitlines()[0] == "FP8 state and parameters differ between ranks"
@@ -121,8 +244,8 @@ def test_several_kinds_are_in_the_headline() -> None:
 
 def test_hundreds_of_findings_are_counted() -> None:
     lines = str(_many(500)).splitlines()
-    assert len(lines) < 50
-    assert sum("p0" in line for line in lines) == 32
+    assert len(lines) < 80
+    assert sum("'p0" in line for line in lines) == 32
     assert any("468 more" in line for line in lines)
     assert len(_many(500).findings) == 500
 
@@ -137,9 +260,8 @@ def test_hundreds_of_ranks_are_counted() -> None:
         mesh_coords=tuple({"dp": r} for r in ranks),
     )
     text = str(DivergenceReport((finding,)))
-    assert "1, 2, 3, 4, 5, 6, 7, 8 and 247 more" in text
+    assert "1,2,3,4,5,6,7,8and247more" in "".join("".join(_table(DivergenceReport((finding,)))[0]["ranks"]).split())
     assert len(text.splitlines()) < 50
-    assert max(map(len, text.splitlines())) < 250
     assert "223 more" in text  # 32 differing elements are shown.
 
 
@@ -153,10 +275,10 @@ def test_a_clean_report_says_what_was_compared_and_what_was_not() -> None:
 
 
 def test_a_repaired_report_is_consistent_and_says_what_was_done() -> None:
-    report = DivergenceReport((_finding(),), repaired=("parameter blocks.0.norm.weight of 3 from 0",))
+    report = DivergenceReport((_finding(),), repaired=("parameter 'w' on rank 3, from rank 0",))
     assert report.consistent
     report.raise_if_diverged()
-    assert "parameter blocks.0.norm.weight of 3 from 0" in str(report)
+    assert "parameter 'w' on rank 3, from rank 0" in str(report)
 
 
 # Summaries and errors -----------------------------------------------------------------------------------

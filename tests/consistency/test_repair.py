@@ -120,7 +120,9 @@ def test_parameters_gradients_and_optimizer_state_are_repaired_bit_for_bit(three
         names = {(kind, name) for kind, name, *_ in result["findings"]}
         assert len(names) == len(results[odd]["was damaged"]) == 12 + 6 + 18
         assert {f[2:] for f in result["findings"]} == {((odd,), reference)}
-        assert set(result["repaired"]) == {f"{kind} {name} of {odd} from {reference}" for kind, name in names}
+        said = {"parameter": "parameter", "gradient": "gradient of", "optimizer": "optimizer state"}
+        places = f"on rank {odd}, from rank {reference}"
+        assert set(result["repaired"]) == {f"{said[kind]} '{name}' {places}" for kind, name in names}
         assert result["repaired"] == results[0]["repaired"]
 
 
@@ -217,8 +219,8 @@ def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_bee
     for rank, (state, repaired, consistent, logged) in enumerate(results):
         assert state == undisturbed[0][0]
         assert len(repaired) == 1
-        assert f"scale b:input of {odd} from {reference}" in repaired[0]
-        assert any(text.startswith("history a:input") for text in repaired[0]) == with_history
+        assert f"scale of 'b' (input) on rank {odd}, from rank {reference}" in repaired[0]
+        assert any(text.startswith("history of 'a' (input)") for text in repaired[0]) == with_history
         assert consistent
         assert logged == (rank == reference)
 
@@ -320,7 +322,7 @@ def _cannot_be_written() -> Any:
 def test_a_rank_that_cannot_be_written_to_does_not_leave_the_others_waiting(three_ranks: RankPool) -> None:
     for findings, note, seconds in three_ranks.run(_cannot_be_written, timeout=HANG):
         assert findings == [("weight", (2,))]
-        assert note.startswith("weight of rank 2: ")
+        assert note.startswith("'weight' of rank 2: ")
         assert seconds < 10
 
 
@@ -341,7 +343,10 @@ def test_a_repair_is_believed_only_after_a_second_check(three_ranks: RankPool) -
     for findings, repaired, notes in three_ranks.run(_sharing_memory):
         assert findings == [("a", (2,), (0,))]
         assert repaired == ()
-        assert notes == ("these differences remain after a repair of parameter a of 2 from 0; parameter b of 2 from 0",)
+        assert notes == (
+            "these differences remain after a repair of parameter 'a' on rank 2, from rank 0; "
+            "parameter 'b' on rank 2, from rank 0",
+        )
 
 
 def _python_numbers() -> Any:
@@ -448,7 +453,7 @@ def test_a_repaired_weight_is_cast_anew(three_ranks: RankPool, entry: str) -> No
     results = three_ranks.run(_cast_after_repair, entry)
     assert results[2][1] != results[0][1]
     for repaired, _, after in results:
-        assert repaired == ("parameter first.weight of 2 from 0",)
+        assert repaired == ("parameter 'first.weight' on rank 2, from rank 0",)
         assert after == results[0][2] == results[0][1]
 
 
@@ -470,4 +475,5 @@ def _replicas_of_dtensors() -> Any:
 
 @pytest.mark.slow
 def test_replicas_of_shards_are_repaired(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_replicas_of_dtensors, timeout=60) == [(("parameter weight of 1 from 0",), True)] * 4
+    mended = ("parameter 'weight' on rank 1, from rank 0",)
+    assert four_ranks.run(_replicas_of_dtensors, timeout=60) == [(mended, True)] * 4

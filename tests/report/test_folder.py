@@ -95,3 +95,15 @@ def test_a_run_without_a_header_is_read(tmp_path: Path) -> None:
     assert [line["loss"] for line in run.metrics().new()] == [1.0]
     with pytest.raises(ConfigurationError, match="is not a folder"):
         RunFolder(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("tail", [0, 1, 12, 13, 14, 26, 10_000])
+def test_a_tail_starts_with_a_whole_line(tail: int, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(_line(step) for step in range(10, 20)))  # 13 bytes each.
+    lines = Lines(path, tail)
+    assert [line["step"] for line in lines.new()] == list(range(10, 20))[10 - min(10, tail // 13) :]
+    with path.open("a") as file:
+        file.write(_line(20))
+    assert [line["step"] for line in lines.new()] == [20]
+    assert lines.left_out == 0

@@ -86,7 +86,7 @@ def test_a_saturated_share_beyond_the_limit() -> None:
     assert {slot.fqn for slot in event.slots} == {"branch"}
     assert job.manager.metrics()["fp8/fallbacks"] == 1
     (text,) = [text for _, text in log]
-    assert text.startswith("fp8dist: step 4: 1 module(s) go to high precision for 3 steps, branch first (branch:")
+    assert text.startswith("fp8dist: step 4: 1 module(s) go to high precision for 3 steps, 'branch' first (branch:")
 
 
 def test_a_share_at_the_limit_is_none_beyond_it() -> None:

@@ -1,0 +1,150 @@
+"""Buffers are compared on request, where they are replicated; otherwise a report says that they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fp8dist
+from fp8dist import DelayedScaling, DivergenceReport
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+
+LEFT_OUT = "3 buffers that buffers=True would compare"
+
+
+def _net() -> nn.Sequential:
+    """Return a net with three buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+
+def _batch() -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _shown(report: DivergenceReport) -> Any:
+    findings = [(f.kind, f.name, f.ranks, f.last_good_step) for f in report.findings]
+    return findings, dict(report.compared), report.skipped
+
+
+def _checked(how: str) -> dict[str, Any]:
+    """Check a net whose buffers are equal, then damage them on rank 1."""
+    net = _net()
+    ddp = nn.parallel.DistributedDataParallel(net)
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=2), group=dist.group.WORLD) if how == "manager" else None
+    if manager is not None:
+        manager.attach(ddp)
+
+    def check(**more: Any) -> DivergenceReport:
+        if manager is not None:
+            return manager.check(policy="warn", **more)
+        if how == "group":
+            return fp8dist.check(net, group=dist.group.WORLD, policy="warn", step=3, **more)
+        return fp8dist.check(ddp, policy="warn", step=3, **more)
+
+    results = {}
+    with captured_log(), counted_collectives() as calls:
+        results["without"] = _shown(check())
+        results["with"] = _shown(check(buffers=True))
+    results["calls"] = calls.names
+    if dist.get_rank() == 1:
+        net[1].running_var[4] = 9.0
+    with captured_log():
+        results["unseen"] = _shown(check())
+        results["seen"] = _shown(check(buffers=True))
+    return results
+
+
+@pytest.mark.parametrize("how", ["manager", "group", "DDP"])
+def test_buffers_are_compared_on_request(three_ranks: RankPool, how: str) -> None:
+    slots = {"slot": 3} if how == "manager" else {}
+    for result in three_ranks.run(_checked, how):
+        assert result["without"] == ([], {"parameter": 4, **slots}, (LEFT_OUT,))
+        assert result["with"] == ([], {"buffer": 3, "parameter": 4, **slots}, ())
+        assert result["calls"] == ["all_reduce"] * 2
+        assert result["unseen"][0] == []
+        assert result["seen"][0] == [("buffer", "1.running_var", (1,), 0 if how == "manager" else 3)]
+
+
+def _where_not_replicated() -> dict[str, Any]:
+    reports = {"plain, beside DDP": nn.ModuleList([nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), _net()])}
+    told = _net()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(told, ["1.running_mean"])
+    reports["ignored by DDP"] = nn.ModuleList([nn.parallel.DistributedDataParallel(told)])
+    results = {name: _shown(fp8dist.check(model, buffers=True)) for name, model in reports.items()}
+    groups = {"*.running_*": dist.group.WORLD, "*": None}
+    results["by pattern"] = _shown(fp8dist.check(_net(), groups=groups, buffers=True))
+    return results
+
+
+def test_buffers_that_are_not_known_to_be_replicated_are_skipped(two_ranks: RankPool) -> None:
+    for result in two_ranks.run(_where_not_replicated):
+        unknown = ("3 buffers not known to be replicated: name their group",)
+        assert result["plain, beside DDP"][1:] == ({"parameter": 2}, (*unknown, "4 parameters" + unknown[0][9:]))
+        assert result["ignored by DDP"][1:] == (
+            {"buffer": 2, "parameter": 4},
+            ("1 buffers that DDP was told to ignore",),
+        )
+        assert result["by pattern"][1:] == (
+            {"buffer": 2},
+            ("1 buffers matching *: left out", "4 parameters matching *: left out"),
+        )
+
+
+def _between_forwards() -> Any:
+    """Train with BatchNorm: DDP copies its buffers before each forward, and each forward changes them."""
+    ddp = nn.parallel.DistributedDataParallel(_net())
+    found = []
+    with captured_log():
+        for _ in range(2):
+            ddp(_batch()).sum().backward()
+            found.append(sorted(f.name for f in fp8dist.check(ddp, policy="warn", buffers=True).findings))
+    return found
+
+
+def test_batch_norm_differs_between_forwards(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_between_forwards):
+        assert found == [["1.running_mean", "1.running_var"]] * 2
+
+
+def _repaired() -> Any:
+    net = _net()
+    if dist.get_rank() == 1:
+        net[1].num_batches_tracked.fill_(7)
+    with captured_log():
+        report = fp8dist.check(net, group=dist.group.WORLD, policy="repair", buffers=True)
+    return report.repaired, int(net[1].num_batches_tracked)
+
+
+def test_buffers_are_repaired(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_repaired) == [(("buffer '1.num_batches_tracked' on rank 1, from rank 0",), 0)] * 3
+
+
+def _on_a_mesh() -> Any:
+    """A DTensor among the buffers, replicated along one axis of four ranks."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Linear(4, 4)
+    for name in ("weight", "bias"):
+        value = distribute_tensor(torch.ones_like(getattr(net, name)), mesh, [Replicate(), Shard(0)])
+        setattr(net, name, nn.Parameter(value))
+    net.register_buffer("table", distribute_tensor(torch.arange(8.0), mesh, [Replicate(), Shard(0)]))
+    if dist.get_rank() == 3:
+        net.table.to_local()[1] = 99.0  # type: ignore[operator]
+    with captured_log():
+        report = fp8dist.check(net, policy="warn", buffers=True)
+    return [(f.kind, f.name, f.ranks, f.index, f.values) for f in report.findings], dict(report.compared)
+
+
+def test_dtensors_are_compared_along_their_replicate_axes(four_ranks: RankPool) -> None:
+    for findings, compared in four_ranks.run(_on_a_mesh):
+        assert findings == [("buffer", "table", (1, 3), (1,), (5.0, 99.0))]
+        assert compared == {"buffer": 1, "parameter": 2}

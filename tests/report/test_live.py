@@ -1,0 +1,238 @@
+"""LiveRun against an oracle that reads whole files, and against files that nobody should write."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8dist.report.live import LiveRun, RankWait, clean, middle_cut
+from fp8dist.report.screen import one_line, screen, sparkline, stuck
+
+
+def _write(path: Path, *lines: Any) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _run(folder: Path, *steps: dict[str, Any], **header: Any) -> LiveRun:
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"format": "fp8dist run", "version": 1, **header}))
+    _write(folder / "metrics.jsonl", *steps)
+    run = LiveRun(folder)
+    run.read()
+    return run
+
+
+def _severity(slot: dict[str, Any]) -> tuple[Any, ...]:
+    """Sort as the issue says: not finite, saturated share, underflow share, headroom."""
+    if isinstance(slot["amax"], str):
+        return (0,)
+    if slot["saturated"]:
+        return 1, -slot["saturated"]
+    if slot["underflow"]:
+        return 2, -slot["underflow"]
+    return 3, -slot["amax"] * slot["scale"]
+
+
+def _slot(chance: random.Random, step: int, place: int) -> dict[str, Any]:
+    amax = chance.choice(["NaN", "Infinity", *[chance.uniform(0.1, 4.0) for _ in range(8)]])
+    shares = {name: chance.choice([0.0, 0.0, 0.0, chance.random()]) for name in ("saturated", "underflow")}
+    places = {f"{n}_{unit}": chance.randrange(9) for n in ("amax", *shares) for unit in ("rank", "microbatch")}
+    return {"step": step, "slot": f"m.{place}:input", "amax": amax, "scale": 16.0, **shares, **places}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_state_is_that_of_the_whole_files(seed: int, tmp_path: Path) -> None:
+    """Files grow in random pieces, some torn inside a line."""
+    chance = random.Random(seed)
+    slots = [{"slot": f"m.{i}:input", "format": "e4m3", "max": 448.0} for i in range(40)]
+    run = _run(tmp_path, slots=slots)
+    steps: list[dict[str, Any]] = []
+    text = {name: "" for name in ("metrics", "scales", "ranks", "events")}
+    for step in range(1, 30):
+        due = {"proven": step - 1, "checked": step // 7 * 7 or None} if step % 3 == 0 else {}
+        steps.append({"step": step, "loss": chance.choice([chance.random(), "NaN"]), "step_ms": chance.random(), **due})
+        text["metrics"] += json.dumps(steps[-1]) + "\n"
+        if step % 3 == 0:
+            seen = [_slot(chance, step, place) for place in range(40)]
+            text["scales"] += "".join(json.dumps(slot) + "\n" for slot in seen)
+            waits = [chance.random() for _ in range(5)]
+            text["ranks"] += json.dumps({"step": step, "ranks": [*range(5)], "sync_wait_ms": waits}) + "\n"
+        if step % 4 == 0:
+            text["events"] += json.dumps({"step": step, "kind": "saved", "path": f"/{step}"}) + "\n"
+        for name, kept in text.items():
+            size = chance.randrange(len(kept) + 1) if step < 29 else len(kept)
+            with (tmp_path / f"{name}.jsonl").open("a") as file:
+                file.write(kept[:size])
+            text[name] = kept[size:]
+        run.read()
+    assert run.step == 29
+    assert [repr(loss) for loss in run.losses] == [repr(float(line["loss"])) for line in steps]
+    assert (run.proven, run.checked, run.step_ms) == (26, 21, steps[-1]["step_ms"])
+    assert [event.text for event in run.events] == [f"path /{step}" for step in range(4, 29, 4)]
+    assert run.waits == [RankWait(rank, wait, None) for rank, wait in enumerate(waits)]
+    expected = sorted(seen, key=_severity)[:10]
+    found = run.nearest(10)
+    assert [_severity({**s, "amax": "x"} if isinstance(s["amax"], str) else s)[0] for s in expected] == [
+        slot.trouble.rank_of_kind for slot in found
+    ]
+    finite = [(f, e) for f, e in zip(found, expected) if not isinstance(e["amax"], str)]
+    for slot, line in finite:
+        assert slot.name == line["slot"]
+        of = ("saturated", "underflow", "amax")[slot.trouble.rank_of_kind - 1]
+        assert slot.place == (line[f"{of}_rank"], line[f"{of}_microbatch"])
+
+
+def test_a_slot_that_is_no_longer_watched_is_not_shown(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    for step in (1, 2, 3):
+        _write(tmp_path / "scales.jsonl", {"step": step, "slot": "stays:input", "amax": 1.0, "scale": 1.0})
+        if step == 1:
+            _write(tmp_path / "scales.jsonl", {"step": step, "slot": "goes:input", "amax": "NaN"})
+    run.read()
+    assert [slot.name for slot in run.nearest(10)] == ["stays:input"]
+
+
+DIVERGED = {"kind": "diverged", "report": {"findings": [{"kind": "scale", "name": "a:input", "ranks": [1, 2]}]}}
+
+
+@pytest.mark.parametrize(
+    ("events", "step", "known", "text"),
+    [
+        ([], {"proven": None}, None, "unproven: nothing has compared the ranks yet"),
+        ([], {"proven": 8, "checked": 5}, True, "proven to step 8, checked to step 5"),
+        ([{"step": 4, "kind": "checked"}], {}, True, "checked to step 4"),
+        ([{"step": 6, **DIVERGED}], {"proven": 8, "checked": 5}, False, "DIVERGED in step 6: scale 'a:input' on rank"),
+        ([{"step": 6, **DIVERGED}], {"checked": 9}, True, "ranks differed in step 6, and are equal again"),
+        ([{"step": 6, **DIVERGED}, {"step": 5, "kind": "start", "resumed_after": 5}], {"proven": 7}, True, "proven to"),
+        (
+            [{"step": 6, "kind": "diverged", "report": {"consistent": True, "findings": []}}],
+            {"proven": 7},
+            True,
+            "prov",
+        ),
+        ([{"step": 6, "kind": "diverged", "report": 7}], {"proven": 7}, False, "DIVERGED in step 6: no findings"),
+    ],
+)
+def test_it_says_if_the_run_is_sound(
+    events: list[dict[str, Any]], step: dict[str, Any], known: bool | None, text: str, tmp_path: Path
+) -> None:
+    _write(tmp_path / "events.jsonl", *events)
+    sound = _run(tmp_path, {"step": 10, **step}).sound
+    assert sound[0] is known
+    assert text in sound[1]
+
+
+def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
+    run = _run(tmp_path, {"step": 9, "loss": 1.0}, {"step": 10, "loss": 2.0}, ranks=1)
+    _write(tmp_path / "scales.jsonl", {"step": 10, "slot": "a:input", "amax": "NaN"})
+    assert run.read()
+    for name, line in (("metrics", {"step": 3, "loss": 5.0}), ("scales", {"step": 3, "slot": "b:input", "amax": 1.0})):
+        _write(tmp_path / "new", line)
+        os.replace(tmp_path / "new", tmp_path / f"{name}.jsonl")
+    (tmp_path / "run.json").write_text(json.dumps({"format": "fp8dist run", "version": 1, "ranks": 4}))
+    assert run.read()
+    assert (run.step, list(run.losses)) == (3, [5.0])
+    assert [slot.name for slot in run.nearest(9)] == ["b:input"]
+    assert run.title[-1] == "4 ranks"
+    assert not run.read()
+    (tmp_path / "run.json").write_text("{")
+    run.read()
+    assert run.title[-1] == "4 ranks"
+
+
+def test_a_job_without_steps_is_stuck(tmp_path: Path) -> None:
+    run = _run(tmp_path, {"step": 1, "step_ms": 500.0, "time": time.time() + 1e6})
+    assert stuck(run) == ""
+    os.utime(tmp_path / "metrics.jsonl", (time.time() - 123, time.time() - 123))
+    assert stuck(LiveRun(tmp_path)) == "no step yet"
+    old = LiveRun(tmp_path)
+    old.read()
+    assert stuck(old) in ("no step for 123 s", "no step for 124 s")
+    _write(tmp_path / "metrics.jsonl", {"step": 2, "step_ms": 500_000.0, "time": 0})
+    old.read()
+    assert stuck(old) == ""
+    _write(tmp_path / "events.jsonl", {"step": 2, "kind": "end"})
+    old.read()
+    assert stuck(old) == "the run has ended"
+    _write(tmp_path / "events.jsonl", {"step": 2, "kind": "start", "resumed_after": 2})
+    old.read()
+    assert not old.ended
+
+
+HOSTILE = ["\x1b[31m\x07", "[red]x[/red]", "y" * 10_000, "‮", "漢" * 500, "\ud800", "", 0, -1, 10**4000, 1e308, True]
+HOSTILE += [None, [], {}, [[]], {"findings": [7, {}, {"ranks": "x", "name": []}]}, "NaN", "Infinity", math.inf]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_line_breaks_the_screen(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    keys = "step time loss grad_norm step_ms proven checked slot amax scale saturated underflow amax_rank ranks kind"
+    keys += " sync_wait_ms slots rank microbatch module role report resumed_after median path digest amax_microbatch"
+    run = _run(tmp_path, recipe="[bold]\x1b[2J", ranks=3, slots=[{"slot": "a:input", "max": 448}, 7, {"slot": 3}])
+    kinds = ["start", "nonfinite", "diverged", "saved", "spike", "checked", "end", "???"]
+    for _ in range(60):
+        line = {key: chance.choice(HOSTILE) for key in keys.split() if chance.random() < 0.6}
+        line["step"] = chance.choice([1, 2, -5, 10**18, 10**1000])
+        line["kind"] = chance.choice([line.get("kind"), *kinds])
+        _write(tmp_path / f"{chance.choice(['metrics', 'scales', 'ranks', 'events'])}.jsonl", line)
+        run.read()
+        width, height = chance.choice([(80, 24), (20, 8), (300, 100), (1, 1)])
+        lines = screen(run, width, height)
+        assert len(lines) <= height
+        assert all(line.cell_len <= width for line in lines)
+        for text in (one_line(run), *(line.plain for line in lines)):
+            assert text.isprintable()
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    sizes = []
+    tracemalloc.start()
+    for part in range(4):
+        for name, more in (
+            ("metrics", {"loss": 1.5, "note": "x" * 100}),
+            ("events", {"kind": "nonfinite", "slots": ["a" * 50] * 9}),
+            ("scales", {"slot": "a:input", "amax": 1.0}),
+        ):
+            _write(tmp_path / f"{name}.jsonl", *({"step": part * 3_000 + i, **more} for i in range(3_000)))
+        run.read()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[3] - sizes[1] < 50_000
+    assert (len(run.losses), len(run.events)) == (400, 100)
+
+
+def test_sparklines() -> None:
+    assert sparkline([0.0, 1.0, 2.0, 7.0], 10) == "▁▂▃█"
+    assert sparkline([5.0, math.nan, math.inf, 5.0], 10) == "▁!!▁"
+    assert sparkline([9.0, 0.0, 7.0], 2) == "▁█"
+    assert sparkline([-1.7e308, 1.7e308], 2) == "▁!"
+    assert sparkline([], 5) == sparkline([1.0], 0) == ""
+
+
+def test_long_names_lose_their_middle() -> None:
+    assert middle_cut("abcdefghij", 10) == "abcdefghij"
+    assert middle_cut("abcdefghij", 6) == "ab…hij"
+    assert [middle_cut("abcdef", width) for width in (0, 1, 2)] == ["", "…", "…f"]
+    assert len(clean("\x1b" * 10_000)) == 1_000
+
+
+def test_many_ranks_take_few_lines(tmp_path: Path) -> None:
+    run = _run(tmp_path, {"step": 1})
+    waits = [float(rank) for rank in range(1024)]
+    _write(tmp_path / "ranks.jsonl", {"step": 1, "ranks": list(range(1024)), "sync_wait_ms": [None, *waits[1:]]})
+    run.read()
+    text = "\n".join(line.plain for line in screen(run, 80, 40))
+    for rank in (1, 2, 3, 4, 1020, 1021, 1022, 1023):
+        assert f"rank {rank}: " in text
+    assert "and 1016 more, median 512" in text
+    assert text.count("rank ") == 8
