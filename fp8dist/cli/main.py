@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
-        description="Compare and inspect FP8 training state, draw and watch runs, test this machine, predict the cost of "
-        "syncs, start jobs.",
+        description="Compare and inspect FP8 training state, draw and watch runs, test this machine, predict the cost "
+        "of syncs, start jobs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -65,6 +65,9 @@ def _waits(name: str, where: str) -> dict[str, Number]:
     }
 
 
+_PROVEN = Number("proven_step", "Newest step whose FP8 state the sync has proven equal on all ranks")
+_CHECKED = Number("checked_step", "Newest step after which a check found everything equal")
+
 KNOWN: Mapping[str, Number] = MappingProxyType(
     {
         "loss": Number("loss", "Training loss of the step, mean over the ranks"),
@@ -81,10 +84,9 @@ KNOWN: Mapping[str, Number] = MappingProxyType(
         "skew_ms": Number("skew", "Largest minus smallest time of a rank in the step, less its waits", "ms"),
         "last_rank": Number("last_rank", "Rank that came last in the step"),
         "straggler": Number("straggler_rank", "Rank that the last steps waited for"),
-        "proven": Number("proven_step", "Newest step whose FP8 state the sync has proven equal on all ranks"),
-        "checked": Number("checked_step", "Newest step after which a check found everything equal"),
-        "proven_step": Number("proven_step", "Newest step whose FP8 state the sync has proven equal on all ranks"),
-        "checked_step": Number("checked_step", "Newest step after which a check found everything equal"),
+        # The first name is that of metrics.jsonl, the second that of the manager.
+        **dict.fromkeys(("proven", "proven_step"), _PROVEN),
+        **dict.fromkeys(("checked", "checked_step"), _CHECKED),
         "step": Number("fp8_step", "Steps of the FP8 state"),
         "slots": Number("slots", "Slots, one for each tensor that is cast"),
         "cold_slots": Number("cold_slots", "Slots of delayed scaling that have no scale yet"),
