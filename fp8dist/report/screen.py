@@ -84,7 +84,7 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
         lines += [_rule("waits in the sync, ms per step: who waits least is waited for", width)]
         lines += [Text(text) for text in _in_columns(waits, width)]
     room = height - len(lines) - 2
-    if room > 0:
+    if room > 0 and run.events:
         lines.append(_rule("events", width))
         lines += [_event_line(run, place) for place in range(max(0, len(run.events) - room), len(run.events))]
     lines = [*lines[: max(1, height - 1)], Text("Ctrl-C ends the view, not the run", "dim")]
