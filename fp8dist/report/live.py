@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8dist.errors import ConfigurationError
@@ -30,7 +31,7 @@ MAX_NAME = 1_000
 MAX_TEXT = 300
 """Characters of an event's text."""
 
-TAILS = {METRICS: 1 << 23, SCALES: 1 << 26, RANKS: 1 << 24, EVENTS: 1 << 26}
+TAILS = MappingProxyType({METRICS: 1 << 23, SCALES: 1 << 26, RANKS: 1 << 24, EVENTS: 1 << 26})
 """Bytes at the end of each file that are read at the start. What a long run wrote before does not matter now."""
 
 
