@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -206,6 +210,30 @@ def test_a_query_returns_the_divergences_and_the_alert_fires(scraped: tuple[Prom
     assert float(loss["value"][1]) == 2.0
     (underflow,) = server.query('fp8dist_underflow_ratio{role="input"}')
     assert float(underflow["value"][1]) == 1 / 3
+
+
+def test_the_example_job_is_scraped_and_its_divergence_found(tmp_path: Path) -> None:
+    """Rank 0 of the job serves the endpoint, and rank 1 damages a scale in step 5."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = "--precision fp8 --layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps 100000 --log-every 1"
+    chosen = ["--check-policy", "warn", "--inject", "scale:1:5", "--export", f"prometheus:{port}"]
+    environment = {**os.environ, "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "job.log").open("w") as log:
+        job = subprocess.Popen(
+            [ROOT / "launch/torchrun.sh", *flags.split(), *chosen, "--out", str(tmp_path / "run")],
+            cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    server = Server(tmp_path, port)
+    try:
+        (found,) = server.wait_for('fp8dist_events_total{kind="diverged"} > 0')
+        assert found["value"][1] == "1"
+        assert server.wait_for("fp8dist_last_step > 5")
+    finally:
+        server.stop()
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait(30)
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
