@@ -23,7 +23,6 @@ torchrun restarted (``MAX_RESTARTS`` of torchrun.sh) resumes automatically if it
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -58,7 +57,7 @@ from launch.train_gpt.measure.skew import lines_of
 from launch.train_gpt.model import GPT
 from launch.train_gpt.options.options import Options, parse, prepare_input
 from launch.train_gpt.parallel import Parallel, parallel_of
-from launch.train_gpt.ranks import Ranks, digest_of, joined_ranks, meet_at_the_end
+from launch.train_gpt.ranks import Ranks, digest_of, digest_of_state, joined_ranks, meet_at_the_end
 from launch.train_gpt.recipes import fallback_of, overrides_of, recipe_of
 
 VALIDATION_BATCHES = 8
@@ -177,7 +176,7 @@ def build(options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> Job
     checks = Checks(options, ranks, module, manager)
     injection = Injection(options, ranks, model, manager)
     checkpoints.written = injection.files_written
-    checkpoints.finished = lambda step, path: recorder.event("saved", step, path=str(path))
+    checkpoints.finished = lambda step, path, digest: recorder.event("saved", step, path=str(path), **digest)
     made = (parallel, model, module, optimizer, manager, checkpoints, loaded, guard, watch, checks, injection, recorder)
     return Job(options, ranks, *made, _bytes(text.training), _bytes(text.validation))
 
@@ -478,18 +477,10 @@ def summarise(job: Job, progress: Progress, spent: dict[str, float]) -> dict[str
         "checks": checks,
         "check_ms_per_check": round(check_ms / checks, 3) if checks else 0.0,
         "divergences": job.checks.divergences,
-        "fp8_state_identical": ranks.agree(_state_digest(manager)) if manager is not None else None,
+        "fp8_state_identical": ranks.agree(digest_of_state(manager)) if manager is not None else None,
         "parameters_identical": ranks.agree(parameters),
         "parameters_sha256": parameters,
     }
-
-
-def _state_digest(manager: fp8dist.StateManager) -> str:
-    """Return the SHA-256 of the FP8 state dict's values. Without amax_sync the keys differ between ranks."""
-    digest = hashlib.sha256()
-    for blob in manager.state_dict().values():
-        digest.update(blob)
-    return digest.hexdigest()
 
 
 _LABELS = {

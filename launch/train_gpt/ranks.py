@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "digest_of", "joined_ranks", "leave", "mean_of", "meet_at_the_end"]
+from fp8dist import StateManager
+
+__all__ = ["Ranks", "digest_of", "digest_of_state", "joined_ranks", "leave", "mean_of", "meet_at_the_end"]
 
 PATIENCE = timedelta(seconds=10)
 """How long a failing rank waits for the other ranks to write their files and messages."""
@@ -145,6 +147,14 @@ def mean_of(parts: Sequence[Tensor]) -> Tensor:
     It sums in rank order, so the result is reproducible; an all_reduce's order depends on the number of values.
     """
     return functools.reduce(torch.add, parts) / len(parts)
+
+
+def digest_of_state(manager: StateManager) -> str:
+    """Return the SHA-256 of the FP8 state dict's values. Without amax_sync the keys differ between ranks. Local."""
+    digest = hashlib.sha256()
+    for blob in manager.state_dict().values():
+        digest.update(blob)
+    return digest.hexdigest()
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:

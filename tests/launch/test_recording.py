@@ -17,6 +17,10 @@ def events(out: Path) -> list[tuple[str, int]]:
     return [(event["kind"], event["step"]) for event in RunFolder(out).events().new()]
 
 
+def digests(out: Path) -> dict[int, str]:
+    return {event["step"]: event["digest"] for event in RunFolder(out).events().new() if event["kind"] == "saved"}
+
+
 @pytest.mark.slow
 def test_a_resumed_run_has_one_history(tmp_path: Path) -> None:
     flags = (*TINY, "--save-every", "4", "--watch-every", "3", "--watch-ranks", "--check-every", "5")
@@ -32,6 +36,9 @@ def test_a_resumed_run_has_one_history(tmp_path: Path) -> None:
     ]
     steps = [line["step"] for line in RunFolder(tmp_path).ranks().new()]
     assert steps == [3, 6, 9, 12]
+    finish(tmp_path / "whole", RANKS, *flags)
+    assert [digests(tmp_path)[step] for step in (4, 8, 12)] == [*digests(tmp_path / "whole").values()]
+    assert len({*digests(tmp_path).values()}) == 4
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.faults.failures import CheckpointFailed, cause_of, is_of_a_collective
 from launch.train_gpt.options.options import Options, require_usable_checkpoints
-from launch.train_gpt.ranks import Ranks
+from launch.train_gpt.ranks import Ranks, digest_of_state
 
 __all__ = ["Checkpoints", "Loaded"]
 
@@ -57,8 +57,9 @@ class Checkpoints:
     def __init__(self, options: Options, ranks: Ranks) -> None:
         self.written: Callable[[int], None] = lambda step: None
         """Callback with the step: this rank has written its file, but the checkpoint is not complete yet."""
-        self.finished: Callable[[int, Path], None] = lambda step, folder: None
-        """Callback with step and folder of a complete checkpoint, on rank 0."""
+        self.finished: Callable[[int, Path, dict[str, str]], None] = lambda step, folder, digest: None
+        """Callback with step, folder and ``digest`` (of the FP8 state, if any) of a complete checkpoint, on rank 0."""
+        self._digest: dict[str, str] = {}
         self._options, self._ranks = options, ranks
         self._parent = folders.of(options.out)
         self._group: dist.ProcessGroup | None = None
@@ -103,6 +104,7 @@ class Checkpoints:
             state["run"]["guard"] = guard
         if manager is not None:
             state["fp8"] = manager
+            self._digest = {"digest": digest_of_state(manager)} if self._ranks.first else {}
         writer = _Writer(folders.partial(self._parent, step), lambda: self.written(step))
         with _no_warning_of_one_process():
             how: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
@@ -148,7 +150,7 @@ class Checkpoints:
     def _finish(self, step: int) -> None:
         """Rename the checkpoint and prune old ones. Local: rank 0's save returns only after all ranks have written."""
         if self._ranks.first:
-            self.finished(step, folders.finish(self._parent, step))
+            self.finished(step, folders.finish(self._parent, step), self._digest)
             folders.prune(self._parent, self._options.keep)
 
     # Resuming -------------------------------------------------------------------------------------
@@ -224,6 +226,7 @@ class Checkpoints:
         if manager is not None and there:
             self._require_state_of_all(folder, run, there, manager)
             state["fp8"] = manager
+            self._digest = {"digest": digest_of_state(manager)} if self._ranks.first else {}
         elif manager is not None and self._ranks.first:
             then = "scales come from --calibrate-steps" if self._options.calibrate_steps else "scales start cold"
             print(f"{folder} has no FP8 state: {then}", file=sys.stderr)
