@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.integrations.stacks import TESTED
 from fp8dist.offline.failures import one_line
 from fp8dist.settings import VARIABLES, Settings
 from fp8dist_kernels.backends import why_not_triton
@@ -83,6 +85,7 @@ def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT) 
     """
     checks: list[tuple[str, Callable[[], Iterable[Observation]]]] = [
         ("versions", _versions),
+        ("trainers", _trainers),
         ("device", _devices),
         ("FP8 cast", _casts),
         ("FP8 matmul", _products),
@@ -111,6 +114,16 @@ def _versions() -> Iterable[Observation]:
         yield Observation("triton", "absent", "not installed")
     else:
         yield Observation("triton", "ok", str(importlib.import_module("triton").__version__))
+
+
+def _trainers() -> Iterable[Observation]:
+    for package, tested in TESTED.items():
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield Observation(package, "absent", f"tested with {tested}")
+        else:
+            yield Observation(package, "ok", found if found == tested else f"{found}, tested with {tested}")
 
 
 def _devices() -> Iterable[Observation]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch.distributed as dist
 
-__all__ = ["install", "world"]
+__all__ = ["TESTED", "install", "world"]
+
+TESTED: Mapping[str, str] = MappingProxyType({"transformers": "5.23.0", "accelerate": "1.15.0", "lightning": "2.6.6"})
+"""By package, the version that ``scripts/test-stacks`` has passed."""
 
 
 def install(stack: str, extra: str) -> str:

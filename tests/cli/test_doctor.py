@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import socket
@@ -94,7 +95,29 @@ def test_nccl_is_asked_for_its_version_where_there_is_a_gpu_only(monkeypatch: py
         assert said in {seen.name: seen.detail for seen in doctor._backends()}["nccl"]
 
 
-@pytest.mark.parametrize("name", ["_versions", "_devices", "_casts", "_products", "_fused", "_backends", "_settings"])
+def test_trainers_are_those_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = json.loads((ROOT / "scripts/results/stacks.json").read_text())
+    known = ("stack", "python", "torch", "passed", "failed", "date")
+    ran = {name: version for row in rows for name, version in row.items() if name not in known}
+    assert all(row["failed"] == 0 < row["passed"] for row in rows)
+    assert {name: version for name, version in ran.items() if name in doctor.TESTED} == doctor.TESTED
+    assert {row["stack"] for row in rows} <= set(doctor.TESTED)
+    installed = dict(zip(doctor.TESTED, [None, *doctor.TESTED.values()]))  # The second has the first one's version.
+
+    def version(name: str) -> str:
+        if installed[name] is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    first, second, *_ = doctor._trainers()
+    assert first == Observation("transformers", "absent", "tested with 5.23.0")
+    assert second == Observation("accelerate", "ok", "5.23.0, tested with 1.15.0")
+
+
+@pytest.mark.parametrize(
+    "name", ["_versions", "_trainers", "_devices", "_casts", "_products", "_fused", "_backends", "_settings"]
+)
 def test_it_never_raises(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _quiet(monkeypatch)
 
