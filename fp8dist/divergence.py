@@ -107,7 +107,7 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """What differs, as text: "parameter '2.weight'", "scale of 'blocks.0.fc' (input)"."""
+        """What differs, as text: "parameter '2.weight'", "scale of 'blocks.0.fc:input'"."""
         if self.name == MORE:
             return self.detail
         name = _quoted(self)
@@ -316,12 +316,8 @@ def _in_brackets(place: str | None) -> str:
 
 
 def _quoted(f: Finding) -> str:
-    """Return the name in quotes, if it is one of a thing: of a slot as 'module' (role)."""
-    if f.kind == "error" or f.name in (f.kind, MORE, ALL_NAMES):
-        return f.name
-    name = printable(f.name)
-    module, colon, role = name.rpartition(":")
-    return f"'{module}' ({role})" if colon and f.kind in ("scale", "history") else f"'{name}'"
+    """Return the name in quotes, unless it is a phrase."""
+    return f.name if f.kind == "error" or f.name in (f.kind, MORE, ALL_NAMES) else f"'{printable(f.name)}'"
 
 
 def _plain(value: Any) -> Any:

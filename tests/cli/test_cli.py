@@ -190,7 +190,7 @@ def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
     assert report["findings"][1]["index"] == [1]  # Three of four entries are used, so the first step is at 1.
     assert main(["check", path]) == 1
     table = capsys.readouterr().out
-    assert "'0' (weight)" in table
+    assert "'0:weight'" in table
     assert str(tmp_path / "dump-2.safetensors") in table
 
 

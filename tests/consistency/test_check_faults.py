@@ -206,7 +206,7 @@ def test_the_report_and_both_sides_are_in_files(four_ranks: RankPool, tmp_path: 
     assert {(f["kind"], f["name"]) for f in report["findings"]} == {("history", "a:input"), ("parameter", "weight")}
     assert {tuple(f["ranks"]) for f in report["findings"]} == {(odd,)}
     said = (folder / "step00000012-report.txt").read_text()
-    assert "'a' (input)" in said
+    assert "'a:input'" in said
     assert "77.0" in said
     held = {
         rank: {

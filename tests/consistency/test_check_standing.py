@@ -72,7 +72,7 @@ def test_a_check_logs_a_table_once_then_lines(three_ranks: RankPool, odd: int) -
     reference = 1 if odd == 0 else 0
     clean, first, second, third, fourth, *_ = results[reference][0]
     other = results[0][0][6]  # Without a majority.
-    history = f"history of '0' (input) on rank {odd}"
+    history = f"history of '0:input' on rank {odd}"
     assert clean == []
     assert len(first) == 1
     assert first[0].startswith("FP8 state differs between ranks\n")
@@ -125,7 +125,7 @@ def test_a_sync_logs_a_table_once_then_lines(pool: int, two_ranks: RankPool, fou
     results = (two_ranks if pool == 2 else four_ranks).run(_syncs, [1])
     odd = (0, 1) if pool == 2 else (1,)
     who = "ranks 0, 1" if pool == 2 else "rank 1"
-    scale = f"scale of 'blocks.0.fc' (input) on {who}"
+    scale = f"scale of 'blocks.0.fc:input' on {who}"
     logged, findings = results[0]
     assert findings == [(step, "scale", "blocks.0.fc:input", odd) for step in (3, 4, 5, 7)]
     assert [len(texts) for texts in logged] == [0, 0, 1, 1, 1, 1, 1, 1]
@@ -174,7 +174,7 @@ def _with_two_managers() -> Any:
 
 
 def test_each_manager_remembers_for_itself(three_ranks: RankPool) -> None:
-    table, line = "FP8 state differs between ranks", "still: history of '0' (input) on rank 1"
+    table, line = "FP8 state differs between ranks", "still: history of '0:input' on rank 1"
     assert three_ranks.run(_with_two_managers) == [
         [table, f"fp8dist: {line}", table, f"fp8dist: step 9: {line}", table],
         [],

@@ -123,8 +123,7 @@ def test_cells_are_wrapped_at_100_columns_and_nothing_is_cut() -> None:
     rows = _table(report)
     assert len(rows) == len(findings)
     for row, f in zip(rows, findings):
-        name = f"'{f.name.removesuffix(':input')}'" + "(input)" * (f.kind == "scale")
-        assert "".join(row["name"]).replace(" ", "") == name
+        assert "".join(row["name"]).replace(" ", "") == f"'{f.name}'"
         assert row["kind"] == [f.kind]
         assert row["ranks"] == [", ".join(map(str, f.ranks))]
         assert "".join(row["value"]) == (repr(f.value) if f.index is not None else "")
@@ -223,8 +222,8 @@ def test_of_many_ranks_some_of_each_side_are_placed() -> None:
 def test_names_of_things_are_quoted() -> None:
     subjects = {
         _finding(name="2.weight").subject: "parameter '2.weight'",
-        _finding(kind="scale", name="blocks.0.fc:input").subject: "scale of 'blocks.0.fc' (input)",
-        _finding(kind="history", name="2:grad_output").subject: "history of '2' (grad_output)",
+        _finding(kind="scale", name="blocks.0.fc:input").subject: "scale of 'blocks.0.fc:input'",
+        _finding(kind="history", name="2:grad_output").subject: "history of '2:grad_output'",
         _finding(kind="optimizer", name="2.exp_avg").subject: "optimizer state '2.exp_avg'",
         _finding(kind="buffer", name="a:b").subject: "buffer 'a:b'",
         _finding(kind="layout", name="2").subject: "layout of '2'",

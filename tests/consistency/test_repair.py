@@ -219,8 +219,8 @@ def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_bee
     for rank, (state, repaired, consistent, logged) in enumerate(results):
         assert state == undisturbed[0][0]
         assert len(repaired) == 1
-        assert f"scale of 'b' (input) on rank {odd}, from rank {reference}" in repaired[0]
-        assert any(text.startswith("history of 'a' (input)") for text in repaired[0]) == with_history
+        assert f"scale of 'b:input' on rank {odd}, from rank {reference}" in repaired[0]
+        assert any(text.startswith("history of 'a:input'") for text in repaired[0]) == with_history
         assert consistent
         assert logged == (rank == reference)
 

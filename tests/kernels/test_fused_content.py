@@ -286,7 +286,7 @@ def test_what_runs_does_not_depend_on_the_number_of_tensors(monkeypatch: pytest.
 def test_the_tensor_that_cannot_be_read_is_named() -> None:
     tensors = [torch.ones(2), torch.ones(2, device="meta")]
     content = TensorContent("gradient", [Named(name, tensor) for name, tensor in zip("ab", tensors)])
-    with pytest.raises(ValueError, match="gradient b: it is on the meta device"):
+    with pytest.raises(ValueError, match="gradient 'b': it is on the meta device"):
         content.digests(Using("triton"))
 
 

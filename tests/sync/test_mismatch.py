@@ -405,9 +405,9 @@ def test_a_damaged_scale_is_found_at_the_next_sync(three_ranks: RankPool, kind: 
     assert final[0] == final[1] == final[2]
     table = str(results[0]["events"][0][2]).splitlines()
     assert table[1].split()[:7] == ["step", "last", "good", "kind", "name", "ranks", "reference"]
-    row = [str(DAMAGED_BEFORE + 1), str(DAMAGED_BEFORE - 1), "scale", "a:input", str(odd), str(reference)]
+    row = [str(DAMAGED_BEFORE + 1), str(DAMAGED_BEFORE - 1), "scale", "'a:input'", str(odd), str(reference)]
     assert table[2].split()[:6] == row
-    assert table[2].index("a:input") == table[1].index("name")
+    assert table[2].index("'a:input'") == table[1].index("name")
 
 
 def test_the_values_of_a_damaged_scale_are_told(three_ranks: RankPool) -> None:
