@@ -22,6 +22,7 @@ from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears, require_revertibl
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.ddp import JoinLink, find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_weights
+from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, require_checkable, unknown, warning
 from fp8dist.parallel.wrappers import (
     compute_device,
@@ -205,7 +206,8 @@ class Attachment:
 
 def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
     """Iterate over (sync, slot, this rank's whole or local weight) of each FP8Linear."""
-    return ((sync, slot, local_part(weight)) for sync, slot, weight in _weights(model))
+    weights = _weights(model)
+    return ((sync, slot, own_part(w) if is_partitioned(w) else local_part(w)) for sync, slot, w in weights)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
