@@ -10,6 +10,7 @@ import torch.distributed as dist
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import install
+from fp8dist.sync.groups import has_base
 
 try:
     from deepspeed import DeepSpeedEngine
@@ -27,8 +28,8 @@ KEY = "fp8dist"
 def attach(manager: fp8dist.StateManager, engine: Any) -> None:
     """Tie the manager of a prepared model to the engine that trains it. COLLECTIVE.
 
-    From now on an FP8 step ends with each ``engine.step()`` that updates parameters. Steps that DeepSpeed skips, because
-    gradients overflowed, do not count. ``engine.save_checkpoint`` and ``load_checkpoint`` include the FP8 state.
+    From now on an FP8 step ends with each ``engine.step()`` that updates parameters. Steps that DeepSpeed skips because
+    gradients overflow do not count. ``engine.save_checkpoint`` and ``load_checkpoint`` include the FP8 state.
 
     Args:
         manager: of ``fp8dist.prepare(model, group=…)``, called before ``deepspeed.initialize``.
@@ -39,12 +40,13 @@ def attach(manager: fp8dist.StateManager, engine: Any) -> None:
             used in a way that is not supported.
         ManifestMismatchError: see ``StateManager.attach``.
     """
-    _require_engine(engine)
+    _require_engine(engine, manager)
     if manager._job.attached:
-        raise ConfigurationError("the manager is attached already: leave out manager.attach(), and attach an engine once")
+        raise ConfigurationError(
+            "the manager is attached already: leave out manager.attach(), and attach an engine once"
+        )
     if not isinstance(engine, _FP8Steps) and engine.loaded_checkpoint_dp_world_size is not None:
         raise ConfigurationError("attach before engine.load_checkpoint(), which then loads the FP8 state, too")
-    _require_group(manager, engine)
     manager.attach(engine, boundary="manual")
     manager._cycle.reuse_casts(True)  # Nothing but the engine's step and its load_checkpoint changes weights.
     engine.fp8_manager = manager
@@ -94,13 +96,26 @@ def _of_all_ranks(state: dict[str, bytes]) -> dict[str, bytes]:
     return state | {key: value for theirs in gathered for key, value in theirs.items()}
 
 
-def _require_engine(engine: Any) -> None:
+def _require_engine(engine: Any, manager: fp8dist.StateManager) -> None:
     """Raise ConfigurationError for what cannot be attached to."""
     if not isinstance(engine, DeepSpeedEngine):
         raise ConfigurationError(
-            f"expected the engine that deepspeed.initialize() returns first, got {type(engine).__name__}: attach after it"
+            "attach(manager, engine) needs the engine that deepspeed.initialize() returns first, "
+            f"got {type(engine).__name__}"
         )
-
-
-def _require_group(manager: fp8dist.StateManager, engine: Any) -> None:
-    """Raise ConfigurationError unless ranks that hold parts or copies of a weight share its FP8 state."""
+    offload = engine.zero_offload_param()
+    unsupported = {
+        "pipelines": has_base(engine, "PipelineEngine"),
+        "the hybrid engine": has_base(engine, "DeepSpeedHybridEngine"),
+        "ZenFlow": engine.zenflow,
+        "MiCS": engine.mics_shard_size() > 0,
+        "AutoTP": engine.autotp_size() > 0,
+        "parameters on NVMe": offload is not None and offload.device == "nvme",
+        # Scalers that do not tell the engine which steps they skip.
+        "Apex's AMP": engine.amp_enabled(),
+        "torch_autocast in float16 without ZeRO": engine.torch_autocast_z0_gradscaler is not None,
+        "fp8_all_gather=True": manager.settings.fp8_all_gather,
+    }
+    found = [what for what, used in unsupported.items() if used]
+    if found:
+        raise ConfigurationError(f"fp8dist does not support {found[0]} with DeepSpeed: leave it out")

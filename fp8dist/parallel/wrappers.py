@@ -127,12 +127,13 @@ def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module], whole: nn
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """True if FSDP1 or FSDP2 manages the module's own parameters, even if the wrapper is outside the visible model.
+    """True if FSDP1, FSDP2 or ZeRO's stage 3 manages the module's own parameters, even if the wrapper is outside the
+    visible model.
 
     Raises:
         ConfigurationError: the parameters are not plain, and this torch does not show whether FSDP manages them.
     """
-    if has_fsdp1_mark(module) or has_fsdp2_hook(module):
+    if has_fsdp1_mark(module) or has_fsdp2_hook(module) or any(map(is_partitioned, module.parameters(recurse=False))):
         return True
     weight = module._parameters.get("weight")
     if weight is not None and is_dtensor(weight):
