@@ -66,7 +66,7 @@ class _FP8Steps:
             if self.was_step_applied():
                 manager.step()
             else:
-                manager._cycle.scaler_found()
+                manager._cycle.step_skipped()
 
     def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, client_state: Any = None, **options: Any) -> Any:
         """Save, with the FP8 state in the client state. COLLECTIVE."""

@@ -256,7 +256,7 @@ def test_a_divergence_of_parameters_ends_the_step_on_all_ranks(two_ranks: RankPo
 
 
 def _evaluated(zero: dict[str, Any]) -> None:
-    """Evaluations change nothing, and two engines in turn do not disturb each other."""
+    """Evaluations change nothing, and two engines in turn do not disturb each other. Parts are not compared."""
     alone = _attached(zero)
     losses = _train(alone, range(6))
     first, second = _attached(zero), _attached(zero)
@@ -272,6 +272,8 @@ def _evaluated(zero: dict[str, Any]) -> None:
     assert found == losses
     assert _equal(_kept(alone), _kept(first))
     assert second.fp8_manager.steps == 3
+    compared = first.fp8_manager.check().compared
+    assert compared.get("parameter", 0) == (6 if zero["stage"] < 3 else 0)
 
 
 @every_stage
