@@ -344,6 +344,17 @@ def _require_refusals() -> None:
         _attached({"stage": 0}, torch_autocast={"enabled": True, "dtype": "float16"})
     with pytest.raises(ConfigurationError, match="does not support fp8_all_gather=True"):
         _attached({"stage": 3}, options={"fp8_all_gather": True})
+    whole = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": STAGES["zero 3"]}
+    with _deepspeed().zero.Init(config_dict_or_path=whole):
+        model = _model()
+    with pytest.raises(ConfigurationError, match="managed by FSDP or ZeRO already: call prepare"):
+        fp8dist.prepare(model, group=dist.group.WORLD)
+    from deepspeed.pipe import PipelineModule
+
+    model = PipelineModule(layers=list(_model()), num_stages=1, loss_fn=nn.functional.mse_loss)
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    with pytest.raises(ConfigurationError, match="does not support pipelines"):
+        attach(manager, _initialized(model, {"stage": 0}))
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ConfigurationError, match="the group of DDP or DeepSpeed"):
         _attached({"stage": 2}, options={"group": alone})
