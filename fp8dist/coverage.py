@@ -323,8 +323,8 @@ def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None)
         return LeftOut("filter_fn", "filter_fn said no", "caller")
     if is_sharded(module):
         raise ConfigurationError(
-            f"{fqn or 'the model'} is managed by FSDP already: call prepare(model) first, then wrap or shard it. "
-            "Name modules that stay in high precision in skip="
+            f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
+            "it. Name modules that stay in high precision in skip="
         )
     return None
 

@@ -441,11 +441,11 @@ def test_prepare_comes_first(two_ranks: RankPool) -> None:
     for how, said in [
         ("DDP", "got DistributedDataParallel: call prepare(model) with the plain model first, then model = Distrib"),
         ("FSDP1", "got FullyShardedDataParallel: call prepare(model) with the plain model first"),
-        ("FSDP1 inside", "inner.first is managed by FSDP already: call prepare(model) first"),
-        ("FSDP1 inside flat", "first is managed by FSDP already"),
+        ("FSDP1 inside", "inner.first is managed by FSDP or ZeRO already: call prepare(model) first"),
+        ("FSDP1 inside flat", "first is managed by FSDP or ZeRO already"),
         ("FSDP2", "got FSDPModule: call prepare(model) with the plain model first, then fully_shard(model)"),
-        ("FSDP2 inside", "first is managed by FSDP already: call prepare(model) first"),
-        ("FSDP2 of a Linear", "inner.first is managed by FSDP already"),
+        ("FSDP2 inside", "first is managed by FSDP or ZeRO already: call prepare(model) first"),
+        ("FSDP2 of a Linear", "inner.first is managed by FSDP or ZeRO already"),
         ("None", "2 ranks and no group: pass prepare(group=…)"),
         ("skipped", "head"),
     ]:

@@ -1,8 +1,8 @@
 """Find the ranks that must hold the same values, for each tensor.
 
 A plain tensor does not show if it is replicated: FSDP1's shards, experts and ZeRO's state look like any other tensor
-and differ by design. So these count as replicated: DTensors across their Replicate axes, parameters that DDP keeps
-equal, across DDP's group, and tensors for which the caller names a group.
+and differ by design. So these count as replicated: DTensors across their Replicate axes, parameters that DDP or
+DeepSpeed keeps equal, across its group, and tensors for which the caller names a group.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules
 from fp8dist.state.slots import clean_fqn
-from fp8dist.sync.groups import GroupLike, SyncGroup, is_dtensor
+from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.text import ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters"]
+__all__ = ["Excuse", "Home", "Membership", "Replication", "ddp_parameters", "zero_groups"]
 
 ANCHOR = "all ranks that check"
 
@@ -112,7 +113,7 @@ class Replication:
 
     def learn(self, module: nn.Module) -> None:
         """Record how the parameters of a module are wrapped."""
-        sharded, wrapping = _fsdp1_parameters(module), _ddp_of(module)
+        sharded, wrapping, zero = _fsdp1_parameters(module), _ddp_of(module), zero_groups(module)
         for name, parameter in _clean_names(list(module.named_parameters())):
             self._kept.append(parameter)
             self.names[id(parameter)] = name
@@ -122,6 +123,10 @@ class Replication:
                 home = Excuse("that are not DTensors, of parameters that are")
             if home is None and id(parameter) in sharded:
                 home = self._of_fsdp1(sharded[id(parameter)])
+            if home is None and is_partitioned(parameter):
+                home = Excuse("partitioned by ZeRO: each rank has its own")
+            if home is None and id(parameter) in zero:
+                home = self._cached(("ZeRO", id(zero[id(parameter)])), "DeepSpeed", zero[id(parameter)])
             self._of_parameter[id(parameter)] = home or self._wrapped(parameter, wrapping)
 
     def of_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Home | Excuse]]:
@@ -230,6 +235,18 @@ def _ddp_of(module: nn.Module) -> dict[int, tuple[DistributedDataParallel, bool]
 def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:
     """Return the parameters that DDP modules in ``module`` keep equal: DDP by id of the parameter."""
     return {id(t): ddp for ddp, t, ignored in _seen_by_ddp(module) if isinstance(t, nn.Parameter) and not ignored}
+
+
+def zero_groups(module: nn.Module) -> dict[int, Any]:
+    """Return the groups whose ranks hold copies or parts of parameters in DeepSpeed's engines, by id of the parameter.
+    Experts (``allreduce`` is False) are left out, because other groups hold them."""
+    engines = [engine for engine in module.modules() if has_base(engine, "DeepSpeedEngine")]
+    return {
+        id(parameter): engine.seq_data_parallel_group
+        for engine in engines
+        for parameter in engine.parameters()
+        if getattr(parameter, "allreduce", True)
+    }
 
 
 def _seen_by_ddp(module: nn.Module) -> Iterator[tuple[DistributedDataParallel, Tensor, bool]]:

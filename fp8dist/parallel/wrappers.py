@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import (
     fsdp1_modules,
     fsdp2_groups,
@@ -126,12 +127,13 @@ def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module], whole: nn
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """True if FSDP1 or FSDP2 manages the module's own parameters, even if the wrapper is outside the visible model.
+    """True if FSDP1, FSDP2 or ZeRO's stage 3 manages the module's own parameters, even if the wrapper is outside the
+    visible model.
 
     Raises:
         ConfigurationError: the parameters are not plain, and this torch does not show whether FSDP manages them.
     """
-    if has_fsdp1_mark(module) or has_fsdp2_hook(module):
+    if has_fsdp1_mark(module) or has_fsdp2_hook(module) or any(map(is_partitioned, module.parameters(recurse=False))):
         return True
     weight = module._parameters.get("weight")
     if weight is not None and is_dtensor(weight):
@@ -157,6 +159,7 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 def resharded_modules(whole: nn.Module) -> set[nn.Module]:
-    """Return the modules whose weights FSDP1 or FSDP2 frees after their forward."""
+    """Return the modules whose weights FSDP1, FSDP2 or ZeRO's stage 3 frees after their forward."""
     wrappers = fsdp1_modules(whole) + fsdp2_modules(whole)
-    return {module for wrapper in wrappers for module in wrapper.modules()}
+    partitioned = (module for module in whole.modules() if any(map(is_partitioned, module.parameters(recurse=False))))
+    return {*partitioned, *(module for wrapper in wrappers for module in wrapper.modules())}

@@ -16,12 +16,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8dist.consistency.replication import ddp_parameters
+from fp8dist.consistency.replication import ddp_parameters, zero_groups
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears, require_revertible, revert
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.ddp import JoinLink, find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_weights
+from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, require_checkable, unknown, warning
 from fp8dist.parallel.wrappers import (
     compute_device,
@@ -205,7 +206,8 @@ class Attachment:
 
 def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
     """Iterate over (sync, slot, this rank's whole or local weight) of each FP8Linear."""
-    return ((sync, slot, local_part(weight)) for sync, slot, weight in _weights(model))
+    weights = _weights(model)
+    return ((sync, slot, own_part(w) if is_partitioned(w) else local_part(w)) for sync, slot, w in weights)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
@@ -252,20 +254,20 @@ def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Modu
 
 
 def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
-    """Raise ConfigurationError unless shards of one weight, and its DDP replicas, share a scale."""
-    by_ddp = ddp_parameters(whole)
+    """Raise ConfigurationError unless shards of one weight, and its replicas under DDP or DeepSpeed, share a scale."""
+    replicas = {key: ddp.process_group for key, ddp in ddp_parameters(whole).items()} | zero_groups(whole)
     covered: set[tuple[int, int]] = set()  # Checked (holder, group) pairs: few, where weights are many.
     for sync, slot, weight in _weights(model):
-        group, ddp = cycle.group_of(sync), by_ddp.get(id(weight))
-        holder = ddp if ddp is not None else weight.device_mesh if is_dtensor(weight) else None
+        group, holders = cycle.group_of(sync), replicas.get(id(weight))
+        holder = holders if holders is not None else weight.device_mesh if is_dtensor(weight) else None
         if holder is None or group is None or not cycle.settings.amax_sync or (id(holder), id(group)) in covered:
             continue
-        ranks = mesh_ranks(weight) if ddp is None else {*dist.get_process_group_ranks(ddp.process_group)}
+        ranks = mesh_ranks(weight) if holders is None else {*dist.get_process_group_ranks(holders)}
         if not ranks <= {*group.ranks}:
             raise ConfigurationError(
                 f"{slot.fqn}: its weight is shared or sharded by ranks {ranks_text(sorted(ranks))}, but its FP8 state "
-                f"only by ranks {ranks_text(group.ranks)}: pass prepare(group=…) all of them (the whole mesh, or DDP's "
-                "group)"
+                f"only by ranks {ranks_text(group.ranks)}: pass prepare(group=…) all of them (the whole mesh, or the "
+                "group of DDP or DeepSpeed)"
             )
         covered.add((id(holder), id(group)))
 

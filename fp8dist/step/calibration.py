@@ -12,6 +12,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.parallel.torch_internals import fsdp2_modules
 from fp8dist.parallel.wrappers import awaits_reduction, reshard
 from fp8dist.step.cycle import StepCycle
+from fp8dist.sync.groups import has_base
 
 __all__ = ["calibration"]
 
@@ -31,6 +32,11 @@ def calibration(cycle: StepCycle, module: nn.Module) -> Iterator[None]:
             "calibrate(): FSDP2 holds gradients that it has not reduced yet, and would mix them with those of the "
             "calibration: calibrate between two optimizer steps, or let the last backward reduce them "
             "(set_requires_gradient_sync(True))"
+        )
+    if has_base(module, "DeepSpeedEngine"):
+        raise ConfigurationError(
+            "calibrate(): DeepSpeed would add the gradients of the calibration to those of its next step: train "
+            "without it: a cold slot is cast with its tensor's own amax"
         )
     reshard(sharded)  # Otherwise, weights that an evaluation has gathered hide the parameters with gradients.
     pending = [sync.arena.pending.clone() for sync in cycle.syncs]

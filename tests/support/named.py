@@ -34,7 +34,7 @@ FOREIGN = (
     *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone", "--tee"),
     *("--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--log-dir", "--filename", "--upgrade"),
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--account", "--partition", "--time"),
-    *("--strict", "--tb", "--durations", "--lf", "--help", "--its-flags"),
+    *("--strict", "--tb", "--durations", "--lf", "--help", "--no-build-isolation", "--its-flags"),
 )
 """Flags of torchrun, SLURM, kubectl, pip, pytest and MkDocs, and of nobody's program."""
 

@@ -1,0 +1,121 @@
+"""DeepSpeed: ``attach`` ties a manager to the engine that ``deepspeed.initialize`` returns."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.integrations.stacks import install
+from fp8dist.sync.groups import has_base
+
+try:
+    from deepspeed import DeepSpeedEngine
+except ImportError as error:
+    raise ImportError(install("DeepSpeed", "deepspeed")) from error
+
+__all__ = ["attach"]
+
+logger = logging.getLogger("fp8dist")
+
+KEY = "fp8dist"
+"""The FP8 state in the client state of a checkpoint."""
+
+
+def attach(manager: fp8dist.StateManager, engine: Any) -> None:
+    """Tie the manager of a prepared model to the engine that trains it. COLLECTIVE.
+
+    From now on an FP8 step ends with each ``engine.step()`` that updates parameters. Steps that DeepSpeed skips because
+    gradients overflow do not count. ``engine.save_checkpoint`` and ``load_checkpoint`` include the FP8 state.
+
+    Args:
+        manager: of ``fp8dist.prepare(model, group=…)``, called before ``deepspeed.initialize``.
+        engine: what ``deepspeed.initialize`` returned first. ZeRO stages 0 to 3, without pipelines.
+
+    Raises:
+        ConfigurationError: the engine holds another model, something is attached or loaded already, or DeepSpeed is
+            used in a way that is not supported.
+        ManifestMismatchError: see ``StateManager.attach``.
+    """
+    _require_engine(engine, manager)
+    if manager._job.attached:
+        raise ConfigurationError(
+            "the manager is attached already: leave out manager.attach(), and attach an engine once"
+        )
+    if not isinstance(engine, _FP8Steps) and engine.loaded_checkpoint_dp_world_size is not None:
+        raise ConfigurationError("attach before engine.load_checkpoint(), which then loads the FP8 state, too")
+    manager.attach(engine, boundary="manual")
+    manager._cycle.reuse_casts(True)  # Nothing but the engine's step and its load_checkpoint changes weights.
+    engine.fp8_manager = manager
+    if not isinstance(engine, _FP8Steps):
+        engine.__class__ = type(f"FP8{type(engine).__name__}", (_FP8Steps, type(engine)), {})
+
+
+class _FP8Steps:
+    """Added to the class of an engine. ``fp8_manager``: the manager that its steps drive."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Take a step, and end the FP8 step if parameters were due. COLLECTIVE."""
+        due = self.is_gradient_accumulation_boundary()  # Counts micro-batches, so the answer is another one afterwards.
+        super().step(*args, **kwargs)  # type: ignore[misc]
+        manager = self.fp8_manager
+        if due and manager._job.attached:
+            if self.was_step_applied():
+                manager.step()
+            else:
+                manager._cycle.step_skipped()
+
+    def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, client_state: Any = None, **options: Any) -> Any:
+        """Save, with the FP8 state in the client state. COLLECTIVE."""
+        state = _of_all_ranks(self.fp8_manager.state_dict())
+        return super().save_checkpoint(save_dir, tag, {**(client_state or {}), KEY: state}, **options)  # type: ignore[misc]
+
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Load, and take the FP8 state out of the client state. COLLECTIVE."""
+        path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if path is None:
+            return path, client_state
+        state, manager = client_state.pop(KEY, None), self.fp8_manager
+        if state is not None:
+            manager.load_state_dict(state)
+        else:
+            logger.warning("fp8dist: %s has no FP8 state: scales begin anew", path)
+            manager.reset()
+            manager.refresh_weights()
+        return path, client_state
+
+
+def _of_all_ranks(state: dict[str, bytes]) -> dict[str, bytes]:
+    """Add what other ranks do not share, because not every rank writes a client state. COLLECTIVE."""
+    own = {key: value for key, value in state.items() if key != "shared"}
+    gathered: list[Any] = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return state | {key: value for theirs in gathered for key, value in theirs.items()}
+
+
+def _require_engine(engine: Any, manager: fp8dist.StateManager) -> None:
+    """Raise ConfigurationError for what cannot be attached to."""
+    if not isinstance(engine, DeepSpeedEngine):
+        raise ConfigurationError(
+            "attach(manager, engine) needs the engine that deepspeed.initialize() returns first, "
+            f"got {type(engine).__name__}"
+        )
+    offload = engine.zero_offload_param()
+    unsupported = {
+        "pipelines": has_base(engine, "PipelineEngine"),
+        "the hybrid engine": has_base(engine, "DeepSpeedHybridEngine"),
+        "ZenFlow": engine.zenflow,
+        "MiCS": engine.mics_shard_size() > 0,
+        "AutoTP": engine.autotp_size() > 0,
+        "parameters on NVMe": offload is not None and offload.device == "nvme",
+        # Scalers that do not tell the engine which steps they skip.
+        "Apex's AMP": engine.amp_enabled(),
+        "torch_autocast in float16 without ZeRO": engine.torch_autocast_z0_gradscaler is not None,
+        "fp8_all_gather=True": manager.settings.fp8_all_gather,
+    }
+    found = [what for what, used in unsupported.items() if used]
+    if found:
+        raise ConfigurationError(f"fp8dist does not support {found[0]} with DeepSpeed: leave it out")

@@ -1,0 +1,368 @@
+"""``fp8dist.integrations.deepspeed.attach`` with real engines of all ZeRO stages, against loops by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.linear_slots import LinearSlots
+from tests.support.examples import run_example
+from tests.support.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.long,
+]
+
+STEPS, WIDTH = 20, 32
+
+STAGES = {
+    "zero 0": {"stage": 0},
+    "zero 1": {"stage": 1},
+    "zero 2": {"stage": 2},
+    "zero 3": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero 3 of small weights": {"stage": 3},  # They stay gathered until they are stepped.
+}
+
+
+def every_stage(test: Any) -> Any:
+    """Run a test with each of STAGES."""
+    return pytest.mark.parametrize("zero", STAGES.values(), ids=STAGES.keys())(test)
+
+
+def _deepspeed() -> Any:
+    # The process group exists: nobody connects.
+    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # Takes minutes to compile, and is for inference.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH), nn.GELU(), nn.Linear(WIDTH, 16))
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-2)
+
+
+def _initialized(model: nn.Module, zero: dict[str, Any], accumulate: int = 1, **config: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": accumulate,
+        "zero_optimization": zero,
+        "steps_per_print": 1 << 30,
+        **config,
+    }
+    return _deepspeed().initialize(model=model, optimizer=_optimizer(model), config=config)[0]
+
+
+def _attached(zero: dict[str, Any], accumulate: int = 1, options: dict[str, Any] | None = None, **config: Any) -> Any:
+    """Return an engine with an attached manager."""
+    model = _model()
+    manager = fp8dist.prepare(model, **{"group": dist.group.WORLD, **(options or {})})
+    engine = _initialized(model, zero, accumulate, **config)
+    from fp8dist.integrations.deepspeed import attach
+
+    attach(manager, engine)
+    return engine
+
+
+def _train(engine: Any, steps: range, infinite: int | None = None) -> list[float]:
+    """Train, and return the losses. ``infinite``: the step in which rank 1 gets infinities."""
+    losses = []
+    for step in steps:
+        batch = _batch(step) * (torch.inf if step == infinite and dist.get_rank() else 1)
+        loss = engine(batch.to(next(engine.parameters()).dtype)).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+def _parameters(engine: Any) -> list[Tensor]:
+    parameters = list(engine.module.parameters())
+    with _deepspeed().zero.GatheredParameters(parameters, enabled=engine.zero_optimization_partition_weights()):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+def _kept(engine: Any) -> tuple[dict[str, bytes], list[Tensor]]:
+    return engine.fp8_manager.state_dict(), _parameters(engine)
+
+
+def _equal(a: tuple[dict[str, bytes], list[Tensor]], b: tuple[dict[str, bytes], list[Tensor]]) -> bool:
+    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def _by_hand(accumulate: int, reduces_each: bool) -> tuple[list[float], tuple[dict[str, bytes], list[Tensor]]]:
+    """Train with DDP. ``reduces_each``: reduce the gradients of each micro-batch, and add the means."""
+    model = _model()
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = _optimizer(model)
+    manager.attach(wrapped, optimizer=optimizer)
+    losses, sums = [], [torch.zeros_like(p) for p in model.parameters()]
+    for step in range(STEPS):
+        last = (step + 1) % accumulate == 0
+        wrapped.require_backward_grad_sync = last or reduces_each
+        loss = wrapped(_batch(step)).square().mean()
+        losses.append(loss.item())
+        (loss / accumulate).backward()
+        if reduces_each:
+            for parameter, whole in zip(model.parameters(), sums):
+                whole += parameter.grad
+                parameter.grad = whole.clone() if last else None
+                whole *= not last
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, (manager.state_dict(), [p.detach().clone() for p in model.parameters()])
+
+
+def _as_by_hand(zero: dict[str, Any], accumulate: int) -> None:
+    engine = _attached(zero, accumulate)
+    before = engine.fp8_manager.metrics()["fp8/collectives"]
+    losses = _train(engine, range(STEPS))
+    assert engine.fp8_manager.metrics()["fp8/collectives"] - before == STEPS // accumulate
+    # Stages 2 and 3 reduce the gradients of each micro-batch.
+    expected, kept = _by_hand(accumulate, reduces_each=accumulate > 1 and zero["stage"] > 1)
+    assert losses == expected
+    assert _equal(_kept(engine), kept)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@every_stage
+def test_it_trains_as_a_loop_by_hand(two_ranks: RankPool, zero: dict[str, Any], accumulate: int) -> None:
+    two_ranks.run(_as_by_hand, zero, accumulate)
+
+
+def _in_low_precision(kind: str) -> None:
+    """With fp16, DeepSpeed skips the steps whose gradients overflow: of one batch, and while the loss scale is high."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # torch computes in fp16 on any CPU.
+    fp16 = kind == "fp16"
+    config = {kind: {"enabled": True, **({"initial_scale_power": 24, "hysteresis": 1} if fp16 else {})}}
+    results = []
+    for zero in STAGES.values():
+        engine = _attached(zero, **config)
+        losses = _train(engine, range(STEPS), infinite=15 if fp16 else None)
+        skipped = engine.skipped_steps
+        assert skipped == (0 if not fp16 else 10 if zero["stage"] else 1)  # Without ZeRO, DeepSpeed does not scale.
+        assert engine.fp8_manager.steps == STEPS - skipped
+        assert engine.fp8_manager.metrics()["fp8/nonfinite_amaxes"] == 0
+        results.append((losses, _kept(engine)))
+    # Without ZeRO, DeepSpeed has another optimizer for low precision, with other arithmetic.
+    for losses, kept in results[2:]:
+        assert str(losses) == str(results[1][0])  # One is NaN.
+        assert _equal(kept, results[1][1])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_stages_are_equal_and_skipped_steps_do_not_count(two_ranks: RankPool, kind: str) -> None:
+    two_ranks.run(_in_low_precision, kind)
+
+
+def _resumed(folder: str, zero: dict[str, Any], options: dict[str, Any]) -> None:
+    whole = _attached(zero, options=options)
+    _train(whole, range(8))
+    whole.save_checkpoint(folder, client_state={"mine": 1})
+    _train(whole, range(8, STEPS))
+    resumed = _attached(zero, options=options)
+    _, client_state = resumed.load_checkpoint(folder)
+    assert client_state["mine"] == 1
+    assert "fp8dist" not in client_state
+    _train(resumed, range(8, STEPS))
+    assert _equal(_kept(whole), _kept(resumed))
+
+
+@every_stage
+def test_a_resumed_run_has_the_same_bits(two_ranks: RankPool, tmp_path: Path, zero: dict[str, Any]) -> None:
+    two_ranks.run(_resumed, str(tmp_path), zero, {})
+
+
+@pytest.mark.parametrize("stage", ["zero 1", "zero 3"])
+def test_a_resumed_run_has_the_state_of_its_own_rank(two_ranks: RankPool, tmp_path: Path, stage: str) -> None:
+    two_ranks.run(_resumed, str(tmp_path), STAGES[stage], {"amax_sync": False})
+
+
+def _begun_anew(folder: str, zero: dict[str, Any]) -> None:
+    plain = _initialized(_model(), zero)
+    for step in range(4):
+        plain.backward(plain(_batch(step)).square().mean())
+        plain.step()
+    plain.save_checkpoint(folder)
+    engine = _attached(zero)
+    manager = engine.fp8_manager
+    _train(engine, range(2))
+    assert engine.load_checkpoint(f"{folder}/none") == (None, None)
+    assert manager.steps == 2
+    engine.load_checkpoint(folder)
+    assert manager.steps == 0
+    fits = manager.scale("0", "weight") * _parameters(engine)[0].abs().max() / 448
+    assert 0.999 < fits < 1.001
+    _train(engine, range(4, 6))
+
+
+@every_stage
+def test_scales_begin_anew_with_a_checkpoint_without_fp8(
+    two_ranks: RankPool, tmp_path: Path, zero: dict[str, Any]
+) -> None:
+    two_ranks.run(_begun_anew, str(tmp_path), zero)
+
+
+def _diverged(zero: dict[str, Any], in_state: bool) -> str:
+    engine = _attached(zero, options={"check_every": 2})
+    _train(engine, range(4))
+    if dist.get_rank() == 1:
+        if in_state:
+            engine.fp8_manager.set_scale("2", "input", 3.0)
+        else:
+            with torch.no_grad():
+                engine.module[2].bias[3] += 1
+    with pytest.raises(DivergenceError) as caught:
+        _train(engine, range(4, 8))
+    return str(caught.value)
+
+
+@every_stage
+def test_a_divergence_of_fp8_state_ends_the_step_on_all_ranks(two_ranks: RankPool, zero: dict[str, Any]) -> None:
+    for said in two_ranks.run(_diverged, zero, True):
+        assert "2:input" in said
+
+
+def test_a_divergence_of_parameters_ends_the_step_on_all_ranks(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(_diverged, STAGES["zero 0"], False):
+        assert "2.bias" in said
+
+
+def _evaluated(zero: dict[str, Any]) -> None:
+    """Evaluations change nothing, and two engines in turn do not disturb each other. Parts are not compared."""
+    alone = _attached(zero)
+    losses = _train(alone, range(6))
+    first, second = _attached(zero), _attached(zero)
+    found = []
+    for step in range(6):
+        found += _train(first, range(step, step + 1))
+        if step % 2:
+            _train(second, range(step, step + 1))
+        first.eval()
+        with torch.no_grad():
+            first(3 * _batch(100 + step))
+        first.train()
+    assert found == losses
+    assert _equal(_kept(alone), _kept(first))
+    assert second.fp8_manager.steps == 3
+    compared = first.fp8_manager.check().compared
+    assert compared.get("parameter", 0) == (6 if zero["stage"] < 3 else 0)
+
+
+@every_stage
+def test_evaluations_and_a_second_engine_change_nothing(two_ranks: RankPool, zero: dict[str, Any]) -> None:
+    two_ranks.run(_evaluated, zero)
+
+
+def _casts(zero: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of casts of weights in the forwards and in the backwards of two steps."""
+    engine = _attached(zero, 4)
+    numbers, cast = [0, 0], LinearSlots._cast_weight
+
+    def counted(slots: LinearSlots, *args: Any) -> Any:
+        numbers[torch._C._current_graph_task_id() != -1] += 1
+        return cast(slots, *args)
+
+    LinearSlots._cast_weight = counted
+    try:
+        _train(engine, range(8))
+    finally:
+        LinearSlots._cast_weight = cast
+    assert all(each.fp8_slots._cast is None for each in fp8_linears(engine)) == (zero["stage"] == 3)
+    return numbers[0], numbers[1]
+
+
+def test_weights_are_cast_once_a_step_unless_they_are_partitioned(two_ranks: RankPool) -> None:
+    for zero, expected in (("zero 0", (6, 0)), ("zero 2", (6, 0)), ("zero 3", (24, 16))):
+        assert two_ranks.run(_casts, STAGES[zero]) == [expected] * 2, zero
+
+
+def _misused(folder: str) -> None:
+    from fp8dist.integrations.deepspeed import attach
+
+    zero = STAGES["zero 3"]
+    model = _model()
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    with pytest.raises(ConfigurationError, match=r"the engine that deepspeed.initialize\(\) returns first, got Seq"):
+        attach(manager, model)
+    engine, other = _initialized(model, zero), _attached(zero)
+    other.save_checkpoint(folder)
+    with pytest.raises(ConfigurationError, match="does not hold the model that was prepared"):
+        attach(manager, other)
+    engine.load_checkpoint(folder)
+    with pytest.raises(ConfigurationError, match=r"attach before engine.load_checkpoint\(\)"):
+        attach(manager, engine)
+    with pytest.raises(ConfigurationError, match="attached already"):
+        attach(other.fp8_manager, other)
+    other.fp8_manager.detach()
+    attach(other.fp8_manager, other)  # Again, for example after a change of the engine.
+    _train(other, range(2))
+    assert other.fp8_manager.steps == 2
+    with pytest.raises(ConfigurationError, match=r"calibrate\(\): DeepSpeed"), other.fp8_manager.calibrate():
+        pass
+    with pytest.raises(ConfigurationError, match="managed by FSDP or ZeRO already: call prepare"):
+        fp8dist.prepare(_initialized(_model(), zero).module, group=dist.group.WORLD)
+    _require_refusals()
+
+
+def _require_refusals() -> None:
+    from fp8dist.integrations.deepspeed import attach
+
+    model = _model()
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    manager.attach(model, optimizer=_optimizer(model))
+    with pytest.raises(ConfigurationError, match=r"leave out manager.attach\(\)"):
+        attach(manager, _initialized(model, {"stage": 1}))
+    with pytest.raises(ConfigurationError, match="does not support torch_autocast in float16"):
+        _attached({"stage": 0}, torch_autocast={"enabled": True, "dtype": "float16"})
+    with pytest.raises(ConfigurationError, match="does not support fp8_all_gather=True"):
+        _attached({"stage": 3}, options={"fp8_all_gather": True})
+    whole = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": STAGES["zero 3"]}
+    with _deepspeed().zero.Init(config_dict_or_path=whole):
+        model = _model()
+    with pytest.raises(ConfigurationError, match="managed by FSDP or ZeRO already: call prepare"):
+        fp8dist.prepare(model, group=dist.group.WORLD)
+    from deepspeed.pipe import PipelineModule
+
+    model = PipelineModule(layers=list(_model()), num_stages=1, loss_fn=nn.functional.mse_loss)
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    with pytest.raises(ConfigurationError, match="does not support pipelines"):
+        attach(manager, _initialized(model, {"stage": 0}))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.raises(ConfigurationError, match="the group of DDP or DeepSpeed"):
+        _attached({"stage": 2}, options={"group": alone})
+
+
+def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_misused, str(tmp_path))
+
+
+def test_the_example_trains() -> None:
+    assert "FP8: " in run_example("deepspeed", "--steps", "4")
