@@ -14,7 +14,7 @@ from fp8dist.integrations.stacks import install, world
 from fp8dist.recipe import Recipe
 
 try:
-    from torchtitan.components.quantization import has_quantization
+    from torchtitan.components.quantization.utils import has_quantization
     from torchtitan.protocols.model_spec import ModelSpec
 except ImportError as error:
     raise ImportError(install("torchtitan", "torchtitan")) from error
