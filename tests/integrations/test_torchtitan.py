@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.sync.groups import local_part
 from tests.support.ranks import RankPool
-from tests.support.titan import on_cpu
+from tests.support.titan import with_stand_ins
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"),
@@ -83,7 +82,6 @@ def _parts() -> tuple[Any, Any]:
 
 
 def _spec() -> Any:
-    on_cpu()
     from torchtitan.models.llama3 import model_registry
 
     spec = model_registry("debugmodel")
@@ -201,6 +199,7 @@ def _by_hand(config: Any, weights: list[Tensor], accumulate: int, options: dict[
     return (manager.state_dict(), _weights(model)), losses
 
 
+@with_stand_ins
 def _as_by_hand(accumulate: int, tensor: int, options: dict[str, Any]) -> None:
     config = _config(_fp8(**options), accumulate=accumulate, tensor=tensor)
     trainer = _built(config)
@@ -231,3 +230,148 @@ def test_it_trains_as_a_loop_by_hand(
     two_ranks: RankPool, tmp_path: Path, accumulate: int, tensor: int, options: dict[str, Any]
 ) -> None:
     two_ranks.run(_as_by_hand, accumulate, tensor, options)
+
+
+@with_stand_ins
+def _resumed(folder: str, options: dict[str, Any]) -> None:
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    def run(**start: Any) -> Kept:
+        checkpoint = CheckpointManager.Config(enable=True, interval=8, last_save_model_only=False, **start)
+        trainer = _built(_config(_fp8(**options), folder, checkpoint=checkpoint))
+        kept = _train(trainer)
+        assert trainer.step == STEPS
+        trainer.close()
+        return kept
+
+    whole = run()
+    assert _equal(run(load_step=8), whole)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fp8_all_gather": True}, {"amax_sync": False}], ids=["fsdp2", "fp8 gather", "without a sync"]
+)
+def test_a_resumed_run_has_the_same_bits(two_ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    two_ranks.run(_resumed, str(tmp_path), options)
+
+
+@with_stand_ins
+def _diverged(folder: str) -> str:
+    from torchtitan.config import ParallelismConfig
+
+    # Parameters are compared where ranks hold the same ones.
+    parallelism = ParallelismConfig(
+        spmd_backend="partial_dtensor", data_parallel_replicate_degree=2, data_parallel_shard_degree=1
+    )
+    trainer = _built(_config(_fp8(check_every=2), folder, parallelism=parallelism))
+    train_step = trainer.train_step
+
+    def damaged(batches: Any) -> None:
+        if trainer.step == 5 and dist.get_rank() == 1:
+            with torch.no_grad():
+                local_part(trainer.model_parts[0].norm.weight)[3] += 1
+        train_step(batches)
+
+    trainer.train_step = damaged
+    with pytest.raises(DivergenceError) as caught:
+        trainer.train()
+    assert trainer.step < 8
+    return str(caught.value)
+
+
+def test_a_divergence_ends_train_on_all_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    for said in two_ranks.run(_diverged, str(tmp_path)):
+        assert "norm.weight" in said
+
+
+def _refused(spec: Any, match: str, parallelism: dict[str, Any], **training: Any) -> None:
+    from torchtitan.config import ParallelismConfig
+
+    config = _config(spec)
+    config.training = replace(config.training, **training)
+    config.parallelism = ParallelismConfig(**{"spmd_backend": "partial_dtensor", **parallelism})
+    with pytest.raises(ConfigurationError, match=match):
+        _built(config)
+
+
+@with_stand_ins
+def _misused() -> None:
+    spec = _fp8()
+    from torchtitan.components.quantization import Float8LinearConverter
+    from torchtitan.models.llama3 import model_registry, parallelize_llama
+
+    from fp8dist.integrations.torchtitan import with_fp8
+
+    _refused(with_fp8(spec), "prepared already", {})
+    _refused(replace(spec, parallelize_fn=parallelize_llama), "replace it before with_fp8", {})
+    _refused(spec, 'found "spmd_types"', {"spmd_backend": "spmd_types"})
+    _refused(spec, "pipeline_parallel_degree=1", {"pipeline_parallel_degree": 2}, global_batch_size=4)
+    _refused(spec, "disable_cuda_graphs=True", {}, disable_cuda_graphs=False)
+    with pytest.raises(ConfigurationError, match="expected a ModelSpec"):
+        with_fp8(_config(spec))
+    theirs = model_registry("debugmodel", converters=[Float8LinearConverter.Config(emulate=True)])
+    with pytest.raises(ConfigurationError, match="quantization converters"):
+        with_fp8(theirs)
+
+
+def test_misuse_is_an_error(two_ranks: RankPool) -> None:
+    two_ranks.run(_misused)
+
+
+@with_stand_ins
+def _validated(folder: str) -> None:
+    from torchtitan.components.validate import Validator
+
+    _, data = _parts()
+    validator = Validator.Config(enable=True, freq=5, steps=2, dataloader=data)
+    kept = [
+        _train(_built(_config(_fp8(), folder, validator=one)))
+        for one in (validator, Validator.Config(enable=False))
+    ]  # fmt: skip
+    assert _equal(*kept)
+
+
+def test_a_validation_in_between_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_validated, str(tmp_path))
+
+
+@with_stand_ins
+def _two_models(folder: str) -> None:
+    """A second model in the process, trained by turns with the first, changes nothing in the first."""
+    alone = _built(_config(_fp8(), folder))
+    _steps(alone, 6)
+    first, second = (_built(_config(_fp8(), folder)) for _ in range(2))
+    for step in range(6):
+        _steps(first, 1)
+        if step % 2:
+            _steps(second, 1)
+    assert _equal(_kept(alone), _kept(first))
+
+
+def test_two_models_are_isolated(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_two_models, str(tmp_path))
+
+
+@with_stand_ins
+def _recomputed(folder: str, compiled: bool) -> None:
+    """Recomputed, in compiled blocks, and with a head in FP8 that is called once for each chunk of the tokens."""
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.config import CompileConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    spec = _fp8(fp8_all_gather=True, skip="!*lm_head")
+    loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY), num_chunks=4)
+    compile = CompileConfig(enable=compiled, components=["model"], backend="aot_eager")
+    options = {"activation_checkpoint": FullAC.Config(), "compile": compile}
+    kept = []
+    for changes in ({}, options):
+        trainer = _built(_config(spec, folder, loss=loss, **changes))
+        _steps(trainer, 6)
+        assert fp8dist.get_manager(trainer.model_parts[0]).coverage().share == 1
+        kept.append(_kept(trainer))
+    assert _equal(*kept)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_recomputation_and_compilation_change_no_bit(two_ranks: RankPool, tmp_path: Path, compiled: bool) -> None:
+    two_ranks.run(_recomputed, str(tmp_path), compiled)

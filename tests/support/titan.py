@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["on_cpu"]
+__all__ = ["with_stand_ins"]
 
 
-def on_cpu() -> None:
-    """Install the stand-ins, before torchtitan is imported for the first time."""
+def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which installs the stand-ins before it imports torchtitan."""
+
+    @functools.wraps(function)
+    def inside(*args: Any) -> Any:
+        _install()
+        return function(*args)
+
+    return inside
+
+
+@functools.cache
+def _install() -> None:
     torch._utils._get_available_device_type = lambda: "cpu"
     device = {
         "current_device": lambda: 0,  # torch.cpu says "cpu", which barrier(device_ids=…) does not take.
@@ -53,6 +66,6 @@ def _reduce_sums() -> None:
 
 
 if __name__ == "__main__":
-    on_cpu()
+    _install()
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
