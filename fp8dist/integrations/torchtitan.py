@@ -44,7 +44,9 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> M
             parallelism, another SPMD backend than "partial_dtensor", CUDA graphs, or ``with_fp8`` twice.
     """
     if not isinstance(spec, ModelSpec):
-        raise ConfigurationError(f"with_fp8: expected a ModelSpec, such as config.model_spec; got {type(spec).__name__}")
+        raise ConfigurationError(
+            f"with_fp8: expected a ModelSpec, such as config.model_spec; got {type(spec).__name__}"
+        )
     if has_quantization(spec.model):
         raise ConfigurationError("with_fp8: the spec has one of torchtitan's own quantization converters: leave it out")
 
