@@ -207,7 +207,8 @@ def _as_by_hand(accumulate: int, tensor: int, options: dict[str, Any]) -> None:
     from torchtitan.models.common.linear import Linear
 
     converted = trainer.model_parts[0].layers["0"].feed_forward.w1
-    assert isinstance(converted, Linear) and isinstance(converted, fp8dist.modules.fp8_linear.FP8Linear)
+    assert isinstance(converted, Linear)  # And so of torchtitan's Module protocol.
+    assert isinstance(converted, fp8dist.modules.fp8_linear.FP8Linear)
     weights = _weights(trainer.model_parts[0])
     losses: list[float] = []
     log = trainer.metrics_processor.log
@@ -379,5 +380,6 @@ def test_recomputation_and_compilation_change_no_bit(two_ranks: RankPool, tmp_pa
     two_ranks.run(_recomputed, str(tmp_path), compiled)
 
 
-def test_the_example_trains() -> None:
-    assert "FP8: " in run_example("torchtitan", "--steps", "4", through=("-m", "tests.support.titan"))
+def test_the_example_trains(tmp_path: Path) -> None:
+    through = ("-m", "tests.support.titan")
+    assert "FP8: " in run_example("torchtitan", "--steps", "4", through=through, folder=tmp_path)
