@@ -41,7 +41,8 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> M
 
     Raises:
         ConfigurationError: ``spec`` is no ModelSpec, or has another FP8 library. As the Trainer is made: pipeline
-            parallelism, another SPMD backend than "partial_dtensor", CUDA graphs, or ``with_fp8`` twice.
+            parallelism, another SPMD backend than "partial_dtensor", CUDA graphs, compiled blocks with activation
+            checkpointing, or ``with_fp8`` twice.
     """
     if not isinstance(spec, ModelSpec):
         raise ConfigurationError(
@@ -50,10 +51,10 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> M
     if has_quantization(spec.model):
         raise ConfigurationError("with_fp8: the spec has one of torchtitan's own quantization converters: leave it out")
 
-    def parallelize(model: nn.Module, *, parallel_dims: Any, training: Any, **rest: Any) -> nn.Module:
-        _require_supported(parallel_dims, training)
+    def parallelize(model: nn.Module, **given: Any) -> nn.Module:
+        _require_supported(**given)
         fp8dist.prepare(model, recipe, **{"group": world(), **options})
-        parallelized: nn.Module = spec.parallelize_fn(model, parallel_dims=parallel_dims, training=training, **rest)
+        parallelized: nn.Module = spec.parallelize_fn(model, **given)
         return parallelized
 
     def attach(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
@@ -67,7 +68,7 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> M
     return dataclasses.replace(spec, parallelize_fn=parallelize, post_optimizer_build_fn=attach)
 
 
-def _require_supported(parallel_dims: Any, training: Any) -> None:
+def _require_supported(parallel_dims: Any, training: Any, compile_config: Any, ac_config: Any, **_: Any) -> None:
     if parallel_dims.pp_enabled:
         raise ConfigurationError(
             "with_fp8: torchtitan's pipeline runs each stage once on uninitialised memory, whose amaxes would be "
@@ -80,6 +81,12 @@ def _require_supported(parallel_dims: Any, training: Any) -> None:
     if not training.disable_cuda_graphs:
         raise ConfigurationError(
             "with_fp8: torchtitan captures CUDA graphs without manager.poll(): set training.disable_cuda_graphs=True"
+        )
+    if ac_config is not None and compile_config.enable and "model" in compile_config.components:
+        # Blocks that are compiled one by one save amaxes for the recomputation, in one storage that all of them write to.
+        raise ConfigurationError(
+            "with_fp8: blocks cannot be both compiled and recomputed: set activation_checkpoint=None or "
+            "compile.enable=False"
         )
 
 

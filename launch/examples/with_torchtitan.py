@@ -1,4 +1,4 @@
-"""Teach torchtitan's smallest Llama to count, in FP8. On GPUs, with a torch after 2.13, which torchtitan 0.3.0 needs.
+"""Teach torchtitan's smallest Llama to count, in FP8. On GPUs, with a torch that torchtitan can use: see docs/trainers.md.
 
 NPROC=2 launch/torchrun.sh launch/examples/with_torchtitan.py
 """

@@ -300,6 +300,7 @@ def _refused(spec: Any, match: str, parallelism: dict[str, Any], **training: Any
 def _misused() -> None:
     spec = _fp8()
     from torchtitan.components.quantization import Float8LinearConverter
+    from torchtitan.config import CompileConfig
     from torchtitan.models.llama3 import model_registry, parallelize_llama
 
     from fp8dist.integrations.torchtitan import with_fp8
@@ -309,6 +310,9 @@ def _misused() -> None:
     _refused(spec, 'found "spmd_types"', {"spmd_backend": "spmd_types"})
     _refused(spec, "pipeline_parallel_degree=1", {"pipeline_parallel_degree": 2}, global_batch_size=4)
     _refused(spec, "disable_cuda_graphs=True", {}, disable_cuda_graphs=False)
+    compiled = _config(spec, compile=CompileConfig(enable=True, components=["model"]))
+    with pytest.raises(ConfigurationError, match="activation_checkpoint=None"):
+        _built(compiled)
     with pytest.raises(ConfigurationError, match="expected a ModelSpec"):
         with_fp8(_config(spec))
     theirs = model_registry("debugmodel", converters=[Float8LinearConverter.Config(emulate=True)])
