@@ -83,7 +83,7 @@ def _require_supported(parallel_dims: Any, training: Any, compile_config: Any, a
             "with_fp8: torchtitan captures CUDA graphs without manager.poll(): set training.disable_cuda_graphs=True"
         )
     if ac_config is not None and compile_config.enable and "model" in compile_config.components:
-        # Blocks that are compiled one by one save amaxes for the recomputation, in one storage that all of them write to.
+        # Each compiled block saves amaxes for its recomputation, in a storage that all blocks write to.
         raise ConfigurationError(
             "with_fp8: blocks cannot be both compiled and recomputed: set activation_checkpoint=None or "
             "compile.enable=False"

@@ -1,4 +1,4 @@
-"""Teach torchtitan's smallest Llama to count, in FP8. On GPUs, with a torch that torchtitan can use: see docs/trainers.md.
+"""Teach torchtitan's smallest Llama to count, in FP8. On GPUs: docs/trainers.md says with which torch.
 
 NPROC=2 launch/torchrun.sh launch/examples/with_torchtitan.py
 """
