@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 __all__ = ["TESTED", "install", "world"]
 
-TESTED: Mapping[str, str] = MappingProxyType({"transformers": "5.23.0", "accelerate": "1.15.0", "lightning": "2.6.6"})
+TESTED: Mapping[str, str] = MappingProxyType(
+    {
+        "transformers": "5.23.0",
+        "accelerate": "1.15.0",
+        "lightning": "2.6.6",
+        "deepspeed": "0.19.0",
+        "torchtitan": "0.3.0",
+    }
+)
 """By package, the version that ``scripts/test-stacks`` has passed."""
 
 
