@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fp8dist
 from fp8dist import DelayedScaling, Fallback, Recorder, SlotStatistics
@@ -192,6 +194,54 @@ def test_mistakes(tmp_path: Path) -> None:
             recorder.log(1.5, loss=1.0)  # type: ignore[arg-type]
     recorder.log(2, loss=1.0)  # After the end: nothing.
     assert read(tmp_path, "metrics") == []
+
+
+@pytest.mark.parametrize(
+    ("attached", "wrong"),
+    [(True, {}), (False, {"jump": 0.5}), (False, {"resume_after": "6"}), (False, {"resume_after": True})],
+)
+def test_a_call_that_is_refused_leaves_an_earlier_run_as_it_is(
+    attached: bool, wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    train(tmp_path, 6)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    if attached:
+        manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError):
+        Recorder(tmp_path, manager, **wrong)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    Recorder(tmp_path, resume_after=6).close()  # The lock is released.
+
+
+def _refusals(folder: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    part = DTensor.from_local(torch.ones(()), mesh, [Partial()])  # A read would be 1, this rank's part of 2.
+    same = DTensor.from_local(part.full_tensor(), mesh, [Replicate()])
+    said = []
+    with Recorder(folder) as recorder:
+        for number in (part, torch.tensor(1j), torch.ones((), device="meta")):
+            with pytest.raises(ConfigurationError) as caught:
+                recorder.log(1, grad_norm=number)
+            said.append(str(caught.value))
+        fields: dict[str, Any]
+        for step, fields in ((1, {"x": {(1, 2): 3}}), ("1", {})):
+            with pytest.raises(ConfigurationError) as caught:
+                recorder.event("mine", step, **fields)  # type: ignore[arg-type]
+            said.append(str(caught.value))
+        recorder.log(1, grad_norm=same, mine=10**400)
+    return said
+
+
+def test_what_one_rank_cannot_write_is_refused_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    """A rank that raises alone leaves the others in their next collective."""
+    said, others = two_ranks.run(_refusals, str(tmp_path))
+    assert said == others
+    assert "log grad_norm.full_tensor()" in said[0]
+    assert not any("\n" in text for text in said)
+    (line,) = read(tmp_path, "metrics")
+    assert (line["grad_norm"], line["mine"]) == (2.0, "Infinity")
 
 
 def test_what_ended_a_run_is_recorded(tmp_path: Path) -> None:
