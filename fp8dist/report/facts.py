@@ -21,6 +21,7 @@ __all__ = [
     "findings",
     "goals",
     "odd_rank",
+    "repaired",
     "shortened",
     "story",
     "straggler",
@@ -103,7 +104,7 @@ def verdict(run: Run) -> Verdict:
     """Return one sentence about the soundness of the run, and further ones."""
     remarks, proof = tuple(_remarks(run)), _proof(run)
     for event in _divergences(run):
-        if not event.undone and not _repaired(event):
+        if not event.undone and not repaired(event):
             return Verdict("unsound", f"Not sound: {diverged_text(event)}", (f"Proven: {proof}", *remarks))
     if run.metrics.bad_losses:
         text = f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}."
@@ -141,9 +142,9 @@ def _remarks(run: Run) -> Iterator[str]:
     undone = [event for event in _divergences(run) if event.undone]
     if undone:
         yield f"Before the run resumed from an earlier step: {diverged_text(undone[0])}"
-    repaired = [event for event in _divergences(run) if not event.undone and _repaired(event)]
-    if repaired:
-        yield f"Repaired {len(repaired)} time(s), first: {diverged_text(repaired[0])}"
+    over = [event for event in _divergences(run) if not event.undone and repaired(event)]
+    if over:
+        yield f"Repaired {len(over)} time(s), first: {diverged_text(over[0])}"
     if run.metrics.step.size and run.events and not any(event.kind == "end" for event in run.events[-3:]):
         yield "The run has not ended: it goes on, or was killed."
     for name, count in run.left_out.items():
@@ -161,7 +162,8 @@ def findings(event: Event) -> list[Mapping[str, Any]]:
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
-def _repaired(event: Event) -> bool:
+def repaired(event: Event) -> bool:
+    """True if the divergence was repaired, and checked again."""
     report = event.data.get("report")
     return isinstance(report, dict) and report.get("consistent") is True
 

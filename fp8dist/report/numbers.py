@@ -116,11 +116,17 @@ def _metrics(lines: Lines) -> Metrics:
         steps.append(line["step"])
         for field, values in columns.items():
             values.append(from_json(line.get(field)))
-        (bad.discard if np.isfinite(from_json(line.get("loss", 0.0))) else bad.add)(line["step"])
+        (bad.add if _is_bad(line.get("loss")) else bad.discard)(line["step"])
     step = np.frombuffer(steps, np.int64) if steps else np.empty(0, np.int64)
     last = len(step) - 1 - np.unique(step[::-1], return_index=True)[1]
     floats = {field: np.array(values, dtype=np.float64)[last] for field, values in columns.items()}
     return Metrics(step[last], floats, tuple(sorted(bad)))
+
+
+def _is_bad(loss: Any) -> bool:
+    """True if the loss is a number that is not finite. A loss that is null or no number is not known."""
+    known = isinstance(loss, float) or (isinstance(loss, str) and loss in ("NaN", "Infinity", "-Infinity"))
+    return known and not np.isfinite(float(loss))
 
 
 def _events(lines: Lines) -> tuple[Event, ...]:
@@ -131,7 +137,9 @@ def _events(lines: Lines) -> tuple[Event, ...]:
             lines.left_out += 1
             continue
         after = line.get("resumed_after")
-        if kind == "start" and type(after) is int:
+        if kind == "start" and type(after) is not int:
+            kinds.clear()  # A new run, which keeps the events of an earlier one in the file.
+        elif kind == "start":
             for events in kinds.values():
                 events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
         kept = kinds.setdefault(kind, [])
