@@ -58,11 +58,7 @@ def checkpoint_table(run: Run) -> Iterator[str]:
     rows = [
         (
             f"{event.step:,}",
-            "good"
-            if id(event) in known
-            else "after a divergence"
-            if id(event) in suspect
-            else "unchecked",
+            "good" if id(event) in known else "after a divergence" if id(event) in suspect else "unchecked",
             str(event.data.get("path") or ""),
             str(event.data.get("digest") or ""),
         )

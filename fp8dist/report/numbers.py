@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from fp8dist.monitoring.run_format import EVENTS, METRICS, RANKS, SCALES, from_json
 from fp8dist.report.binned import SlotBins
 from fp8dist.report.columns import Columns, Floats, Ints, scale_columns
-from fp8dist.report.folder import Lines, RunFolder
+from fp8dist.report.folder import Lines, RunFolder, whole_object
 
 __all__ = ["Event", "Metrics", "Run", "Waits", "read_run"]
 
@@ -154,9 +153,9 @@ def _events(lines: Lines) -> tuple[Event, ...]:
 def _divergence(path: Path) -> tuple[Event, ...]:
     """Return the divergence that the example job wrote, for a folder without events."""
     try:
-        report = _cut(json.loads(path.read_bytes()))
+        report = _cut(whole_object(path))
         step = report["findings"][0]["step"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+    except (OSError, LookupError, TypeError):
         return ()
     return (Event(step, "diverged", {"report": report, "slots_count": 0}),) if type(step) is int else ()
 
