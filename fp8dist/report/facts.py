@@ -145,8 +145,11 @@ def _remarks(run: Run) -> Iterator[str]:
     over = [event for event in _divergences(run) if not event.undone and repaired(event)]
     if over:
         yield f"Repaired {len(over)} time(s), first: {diverged_text(over[0])}"
-    if run.metrics.step.size and run.events and not any(event.kind == "end" for event in run.events[-3:]):
+    newest = next((event for event in reversed(run.events) if event.kind in ("start", "end")), None)
+    if run.metrics.step.size and run.events and (newest is None or newest.kind == "start"):
         yield "The run has not ended: it goes on, or was killed."
+    if newest is not None and newest.kind == "end" and newest.data.get("error") is not None:
+        yield f"An error ended the run: {shortened(str(newest.data['error']))}."
     for name, count in run.left_out.items():
         yield f"{count} damaged line(s) of {name} are left out."
 
@@ -218,7 +221,7 @@ def _told(event: Event) -> str:
     for key, text in (("module", ""), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")):
         if isinstance(data.get(key), (int, str)) and not (isinstance(slots, list) and key in ("module", "role")):
             parts.append(f"{text}{shortened(str(data[key]), 100)}")
-    for key in ("loss", "median", "digest"):
+    for key in ("loss", "median", "digest", "error"):
         if isinstance(data.get(key), (int, float, str)):
             parts.append(f"{key} {shortened(str(data[key]), 40)}")
     return ", ".join(parts)

@@ -353,7 +353,7 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
         number = _number(line, name)
         if number is not None:
             parts.append(f"{name} {number:.4g}")
-    parts += [f"{name} {line[name]}" for name in ("path", "digest") if isinstance(line.get(name), str)]
+    parts += [f"{name} {line[name]}" for name in ("path", "digest", "error") if isinstance(line.get(name), str)]
     return ", ".join(parts)
 
 

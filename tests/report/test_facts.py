@@ -21,6 +21,27 @@ from tests.support.runs import header, lines, made_run
 GOOD = [{"step": 1, "loss": 2.0}, {"step": 9, "loss": 1.9, "proven": 8, "checked": 5}]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "remark"),
+    [
+        (["start"], "The run has not ended"),
+        (["start", "end"], ""),
+        (["start", "end", "start"], "The run has not ended"),  # The resumed run was killed.
+        (["start", "end", "checked", "saved", "checked"], ""),
+    ],
+)
+def test_a_run_without_its_end_is_said_to_have_none(kinds: list[str], remark: str, tmp_path: Path) -> None:
+    events = [{"step": 9, "kind": kind, "resumed_after": 9} for kind in kinds]
+    more = facts.verdict(_run(tmp_path, GOOD, events)).more
+    assert [text for text in more if "ended" in text] == ([f"{remark}: it goes on, or was killed."] if remark else [])
+
+
+def test_the_error_that_ended_a_run_is_told(tmp_path: Path) -> None:
+    run = _run(tmp_path, GOOD, [{"step": 9, "kind": "end", "error": "OutOfMemoryError"}])
+    assert facts.verdict(run).more == ("An error ended the run: OutOfMemoryError.",)
+    assert facts.story(run)[-1].text == "the run ends, error OutOfMemoryError"
+
+
 SAVED = [{"step": step, "kind": "saved", "path": f"step{step}"} for step in (3, 6, 8)]
 
 
