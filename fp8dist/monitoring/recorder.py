@@ -23,7 +23,6 @@ from fp8dist.monitoring.run_header import header
 from fp8dist.monitoring.watch import Observation
 from fp8dist.names import check_keywords, require_int
 from fp8dist.sync.groups import is_dtensor, own_rank, world_size
-from fp8dist.text import first_few
 
 __all__ = ["Recorder"]
 
@@ -264,7 +263,7 @@ class Recorder:
                 getattr(exporter, call)(*arguments)
             except Exception as error:  # It may raise anything, and must not end the training.
                 self._exporters.remove(exporter)
-                what = f"{type(exporter).__name__}.{call}: {type(error).__name__}: {first_few(str(error).split(), 20)}"
+                what = f"{type(exporter).__name__}.{call}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 logger.warning("fp8dist: an exporter is left out from now on: %s", what)
 
 

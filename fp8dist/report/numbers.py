@@ -136,9 +136,9 @@ def _events(lines: Lines) -> tuple[Event, ...]:
             lines.left_out += 1
             continue
         after = line.get("resumed_after")
-        if kind == "start" and type(after) is not int:
+        if kind == "start" and not isinstance(after, int):
             kinds.clear()  # A new run, which keeps the events of an earlier one in the file.
-        elif kind == "start":
+        elif kind == "start" and isinstance(after, int):
             for events in kinds.values():
                 events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
         kept = kinds.setdefault(kind, [])

@@ -196,6 +196,23 @@ def test_mistakes(tmp_path: Path) -> None:
     assert read(tmp_path, "metrics") == []
 
 
+def test_a_reset_of_the_state_is_no_reset_of_the_run(tmp_path: Path) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    recorder = Recorder(tmp_path, manager, every=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    manager.attach(optimizer=optimizer)
+    with recorder:
+        for step in range(1, 7):
+            net(batch(0, step)[0]).sum().backward()
+            optimizer.step()
+            recorder.log(step)
+            if step == 3:
+                manager.reset()
+    assert manager.run_step == 6
+    assert [line["step"] for line in read(tmp_path, "scales")[::SLOTS]] == [2, 4, 6]
+
+
 @pytest.mark.parametrize(
     ("attached", "wrong"),
     [(True, {}), (False, {"jump": 0.5}), (False, {"resume_after": "6"}), (False, {"resume_after": True})],
@@ -328,7 +345,7 @@ def test_exporters_get_what_the_files_get(tmp_path: Path) -> None:
     with captured_log() as log:
         train(tmp_path, 3, exporters=[broken, sink])
     assert [text for _, text in log if "exporter" in text] == [
-        "fp8dist: an exporter is left out from now on: Sink.write: RuntimeError: no, route"
+        "fp8dist: an exporter is left out from now on: Sink.write: RuntimeError: no route"
     ]
     assert [kind for kind, _ in broken.got] == ["event"]
     kinds_of = [kind for kind, _ in sink.got]
