@@ -832,7 +832,7 @@ class StateManager(Joinable):
         for sync in self._syncs:
             sync.abandon()
             sync.arena.reset()
-        self._cycle.state_loaded(self.slots)
+        self._cycle.state_loaded(self.slots, self.run_step)
 
 
 def get_manager(model: nn.Module) -> StateManager:

@@ -22,8 +22,7 @@ from fp8dist.monitoring.run_format import EVENTS, METRICS, RANKS, SCALES
 from fp8dist.monitoring.run_header import header
 from fp8dist.monitoring.watch import Observation
 from fp8dist.names import check_keywords, require_int
-from fp8dist.sync.groups import own_rank, world_size
-from fp8dist.text import first_few
+from fp8dist.sync.groups import is_dtensor, own_rank, world_size
 
 __all__ = ["Recorder"]
 
@@ -81,11 +80,24 @@ class Recorder:
         peaks: Mapping[str, float] | None = None,
     ) -> None:
         require_int("every", every, 0, what="a number of steps, or 0 for no watch,")
+        if resume_after is not None:
+            require_int("resume_after", resume_after, 0, what="the number of a step, or None,")
         self.folder = Path(folder)
         self.writes = own_rank() == 0 if manager is None else bool(manager.describe()["writes"])
         self._manager, self._every = manager, every
         self._exporters = list(exporters) if self.writes else []
-        self._files = RunFiles(self.folder, resume_after) if self.writes else None
+
+        def begin() -> None:
+            if manager is not None and every:
+                lines, events = (self.folder / SCALES, tensorboard) if self.writes else (None, None)
+                observer = self._observe if self.writes else None
+                manager.watch(every, lines, events, jump, ranks, resume_after, observer)
+            elif self.writes and resume_after is None:
+                (self.folder / SCALES).unlink(missing_ok=True)
+
+        self._files = RunFiles(self.folder, resume_after, begin) if self.writes else None
+        if not self.writes:
+            begin()
         self._head: Callable[[Mapping[str, Any]], dict[str, Any]] | None = lambda described: header(
             described, every, precision, peaks
         )
@@ -93,16 +105,6 @@ class Recorder:
         self._synced = self._last_step, 0.0  # Step and fp8/sync_wait_ms of the last due line.
         self._checked: int | None = None
         self._seen: Observation | None = None
-        if manager is not None and every:
-            manager.watch(
-                every,
-                self.folder / SCALES if self.writes else None,
-                tensorboard if self.writes else None,
-                jump,
-                ranks,
-                resume_after,
-                self._observe if self.writes else None,
-            )
         if manager is not None and self.writes:
             manager.on_event(self._hear)
         self.event("start", self._last_step, resumed_after=resume_after, ranks=world_size())
@@ -155,11 +157,17 @@ class Recorder:
         Args:
             kind: any name. The kinds that the library writes are in docs/reference/run-folder.md.
             fields: JSON values; others are written as their ``str()``.
+
+        Raises:
+            ConfigurationError: ``step`` is not the number of a step, or JSON cannot hold a field.
         """
+        require_int("step", step, 0, what="the number of a step")
+        try:  # On all ranks: one that raises alone leaves the others in their next collective.
+            line = json.loads(json.dumps({"step": step, "time": time.time(), "kind": kind, **fields}, default=str))
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"recorder.event({kind!r}): a field is no JSON: {error}") from None
         if self._files is None:
             return
-        line = {"step": step, "time": time.time(), "kind": kind, **fields}
-        line = json.loads(json.dumps(line, default=str))
         self._files.add(EVENTS, [line])
         self._export("event", line)
 
@@ -255,13 +263,19 @@ class Recorder:
                 getattr(exporter, call)(*arguments)
             except Exception as error:  # It may raise anything, and must not end the training.
                 self._exporters.remove(exporter)
-                what = f"{type(exporter).__name__}.{call}: {type(error).__name__}: {first_few(str(error).split(), 20)}"
+                what = f"{type(exporter).__name__}.{call}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 logger.warning("fp8dist: an exporter is left out from now on: %s", what)
 
 
-def _require_number(name: str, value: object) -> None:
+def _require_number(name: str, value: Any) -> None:
     """Raise ConfigurationError unless the value is a number, a tensor with one element, or None. Reads no tensor."""
-    one = value.numel() == 1 if isinstance(value, Tensor) else value is None or isinstance(value, Real)
+    if is_dtensor(value) and not all(placement.is_replicate() for placement in value.placements):
+        raise ConfigurationError(
+            f"recorder.log({name}=…) got a DTensor of which each rank has a part: log {name}.full_tensor()"
+        )
+    one = value is None or isinstance(value, Real)
+    if isinstance(value, Tensor):
+        one = value.numel() == 1 and not value.is_complex() and not value.is_meta
     if not one:
         raise ConfigurationError(
             f"recorder.log({name}=…) takes a number or a tensor with one element, got {repr(value)[:80]}"
@@ -270,4 +284,8 @@ def _require_number(name: str, value: object) -> None:
 
 def _read(value: Any) -> float | int | None:
     value = value.item() if isinstance(value, Tensor) else value
-    return value if value is None or isinstance(value, int) else float(value)
+    try:
+        number = None if value is None else float(value)
+    except OverflowError:  # An integer beyond float64.
+        return math.inf if value > 0 else -math.inf
+    return value if isinstance(value, int) else number

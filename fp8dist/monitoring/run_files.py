@@ -8,13 +8,13 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.monitoring.monitor import keep_lines
-from fp8dist.monitoring.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES, to_json
+from fp8dist.monitoring.run_format import EVENTS, HEADER, METRICS, RANKS, to_json
 
 __all__ = ["RunFiles"]
 
@@ -30,12 +30,13 @@ class RunFiles:
     Args:
         folder: created if it does not exist.
         resume_after: lines of later steps are dropped, except from ``events.jsonl``. None: all lines are.
+        begin: called when the folder is locked. If it raises, no line of an earlier run is dropped.
 
     Raises:
         ConfigurationError: another process writes there, or the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, resume_after: int | None) -> None:
+    def __init__(self, folder: Path, resume_after: int | None, begin: Callable[[], None]) -> None:
         self._folder = folder
         self._files: dict[str, int] = {}
         weakref.finalize(self, _close, self._files)
@@ -43,15 +44,18 @@ class RunFiles:
             folder.mkdir(parents=True, exist_ok=True)
             self._open(EVENTS)
             self._lock()
+            begin()
             for name in (METRICS, RANKS):
                 if resume_after is not None:
                     keep_lines(folder / name, resume_after)
                 self._open(name)
                 if resume_after is None:
                     os.ftruncate(self._files[name], 0)
-            if resume_after is None:
-                (folder / SCALES).unlink(missing_ok=True)  # The watch makes its own, if there is one.
+        except ConfigurationError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
             raise ConfigurationError(
                 f"{folder}: cannot record there: {error.strerror}: give a folder that can be written to"
             ) from None
@@ -64,7 +68,6 @@ class RunFiles:
         try:
             fcntl.flock(self._files[EVENTS], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.close()
             raise ConfigurationError(
                 f"{self._folder}: another process records a run there: end it, or give another folder"
             ) from None

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from fp8dist.monitoring.run_format import from_json
-from fp8dist.report.facts import diverged_text, findings, goals, shortened
+from fp8dist.report.facts import diverged_text, findings, goals, repaired, shortened
 from fp8dist.report.numbers import Run
 from fp8dist.text import first_few
 
@@ -46,10 +46,8 @@ def checkpoint_table(run: Run) -> Iterator[str]:
         yield '<p class="empty">No checkpoint is recorded: Recorder notes each one that a job saves (--save-every).</p>'
         return
     checked = goals(run)["checked"]
-    good = [event for event in saved if checked is not None and event.step <= checked]
-    bad = [step for event in run.events if event.kind == "diverged" and not event.undone for step in _good_steps(event)]
-    limit = min(bad) if bad else None
-    good = [event for event in good if limit is None or event.step <= limit]
+    suspect = _suspect(run)
+    good = [event for event in saved if checked is not None and event.step <= checked and id(event) not in suspect]
     if good:
         path = escape(shortened(str(good[-1].data.get("path") or ""), 200))
         step = f"<strong>step {good[-1].step:,}</strong>"
@@ -60,17 +58,25 @@ def checkpoint_table(run: Run) -> Iterator[str]:
     rows = [
         (
             f"{event.step:,}",
-            "good"
-            if id(event) in known
-            else "after a divergence"
-            if limit is not None and event.step > limit
-            else "unchecked",
+            "good" if id(event) in known else "after a divergence" if id(event) in suspect else "unchecked",
             str(event.data.get("path") or ""),
             str(event.data.get("digest") or ""),
         )
         for event in saved[: -MOST_SAVED - 1 : -1]
     ]
     yield table(("step", "state", "path", "digest"), rows, numbers=(0,))
+
+
+def _suspect(run: Run) -> set[int]:
+    """Return the ids of the saved events that may hold a divergence: those after its last good step, up to the repair
+    or the resume that has ended it."""
+    saved = [(place, event) for place, event in enumerate(run.events) if event.kind == "saved"]
+    found = set()
+    for place, event in enumerate(run.events):
+        if event.kind == "diverged":
+            least, over = min(_good_steps(event)), event.undone or repaired(event)
+            found |= {id(one) for at, one in saved if one.step > least and (at < place or not over)}
+    return found
 
 
 def _good_steps(event: Any) -> list[int]:

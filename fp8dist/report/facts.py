@@ -21,6 +21,7 @@ __all__ = [
     "findings",
     "goals",
     "odd_rank",
+    "repaired",
     "shortened",
     "story",
     "straggler",
@@ -103,7 +104,7 @@ def verdict(run: Run) -> Verdict:
     """Return one sentence about the soundness of the run, and further ones."""
     remarks, proof = tuple(_remarks(run)), _proof(run)
     for event in _divergences(run):
-        if not event.undone and not _repaired(event):
+        if not event.undone and not repaired(event):
             return Verdict("unsound", f"Not sound: {diverged_text(event)}", (f"Proven: {proof}", *remarks))
     if run.metrics.bad_losses:
         text = f"Not sound: the loss is not finite in step {run.metrics.bad_losses[0]}."
@@ -141,11 +142,14 @@ def _remarks(run: Run) -> Iterator[str]:
     undone = [event for event in _divergences(run) if event.undone]
     if undone:
         yield f"Before the run resumed from an earlier step: {diverged_text(undone[0])}"
-    repaired = [event for event in _divergences(run) if not event.undone and _repaired(event)]
-    if repaired:
-        yield f"Repaired {len(repaired)} time(s), first: {diverged_text(repaired[0])}"
-    if run.metrics.step.size and run.events and not any(event.kind == "end" for event in run.events[-3:]):
+    over = [event for event in _divergences(run) if not event.undone and repaired(event)]
+    if over:
+        yield f"Repaired {len(over)} time(s), first: {diverged_text(over[0])}"
+    newest = next((event for event in reversed(run.events) if event.kind in ("start", "end")), None)
+    if run.metrics.step.size and run.events and (newest is None or newest.kind == "start"):
         yield "The run has not ended: it goes on, or was killed."
+    if newest is not None and newest.kind == "end" and newest.data.get("error") is not None:
+        yield f"An error ended the run: {shortened(str(newest.data['error']))}."
     for name, count in run.left_out.items():
         yield f"{count} damaged line(s) of {name} are left out."
 
@@ -161,7 +165,8 @@ def findings(event: Event) -> list[Mapping[str, Any]]:
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
-def _repaired(event: Event) -> bool:
+def repaired(event: Event) -> bool:
+    """True if the divergence was repaired, and checked again."""
     report = event.data.get("report")
     return isinstance(report, dict) and report.get("consistent") is True
 
@@ -216,7 +221,7 @@ def _told(event: Event) -> str:
     for key, text in (("module", ""), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")):
         if isinstance(data.get(key), (int, str)) and not (isinstance(slots, list) and key in ("module", "role")):
             parts.append(f"{text}{shortened(str(data[key]), 100)}")
-    for key in ("loss", "median", "digest"):
+    for key in ("loss", "median", "digest", "error"):
         if isinstance(data.get(key), (int, float, str)):
             parts.append(f"{key} {shortened(str(data[key]), 40)}")
     return ", ".join(parts)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.monitoring.run_format import EVENTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
 
-__all__ = ["Lines", "RunFolder", "objects_in"]
+__all__ = ["Lines", "RunFolder", "objects_in", "whole_object"]
 
 BLOCK = 1 << 22
 """Bytes that are read at once."""
 
 LONGEST = 1 << 26
-"""Bytes of the longest line that is read. A longer one is left out."""
+"""Bytes of the longest line that is read, and of the longest header. A longer line is left out."""
 
 
 class RunFolder:
@@ -95,7 +96,7 @@ class Lines:
         if self.replaced():
             self._offset = self.left_out = 0
         try:
-            file = self.path.open("rb")
+            file = opened(self.path)
         except OSError:
             return
         with file:
@@ -147,15 +148,40 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
+def opened(path: Path) -> BinaryIO:
+    """Open a regular file. Does not wait for a writer, as the opening of a pipe does.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is not a regular file")
+    return os.fdopen(file, "rb")
+
+
+def whole_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object that is a file's content; None if it is something else, or too long.
+
+    Raises:
+        OSError: see ``opened``.
+    """
+    with opened(path) as file:
+        text = file.read(LONGEST + 1)
+    found = _parsed(text) if len(text) <= LONGEST else None
+    return found if isinstance(found, dict) else None
+
+
 def _header(path: Path) -> dict[str, Any]:
     """Return the header, or {} if there is none."""
     try:
-        header = json.loads(path.read_bytes())
+        header = whole_object(path)
     except OSError:
         return {}
-    except (ValueError, RecursionError):
-        raise ConfigurationError(f"{path} is not JSON: it was not written by fp8dist, or is damaged") from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    if header is None:
+        raise ConfigurationError(f"{path} is no JSON object: it was not written by fp8dist, or is damaged")
+    if header.get("format") != FORMAT:
         raise ConfigurationError(f"{path} is not the header of a run of fp8dist")
     if header.get("version") != VERSION:
         raise ConfigurationError(

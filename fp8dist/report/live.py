@@ -132,6 +132,7 @@ class LiveRun:
         self.heard = 0
         """Number of events so far."""
         self.ended = False
+        self._told_checked: int | None = None  # By an event. They are not in the files' common order with the steps.
         self.diverged: Happening | None = None
         self.news = 0
         """Number of lines of all files so far, for a reader that shows only what is new."""
@@ -146,7 +147,7 @@ class LiveRun:
         self.grad_norm: float | None = None
         self.step_ms: float | None = None
         self.proven: int | None = None
-        self.checked: int | None = None
+        self._logged_checked: int | None = None
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._seen: float | None = None  # Monotonic time of the newest step.
 
@@ -190,6 +191,11 @@ class LiveRun:
         return 0.0 if self._seen is None else max(0.0, time.monotonic() - self._seen)
 
     @property
+    def checked(self) -> int | None:
+        """The newest step after which a check found everything equal."""
+        return max((one for one in (self._logged_checked, self._told_checked) if one is not None), default=None)
+
+    @property
     def sound(self) -> tuple[bool | None, str]:
         """(True if the ranks are known to agree, False if they are known to differ, None if nobody knows; as text)."""
         known = [
@@ -227,9 +233,9 @@ class LiveRun:
         self.step_ms = _number(line, "step_ms")
         if self.loss is not None:
             self.losses.append(self.loss)
-        for name in ("proven", "checked"):
+        for name, place in (("proven", "proven"), ("checked", "_logged_checked")):
             if name in line:
-                setattr(self, name, line[name] if type(line[name]) is int else None)
+                setattr(self, place, line[name] if type(line[name]) is int else None)
 
     def _written(self) -> float:
         """Return when the file of the steps was last written to. It may have been long ago, at the first read."""
@@ -272,9 +278,13 @@ class LiveRun:
         self.heard += 1
         self.ended = kind == "end"
         if kind == "checked":
-            self.checked = max(self.checked or 0, event.step)
-        if kind == "start":  # The state comes from a checkpoint, or is new.
-            self.diverged = None
+            self._told_checked = event.step
+        if kind == "start":  # A new run, or one that goes back: what came after that step is undone.
+            after = line["resumed_after"] if type(line.get("resumed_after")) is int else -1
+            if self._told_checked is not None and self._told_checked > after:
+                self._told_checked = None
+            if self.diverged is not None and self.diverged.step > after:
+                self.diverged = None
         repaired = isinstance(line.get("report"), dict) and line["report"].get("consistent") is True
         if kind == "diverged" and not repaired:
             self.diverged = event
@@ -343,7 +353,7 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
         number = _number(line, name)
         if number is not None:
             parts.append(f"{name} {number:.4g}")
-    parts += [f"{name} {line[name]}" for name in ("path", "digest") if isinstance(line.get(name), str)]
+    parts += [f"{name} {line[name]}" for name in ("path", "digest", "error") if isinstance(line.get(name), str)]
     return ", ".join(parts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from fp8dist.monitoring.run_format import EVENTS, METRICS, RANKS, SCALES, from_json
 from fp8dist.report.binned import SlotBins
 from fp8dist.report.columns import Columns, Floats, Ints, scale_columns
-from fp8dist.report.folder import Lines, RunFolder
+from fp8dist.report.folder import Lines, RunFolder, whole_object
 
 __all__ = ["Event", "Metrics", "Run", "Waits", "read_run"]
 
@@ -116,11 +115,17 @@ def _metrics(lines: Lines) -> Metrics:
         steps.append(line["step"])
         for field, values in columns.items():
             values.append(from_json(line.get(field)))
-        (bad.discard if np.isfinite(from_json(line.get("loss", 0.0))) else bad.add)(line["step"])
+        (bad.add if _is_bad(line.get("loss")) else bad.discard)(line["step"])
     step = np.frombuffer(steps, np.int64) if steps else np.empty(0, np.int64)
     last = len(step) - 1 - np.unique(step[::-1], return_index=True)[1]
     floats = {field: np.array(values, dtype=np.float64)[last] for field, values in columns.items()}
     return Metrics(step[last], floats, tuple(sorted(bad)))
+
+
+def _is_bad(loss: Any) -> bool:
+    """True if the loss is a number that is not finite. A loss that is null or no number is not known."""
+    known = isinstance(loss, float) or (isinstance(loss, str) and loss in ("NaN", "Infinity", "-Infinity"))
+    return known and not np.isfinite(float(loss))
 
 
 def _events(lines: Lines) -> tuple[Event, ...]:
@@ -131,7 +136,9 @@ def _events(lines: Lines) -> tuple[Event, ...]:
             lines.left_out += 1
             continue
         after = line.get("resumed_after")
-        if kind == "start" and type(after) is int:
+        if kind == "start" and not isinstance(after, int):
+            kinds.clear()  # A new run, which keeps the events of an earlier one in the file.
+        elif kind == "start" and isinstance(after, int):
             for events in kinds.values():
                 events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
         kept = kinds.setdefault(kind, [])
@@ -146,9 +153,9 @@ def _events(lines: Lines) -> tuple[Event, ...]:
 def _divergence(path: Path) -> tuple[Event, ...]:
     """Return the divergence that the example job wrote, for a folder without events."""
     try:
-        report = _cut(json.loads(path.read_bytes()))
+        report = _cut(whole_object(path))
         step = report["findings"][0]["step"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+    except (OSError, LookupError, TypeError):
         return ()
     return (Event(step, "diverged", {"report": report, "slots_count": 0}),) if type(step) is int else ()
 

@@ -76,7 +76,7 @@ def use_of(run: Run) -> Use:
             )
     ranks = run.folder.header.get("ranks")
     rate = _tokens_per_second(run)
-    if rate is None or type(ranks) is not int or ranks < 1:
+    if rate is None or type(ranks) is not int or not 1 <= ranks < 1 << 53:
         return Use(share, None, "metrics.jsonl has no tokens and step_ms: log them, as in log(step, tokens=…)")
     seconds = sum(part / peak[kind] for kind, part in flops.items() if part)
     return Use(share, rate * seconds / ranks, "")

@@ -282,8 +282,10 @@ class StepCycle:
         self.settle()
         return self.control.change(pattern, gemms, to_high, steps)
 
-    def _count_from_state(self) -> None:
-        if self.watch is not None and self.watch.resume_after is not None:
+    def _count_from_state(self, step: int | None = None) -> None:
+        if step is not None:
+            self.job.step = step
+        elif self.watch is not None and self.watch.resume_after is not None:
             self.job.step = self.watch.resume_after
         else:
             self.job.step = max((int(sync.arena.step) for sync in self.syncs), default=0)
@@ -415,10 +417,14 @@ class StepCycle:
         self.job.scaled = True
         self.step_skipped()  # Earlier steps may have been skipped unnoticed.
 
-    def state_loaded(self, slots: Collection[Slot]) -> None:
-        """Handle loaded or reset state of these slots: FP8 casts are stale, and slots may be cold. Local."""
+    def state_loaded(self, slots: Collection[Slot], step: int | None = None) -> None:
+        """Handle loaded or reset state of these slots: FP8 casts are stale, and slots may be cold. Local.
+
+        Args:
+            step: the run's step, which goes on. None: that of the loaded state.
+        """
         self.job.invalidate_casts()
-        self._count_from_state()
+        self._count_from_state(step)
         if self.steps is not None:
             self.steps.state_loaded(slots)
         if self.sharded is not None:

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fp8dist
 from fp8dist import DelayedScaling, Fallback, Recorder, SlotStatistics
@@ -194,6 +196,71 @@ def test_mistakes(tmp_path: Path) -> None:
     assert read(tmp_path, "metrics") == []
 
 
+def test_a_reset_of_the_state_is_no_reset_of_the_run(tmp_path: Path) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    recorder = Recorder(tmp_path, manager, every=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    manager.attach(optimizer=optimizer)
+    with recorder:
+        for step in range(1, 7):
+            net(batch(0, step)[0]).sum().backward()
+            optimizer.step()
+            recorder.log(step)
+            if step == 3:
+                manager.reset()
+    assert manager.run_step == 6
+    assert [line["step"] for line in read(tmp_path, "scales")[::SLOTS]] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("attached", "wrong"),
+    [(True, {}), (False, {"jump": 0.5}), (False, {"resume_after": "6"}), (False, {"resume_after": True})],
+)
+def test_a_call_that_is_refused_leaves_an_earlier_run_as_it_is(
+    attached: bool, wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    train(tmp_path, 6)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    if attached:
+        manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError):
+        Recorder(tmp_path, manager, **wrong)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    Recorder(tmp_path, resume_after=6).close()  # The lock is released.
+
+
+def _refusals(folder: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    part = DTensor.from_local(torch.ones(()), mesh, [Partial()])  # A read would be 1, this rank's part of 2.
+    same = DTensor.from_local(part.full_tensor(), mesh, [Replicate()])
+    said = []
+    with Recorder(folder) as recorder:
+        for number in (part, torch.tensor(1j), torch.ones((), device="meta")):
+            with pytest.raises(ConfigurationError) as caught:
+                recorder.log(1, grad_norm=number)
+            said.append(str(caught.value))
+        fields: dict[str, Any]
+        for step, fields in ((1, {"x": {(1, 2): 3}}), ("1", {})):
+            with pytest.raises(ConfigurationError) as caught:
+                recorder.event("mine", step, **fields)  # type: ignore[arg-type]
+            said.append(str(caught.value))
+        recorder.log(1, grad_norm=same, mine=10**400)
+    return said
+
+
+def test_what_one_rank_cannot_write_is_refused_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    """A rank that raises alone leaves the others in their next collective."""
+    said, others = two_ranks.run(_refusals, str(tmp_path))
+    assert said == others
+    assert "log grad_norm.full_tensor()" in said[0]
+    assert not any("\n" in text for text in said)
+    (line,) = read(tmp_path, "metrics")
+    assert (line["grad_norm"], line["mine"]) == (2.0, "Infinity")
+
+
 def test_what_ended_a_run_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), Recorder(tmp_path):
         raise ZeroDivisionError
@@ -278,7 +345,7 @@ def test_exporters_get_what_the_files_get(tmp_path: Path) -> None:
     with captured_log() as log:
         train(tmp_path, 3, exporters=[broken, sink])
     assert [text for _, text in log if "exporter" in text] == [
-        "fp8dist: an exporter is left out from now on: Sink.write: RuntimeError: no, route"
+        "fp8dist: an exporter is left out from now on: Sink.write: RuntimeError: no route"
     ]
     assert [kind for kind, _ in broken.got] == ["event"]
     kinds_of = [kind for kind, _ in sink.got]

@@ -12,13 +12,37 @@ import numpy as np
 import pytest
 
 from fp8dist.report import facts
-from fp8dist.report.cards import bits_of
+from fp8dist.report.cards import bits_of, checkpoint_table
 from fp8dist.report.numbers import Run, read_run
 from fp8dist.report.parting import Digests, Parting, part
 from fp8dist.report.precision import use_of
 from tests.support.runs import header, lines, made_run
 
 GOOD = [{"step": 1, "loss": 2.0}, {"step": 9, "loss": 1.9, "proven": 8, "checked": 5}]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "remark"),
+    [
+        (["start"], "The run has not ended"),
+        (["start", "end"], ""),
+        (["start", "end", "start"], "The run has not ended"),  # The resumed run was killed.
+        (["start", "end", "checked", "saved", "checked"], ""),
+    ],
+)
+def test_a_run_without_its_end_is_said_to_have_none(kinds: list[str], remark: str, tmp_path: Path) -> None:
+    events = [{"step": 9, "kind": kind, "resumed_after": 9} for kind in kinds]
+    more = facts.verdict(_run(tmp_path, GOOD, events)).more
+    assert [text for text in more if "ended" in text] == ([f"{remark}: it goes on, or was killed."] if remark else [])
+
+
+def test_the_error_that_ended_a_run_is_told(tmp_path: Path) -> None:
+    run = _run(tmp_path, GOOD, [{"step": 9, "kind": "end", "error": "OutOfMemoryError"}])
+    assert facts.verdict(run).more == ("An error ended the run: OutOfMemoryError.",)
+    assert facts.story(run)[-1].text == "the run ends, error OutOfMemoryError"
+
+
+SAVED = [{"step": step, "kind": "saved", "path": f"step{step}"} for step in (3, 6, 8)]
 
 
 def _run(folder: Path, metrics: list[dict[str, Any]], events: list[dict[str, Any]] = [], **more: Any) -> Run:  # noqa: B006
@@ -56,6 +80,9 @@ def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
         (GOOD, [_diverged(6, True)], "sound", "Sound as far as it is proven"),
         (GOOD, [_diverged(6), {"step": 5, "kind": "start", "resumed_after": 5}], "sound", "Sound as far as"),
         ([*GOOD, {"step": 10, "loss": "NaN"}], [], "unsound", "Not sound: the loss is not finite in step 10."),
+        ([*GOOD, {"step": 10, "loss": None}, {"step": 11, "loss": []}], [], "sound", "steps 9 to 11 are unproven"),
+        (GOOD[:1], [{"step": 9, "kind": "checked"}, {"step": 0, "kind": "start"}], "unknown", "Not known: nothing"),
+        (GOOD, [_diverged(6), {"step": 0, "kind": "start"}], "sound", "Sound as far as"),
         (GOOD, [{"step": 6, "kind": "diverged", "report": "no report"}], "unsound", "ranks differ in step 6."),
     ],
 )
@@ -150,6 +177,23 @@ def test_the_odd_rank_and_the_straggler(tmp_path: Path) -> None:
     assert held.shares.sum(1).tolist() == pytest.approx([1.0] * 24)
     assert held.text.startswith("Rank 3 held the maximum most often: in 4")
     assert facts.straggler(run).startswith("The others wait for rank 2 (host node1): it waits 0.30 ms per step")
+
+
+@pytest.mark.parametrize(
+    ("events", "good"),
+    [
+        ([], 8),
+        ([_diverged(8)], 3),
+        ([_diverged(8), {"step": 5, "kind": "start", "resumed_after": 6}], 3),  # It is in step 6's, if it began at 5.
+        ([_diverged(8), {"step": 3, "kind": "start", "resumed_after": 3}, SAVED[2]], 8),
+        ([_diverged(8, True), {**SAVED[2], "step": 9}], 9),
+    ],
+)
+def test_a_checkpoint_with_a_divergence_in_it_is_not_good(events: list[Any], good: int, tmp_path: Path) -> None:
+    checked = {"step": 9, "kind": "checked"}
+    run = _run(tmp_path, [{"step": 9, "loss": 1.0}], [*SAVED, *events, checked])
+    text = "".join(checkpoint_table(run))
+    assert f"known to be good is of <strong>step {good}</strong>" in text
 
 
 def test_the_story_without_events_comes_from_the_numbers(tmp_path: Path) -> None:

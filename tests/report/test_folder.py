@@ -11,6 +11,7 @@ import pytest
 from fp8dist.errors import ConfigurationError
 from fp8dist.report import folder as module
 from fp8dist.report.folder import Lines, RunFolder
+from fp8dist.report.numbers import read_run
 
 
 def _line(step: int, **more: object) -> str:
@@ -73,9 +74,9 @@ def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         (None, "holds no run: neither run.json nor metrics.jsonl is there"),
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("[]", "is not the header of a run of fp8dist"),
+        ("{", "is no JSON object"),
+        ("[" * 100_000, "is no JSON object"),
+        ("[]", "is no JSON object"),
         ('{"format": "another"}', "is not the header of a run of fp8dist"),
         ('{"format": "fp8dist run", "version": 2}', "has format version 2, and this version of fp8dist reads 1"),
     ],
@@ -107,3 +108,28 @@ def test_a_tail_starts_with_a_whole_line(tail: int, tmp_path: Path) -> None:
         file.write(_line(20))
     assert [line["step"] for line in lines.new()] == [20]
     assert lines.left_out == 0
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "divergence.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "endless", "folder"])
+def test_what_is_no_file_is_not_read(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The opening of a pipe waits for its writer, and some devices have no end."""
+    monkeypatch.setattr(module, "LONGEST", 1 << 20)
+    (tmp_path / "run.json").write_text(json.dumps({"format": "fp8dist run", "version": 1}))
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    (tmp_path / ("metrics.jsonl" if name == "run.json" else "other")).write_text(_line(1))
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 33)  # Takes no space.
+    if (name, kind) == ("run.json", "endless"):
+        with pytest.raises(ConfigurationError, match="no JSON object"):
+            read_run(tmp_path)
+    elif (name, kind) != ("metrics.jsonl", "endless"):
+        assert read_run(tmp_path).events == ()

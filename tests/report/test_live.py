@@ -110,9 +110,13 @@ DIVERGED = {"kind": "diverged", "report": {"findings": [{"kind": "scale", "name"
         ([], {"proven": None}, None, "unproven: nothing has compared the ranks yet"),
         ([], {"proven": 8, "checked": 5}, True, "proven to step 8, checked to step 5"),
         ([{"step": 4, "kind": "checked"}], {}, True, "checked to step 4"),
+        ([{"step": 4, "kind": "checked"}, {"step": 0, "kind": "start"}], {}, None, "unproven"),
+        ([{"step": 4, "kind": "checked"}, {"step": 3, "kind": "start", "resumed_after": 3}], {}, None, "unproven"),
+        ([{"step": 4, "kind": "checked"}, {"step": 4, "kind": "start", "resumed_after": 4}], {}, True, "to step 4"),
         ([{"step": 6, **DIVERGED}], {"proven": 8, "checked": 5}, False, "DIVERGED in step 6: scale 'a:input' on rank"),
         ([{"step": 6, **DIVERGED}], {"checked": 9}, True, "ranks differed in step 6, and are equal again"),
         ([{"step": 6, **DIVERGED}, {"step": 5, "kind": "start", "resumed_after": 5}], {"proven": 7}, True, "proven to"),
+        ([{"step": 6, **DIVERGED}, {"step": 6, "kind": "start", "resumed_after": 6}], {"proven": 7}, False, "DIVERGED"),
         (
             [{"step": 6, "kind": "diverged", "report": {"consistent": True, "findings": []}}],
             {"proven": 7},
