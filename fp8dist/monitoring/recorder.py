@@ -87,15 +87,17 @@ class Recorder:
         self._manager, self._every = manager, every
         self._exporters = list(exporters) if self.writes else []
 
+        watches = manager is not None and every > 0
+
         def begin() -> None:
-            if manager is not None and every:
-                lines, events = (self.folder / SCALES, tensorboard) if self.writes else (None, None)
-                observer = self._observe if self.writes else None
-                manager.watch(every, lines, events, jump, ranks, resume_after, observer)
+            if watches:
+                board, observer = (tensorboard, self._observe) if self.writes else (None, None)
+                manager.watch(every, None, board, jump, ranks, resume_after, observer)
             elif self.writes and resume_after is None:
                 (self.folder / SCALES).unlink(missing_ok=True)
 
-        self._files = RunFiles(self.folder, resume_after, begin) if self.writes else None
+        names = (METRICS, RANKS, SCALES) if watches else (METRICS, RANKS)
+        self._files = RunFiles(self.folder, resume_after, names, begin) if self.writes else None
         if not self.writes:
             begin()
         self._head: Callable[[Mapping[str, Any]], dict[str, Any]] | None = lambda described: header(
@@ -194,6 +196,8 @@ class Recorder:
             return
         self._describe()
         self._seen = seen
+        slots = ({"step": seen.step, "slot": str(one.slot), **dict(one.numbers())} for one in seen.slots)
+        self._files.add(SCALES, slots)
         if seen.ranks:
             waits = [None if math.isnan(one.sync_wait) else one.sync_wait for one in seen.ranks.values()]
             steps = [None if math.isnan(one.step) else one.step for one in seen.ranks.values()]

@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.monitoring.monitor import keep_lines
-from fp8dist.monitoring.run_format import EVENTS, HEADER, METRICS, RANKS, to_json
+from fp8dist.monitoring.run_format import EVENTS, HEADER, to_json
 
 __all__ = ["RunFiles"]
 
@@ -30,13 +30,14 @@ class RunFiles:
     Args:
         folder: created if it does not exist.
         resume_after: lines of later steps are dropped, except from ``events.jsonl``. None: all lines are.
+        names: the files beside ``events.jsonl``.
         begin: called when the folder is locked. If it raises, no line of an earlier run is dropped.
 
     Raises:
         ConfigurationError: another process writes there, or the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, resume_after: int | None, begin: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, resume_after: int | None, names: Iterable[str], begin: Callable[[], None]) -> None:
         self._folder = folder
         self._files: dict[str, int] = {}
         weakref.finalize(self, _close, self._files)
@@ -45,7 +46,7 @@ class RunFiles:
             self._open(EVENTS)
             self._lock()
             begin()
-            for name in (METRICS, RANKS):
+            for name in names:
                 if resume_after is not None:
                     keep_lines(folder / name, resume_after)
                 self._open(name)

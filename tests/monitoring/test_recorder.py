@@ -505,3 +505,22 @@ def test_each_group_has_its_own_collective_and_the_ranks_are_merged(two_ranks: R
     assert line["ranks"] == [0, 1]
     held = {line["slot"]: line["amax_rank"] for line in read(tmp_path, "scales")}
     assert {held[f"branch:{role}"] for role in ("input", "weight", "grad_output")} == {0}
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    """The watch goes on, because ranks have agreed on it, but another job may have the folder by now."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    recorder = Recorder(tmp_path, manager, every=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    manager.attach(optimizer=optimizer)
+    for step in (1, 2):
+        x, y = batch(0, step)
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+        if step == 1:
+            recorder.close()
+            before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert manager.run_step == 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert len(read(tmp_path, "scales")) == SLOTS
