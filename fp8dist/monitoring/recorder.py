@@ -107,6 +107,7 @@ class Recorder:
         self._synced = self._last_step, 0.0  # Step and fp8/sync_wait_ms of the last due line.
         self._checked: int | None = None
         self._seen: Observation | None = None
+        self._said_ahead = False
         if manager is not None and self.writes:
             manager.on_event(self._hear)
         self.event("start", self._last_step, resumed_after=resume_after, ranks=world_size())
@@ -234,6 +235,14 @@ class Recorder:
         return {**known, "module": first.slot.fqn, "role": first.slot.role}
 
     def _fp8(self, step: int) -> Iterator[tuple[str, float | None]]:
+        if step > self._manager.run_step + 1 and not self._said_ahead:  # A loop may log before its step ends.
+            self._said_ahead = True
+            logger.warning(
+                "fp8dist: the recorder is given step %d, and the optimizer has taken %d: scales, events and proven "
+                "steps are counted by the optimizer's steps, which a GradScaler may skip. Log manager.run_step",
+                step,
+                self._manager.run_step,
+            )
         metrics = self._manager.metrics()
         yield "proven", self._manager.proven_step
         yield "checked", self._manager.checked_step

@@ -524,3 +524,19 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
     assert manager.run_step == 2
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert len(read(tmp_path, "scales")) == SLOTS
+
+
+@pytest.mark.parametrize(("ahead", "warned"), [(0, 0), (1, 0), (2, 1)])
+def test_steps_that_run_ahead_of_the_optimizer_are_said_once(ahead: int, warned: int, tmp_path: Path) -> None:
+    """A loop may log before the optimizer's step. Steps that a GradScaler skips move it further ahead."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    with captured_log() as log, Recorder(tmp_path, manager, every=1) as recorder:
+        manager.attach(optimizer=optimizer)
+        for step in (1, 2, 3):
+            x, y = batch(0, step)
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+            recorder.log(step + ahead)
+    assert sum("Log manager.run_step" in text for _, text in log) == warned
