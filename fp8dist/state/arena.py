@@ -62,9 +62,11 @@ class SlotState:
         self.format: Format = arena.specs[index].format
         self.scale: Tensor = arena.scale[index]
         self.cold: Tensor = arena.cold[index]
-        self.pending: Tensor = arena.pending[index]
-        self.saturated: Tensor = arena.shares[0, index]
-        self.underflow: Tensor = arena.shares[1, index]
+        # Through .data each has a version counter of its own: a compiled block with activation checkpointing saves what
+        # its recomputation records to, and autograd must not take other slots' amaxes for a change of it.
+        self.pending: Tensor = arena.pending[index].data
+        self.saturated: Tensor = arena.shares[0, index].data
+        self.underflow: Tensor = arena.shares[1, index].data
         self.always: Tensor = arena.always
 
 

@@ -146,6 +146,38 @@ def test_compiled_with_checkpointing_it_is_not_compiled_again(backend: str, run:
     assert _train_long("aot_eager", run=run, backend=backend) == _train_long(None, run=_plain, backend=backend)
 
 
+def _train_blocks(compiled: bool, run: Callable[[nn.Module, Tensor], Tensor]) -> Any:
+    model = nn.Sequential(Block(), Block(), Block())
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager.attach(model, optimizer=optimizer)
+    forwards = [partial(run, block) for block in model]
+    if compiled:
+        forwards = [torch.compile(each, fullgraph=True, backend="aot_eager") for each in forwards]
+    losses = []
+    for step in range(3):
+        for micro in range(2):
+            x = inputs(6, 32, seed=20 + 2 * step + micro)
+            for forward in forwards:
+                x = forward(x)
+            loss = x.square().mean()
+            loss.backward()
+            losses.append(bits(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    return losses, state_bits(manager), parameter_bits(model)
+
+
+@pytest.mark.parametrize("run", [_plain, _checkpointed, _selective])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at each input's.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.slow
+def test_blocks_compiled_one_by_one_may_recompute(run: Any) -> None:
+    """A block's graph saves where its recomputation records amaxes. Other blocks record beside that place."""
+    assert _train_blocks(True, run) == _train_blocks(False, _plain)
+
+
 def _train_mixed(update: str, compiled_from: int) -> Any:
     block = Block()
     manager = fp8dist.prepare(block, DelayedScaling(history_len=4, update=update))  # type: ignore[arg-type]
