@@ -41,8 +41,7 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> M
 
     Raises:
         ConfigurationError: ``spec`` is no ModelSpec, or has another FP8 library. As the Trainer is made: pipeline
-            parallelism, another SPMD backend than "partial_dtensor", CUDA graphs, compiled blocks with activation
-            checkpointing, or ``with_fp8`` twice.
+            parallelism, another SPMD backend than "partial_dtensor", CUDA graphs, or ``with_fp8`` twice.
     """
     if not isinstance(spec, ModelSpec):
         raise ConfigurationError(
@@ -68,7 +67,7 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> M
     return dataclasses.replace(spec, parallelize_fn=parallelize, post_optimizer_build_fn=attach)
 
 
-def _require_supported(parallel_dims: Any, training: Any, compile_config: Any, ac_config: Any, **_: Any) -> None:
+def _require_supported(parallel_dims: Any, training: Any, **_: Any) -> None:
     if parallel_dims.pp_enabled:
         raise ConfigurationError(
             "with_fp8: torchtitan's pipeline runs each stage once on uninitialised memory, whose amaxes would be "
@@ -81,12 +80,6 @@ def _require_supported(parallel_dims: Any, training: Any, compile_config: Any, a
     if not training.disable_cuda_graphs:
         raise ConfigurationError(
             "with_fp8: torchtitan captures CUDA graphs without manager.poll(): set training.disable_cuda_graphs=True"
-        )
-    if ac_config is not None and compile_config.enable and "model" in compile_config.components:
-        # Each compiled block saves amaxes for its recomputation, in a storage that all blocks write to.
-        raise ConfigurationError(
-            "with_fp8: blocks cannot be both compiled and recomputed: set activation_checkpoint=None or "
-            "compile.enable=False"
         )
 
 

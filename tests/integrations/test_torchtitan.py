@@ -300,7 +300,6 @@ def _refused(spec: Any, match: str, parallelism: dict[str, Any], **training: Any
 def _misused() -> None:
     spec = _fp8()
     from torchtitan.components.quantization import Float8LinearConverter
-    from torchtitan.config import CompileConfig
     from torchtitan.models.llama3 import model_registry, parallelize_llama
 
     from fp8dist.integrations.torchtitan import with_fp8
@@ -310,9 +309,6 @@ def _misused() -> None:
     _refused(spec, 'found "spmd_types"', {"spmd_backend": "spmd_types"})
     _refused(spec, "pipeline_parallel_degree=1", {"pipeline_parallel_degree": 2}, global_batch_size=4)
     _refused(spec, "disable_cuda_graphs=True", {}, disable_cuda_graphs=False)
-    compiled = _config(spec, compile=CompileConfig(enable=True, components=["model"]))
-    with pytest.raises(ConfigurationError, match="activation_checkpoint=None"):
-        _built(compiled)
     with pytest.raises(ConfigurationError, match="expected a ModelSpec"):
         with_fp8(_config(spec))
     theirs = model_registry("debugmodel", converters=[Float8LinearConverter.Config(emulate=True)])
@@ -382,21 +378,24 @@ def test_recomputation_changes_no_bit(two_ranks: RankPool, tmp_path: Path) -> No
 
 
 @with_stand_ins
-def _compiled(folder: str) -> None:
+def _compiled(folder: str, recomputed: str | None) -> None:
     from torchtitan.config import CompileConfig
+    from torchtitan.distributed import activation_checkpoint
 
     kept = []
     for enable in (False, True):
         compile = CompileConfig(enable=enable, components=["model"], backend="aot_eager")
-        config = _config(_fp8(fp8_all_gather=True), folder, compile=compile, activation_checkpoint=None)
+        chosen = getattr(activation_checkpoint, recomputed).Config() if enable and recomputed else None
+        config = _config(_fp8(fp8_all_gather=True), folder, compile=compile, activation_checkpoint=chosen)
         trainer = _built(config)
         _steps(trainer, 3)
         kept.append(_kept(trainer))
     assert _equal(*kept)
 
 
-def test_compiled_blocks_change_no_bit(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_compiled, str(tmp_path))
+@pytest.mark.parametrize("recomputed", [None, "FullAC", "SelectiveAC"])
+def test_compiled_blocks_change_no_bit(two_ranks: RankPool, tmp_path: Path, recomputed: str | None) -> None:
+    two_ranks.run(_compiled, str(tmp_path), recomputed)
 
 
 def test_the_example_trains(tmp_path: Path) -> None:

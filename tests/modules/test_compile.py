@@ -169,7 +169,7 @@ def _train_blocks(compiled: bool, run: Callable[[nn.Module, Tensor], Tensor]) ->
     return losses, state_bits(manager), parameter_bits(model)
 
 
-@pytest.mark.parametrize("run", [_plain, _checkpointed, _selective])
+@pytest.mark.parametrize("run", [_checkpointed, pytest.param(_selective, marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at each input's.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.support.runs import made_run
 CHROMIUM = shutil.which("chromium")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         CHROMIUM is None and "CI" not in os.environ, reason="chromium is missing (scripts/setup-hosts installs it)"
     ),

@@ -197,6 +197,7 @@ def test_no_line_breaks_the_screen(seed: int, tmp_path: Path) -> None:
             assert text.isprintable()
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     run = _run(tmp_path)
     sizes = []
