@@ -47,9 +47,8 @@ class HostArrays:
         self.nothing = np.full(slots, DID_NOT_RUN_BITS, dtype=np.int32)
         # Tensors, because torch finds the maxima of short rows eight times faster.
         self.row_maxima = arrays.block_max
-        self.entries = torch.empty(
-            slots, self.block, dtype=torch.float32
-        )  # Scratch: each slot's block that a commit writes to.
+        # Scratch: each slot's block that a commit writes to.
+        self.entries = torch.empty(slots, self.block, dtype=torch.float32)
 
 
 def _bits(tensor: Tensor) -> Array:

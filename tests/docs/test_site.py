@@ -16,16 +16,13 @@ from urllib.parse import urldefrag, urljoin
 
 import pytest
 
+from tests.support.browser import needs_chromium, opened_browser
 from tests.support.pages import ROOT, pages
-
-CHROMIUM = shutil.which("chromium")
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="mkdocstrings needs Python 3.11"),
-    pytest.mark.skipif(
-        CHROMIUM is None and "CI" not in os.environ, reason="chromium is missing (scripts/setup-hosts installs it)"
-    ),
+    needs_chromium,
 ]
 
 
@@ -53,15 +50,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM is not None
-    with sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
+browser = pytest.fixture(scope="module")(opened_browser)
 
 
 def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(site: str, browser: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,30 +12,19 @@ from fp8dist.report.numbers import read_run
 from fp8dist.report.page import page_of
 from fp8dist.report.parting import Digests, part
 from tests.report.test_page import hostile
+from tests.support.browser import needs_chromium, opened_browser
 from tests.support.runs import made_run
-
-CHROMIUM = shutil.which("chromium")
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(
-        CHROMIUM is None and "CI" not in os.environ, reason="chromium is missing (scripts/setup-hosts installs it)"
-    ),
+    needs_chromium,
 ]
 
 PLOTS = 14
 """Three heat maps, three plots of a slot, loss, norm, events, holders, waits, states, precision, both losses."""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM is not None
-    with sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
+browser = pytest.fixture(scope="module")(opened_browser)
 
 
 @pytest.fixture(scope="module")

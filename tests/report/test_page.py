@@ -132,7 +132,7 @@ def test_hostile_content_is_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [None, "x", 3, [[1]], {"slots": 3}])
+@pytest.mark.parametrize("value", [None, [], "x", 3, {"slots": 3}, [[1]], {"a": None}, True, -1.5])
 def test_headers_of_wrong_types_are_read(value: Any, tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run", steps=20, layers=1)
     kept = {"format": "fp8dist run", "version": 1}
