@@ -17,6 +17,7 @@ from fp8dist.consistency.differences import ravel
 from fp8dist.consistency.replication import Excuse, Home, Membership, Replication
 from fp8dist.consistency.report import this_rank
 from fp8dist.divergence import Finding, Participant
+from fp8dist.parallel.megatron import gradient_of
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.text import plural
@@ -159,23 +160,26 @@ class Inventory:
     def _add_parameters(self, module: nn.Module, parameters: bool, gradients: bool) -> None:
         """Add all parameters, their current gradients, or both."""
         self._replication.learn(module)
+        found = False
         for parameter in module.parameters():
-            name, home = self._replication.names[id(parameter)], self._replication.of_parameter(parameter)
+            name = self._replication.names[id(parameter)]
             if parameters:
-                self._add(name, "parameter", parameter, home)
-            if gradients and parameter.grad is not None:
-                self._add(name, "gradient", parameter.grad, home)
-        if gradients and all(parameter.grad is None for parameter in module.parameters()):
+                self._add(name, "parameter", parameter, self._replication.of_parameter(parameter))
+            gradient = gradient_of(parameter) if gradients else None
+            if gradient is not None:
+                found = True
+                self._add(name, "gradient", gradient, self._replication.of_gradient(parameter))
+        if gradients and not found:
             self._skip("gradient", Excuse("exist now (there are none between zero_grad() and backward)"), 0)
 
     def _add_buffers(self, module: nn.Module, compare: bool) -> None:
         """Add all buffers, or count them as skipped."""
         if not compare:
-            if count := sum(1 for _ in module.buffers()):
+            if count := sum(1 for _ in module.named_buffers()):
                 self._skip("buffer", Excuse("that buffers=True would compare"), count)
             return
         for name, buffer, home in self._replication.of_buffers(module):
-            self._add(name, "buffer", buffer, home)
+            self._add(name, "buffer", buffer, [home])
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add the tensors and numbers of an optimizer's state, which are replicated like their parameters."""
@@ -186,26 +190,24 @@ class Inventory:
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
                 name = self._replication.names.get(id(parameter), f"group{g}.{p}")
-                home = zero or self._replication.of_parameter(parameter)
+                homes = [zero] if zero is not None else self._replication.of_parameter(parameter)
                 state = optimizer.state.get(parameter) or {}
                 for key, value in sorted(state.items()):
                     if isinstance(value, Tensor):
-                        self._add(f"{name}.{key}", "optimizer", value, home)
+                        self._add(f"{name}.{key}", "optimizer", value, homes)
                     elif isinstance(value, (bool, int, float)):
                         number = torch.tensor(value, dtype=torch.float64, device="cpu")
-                        self._add(f"{name}.{key}", "optimizer", number, home, partial(_write, state, key, type(value)))
+                        self._add(f"{name}.{key}", "optimizer", number, homes, partial(_write, state, key, type(value)))
 
-    def _add(self, name: str, kind: str, tensor: Tensor, home: Home | Excuse, store: Store = None) -> None:
+    def _add(self, name: str, kind: str, tensor: Tensor, homes: Sequence[Home | Excuse], store: Store = None) -> None:
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
-        else:
-            homes = [home]
         for one in homes:
             if isinstance(one, Excuse):
                 self._skip(kind, one)
             else:
-                self._put(name, kind, tensor, one, store)
+                self._put(one.alias or name, kind, tensor, one, store)
 
     def _put(self, name: str, kind: str, tensor: Tensor, home: Home, store: Store) -> None:
         self._homes[home.label] = home

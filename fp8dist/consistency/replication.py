@@ -2,7 +2,8 @@
 
 A plain tensor does not show if it is replicated: FSDP1's shards, experts and ZeRO's state look like any other tensor
 and differ by design. So these count as replicated: DTensors across their Replicate axes, parameters that DDP or
-DeepSpeed keeps equal, across its group, and tensors for which the caller names a group.
+DeepSpeed keeps equal, across its group, those of Megatron-Core by its own marks, and tensors for which the caller names
+a group.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import fnmatch
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8dist.parallel import megatron
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import fsdp1_ignored, fsdp1_modules
 from fp8dist.state.slots import clean_fqn
@@ -38,10 +41,14 @@ _SHOWN_IN_FULL = 64
 
 @dataclass(frozen=True)
 class Home:
-    """A set of ranks that must hold the same values. ``label``: its name, the same on all ranks of the job."""
+    """A set of ranks that must hold the same values. ``label``: its name, the same on all ranks of the job.
+
+    ``alias``: name of its tensor, where ranks have other names for it.
+    """
 
     label: str
     group: SyncGroup
+    alias: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ class Replication:
         self._memberships: dict[str, Membership] = {}
         self._known: dict[Any, Home | Excuse] = {}
         self._spanning: dict[int, bool] = {}
-        self._of_parameter: dict[int, Home | Excuse] = {}
+        self._of_parameter: dict[int, list[Home | Excuse]] = {}
+        self._of_gradient: dict[int, list[Home | Excuse]] = {}
         self._kept: list[Any] = []  # Keeps objects alive whose ids are keys.
 
     @property
@@ -93,7 +101,7 @@ class Replication:
     def of_group(self, label: str, group: SyncGroup, view: str = "") -> Home | Excuse:
         """Return the home of tensors that ``group`` holds alike. ``label``: the same on all ranks of the job, and
         distinct for each group."""
-        if frozenset(group.ranks) == self._anchor_ranks:
+        if self._anchor_ranks.issubset(group.ranks):
             return self.anchor
         label = self._unique(label, group.ranks)
         self._memberships[label] = Membership(label, group.ranks, view)
@@ -114,6 +122,7 @@ class Replication:
     def learn(self, module: nn.Module) -> None:
         """Record how the parameters of a module are wrapped."""
         sharded, wrapping, zero = _fsdp1_parameters(module), _ddp_of(module), zero_groups(module)
+        copies = self._learn_megatron(module)
         for name, parameter in _clean_names(list(module.named_parameters())):
             self._kept.append(parameter)
             self.names[id(parameter)] = name
@@ -127,13 +136,47 @@ class Replication:
                 home = Excuse("partitioned by ZeRO: each rank has its own")
             if home is None and id(parameter) in zero:
                 home = self._cached(("ZeRO", id(zero[id(parameter)])), "DeepSpeed", zero[id(parameter)])
-            self._of_parameter[id(parameter)] = home or self._wrapped(parameter, wrapping)
+            if home is None and id(parameter) in copies:
+                self._know_copies(name, parameter, copies[id(parameter)])
+            else:
+                self._of_parameter[id(parameter)] = [home or self._wrapped(parameter, wrapping)]
+
+    def _learn_megatron(self, module: nn.Module) -> Mapping[int, megatron.Copies]:
+        if not megatron.is_megatron(module):
+            return {}
+        self.coords = self.coords or megatron.coordinates()
+        for label, group in megatron.groups().items():
+            if group is None:  # Each label must occur on all ranks.
+                here = dist.get_rank()
+                self._memberships[label] = Membership(label, (here,), "")
+            elif ("Megatron", label) not in self._known:
+                home = self.of_group(label, SyncGroup(group))
+                if label == megatron.TIED and isinstance(home, Home):
+                    home = replace(home, alias=megatron.TIED)
+                self._known["Megatron", label] = home
+        return megatron.copies_of(module)
+
+    def _know_copies(self, name: str, parameter: Any, copies: megatron.Copies) -> None:
+        homes = [self._known["Megatron", label] for label in copies.parameter]
+        reduced = [self._known["Megatron", label] for label in copies.gradient]
+        self._of_parameter[id(parameter)] = [Excuse(megatron.NOT_GATHERED)] if copies.gathers else homes
+        self._of_gradient[id(parameter)] = reduced or [Excuse(megatron.REDUCED_IN_PARTS)]
+        if copies.master is not None:
+            self._kept.append(copies.master)
+            self.names[id(copies.master)] = name
+            self._of_parameter[id(copies.master)] = homes
 
     def of_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Home | Excuse]]:
         """Yield (name, buffer, home) of all buffers of a module."""
         wrapping = _ddp_of(module)
+        self._learn_megatron(module)
+        stage = self._known.get(("Megatron", megatron.STAGE))
+        local = megatron.local_buffers(module) if stage is not None else ()
         for name, buffer in _clean_names(list(module.named_buffers())):
-            yield name, buffer, self._named(name) or self._wrapped(buffer, wrapping)
+            home = self._named(name)
+            if home is None and stage is not None:
+                home = Excuse(megatron.NOT_SAVED) if id(buffer) in local else stage
+            yield name, buffer, home or self._wrapped(buffer, wrapping)
 
     def _wrapped(self, tensor: Tensor, wrapping: Mapping[int, tuple[DistributedDataParallel, bool]]) -> Home | Excuse:
         """Return the home of a plain tensor without other signs than DDP. ``wrapping``: see ``_ddp_of``."""
@@ -144,9 +187,13 @@ class Replication:
             return Excuse("that DDP was told to ignore")
         return self.anchor if self._vouched else Excuse("not known to be replicated: name their group")
 
-    def of_parameter(self, parameter: Tensor) -> Home | Excuse:
-        """Return the home of a plain parameter, or of plain tensors that belong to it."""
-        return self._of_parameter.get(id(parameter), Excuse("of parameters that are not the module's"))
+    def of_parameter(self, parameter: Tensor) -> list[Home | Excuse]:
+        """Return the homes of a plain parameter, or of plain tensors that belong to it."""
+        return self._of_parameter.get(id(parameter), [Excuse("of parameters that are not the module's")])
+
+    def of_gradient(self, parameter: Tensor) -> list[Home | Excuse]:
+        """Return the homes of a plain parameter's gradient."""
+        return self._of_gradient.get(id(parameter)) or self.of_parameter(parameter)
 
     def of_dtensor(self, tensor: DTensor) -> list[Home | Excuse]:
         """Return the homes of a DTensor's local tensor: one, or one per Replicate axis."""

@@ -334,6 +334,23 @@ def test_a_subgroup_checks_by_itself_and_ranks_are_global(four_ranks: RankPool) 
     assert results == [None, *(([], found, 1, int(rank == 1)) for rank in (1, 2, 3))]
 
 
+def _half_of_a_ddp() -> Any:
+    """Two of four replicas check. The others do not take part."""
+    pair = _pairs()()
+    model = nn.parallel.DistributedDataParallel(make_net())
+    if dist.get_rank() == 1:
+        _nudge(model.module.last.bias, 2)
+    with captured_log():
+        report = fp8dist.check(model, group=pair, policy="warn")
+    return _names(report), report.compared["parameter"] == len(list(model.parameters())), report.skipped
+
+
+def test_a_part_of_the_replicas_may_check(four_ranks: RankPool) -> None:
+    found = [("parameter", "last.bias", (0, 1), None, (2,))]
+    results = four_ranks.run(_half_of_a_ddp, timeout=HANG)
+    assert results == [(found, True, ())] * 2 + [([], True, ())] * 2
+
+
 def _ddp_over_a_subgroup() -> Any:
     """DDP keeps pairs equal, and the pairs train separately."""
     pair = _pairs()()

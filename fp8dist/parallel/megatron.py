@@ -1,0 +1,144 @@
+"""Megatron-Core: which ranks hold copies of a parameter, by the attributes that Megatron sets and its parallel_state.
+
+Megatron keeps shards as plain parameters. It marks those that tensor parallelism splits with ``tensor_model_parallel``,
+those of experts that expert parallelism spreads with ``allreduce=False``, and copies of the word embeddings on other
+pipeline stages with ``shared_embedding``. All others are copies on each rank of a stage, also where their gradients are
+sums of parts (``sequence_parallel``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8dist.sync.groups import has_base
+
+__all__ = [
+    "NOT_GATHERED",
+    "NOT_SAVED",
+    "REDUCED_IN_PARTS",
+    "STAGE",
+    "TIED",
+    "Copies",
+    "coordinates",
+    "copies_of",
+    "gradient_of",
+    "groups",
+    "is_megatron",
+    "local_buffers",
+]
+
+
+STAGE, DATA, TENSOR = "Megatron's stage", "Megatron's data parallel ranks", "Megatron's tensor parallel ranks"
+EXPERT_DATA, EXPERT_TENSOR = "Megatron's expert data parallel ranks", "Megatron's expert tensor parallel ranks"
+TIED = "Megatron's tied embeddings"
+
+NOT_GATHERED = (
+    "that the next forward gathers (overlap_param_gather): call disable_forward_pre_hook() of Megatron's DDP before "
+    "the check, and enable_forward_pre_hook() after it"
+)
+NOT_SAVED = "that Megatron does not save, such as counts of a rank's own tokens"
+REDUCED_IN_PARTS = "of which Megatron's distributed optimizer reduces another part on each rank"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Labels of the groups whose ranks hold the same parameter, and the same gradient once Megatron has finalized it.
+
+    ``gathers``: True if the parameter is complete only in a forward. ``master``: its float32 copy in the optimizer, if
+    each rank has all of it.
+    """
+
+    parameter: Sequence[str]
+    gradient: Sequence[str]
+    gathers: bool
+    master: Tensor | None
+
+
+def is_megatron(module: nn.Module) -> bool:
+    """True if a part of the module is Megatron's, and its parallel_state is initialized."""
+    state = _state()
+    return (
+        state is not None
+        and state.model_parallel_is_initialized()
+        and (
+            any(has_base(part, "MegatronModule") for part in module.modules())
+            or any(hasattr(parameter, "tensor_model_parallel") for parameter in module.parameters())
+        )
+    )
+
+
+def groups() -> Mapping[str, Any]:
+    """Return Megatron's groups by label, in the same order on all ranks; None where this rank is in no such group."""
+    state = _state()
+    return {
+        STAGE: state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        DATA: state.get_data_parallel_group(with_context_parallel=True),
+        TENSOR: state.get_tensor_model_parallel_group(),
+        EXPERT_DATA: state.get_expert_data_parallel_group(check_initialized=False),
+        EXPERT_TENSOR: state.get_expert_tensor_parallel_group(check_initialized=False),
+        TIED: state.get_embedding_group(check_initialized=False),
+    }
+
+
+def coordinates() -> dict[str, int]:
+    """Return this rank's place on each of Megatron's axes that has several ranks."""
+    state = _state()
+    axes = {
+        "pp": (state.get_pipeline_model_parallel_rank, state.get_pipeline_model_parallel_world_size),
+        "dp": (state.get_data_parallel_rank, state.get_data_parallel_world_size),
+        "cp": (state.get_context_parallel_rank, state.get_context_parallel_world_size),
+        "ep": (state.get_expert_model_parallel_rank, state.get_expert_model_parallel_world_size),
+        "tp": (state.get_tensor_model_parallel_rank, state.get_tensor_model_parallel_world_size),
+    }
+    return {axis: rank() for axis, (rank, size) in axes.items() if size() > 1}
+
+
+def copies_of(module: nn.Module) -> dict[int, Copies]:
+    """Return for each parameter of a Megatron model, by its id, where its copies are. Local."""
+    wrapped = {
+        id(parameter): wrapper
+        for wrapper in module.modules()
+        if has_base(wrapper, "_BaseDataParallel")
+        for parameter in wrapper.parameters()
+    }
+    return {id(parameter): _copies(parameter, wrapped.get(id(parameter))) for parameter in module.parameters()}
+
+
+def _copies(parameter: Tensor, wrapper: Any) -> Copies:
+    split = getattr(parameter, "tensor_model_parallel", False)
+    if getattr(parameter, "allreduce", True):
+        tensor, everywhere = TENSOR, [DATA if split else STAGE]
+    else:
+        tensor, everywhere = EXPERT_TENSOR, [EXPERT_DATA] if split else [EXPERT_DATA, EXPERT_TENSOR]
+    if getattr(parameter, "shared_embedding", False):
+        everywhere.append(TIED)
+    gathers = parameter.requires_grad and bool(getattr(wrapper, "remove_forward_pre_hook_handles", None))
+    if wrapper is not None and wrapper.ddp_config.use_distributed_optimizer:
+        return Copies(everywhere, [] if split else [tensor], gathers, None)
+    return Copies(everywhere, everywhere, gathers, getattr(parameter, "main_param", None))
+
+
+def local_buffers(module: nn.Module) -> set[int]:
+    """Return the ids of the buffers that are no part of a checkpoint. Local."""
+    return {
+        id(part._buffers[name])
+        for part in module.modules()
+        for name in part._non_persistent_buffers_set
+        if name in part._buffers
+    }
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return the gradient, which Megatron's DDP keeps in ``main_grad``. Local."""
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
+def _state() -> Any:
+    """Return Megatron's parallel_state, or None if nobody has imported it."""
+    return sys.modules.get("megatron.core.parallel_state")

@@ -1,0 +1,327 @@
+"""``fp8dist.check`` on models of Megatron-Core: which tensors are copies, and the classical bugs found by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from tests.support.megatron import LENGTH, VOCABULARY, gpt, initialize, mask, with_stand_ins
+from tests.support.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
+    pytest.mark.long,
+]
+
+FINALIZE = "megatron.core.distributed.finalize_model_grads"
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp 2, dp 2": ({"tp": 2}, {"sequence_parallel": True}),
+    "tp 2, pp 2, tied": ({"tp": 2, "pp": 2}, {"sequence_parallel": True}),
+    "tp 2, ep 2": (
+        {"tp": 2, "expert_model_parallel_size": 2},
+        {"sequence_parallel": True, "experts": 4, "moe_router_enable_expert_bias": True},
+    ),
+    "ep 2, dp 4": ({"expert_model_parallel_size": 2}, {"experts": 4}),
+    "pp 2, dp 2, untied": ({"pp": 2}, {"tied": False}),
+}
+"""Sizes of groups, and fields of the model, for four ranks."""
+
+
+class Job:
+    """A model in Megatron's DDP, with Megatron's optimizer."""
+
+    def __init__(
+        self, layout: str, distributed: bool = False, overlap: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        sizes, fields = LAYOUTS[layout]
+        initialize(**sizes)
+        extra = {"moe_router_score_function": "sigmoid"} if "moe_router_enable_expert_bias" in fields else {}
+        self.model = gpt(
+            **fields, **extra, finalize_model_grads_func=finalize_model_grads, params_dtype=dtype, pipeline_dtype=dtype
+        )
+        self.model.to(dtype)  # As Megatron's Float16Module does.
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed, overlap_param_gather=overlap, overlap_grad_reduce=overlap
+        )
+        self.ddp = DistributedDataParallel(self.model.config, config, self.model)
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=overlap,
+            clip_grad=0.0,
+        )
+        self.optimizer = get_megatron_optimizer(options, [self.ddp], use_gloo_process_groups=False)
+
+    @property
+    def inner(self) -> list[Any]:
+        """torch's optimizers."""
+        return [one.optimizer for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+
+    def backward(self) -> None:
+        """Make gradients of two microbatches, and let Megatron finalize them."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=_batches(),
+            model=[self.ddp],
+            num_microbatches=2,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+
+
+def _batches() -> Iterator[Tensor]:
+    from megatron.core import parallel_state
+
+    made = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    while True:
+        yield torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=made)
+
+
+def _forward(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    tokens = next(batches)
+    places = torch.arange(LENGTH).expand(2, LENGTH)
+    losses = model(tokens[:, :-1].contiguous(), places, mask(), labels=tokens[:, 1:].contiguous())
+    return losses, lambda losses: (losses.float().mean(), {})
+
+
+def _names(model: nn.Module, chosen: Callable[[Any], Any]) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if chosen(parameter)}
+
+
+def _of_everybody(names: set[str]) -> set[str]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, names)
+    return set().union(*gathered)
+
+
+def by_kind(report: Any, kind: str) -> set[str]:
+    return {finding.name for finding in report.findings if finding.kind == kind}
+
+
+# No false difference --------------------------------------------------------------------------------
+
+
+@with_stand_ins
+def _train_and_check(layout: str, distributed: bool) -> tuple[Any, ...]:
+    job = Job(layout, distributed)
+    for _ in range(2):
+        job.backward()
+        before = fp8dist.check(job.ddp, gradients=True, buffers=True)
+        job.optimizer.step()
+        after = fp8dist.check(job.ddp, optimizer=job.inner)
+    alone = sum(int(text.split()[0]) for text in before.skipped if "parameters" in text)
+    return before.compared, alone, after.compared
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["all-reduce", "distributed optimizer"])
+@pytest.mark.parametrize(
+    ("layout", "parameters", "alone"),
+    [
+        ("tp 2, dp 2", (28, 28), 0),
+        ("tp 2, pp 2, tied", (8, 9), 7),  # The word embeddings are alone on their stage, and tied to the other's.
+        ("tp 2, ep 2", (18, 18), 8),
+        ("ep 2, dp 4", (26, 26), 0),
+        ("pp 2, dp 2, untied", (14, 15), 0),
+    ],
+)
+def test_a_sound_job_has_no_differences(
+    layout: str, parameters: tuple[int, int], alone: int, distributed: bool, four_ranks: RankPool
+) -> None:
+    """``parameters`` of the first and of the second half of the ranks have copies. ``alone``: those that have none."""
+    for rank, (compared, left, after) in enumerate(four_ranks.run(_train_and_check, layout, distributed)):
+        count = parameters[rank // 2]
+        assert (compared["parameter"], after["parameter"], left) == (count, count, alone)
+        assert compared.get("buffer", 0) == (2 if layout == "tp 2, ep 2" else 0)  # A bias for each router.
+        if not distributed:
+            assert compared["gradient"] == count
+            assert after["optimizer"] == 3 * count  # Two moments and a step.
+
+
+@with_stand_ins
+def _in_bfloat16() -> Any:
+    job = Job("tp 2, dp 2", dtype=torch.bfloat16)
+    job.backward()
+    job.optimizer.step()
+    sound = fp8dist.check(job.ddp, optimizer=job.inner)
+    norm = dict(job.model.named_parameters())["decoder.final_layernorm.weight"]
+    if dist.get_rank() == 2:
+        job.inner[0].state[norm.main_param]["exp_avg"][4] += 1
+    found = fp8dist.check(job.ddp, optimizer=job.inner, policy="warn")
+    return sound.compared, [(f.kind, f.name, f.ranks) for f in found.findings]
+
+
+def test_states_of_master_weights_are_compared_like_their_parameters(four_ranks: RankPool) -> None:
+    for compared, found in four_ranks.run(_in_bfloat16):
+        assert compared == {"optimizer": 84, "parameter": 28}
+        assert found == [("optimizer", "decoder.final_layernorm.weight.exp_avg", (2,))]
+
+
+# A planted difference -------------------------------------------------------------------------------
+
+
+@with_stand_ins
+def _plant(layout: str, name: str, rank: int) -> Any:
+    job = Job(layout)
+    job.backward()
+    job.optimizer.step()
+    if dist.get_rank() == rank:
+        dict(job.model.named_parameters())[name].data.view(-1)[5] += 1e-3
+    report = fp8dist.check(job.ddp, policy="warn")
+    return [(f.kind, f.name, f.ranks, f.reference_rank, f.index) for f in report.findings], str(report)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "rank", "ranks", "reference"),
+    [
+        ("tp 2, dp 2", "decoder.layers.1.pre_mlp_layernorm.weight", 3, (3,), 0),
+        ("tp 2, dp 2", "decoder.layers.0.mlp.linear_fc2.bias", 1, (1,), 0),
+        ("tp 2, dp 2", "decoder.layers.0.mlp.linear_fc1.weight", 3, (1, 3), None),
+        ("tp 2, ep 2", "decoder.layers.1.mlp.router.weight", 2, (2,), 0),
+        ("ep 2, dp 4", "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 3, (1, 3), None),
+        ("tp 2, pp 2, tied", "output_layer.weight", 2, (0, 2), None),
+        ("tp 2, pp 2, tied", "decoder.layers.0.input_layernorm.bias", 3, (2, 3), None),
+    ],
+)
+def test_a_difference_is_named(
+    layout: str, name: str, rank: int, ranks: tuple[int, ...], reference: int | None, four_ranks: RankPool
+) -> None:
+    """Copies of one tensor are compared, and no others. With two copies nobody is to blame."""
+    shown = "Megatron's tied embeddings" if name == "output_layer.weight" else name
+    for findings, text in four_ranks.run(_plant, layout, name, rank):
+        assert [(kind, name, odd, good) for kind, name, odd, good, _ in findings] == [
+            ("parameter", shown, ranks, reference)
+        ]
+        assert findings[0][4] is not None
+        assert ("tp" in text) == ("tp" in layout)
+
+
+# The classical bugs ---------------------------------------------------------------------------------
+
+
+@with_stand_ins
+def _forget(layout: str, function: str, distributed: bool) -> Any:
+    """Train with one of Megatron's reductions left out."""
+    job = Job(layout, distributed)
+    with mock.patch(f"{FINALIZE}.{function}", return_value=None):
+        job.backward()
+    before = fp8dist.check(job.ddp, gradients=True, policy="warn")
+    job.optimizer.step()
+    after = fp8dist.check(job.ddp, policy="warn")
+    marked = _of_everybody(_names(job.model, lambda p: getattr(p, "sequence_parallel", False)))
+    return by_kind(before, "gradient"), by_kind(before, "parameter"), by_kind(after, "parameter"), marked
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["all-reduce", "distributed optimizer"])
+@pytest.mark.parametrize("layout", ["tp 2, dp 2", "tp 2, ep 2"])
+def test_gradients_that_sequence_parallelism_left_partial(layout: str, distributed: bool, four_ranks: RankPool) -> None:
+    """LayerNorms, biases and routers have partial gradients until Megatron adds them up over the tensor parallel
+    ranks."""
+    forgotten = "_allreduce_non_tensor_model_parallel_grads"
+    for gradients, before, after, marked in four_ranks.run(_forget, layout, forgotten, distributed):
+        assert any("layernorm" in name for name in marked)
+        assert ("decoder.layers.0.mlp.router.weight" in marked) == ("ep" in layout)
+        assert gradients == marked
+        assert not before
+        assert after == marked
+
+
+def test_tied_embeddings_that_drift_apart(four_ranks: RankPool) -> None:
+    for gradients, before, after, _ in four_ranks.run(
+        _forget, "tp 2, pp 2, tied", "_allreduce_word_embedding_grads", False
+    ):
+        assert (gradients, before, after) == ({"Megatron's tied embeddings"}, set(), {"Megatron's tied embeddings"})
+
+
+# How it is called -----------------------------------------------------------------------------------
+
+
+@with_stand_ins
+def _over_one_axis() -> Any:
+    from megatron.core import parallel_state
+
+    job = Job("tp 2, dp 2")
+    norm = dict(job.model.named_parameters())["decoder.final_layernorm.weight"]
+    over_tensor, over_data = (
+        fp8dist.check(job.ddp, group=group)
+        for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group())
+    )
+    if dist.get_rank() == 1:
+        norm.data[0] += 1
+    found = fp8dist.check(job.ddp, group=parallel_state.get_tensor_model_parallel_group(), policy="warn")
+    return over_tensor, over_data, [(f.name, f.ranks) for f in found.findings], len(list(job.model.parameters()))
+
+
+def test_a_check_over_one_of_megatrons_groups(four_ranks: RankPool) -> None:
+    """Shards are no differences between tensor parallel ranks, but LayerNorms are compared."""
+    results = four_ranks.run(_over_one_axis)
+    for over_tensor, over_data, _, parameters in results:
+        shards = parameters - over_tensor.compared["parameter"]
+        assert 0 < shards < parameters
+        assert over_tensor.skipped == (
+            f"{shards} parameters that are shared with ranks that do not take part in this check "
+            "(Megatron's data parallel ranks)",
+        )
+        assert over_data.compared == {"parameter": parameters}
+    assert [found for _, _, found, _ in results] == [[("decoder.final_layernorm.weight", (0, 1))]] * 2 + [[]] * 2
+
+
+@with_stand_ins
+def _gathering_late() -> Any:
+    job = Job("tp 2, dp 2", distributed=True, overlap=True)
+    job.backward()
+    job.optimizer.step()
+    early = fp8dist.check(job.ddp, gradients=True).skipped
+    job.ddp.disable_forward_pre_hook()
+    return early, fp8dist.check(job.ddp), len(list(job.model.parameters()))
+
+
+def test_parameters_that_the_next_forward_gathers_are_not_compared(four_ranks: RankPool) -> None:
+    for early, late, parameters in four_ranks.run(_gathering_late):
+        assert any(text.startswith(f"{parameters} parameters that the next forward gathers") for text in early)
+        assert (late.compared, late.skipped) == ({"parameter": parameters}, ())
+
+
+@with_stand_ins
+def _own_module() -> Any:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    initialize(2)
+    config = gpt().config
+    torch.manual_seed(dist.get_rank() % 2)  # As many shards as there are tensor parallel ranks.
+    linear = ColumnParallelLinear(16, 32, config=config, init_method=nn.init.ones_, bias=False)
+    linear.weight.data.normal_()
+    norm = nn.ModuleDict({"linear": linear, "norm": nn.LayerNorm(4)})
+    return fp8dist.check(nn.Sequential(linear)).compared, fp8dist.check(norm, groups={"linear.*": None})
+
+
+def test_megatrons_layers_in_a_module_of_ones_own(four_ranks: RankPool) -> None:
+    for compared, left_out in four_ranks.run(_own_module):
+        assert compared == {"parameter": 1}
+        assert (left_out.compared, left_out.skipped) == (
+            {"parameter": 2},
+            ("1 parameters matching linear.*: left out",),
+        )
