@@ -153,8 +153,8 @@ class StateManager(Joinable):
             boundary: ``"optimizer"``, or ``"manual"``: the loop calls ``manager.step()``, and the optimizers only
                 signal that weights have changed.
             timeout: how long to wait for the other ranks.
-            compute: at the end, compare known casts and products across the ranks, as ``check(compute=True)`` does. What
-                follows from a difference is the ``check_policy`` of ``prepare``.
+            compute: at the end, compare known casts and products across the ranks, as ``check(compute=True)`` does. A
+                difference is handled by the ``check_policy`` of ``prepare``.
 
         Raises:
             ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.outgrown import OUTGROWN, meant_to_saturate
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.wrappers import multiplied_shape
-from fp8dist.recipe import Gemm, Recipe
+from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist.sync.arena_sync import ArenaSync
@@ -26,7 +26,7 @@ from fp8dist_kernels import BLOCK, direct, ops
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.matmuls import Scaling
-from fp8dist_kernels.reference.operands import inverse_scales, operand
+from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
 
 __all__ = ["KIND", "CastOf", "Computation", "ComputedContent", "ProductOf", "computations_of", "linear_computations"]
 
@@ -42,12 +42,8 @@ LARGEST = 8192
 SCALE = 60.0
 """Scale of slots with delayed scaling: large operands saturate, small ones become subnormal or zero."""
 
-_SEEDS: Mapping[str, int] = MappingProxyType(
-    {
-        name: i
-        for i, name in enumerate(("input", "weight", "grad_output", "a", "b", "inv_scale_a", "inv_scale_b", "bias"))
-    }
-)
+_OPERANDS = ("input", "weight", "grad_output", "a", "b", "inv_scale_a", "inv_scale_b", "bias")
+_SEEDS: Mapping[str, int] = MappingProxyType({name: i for i, name in enumerate(_OPERANDS)})
 
 _OF_BLOCKS = (Scaling.BLOCKWISE_1D, Scaling.BLOCKWISE)
 _SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
@@ -74,8 +70,9 @@ class CastOf(NamedTuple):
         shape = "x".join(map(str, self.shape))
         return f"cast of {self.role} {shape} {_short(self.dtype)}, {_described(self.recipe)}{copies}, {by}"
 
-    def run(self, device: torch.device) -> dict[str, Tensor]:
-        """Compute, and return the results by name. Uses a slot of its own, so no other state changes."""
+    def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
+        """Return a function that computes, and returns the results by name. It uses a slot of its own, so no other
+        state changes."""
         slot = Slot("known answers", self.role.value)
         spec = SlotSpec(slot, self.recipe.format_of(self.role))
         arena = Arena([spec], self.recipe, self.backend)
@@ -87,20 +84,24 @@ class CastOf(NamedTuple):
         outgrown = OUTGROWN * meant_to_saturate(self.recipe) if of_weight and self.recipe.delayed else None
         state = slots.states(device)[0]
         x = operand(self.shape, self.dtype, _SEEDS[self.role.value], device)
-        cast = slots.quantize(x, state, True, self.rows, self.columns, square=of_weight, outgrown=outgrown)
-        one = cast.rows_inv_scale is cast.columns_inv_scale
-        found = {
-            "rows": cast.rows,
-            "inv_scale" if one else "rows_inv_scale": cast.rows_inv_scale,
-            "columns": cast.columns,
-            **({} if one else {"columns_inv_scale": cast.columns_inv_scale}),
-            "amax": arena.pending[0],
-        }
-        return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+        def compute() -> dict[str, Tensor]:
+            arena.pending.zero_()
+            cast = slots.quantize(x, state, True, self.rows, self.columns, square=of_weight, outgrown=outgrown)
+            found = {**cast._asdict(), "amax": arena.pending[0].clone()}
+            if cast.rows_inv_scale is cast.columns_inv_scale:
+                found["inv_scale"] = found.pop("rows_inv_scale")
+                del found["columns_inv_scale"]
+            return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+        return compute
 
 
 class ProductOf(NamedTuple):
-    """A product of a [m, k] and b [n, k], with the scales of ``scaling``."""
+    """A product of a [m, k] and b [n, k], with the scales of ``scaling``.
+
+    ``exact``: the operands are such that all sums are exact, in any order: all kernels give the same bits.
+    """
 
     gemm: Gemm
     m: int
@@ -112,25 +113,28 @@ class ProductOf(NamedTuple):
     bias: bool
     fast_accumulation: bool
     backend: str
+    exact: bool = False
 
     def name(self, device: torch.device) -> str:
         """Return a name for reports, which differs between different products."""
         a, b = self.dtypes
         by = ops.multiplier_name((self.m, self.k), self.n, (a, b, self.dtype), *self._how, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
-        extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation
+        extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
         return f"{self.gemm} {shape} {formats} {_short(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
-    def run(self, device: torch.device) -> dict[str, Tensor]:
-        """Compute, and return the result. The operands are made directly in FP8: a wrong cast does not matter here."""
+    def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
+        """Return a function that computes, and returns the result. The operands are made directly in FP8: a wrong cast
+        does not matter here."""
+        make = integers if self.exact else operand
         a, b = (
-            operand((lines, self.k), dtype, _SEEDS[name], device)
+            make((lines, self.k), dtype, _SEEDS[name], device)
             for name, lines, dtype in zip("ab", (self.m, self.n), self.dtypes)
         )
         inv_a, inv_b = self._inverse_scales(device)
         bias = operand((self.n,), self.dtype, _SEEDS["bias"], device) if self.bias else None
         options = {"fast_accumulation": self.fast_accumulation, "backend": self.backend}
-        return {"": direct.matmul(a, b, inv_a, inv_b, self.dtype, bias=bias, **options)}
+        return lambda: {"": direct.matmul(a, b, inv_a, inv_b, self.dtype, bias=bias, **options)}
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -153,7 +157,7 @@ class ProductOf(NamedTuple):
                 shape = (lines, 1)
             elif self.scaling.in_blocks:
                 shape = (blocks_along(lines, BLOCK), along) if square else (along, lines)
-            scales = inverse_scales(shape, _SEEDS[name], device)
+            scales = torch.ones(shape, device=device) if self.exact else inverse_scales(shape, _SEEDS[name], device)
             found.append(scales.t() if self.scaling.in_blocks and not square else scales)
         return found
 
@@ -164,8 +168,8 @@ Computation = CastOf | ProductOf
 def computations_of(linears: Iterable[FP8Linear]) -> dict[torch.device, tuple[Computation, ...]]:
     """Return what the forwards and backwards of these modules compute in FP8, each once, by device. Local.
 
-    Inputs have autocast's dtype inside ``torch.autocast``, else the weight's. Modules on the meta device, or with FP8 switched off, are
-    left out.
+    Inputs have autocast's dtype inside ``torch.autocast``, else the weight's. Left out are modules on the meta device,
+    and those with FP8 switched off.
     """
     found: dict[torch.device, dict[Computation, None]] = {}
     for linear in linears:
@@ -216,15 +220,13 @@ def linear_computations(
     ]
     x, w, grad = (recipe.format_of(role).name for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT))
     lines, squares = _SCALINGS[recipe.by]
-    products: tuple[tuple[bool, Gemm, int, int, int, tuple[str, str], torch.dtype, Scaling, bool], ...] = (
-        (fprop, "fprop", TOKENS, rows, features, (x, w), dtype, squares, bias),
-        (dgrad, "dgrad", TOKENS, features, rows, (grad, w), dtype, squares, False),
-        (wgrad, "wgrad", rows, features, TOKENS, (grad, x), weight_dtype, lines, False),
+    fast = {gemm: gemm in recipe.fast_accumulation for gemm in GEMMS}
+    products = (
+        ProductOf("fprop", TOKENS, rows, features, (x, w), dtype, squares, bias, fast["fprop"], backend),
+        ProductOf("dgrad", TOKENS, features, rows, (grad, w), dtype, squares, False, fast["dgrad"], backend),
+        ProductOf("wgrad", rows, features, TOKENS, (grad, x), weight_dtype, lines, False, fast["wgrad"], backend),
     )
-    for in_fp8, gemm, *rest in products:
-        if in_fp8:
-            found.append(ProductOf(gemm, *rest, gemm in recipe.fast_accumulation, backend))  # type: ignore[arg-type]
-    return found
+    return found + [product for product in products if product.gemm not in recipe.high_precision]
 
 
 class ComputedContent(Content):
@@ -243,7 +245,7 @@ class ComputedContent(Content):
         self._results = []
         for computation, seed in zip(self._computations, self.seeds):
             with on_device(self.device):
-                results = computation.run(self.device)
+                results = computation.prepared(self.device)()
             leaves, _ = digester.many_leaves(list(results.values()))
             found.append(digest.digests(leaves, [len(leaves)], seed[None]))
             self._results.append({name: tensor.cpu() for name, tensor in results.items()})

@@ -24,7 +24,7 @@ from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.text import plural
 
-__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope"]
+__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of"]
 
 Store = Callable[[Tensor], None] | None
 
@@ -123,6 +123,11 @@ class Holdings:
         return this_rank(device, self.coords)
 
 
+def likeness_of(contents: Sequence[Content]) -> str:
+    """Return a text that is equal on ranks that must compute the same results."""
+    return repr([(likeness(content.device), [key.name for key in content.keys]) for content in contents])
+
+
 class Inventory:
     """Collects what a check compares. For the arguments see ``Replication``; ``groups`` are its ``patterns``."""
 
@@ -179,8 +184,7 @@ class Inventory:
             ComputedContent(computations, device, f" (device {i} of this rank)" if i else "")
             for i, (device, computations) in enumerate(computations_of(fp8_linears(module)).items())
         ]
-        alike = [(likeness(content.device), [key.name for key in content.keys]) for content in contents]
-        self._computed = ReplicaSet(repr(alike), self._replication.anchor.group, tuple(contents))
+        self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
         if not contents:
             self._skip(KIND, Excuse("exist: no module on a device computes in FP8"), 0)
 

@@ -4,12 +4,12 @@ Element ``i`` (in row-major order) of the tensor with a given seed is made of th
 << 40)) * GOLDEN)``, SplitMix64 in wrapping arithmetic. Its bits are put together as integers, so nothing is rounded and
 torch's generators stay as they are::
 
-    kind      w mod 64   exponent field                                 share
-    zero      0          0, mantissa 0                                  1/64
-    subnormal 1          0                                              1/64
-    small     2, 3       bias - 24 + (w >> 8) mod 16, at least 1        1/32
-    large     4          bias + 4 + (w >> 8) mod 8, at most the format's largest, in rows 15, 31, 47, …; others: ordinary
-    ordinary  5 … 63     bias - 3 + (w >> 8) mod 4                      the rest
+    kind       w mod 64  exponent field
+    zero       0         0, and the mantissa is 0
+    subnormal  1         0
+    small      2, 3      bias - 24 + (w >> 8) mod 16, at least 1
+    large      4         bias + 4 + (w >> 8) mod 8, at most the format's largest; only in rows 15, 31, 47, …
+    ordinary   others    bias - 3 + (w >> 8) mod 4
 
 The sign is bit 6 of ``w``, the mantissa comes from bit 16 on. Small values become subnormal or zero in a cast to FP8,
 large ones saturate. Large values are in few rows, because they hide the others in a sum. There is no Inf and no NaN.
