@@ -31,6 +31,7 @@ _WHAT: Mapping[str, str] = MappingProxyType(
         "buffer": "buffers",
         "optimizer": "optimizer states",
         "computation": "results of equal computations",
+        "audit": "repeated results",
         "layout": "the tensors",
         "error": "the outcomes",
     }
@@ -73,7 +74,8 @@ class Finding:
 
     ``kind``: "manifest", "step", "scale" (scale, inv_scale, cold flags), "history" (amaxes and their counters),
     "parameter", "gradient", "optimizer", "buffer", "computation" (a cast or product of ``check(compute=True)``),
-    "layout" (which tensors ranks hold, not their content), or "error" (a rank could not build its part).
+    "audit" (a cast or product of training that was repeated, ``prepare(audit_every=…)``), "layout" (which tensors ranks
+    hold, not their content), or "error" (a rank could not build its part).
 
     ``index`` is the index of the first differing element. ``value`` is the element on the lowest of ``ranks`` (without
     a majority: on the next side that has another value there than the first), ``expected`` the element on the reference
@@ -267,7 +269,7 @@ def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:
 def _what(f: Finding) -> str:
     """Return the field, unless it is called as the kind, if other columns show the rest; else the detail, which pairs
     ranks with values."""
-    if f.kind == "computation":  # The bits tell which gate of the device is wrong.
+    if f.kind in ("computation", "audit"):  # The bits tell which gate of the device is wrong; a verdict is words.
         return f.detail
     lone = f.detail.startswith(f"{f.field or 'first element'}: ") and ", " not in f.detail
     if f.reference_rank is None:

@@ -19,7 +19,7 @@ from fp8dist.modules.overrides import High, Overrides
 from fp8dist.names import check_keywords, require_bool
 from fp8dist.patterns import Skip, shadowed, unmatched
 from fp8dist.recipe import DelayedScaling, Recipe, require_recipe
-from fp8dist.settings import Settings
+from fp8dist.settings import AUDIT_BYTES, Settings
 from fp8dist.state.arena import Arena
 from fp8dist.state.fallback import Fallback
 from fp8dist.state.precision import Precisions
@@ -55,6 +55,8 @@ def prepare(
     fp8_all_gather: bool = False,
     overrides: Mapping[str, Recipe | High] | None = None,
     fallback: Fallback | None = None,
+    audit_every: int | None = None,
+    audit_bytes: int = AUDIT_BYTES,
     strict: bool = False,
 ) -> StateManager:
     """Convert the eligible nn.Linears of ``model`` to FP8Linears, in place, and return their manager. Local.
@@ -95,12 +97,17 @@ def prepare(
             "high" means high precision. The first match counts. A recipe overrides ``skip``. A ``DelayedScaling``
             that differs from ``recipe`` has its own arena and collective. See also ``first_and_last``.
         fallback: when to put modules into high precision automatically. None: never.
+        audit_every: every so many steps, another rank repeats one cast or product of this rank, and must get the same
+            bits. 0: never. A rank that computed otherwise is named, and ``check_policy`` decides what follows; nothing
+            can be repaired. One audit visits one site of one module; successive audits visit all.
+        audit_bytes: bytes of operands that an audit sends. Of a larger product it repeats a block.
         strict: True: raise ConfigurationError if a module would be left out that neither a pattern (``skip`` and its
             defaults, ``overrides``) nor ``filter_fn`` names. Nothing is changed then.
 
-    If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy`` or ``backend`` is None, the environment variable
-    (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY, FP8DIST_BACKEND) decides, else the
-    default (on, synced, 0, "raise", "auto"). FP8DIST_REPORT_DIR is the folder for evidence of a divergence.
+    If ``enabled``, ``amax_sync``, ``check_every``, ``check_policy``, ``audit_every`` or ``backend`` is None, the
+    environment variable (FP8DIST_ENABLED, FP8DIST_AMAX_SYNC, FP8DIST_CHECK_EVERY, FP8DIST_CHECK_POLICY,
+    FP8DIST_AUDIT_EVERY, FP8DIST_BACKEND) decides, else the default (on, synced, 0, "raise", 0, "auto").
+    FP8DIST_REPORT_DIR is the folder for evidence of a divergence.
 
     Raises:
         ConfigurationError: there are several ranks and no group, the model is prepared, wrapped or sharded already, or
@@ -120,6 +127,8 @@ def prepare(
         eval_precision=eval_precision,
         fp8_all_gather=fp8_all_gather,
         fallback=fallback,
+        audit_every=audit_every,
+        audit_bytes=audit_bytes,
     )
     if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise ConfigurationError("the model, or a part of it, is prepared already: call fp8dist.restore() first")

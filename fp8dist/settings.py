@@ -13,10 +13,13 @@ from fp8dist.names import require_bool, require_choice, require_int
 from fp8dist.state.fallback import Fallback
 from fp8dist_kernels.backends import BACKENDS
 
-__all__ = ["VARIABLES", "Policy", "Settings", "report_dir"]
+__all__ = ["AUDIT_BYTES", "VARIABLES", "Policy", "Settings", "report_dir"]
 
 Policy = Literal["raise", "warn", "repair"]
 """What to do when ranks differ."""
+
+AUDIT_BYTES = 1 << 26
+"""Default of ``audit_bytes``."""
 
 VARIABLES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -24,6 +27,7 @@ VARIABLES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "FP8DIST_AMAX_SYNC": ("on", "`0` lets each rank keep its own amaxes, without a collective."),
         "FP8DIST_CHECK_EVERY": ("0: never", "Compare FP8 state and parameters between ranks every so many steps."),
         "FP8DIST_CHECK_POLICY": ("`raise`", "What these checks do when ranks differ: `raise`, `warn` or `repair`."),
+        "FP8DIST_AUDIT_EVERY": ("0: never", "Let another rank repeat a cast or product every so many steps."),
         "FP8DIST_BACKEND": (
             "`auto`",
             f"What computes FP8 casts and products: {', '.join(f'`{backend}`' for backend in BACKENDS)}.",
@@ -51,6 +55,8 @@ class Settings:
     eval_precision: str
     fp8_all_gather: bool = False
     fallback: Fallback | None = None
+    audit_every: int = 0
+    audit_bytes: int = AUDIT_BYTES
     report_dir: str | None = None
 
     @classmethod
@@ -65,6 +71,8 @@ class Settings:
         eval_precision: str = "fp8",
         fp8_all_gather: bool = False,
         fallback: Fallback | None = None,
+        audit_every: int | None = None,
+        audit_bytes: int = AUDIT_BYTES,
         environ: Mapping[str, str] = os.environ,
     ) -> Settings:
         """Return settings in which each None is replaced by the environment variable, or by the default.
@@ -90,6 +98,11 @@ class Settings:
         require_bool("fp8_all_gather", fp8_all_gather)
         if fallback is not None and not isinstance(fallback, Fallback):
             raise ConfigurationError(f"fallback must be a Fallback or None, got {fallback!r}")
+        require_int("audit_bytes", audit_bytes, 1, what="a number of bytes")
+
+        def steps(name: str, value: Any) -> int:
+            return require_int(name, value, 0, what="a number of steps")
+
         allowed = setting("enabled", None, True, require_bool)
         synced = setting("amax_sync", amax_sync, True, require_bool)
         if fp8_all_gather and not synced:
@@ -101,14 +114,14 @@ class Settings:
         return cls(
             enabled=allowed and setting("enabled", enabled, True, require_bool),
             amax_sync=synced,
-            check_every=setting(
-                "check_every", check_every, 0, lambda name, value: require_int(name, value, 0, what="a number of steps")
-            ),
+            check_every=setting("check_every", check_every, 0, steps),
             check_policy=setting("check_policy", check_policy, "raise", one_of("raise", "warn", "repair")),
             backend=setting("backend", backend, "auto", one_of(*BACKENDS)),
             eval_precision=eval_precision,
             fp8_all_gather=fp8_all_gather,
             fallback=fallback,
+            audit_every=setting("audit_every", audit_every, 0, steps),
+            audit_bytes=audit_bytes,
             report_dir=report_dir(environ),
         )
 

@@ -260,6 +260,18 @@ class Checker:
         after = compared.report if compared.report.consistent else repair(group, build, compared)
         return replace(report, repaired=mended_texts(report) + after.repaired) if after.consistent else after
 
+    def conclude_audit(self, report: DivergenceReport, group: SyncGroup | None) -> None:
+        """Log what an audit found, and raise if the policy says so. COLLECTIVE over ``group`` if it found anything.
+
+        Raises:
+            DivergenceError: on all ranks, unless the policy is "warn".
+        """
+        if report.consistent:
+            return
+        save_evidence(report, self.settings.report_dir, lambda finding: None)
+        raises = self.settings.check_policy != "warn"
+        announce(report, group, raises=raises, tell=self.tell_report)
+
     # Comparing -------------------------------------------------------------------------------------
 
     def check(self, done: int, step: int, scope: Scope, policy: Policy) -> DivergenceReport:

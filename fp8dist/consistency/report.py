@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fp8dist.divergence import Divergence, Finding, Participant
 from fp8dist.errors import DivergenceError
-from fp8dist.sync.groups import SyncGroup
+from fp8dist.sync.groups import SyncGroup, own_rank
 
 __all__ = ["DivergenceReport", "announce", "save_evidence", "sides_of", "split", "this_rank"]
 
@@ -50,7 +50,7 @@ def this_rank(device: torch.device, coords: dict[str, int] | None) -> Participan
     """Return this process as a Participant. ``device``: where its tensors are. ``coords``: its place in the mesh."""
     local = os.environ.get("LOCAL_RANK", "")
     local_rank = int(local) if local.isdigit() else None
-    return Participant(dist.get_rank(), socket.gethostname(), local_rank, str(device), coords)
+    return Participant(own_rank(), socket.gethostname(), local_rank, str(device), coords)
 
 
 def sides_of(values: Mapping[int, Hashable]) -> tuple[tuple[int, ...], ...]:
@@ -81,14 +81,14 @@ def save_evidence(
     if report_dir is None or report.consistent:
         return
     try:
-        _write_files(Path(report_dir), report, dist.get_rank(), evidence)
+        _write_files(Path(report_dir), report, own_rank(), evidence)
     except Exception as error:  # A full disk must not hide the divergence, or leave other ranks waiting.
         logger.warning("fp8dist: no evidence written to %s: %s", report_dir, error)
 
 
 def announce(
     report: DivergenceReport,
-    group: SyncGroup,
+    group: SyncGroup | None,
     raises: bool,
     tell: Callable[[DivergenceReport], None] | None = None,
     texts: Sequence[str] | None = None,
@@ -99,6 +99,7 @@ def announce(
 
     Args:
         report: the same on all ranks of the group.
+        group: None: this rank alone.
         texts: logged in place of the report's text.
         tell: called with the report after the barrier. If it raises, no rank is left waiting.
 
@@ -108,11 +109,11 @@ def announce(
     """
     if not report.findings:
         return
-    if group.rank == report.reporting_rank:
+    if group is None or group.rank == report.reporting_rank:
         level = logging.ERROR if raises and not report.consistent else logging.WARNING
         for text in (str(report),) if texts is None else texts:
             logger.log(level, "%s", text)
-    if waits and group.size > 1:
+    if waits and group is not None and group.size > 1:
         dist.barrier(group=group.process_group)
     if tell is not None:
         tell(report)

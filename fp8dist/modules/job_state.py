@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from fp8dist.modules.outgrown import Growth
@@ -76,6 +77,8 @@ class JobState:
     """True if a watch collects statistics of this step's casts."""
     microbatches: Microbatches | None = None
     """Counts the microbatches of this step if it is measured."""
+    tap: Tensor | None = None
+    """Hears what casts and products compute; see ``fp8dist_kernels.taps``. None: nobody listens."""
     step: int = 0
     """Number of training steps that have ended, as the run counts them: a resumed run goes on from its checkpoint."""
     stepping: bool = False
@@ -150,7 +153,7 @@ class JobState:
             self.tie = Tie.DETACHED
         self.release()
         self.scaled = self.launches_early = self.measuring = self.said_unsynced = False
-        self.microbatches = None
+        self.microbatches = self.tap = None
 
     def restore(self) -> None:
         """PREPARED, ATTACHED or DETACHED → RESTORED, permanently."""

@@ -25,7 +25,7 @@ from fp8dist.modules.outgrown import (
     unfit_for,
 )
 from fp8dist.modules.weight_notes import WeightNote
-from fp8dist.recipe import Gemm, Recipe
+from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import SlotState
 from fp8dist.state.precision import Precision
 from fp8dist.state.slots import Slot
@@ -36,7 +36,7 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing
 from fp8dist_kernels.reference.blocks import BLOCK
 
-__all__ = ["Cast", "LinearSlots", "States"]
+__all__ = ["SITES", "Cast", "LinearSlots", "States"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -48,6 +48,9 @@ backwards ago."""
 _SAMPLED = 4096
 """Number of elements of a weight that are compared."""
 
+
+SITES: tuple[Role | Gemm, ...] = (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT, *GEMMS)
+"""The casts and products of a module, in the order of their sites."""
 
 States = tuple[SlotState, SlotState, SlotState]
 """The states of a module's input, weight and grad_output slots."""
@@ -83,8 +86,9 @@ class WeightCast:
 class LinearSlots:
     """An FP8Linear's access to the FP8 state: its three slots and how it may use them.
 
-    ``precision``: which GEMMs run in high precision. ``resharded``: True if FSDP frees the weight between forward and
-    backward. Its casts are then not cached, because they would take the memory that sharding saves.
+    ``precision``: which GEMMs run in high precision. ``site``: number of its first site; see ``SITES``. ``resharded``:
+    True if FSDP frees the weight between forward and backward. Its casts are then not cached, because they would take
+    the memory that sharding saves.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class LinearSlots:
         self.slots = slots
         self.precision = Precision(slots, recipe.high_precision)
         self.resharded = False
+        self.site = 0
         self.note = WeightNote()
         self._backwards = self._boundary = self._changes = 0
         self._look_at = FIRST_LOOK // 2
@@ -167,6 +172,7 @@ class LinearSlots:
         square: bool = False,
         outgrown: float | None = None,
         unfit: Tensor | None = None,
+        role: Role | None = None,
     ) -> Cast:
         """Cast x [tokens, features] by the recipe. If neither copy is requested, only record the amax of x, and only
         inside ``recording()`` or if the module soon returns to FP8.
@@ -178,17 +184,18 @@ class LinearSlots:
             square: True if x is a weight, with blocks of 128 x 128.
             outgrown: the overflow ratio above which x is cast with its own amax. None: never.
             unfit: 0-d bool: if True, x is cast with its own amax in any case.
+            role: of the cast whose tap is told. None: none is.
         """
         place = state.pending if pending is None else pending
         if not (rows or columns):
             return self._uncast(x, place, record)
         block = [0, 0]
         if self.recipe.by == "tensor":
-            cast = self._by_tensor(x, state, place, record, rows, columns, just_in_time, square, outgrown, unfit)
+            cast = self._by_tensor(x, state, place, record, rows, columns, just_in_time, square, outgrown, unfit, role)
         else:
             if record:
                 direct.observe(x, place, backend=self.job.backend)
-            cast, block = self._by_parts(x, state.format.dtype, rows, columns, square)
+            cast, block = self._by_parts(x, state.format.dtype, rows, columns, square, role)
         if record and (self.job.measuring or self.sync.arena.lanes):
             self._measure(x if rows else x.t(), cast.rows_inv_scale if rows else cast.columns_inv_scale, state, block)
         return cast
@@ -211,6 +218,7 @@ class LinearSlots:
         of_weight: bool,
         outgrown: float | None,
         unfit: Tensor | None,
+        role: Role | None,
     ) -> Cast:
         """Cast x with one scale: the slot's, or one from its own amax. Records the amax."""
         recipe = self.recipe
@@ -232,8 +240,14 @@ class LinearSlots:
             columns=columns,
             outgrown=outgrown,
             backend=self.job.backend,
+            **self._tap_of(role),
         )
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
+
+    def _tap_of(self, work: Role | Gemm | None) -> dict[str, Any]:
+        """Return the arguments by which a cast or a product tells the tap; none if nobody listens."""
+        tap = self.job.tap
+        return {} if tap is None or work is None else {"site": self.site + SITES.index(work), "tap": tap}
 
     def _known_hot(self, state: SlotState) -> bool:
         """True if the host knows that the slot is hot, so that no launch needs to look for x's own amax. Graphs outlive
@@ -243,7 +257,7 @@ class LinearSlots:
         return state.arena.known_hot and self.recipe.delayed and not capturing(state.arena.device)
 
     def _by_parts(
-        self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool
+        self, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, square: bool, role: Role | None
     ) -> tuple[Cast, list[int]]:
         """Cast x with its own scale for each row or block. Also return the shape of a group that shares a scale."""
         copies = {
@@ -251,6 +265,7 @@ class LinearSlots:
             "rows": rows,
             "columns": columns,
             "backend": self.job.backend,
+            **self._tap_of(role),
         }
         if self.recipe.by == "row":
             return Cast(*_caller(square).quantize_rowwise(x, dtype, **copies)), [
@@ -281,7 +296,15 @@ class LinearSlots:
         """Call ``ops.matmul`` with this manager's backend, and the accumulation that the recipe has for ``gemm``."""
         fast = gemm in self.recipe.fast_accumulation
         return direct.matmul(
-            a, b, inv_scale_a, inv_scale_b, dtype, bias=bias, fast_accumulation=fast, backend=self.job.backend
+            a,
+            b,
+            inv_scale_a,
+            inv_scale_b,
+            dtype,
+            bias=bias,
+            fast_accumulation=fast,
+            backend=self.job.backend,
+            **self._tap_of(gemm),
         )
 
     def outgrown(self, linear: nn.Module, record: bool) -> Outgrown:
@@ -353,7 +376,7 @@ class LinearSlots:
     ) -> Cast:
         """Call ``quantize`` for an input."""
         unfit = unfit_for(x, state, self.recipe, outgrown.upstream)
-        return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
+        return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.INPUT)
 
     def gradient_cast(
         self, gradient: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
@@ -361,7 +384,9 @@ class LinearSlots:
         """Call ``quantize`` for a gradient. By now, later modules have cast their weights, too."""
         upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream
         unfit = unfit_for(gradient, state, self.recipe, upstream)
-        return self.quantize(gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit)
+        return self.quantize(
+            gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.GRAD_OUTPUT
+        )
 
     def weight_cast(
         self,
@@ -457,6 +482,7 @@ class LinearSlots:
             square=True,
             outgrown=outgrown.weight,
             unfit=unfit,
+            role=Role.WEIGHT,
         )
         return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
 

@@ -249,7 +249,15 @@ class ShardedWeight:
         records = self._records()
         state = slots.states(slots.weight_sync.arena.device)[1]
         cast = slots.quantize(
-            shard, state, records, rows=True, columns=False, pending=self._amax, just_in_time=False, square=True
+            shard,
+            state,
+            records,
+            rows=True,
+            columns=False,
+            pending=self._amax,
+            just_in_time=False,
+            square=True,
+            role=Role.WEIGHT,
         )
         rows = shard.shape[0]
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where shards may be uneven.

@@ -96,6 +96,8 @@ class Attachment:
         cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute)
         for linear in fp8_linears(model):
             linear.fp8_slots.resharded = linear in resharded
+        by_fqn = {linear.fp8_slots.slots[Role.INPUT].fqn: linear.fp8_slots for linear in fp8_linears(model)}
+        cycle.audit([by_fqn[fqn] for fqn in sorted(by_fqn)])
         self._derive_scales(model, whole)
         cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
         cycle.control.training_resumes(any(map(_has_stepped, optimizers)))

@@ -12,11 +12,13 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fp8dist.consistency.audit import Audits
 from fp8dist.consistency.checker import Checker, Event
 from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.modules.job_state import Activity, JobState
+from fp8dist.modules.linear_slots import SITES, LinearSlots
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.fsdp2 import ShardedWeights
@@ -38,6 +40,7 @@ from fp8dist.sync.roll_call import leave_word
 from fp8dist.sync.waits import Waits
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing, compiled_any
+from fp8dist_kernels.taps import tap_on
 
 __all__ = ["StepCycle"]
 
@@ -75,6 +78,7 @@ class StepCycle:
         self.sharded: ShardedWeights | None = None
         self.steps: StepWatch | None = None  # Set by the manager, which knows the model.
         self.watch: Watch | None = None
+        self.audits: Audits | None = None
         self.waits = Waits()
         for sync in self.syncs:
             sync.waits = self.waits
@@ -155,6 +159,7 @@ class StepCycle:
             sync.watch(False)
         self.control.untie()
         self._renews = False
+        self.audits = None
         self.job.detach()
         if self.steps is not None:
             self.steps.detached()
@@ -220,7 +225,38 @@ class StepCycle:
             if not calibrated:
                 self.control.end_step()
             self.checker.act_on_verdicts(self.job.joined)
+        if not (calibrated or self.job.joined):
+            self._audit()
         self._check_if_due(passed, in_step=True)
+
+    def _audit(self) -> None:
+        """Let other ranks repeat what this step has computed, if it is audited. COLLECTIVE then."""
+        if self.audits is not None:
+            for place in self.audits.due:
+                sync = self.syncs[place]
+                self.checker.conclude_audit(self.audits.settle(place, sync), sync.group)
+
+    def audit(self, modules: Sequence[LinearSlots]) -> None:
+        """Number the sites of all modules, and begin audits, if the settings ask for them. Local.
+
+        Args:
+            modules: in the order of their fqns.
+        """
+        if not (self.settings.enabled and self.settings.audit_every and modules):
+            return
+        sites: dict[int, list[tuple[str, int]]] = {}
+        for number, slots in enumerate(modules):
+            slots.site = number * len(SITES)
+            sites.setdefault(self.syncs.index(slots.sync), []).append((slots.slots[Role.INPUT].fqn, slots.site))
+        self.audits = Audits(sites, self.settings.audit_every, self.settings.audit_bytes)
+        self.job.tap = tap_on(modules[0].sync.arena.device, self.audits.hear)
+        self._audit_next()
+
+    def _audit_next(self) -> None:
+        """Choose what the next step takes down for an audit. Steps are counted on the host since ``attach``."""
+        if self.audits is not None:
+            due = (self.job.boundaries - self._since + 1) % self.settings.audit_every == 0
+            self.audits.begin(self.job.step + 1, due)
 
     def _launch(self, hold: Tensor | None, calibrated: bool) -> None:
         """Launch the sync of each arena, unless it was launched early. In a Join context, backwards launch syncs."""
@@ -272,6 +308,7 @@ class StepCycle:
             if self.watch is not None:
                 self.watch.resume_after = None
             self._measure_next()
+            self._audit_next()
         if not in_graph:
             self.checker.act_on_verdicts(self.job.joined, only_immediate=True)
 

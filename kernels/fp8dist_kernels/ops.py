@@ -10,6 +10,8 @@
 ``fp8dist::launch``            write an arena's state into the message of its collective
 ``fp8dist::commit``            update the arena from the collective's result
 
+Casts and products take a ``tap``, which they tell what they compute, and the ``site`` of the call (``taps.py``).
+
 Each op mutates only the arguments that its schema marks. Inside the op, device memory says if a slot is cold and if
 ranks agree: a flag on the host would be baked into compiled and captured graphs.
 
@@ -32,6 +34,7 @@ from fp8dist_kernels import host_shares
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.backends import runs_fused, why_not_triton
 from fp8dist_kernels.reference import blocks, casts, magnitude, matmuls, shares, update
+from fp8dist_kernels.taps import tell
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -54,19 +57,19 @@ _LIBRARY = torch.library.Library("fp8dist", "DEF")
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
     "bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
-    "str backend='auto') -> (Tensor, Tensor, Tensor)"
+    "str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "choose_scale(Tensor? amax, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, bool record, "
     "bool just_in_time, int margin, bool power_of_two, float? outgrown=None, str backend='auto') -> Tensor"
 )
 _LIBRARY.define(
-    "quantize_rowwise(Tensor x, ScalarType dtype, *, bool power_of_two, bool rows, bool columns, str backend='auto') "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "quantize_rowwise(Tensor x, ScalarType dtype, *, bool power_of_two, bool rows, bool columns, str backend='auto', "
+    "int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "quantize_blocks(Tensor x, ScalarType dtype, *, int[2] block, bool power_of_two, bool rows, bool columns, "
-    "str backend='auto') -> (Tensor, Tensor, Tensor, Tensor)"
+    "str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("observe(Tensor x, Tensor(a!) pending, *, str backend='auto') -> ()")
 _LIBRARY.define(
@@ -75,7 +78,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "matmul(Tensor a, Tensor b, Tensor inv_scale_a, Tensor inv_scale_b, ScalarType out_dtype, *, Tensor? bias=None, "
-    "bool fast_accumulation, str backend='auto') -> Tensor"
+    "bool fast_accumulation, str backend='auto', int site=-1, Tensor? tap=None) -> Tensor"
 )
 _LIBRARY.define("launch(Tensor(a!)[] arrays, Tensor? hold, *, bool drop_nonfinite, str backend='auto') -> ()")
 _LIBRARY.define(
@@ -114,8 +117,13 @@ def _version(backend: str, device: torch.device, of: Any) -> Any:
     return fused.version_of(of)
 
 
-def _quantize(x: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _version(backend, x.device, casts).quantize(x, *slot, **options)
+def _quantize(
+    x: Tensor, *slot: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    results = _version(backend, x.device, casts).quantize(x, *slot, **options)
+    if tap is not None:
+        tell(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
+    return results
 
 
 def _choose_scale(amax: Tensor | None, scale: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> Tensor:
@@ -124,15 +132,35 @@ def _choose_scale(amax: Tensor | None, scale: Tensor, *slot: Any, backend: str =
 
 
 def _quantize_rowwise(
-    x: Tensor, dtype: torch.dtype, *, backend: str = "auto", **options: Any
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    backend: str = "auto",
+    site: int = -1,
+    tap: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _version(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
+    results = _version(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
+    if tap is not None:
+        tell(tap, "quantize_rowwise", site, (x, dtype), {**options, "backend": backend}, *results)
+    return results
 
 
 def _quantize_blocks(
-    x: Tensor, dtype: torch.dtype, *, block: Sequence[int], backend: str = "auto", **options: Any
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    block: Sequence[int],
+    backend: str = "auto",
+    site: int = -1,
+    tap: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _version(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
+    results = _version(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
+    if tap is not None:
+        told = {**options, "block": tuple(block), "backend": backend}
+        tell(tap, "quantize_blocks", site, (x, dtype), told, *results)
+    return results
 
 
 def _observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
@@ -155,12 +183,16 @@ def _measure(
     version.measure(x, inv_scale, dtype, saturated, underflow, block=tuple(block))
 
 
-def _matmul(a: Tensor, *rest: Any, **options: Any) -> Tensor:
+def _matmul(a: Tensor, *rest: Any, site: int = -1, tap: Tensor | None = None, **options: Any) -> Tensor:
     kind = a.device.type
     if torch.is_autocast_enabled(kind):  # Autocast would change the product's dtype.
         with torch.autocast(kind, enabled=False):
-            return _product(a, *rest, **options)
-    return _product(a, *rest, **options)
+            product = _product(a, *rest, **options)
+    else:
+        product = _product(a, *rest, **options)
+    if tap is not None:
+        tell(tap, "matmul", site, (a, *rest), options, product)
+    return product
 
 
 def _product(

@@ -3,6 +3,7 @@
 Inductor cannot look into an op. Written like this, a cast and its amax become part of the kernels that compute ``x``:
 ``x`` is not read again for its amax, and often never stored. Given the same ``x``, the results equal those of the ops
 bit for bit. Divisions, which a GPU may round otherwise, are left to ``ops.choose_scale``, or done in float64.
+Casts that become part of other kernels tell their tap nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ def quantize(
     columns: bool,
     outgrown: float | None = None,
     backend: str = "auto",
+    site: int = -1,
+    tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.quantize``."""
     if _may_be_empty(x):
         return ops.quantize(
             x, scale, cold, pending, dtype, record=record, just_in_time=just_in_time, margin=margin,
             power_of_two=power_of_two, rows=rows, columns=columns, outgrown=outgrown, backend=backend,
+            site=site, tap=tap,
         )  # fmt: skip
     # The op is opaque, so its result is kept for the backward, where the slot may have another scale.
     chosen = ops.choose_scale(
@@ -63,11 +67,21 @@ def quantize(
 
 
 def quantize_rowwise(
-    x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool, backend: str = "auto"
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+    backend: str = "auto",
+    site: int = -1,
+    tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``ops.quantize_rowwise``."""
     if _may_be_empty(x):
-        return ops.quantize_rowwise(x, dtype, power_of_two=power_of_two, rows=rows, columns=columns, backend=backend)
+        return ops.quantize_rowwise(
+            x, dtype, power_of_two=power_of_two, rows=rows, columns=columns, backend=backend, site=site, tap=tap
+        )
     nothing = x.new_empty(0, dtype=torch.float32)
     row_scale, row_inverse = _scales(x, 1, dtype, power_of_two) if rows else (nothing, nothing)
     column_scale, column_inverse = _scales(x, 0, dtype, power_of_two) if columns else (nothing, nothing)
