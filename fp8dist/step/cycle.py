@@ -36,7 +36,7 @@ from fp8dist.step.weight_scales import derive_weight_scales
 from fp8dist.sync.arena_sync import ArenaSync, Phase
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.sync.microbatches import Microbatches
-from fp8dist.sync.roll_call import leave_word
+from fp8dist.sync.roll_call import failing_by_name, leave_word
 from fp8dist.sync.waits import Waits
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import capturing, compiled_any
@@ -231,10 +231,12 @@ class StepCycle:
 
     def _audit(self) -> None:
         """Let other ranks repeat what this step has computed, if it is audited. COLLECTIVE then."""
-        if self.audits is not None:
-            for place in self.audits.due:
-                sync = self.syncs[place]
-                self.checker.conclude_audit(self.audits.settle(place, sync), sync.group)
+        for place in self.audits.due if self.audits is not None else ():
+            sync = self.syncs[place]
+            ranks = sync.group.ranks if sync.group is not None else ()
+            with failing_by_name(sync.owner, lambda: f"the audit of step {self.job.step + 1}", ranks):
+                report = self.audits.settle(place, sync)  # type: ignore[union-attr]
+            self.checker.conclude_audit(report, sync.group)
 
     def audit(self, modules: Sequence[LinearSlots]) -> None:
         """Number the sites of all modules, and begin audits, if the settings ask for them. Local.

@@ -1,0 +1,417 @@
+"""Audits: a cast or product of training that another rank repeats. Faulty devices are found, sound ones are not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import fp8dist
+from fp8dist.consistency import audit
+from fp8dist.consistency.audit import Round, judge
+from fp8dist.errors import DivergenceError
+from fp8dist.modules.linear_slots import SITES
+from fp8dist.sync.groups import local_part
+from tests.support.audited import bad_casts, bad_products
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.parallel import mesh_of
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net, parameter_bits, state_bits
+
+RECIPES = {
+    "delayed": fp8dist.DelayedScaling(),
+    "current": fp8dist.CurrentScaling(),
+    "row": fp8dist.RowwiseScaling(),
+    "block": fp8dist.BlockScaling(),
+}
+LINEARS = 3
+SITES_OF_NET = LINEARS * len(SITES)
+
+
+class Trained:
+    """A net that trains with audits."""
+
+    def __init__(self, layout: str = "ddp", recipe: str = "delayed", audit_every: int = 1, **options: Any) -> None:
+        net = make_net()
+        world = dist.get_world_size()
+        group: Any = dist.group.WORLD
+        whole: nn.Module = net
+        options = {"check_policy": "warn", "audit_every": audit_every, **options}
+        self.manager = fp8dist.prepare(net, RECIPES[recipe], group=group, **options)
+        if layout == "ddp":
+            whole = nn.parallel.DistributedDataParallel(net)
+        elif layout == "tp":
+            mesh = mesh_of((world,), ("tp",))
+            whole_output = ColwiseParallel(output_layouts=Replicate())
+            parallelize_module(net, mesh, {"first": whole_output, "branch": whole_output})
+        elif layout in ("fsdp2", "hsdp"):
+            mesh = mesh_of((world,), ("dp",)) if layout == "fsdp2" else mesh_of((2, world // 2), ("replicate", "shard"))
+            for part in (net.first, net.branch, net.last):
+                fully_shard(part, mesh=mesh)
+            fully_shard(net, mesh=mesh)
+        self.net, self.whole = net, whole
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        self.manager.attach(whole, optimizer=self.optimizer)
+        self.reports: list[Any] = []
+        self.manager.on_event(lambda event: self.reports.append(event.report) if event.kind == "diverged" else None)
+
+    def step(self, index: int) -> Tensor:
+        x, y = batch(0 if self.same_data else dist.get_rank(), index)
+        loss = (self.whole(x) - y).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    @property
+    def same_data(self) -> bool:
+        return not isinstance(self.whole, nn.parallel.DistributedDataParallel)
+
+    @property
+    def audited(self) -> int:
+        audits = self.manager._cycle.audits
+        assert audits is not None
+        return audits.done
+
+
+# The verdict ----------------------------------------------------------------------------------------
+
+GOOD, BAD, WORSE = [1, 1], [2, 2], [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("found", "odd", "words"),
+    [
+        (Round(BAD, GOOD, BAD, GOOD, GOOD), 4, "rank 4 computes wrong repeatedly; ranks 5 and 6 agree"),
+        (Round(BAD, GOOD, GOOD, GOOD, GOOD), 4, "rank 4 computes wrong once (transient)"),
+        (Round(BAD, GOOD, WORSE, GOOD, GOOD), 4, "rank 4 computes wrong once (transient)"),
+        (Round(GOOD, BAD, GOOD, BAD, GOOD), 5, "rank 5, which audits rank 4, computes wrong repeatedly"),
+        (Round(GOOD, BAD, GOOD, GOOD, GOOD), 5, "rank 5, which audits rank 4, computes wrong once (transient)"),
+        (Round(GOOD, BAD, GOOD, BAD, WORSE), None, "ranks 4, 5 and 6 have three results"),
+        (Round(BAD, GOOD, GOOD, GOOD, None), 4, "transient on rank 4: repeated, it gets what rank 5 gets"),
+        (Round(GOOD, BAD, GOOD, GOOD, None), 5, "transient on rank 5, which audits"),
+        (Round(BAD, GOOD, BAD, GOOD, None), None, "differ repeatedly; of two ranks, none can be blamed"),
+        (Round(BAD, GOOD, WORSE, GOOD, None), None, "other results each time"),
+    ],
+)
+def test_who_is_wrong(found: Round, odd: int | None, words: str) -> None:
+    named, text = judge(found, 4, 5, 6)
+    assert named == odd
+    assert words in text
+
+
+def test_alone_only_what_does_not_repeat_is_seen() -> None:
+    assert judge(Round(BAD, GOOD, GOOD, GOOD, None), 4, 4, 4) == (
+        4,
+        "transient on rank 4, which repeated its own work: another result",
+    )
+
+
+@pytest.mark.parametrize("modules", [1, 2, 3, 7, 32, 224])
+def test_all_sites_come_up(modules: int) -> None:
+    named = [(f"layer{i:03}", 6 * i) for i in range(modules)]
+    count = modules * len(SITES)
+    chosen = [audit._chosen(named, number) for number in range(5, 5 + count)]
+    assert sorted(site for *_, site in chosen) == list(range(count))
+    assert all(first == dict(named)[fqn] + work for fqn, work, first in chosen)
+
+
+# Faulty devices -------------------------------------------------------------------------------------
+
+
+def _with_faulty_rank(layout: str, recipe: str, faulty: int, what: str) -> Any:
+    trained = Trained(layout, recipe)
+    fault: Any = contextlib.nullcontext()
+    if dist.get_rank() == faulty:
+        fault = bad_products() if what == "products" else bad_casts()
+    checks = []
+    with captured_log(), fault:
+        for index in range(SITES_OF_NET):
+            trained.step(index)
+            checks.append(fp8dist.check(trained.net, policy="warn", group=_replicas(layout)).consistent)
+    found = {
+        (finding.name.partition(": ")[2], finding.ranks, finding.reference_rank, finding.detail.partition(" (")[0])
+        for report in trained.reports
+        for finding in report.findings
+    }
+    return found, trained.audited, all(checks)
+
+
+def _replicas(layout: str) -> Any:
+    return dist.group.WORLD if layout == "ddp" else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("faulty", [0, 2])
+def test_products_of_a_faulty_device_are_found_and_nothing_else_sees_them(
+    layout: str, faulty: int, three_ranks: RankPool
+) -> None:
+    for found, audited, consistent in three_ranks.run(_with_faulty_rank, layout, "delayed", faulty, "products"):
+        assert audited >= SITES_OF_NET - 2  # The first layer has no input gradient.
+        assert {rank for _, ranks, _, _ in found for rank in ranks} == {faulty}
+        assert {name for name, *_ in found} == {"fprop", "dgrad", "wgrad"}
+        texts = {text for *_, text in found}
+        assert any(text.startswith(f"rank {faulty} computes wrong repeatedly") for text in texts)
+        assert any(text.startswith(f"rank {faulty}, which audits") for text in texts)
+        assert consistent or layout == "tp"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_casts_of_a_faulty_device_are_found(recipe: str, three_ranks: RankPool) -> None:
+    for found, *_ in three_ranks.run(_with_faulty_rank, "ddp", recipe, 1, "casts"):
+        assert {rank for _, ranks, _, _ in found for rank in ranks} == {1}
+        assert {name for name, *_ in found} == {"cast of input", "cast of weight", "cast of grad_output"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+def test_of_four_ranks_the_faulty_one_is_named(layout: str, four_ranks: RankPool) -> None:
+    for found, *_ in four_ranks.run(_with_faulty_rank, layout, "block", 3, "products"):
+        assert {(ranks, reference is not None) for _, ranks, reference, _ in found} == {((3,), True)}
+
+
+def test_of_two_ranks_nobody_is_named(two_ranks: RankPool) -> None:
+    for found, *_ in two_ranks.run(_with_faulty_rank, "ddp", "delayed", 1, "products"):
+        assert {(ranks, reference) for _, ranks, reference, _ in found} == {((0, 1), None)}
+        assert {text.partition("; ")[2] for *_, text in found} == {"of two ranks, none can be blamed"}
+
+
+def _transient(world: int) -> Any:
+    """One wrong bit, in the first product of a step."""
+    trained = Trained()
+    with captured_log() as log:
+        for index in range(SITES_OF_NET):
+            with bad_products(1.0) if dist.get_rank() == 1 else contextlib.nullcontext():
+                x, y = batch(dist.get_rank(), index)
+                loss = (trained.whole(x) - y).square().mean()
+                loss.backward()
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+    return {(f.ranks, f.detail.partition(" (")[0]) for r in trained.reports for f in r.findings}, len(log)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_fault_that_does_not_repeat_is_transient(world: int, two_ranks: RankPool, three_ranks: RankPool) -> None:
+    results = (two_ranks if world == 2 else three_ranks).run(_transient, world)
+    text = {
+        2: "transient on rank 1: repeated, it gets what rank 0 gets",
+        3: "rank 1 computes wrong once",
+    }[world]
+    for found, _ in results:
+        assert found == {((1,), text)}
+    assert sum(logged > 0 for _, logged in results) == 1
+
+
+def _raises(policy: str) -> Any:
+    trained = Trained(check_policy=policy)
+    steps = 0
+    with captured_log() as log, bad_products() if dist.get_rank() == 1 else contextlib.nullcontext():
+        try:
+            for index in range(SITES_OF_NET):
+                trained.step(index)
+                steps += 1
+        except DivergenceError as error:
+            return steps, str(error), [f.ranks for f in error.report.findings], len(log)
+    return steps, None, None, len(log)
+
+
+@pytest.mark.parametrize("policy", ["raise", "repair"])
+def test_the_policy_ends_the_job_on_all_ranks_with_one_message(policy: str, three_ranks: RankPool) -> None:
+    results = three_ranks.run(_raises, policy)
+    assert len({result[:2] for result in results}) == 1
+    for steps, text, ranks, logged in results:
+        assert steps < SITES_OF_NET
+        assert set(ranks) == {(1,)}
+        assert text.startswith("repeated results differ between ranks: audit '")
+    assert sum(logged for *_, logged in results) == 1
+
+
+# The number of audits until a fault is found ---------------------------------------------------------
+
+P, TRIALS = 0.3, 200
+
+
+def _audits_until_found(limit: int) -> Any:
+    """Train until a faulty device is found, again and again. Return the numbers of audited products, and the share."""
+    counts, share = [], 0.0
+    trained = Trained(audit_bytes=limit)
+    audits = trained.manager._cycle.audits
+    assert audits is not None
+    heard, index = [], 0
+    original = audits.hear
+
+    def hear(op: str, site: int, *rest: Any) -> None:
+        before = len(audits._taken)
+        original(op, site, *rest)
+        if len(audits._taken) > before and op == "matmul":
+            heard.append(audits._taken[0].share)
+
+    trained.manager._job.tap.listener = hear  # type: ignore[union-attr]
+    with captured_log():
+        for trial in range(TRIALS):
+            heard.clear()
+            trained.reports.clear()
+            while not trained.reports:
+                x, y = batch(dist.get_rank(), index)
+                fault: Any = bad_products(P, seed=7 * index + trial, steady=False)
+                with fault if dist.get_rank() == 0 else contextlib.nullcontext():
+                    (trained.whole(x) - y).square().mean().backward()
+                trained.optimizer.step()
+                trained.optimizer.zero_grad()
+                index += 1
+            counts.append(len(heard))
+            share = sum(heard) / len(heard)
+    return counts, share
+
+
+@pytest.mark.long
+def test_the_number_of_audits_until_then_is_geometric(two_ranks: RankPool) -> None:
+    """With chance p = 0.3 for each product. Mean and distribution of 200 trials, within bounds that a right
+    implementation fails once in 10,000 seeds."""
+    (counts, share), _ = two_ranks.run(_audits_until_found, 1 << 26, timeout=200)
+    assert share == 1
+    mean = sum(counts) / TRIALS
+    deviation = math.sqrt(1 - P) / P
+    assert abs(mean - 1 / P) < 3.9 * deviation / math.sqrt(TRIALS)
+    seen = Counter(min(count, 6) for count in counts)
+    expected = {k: TRIALS * P * (1 - P) ** (k - 1) for k in range(1, 6)} | {6: TRIALS * (1 - P) ** 5}
+    chi_square = sum((seen[k] - expected[k]) ** 2 / expected[k] for k in expected)
+    assert chi_square < 25.7  # 5 degrees of freedom: exceeded with a probability of 1e-4.
+
+
+# Sound devices ---------------------------------------------------------------------------------------
+
+
+def _bits(audit_every: int, layout: str, recipe: str) -> Any:
+    trained = Trained(layout, recipe, audit_every)
+    losses = [trained.step(index).item() for index in range(20)]
+    local = nn.ParameterDict({n.replace(".", "_"): local_part(p.detach()) for n, p in trained.net.named_parameters()})
+    return losses, parameter_bits(local), state_bits(trained.manager), trained.reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_audits_change_no_bit(layout: str, recipe: str, two_ranks: RankPool) -> None:
+    with_audits = two_ranks.run(_bits, 1, layout, recipe)
+    assert with_audits == two_ranks.run(_bits, 0, layout, recipe)
+    assert all(not reports for *_, reports in with_audits)
+
+
+def _collectives(audit_bytes: int) -> Any:
+    trained = Trained(audit_every=4, audit_bytes=audit_bytes)
+    steps = []
+    for index in range(12):
+        with counted_collectives() as calls:
+            trained.step(index)
+        steps.append([(name, size) for name, size in zip(calls.names, calls.sizes) if name != "all_reduce"])
+    return steps
+
+
+def test_an_audit_is_three_collectives(two_ranks: RankPool) -> None:
+    (first, second) = two_ranks.run(_collectives, 1 << 26)
+    for rank, steps in enumerate((first, second)):
+        for index, calls in enumerate(steps):
+            if (index + 1) % 4:
+                assert calls == []
+                continue
+            (gather, sizes), (exchange, received), (digests, of_digests) = calls
+            assert (gather, exchange, digests) == (
+                "all_gather_into_tensor",
+                "all_to_all_single",
+                "all_gather_into_tensor",
+            )
+            assert (sizes, of_digests) == (2 * 16, 2 * 32)
+            assert received == 0 or 1_000 < received < 20_000, rank
+
+
+def _without_the_module() -> Any:
+    """Rank 1 never runs the branch, and rank 0 sees no tokens in some steps."""
+    trained = Trained()
+    for index in range(2 * SITES_OF_NET):
+        x, y = batch(dist.get_rank(), index)
+        if dist.get_rank() == 0 and index % 4 == 0:
+            x, y = x[:0], y[:0]
+        loss = (trained.net(x[: 1 + index % 7], skip=dist.get_rank() == 1) - y[: 1 + index % 7]).square().sum()
+        loss.backward()
+        trained.optimizer.step()
+    return trained.reports, trained.audited
+
+
+def test_a_rank_that_does_not_run_the_module_takes_part(three_ranks: RankPool) -> None:
+    results = three_ranks.run(_without_the_module)
+    assert [reports for reports, _ in results] == [[]] * 3
+    audited = [count for _, count in results]
+    assert audited[1] < audited[0] < audited[2]
+
+
+def _unlike(which: int) -> Any:
+    """Three ranks, of which one is unlike the others, and one is faulty."""
+    trained = Trained()
+    audits = trained.manager._cycle.audits
+    assert audits is not None
+    audits._alike = int(dist.get_rank() == which)
+    with captured_log(), bad_products() if dist.get_rank() == 2 else contextlib.nullcontext():
+        for index in range(SITES_OF_NET):
+            trained.step(index)
+    return {f.ranks for report in trained.reports for f in report.findings}
+
+
+def test_only_ranks_that_are_alike_audit_each_other(three_ranks: RankPool) -> None:
+    """A faulty rank that is alone repeats its own fault, so it is not found."""
+    assert three_ranks.run(_unlike, 2) == [set()] * 3
+    assert three_ranks.run(_unlike, 0) == [{(1, 2)}] * 3
+
+
+def test_one_process_repeats_its_own_work() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, audit_every=1, check_policy="raise")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    manager.attach(net, optimizer=optimizer)
+
+    def step() -> None:
+        net(batch(0, 0)[0]).square().mean().backward()
+
+    for _ in range(SITES_OF_NET):
+        step()
+        optimizer.step()
+    assert manager._cycle.audits is not None
+    assert manager._cycle.audits.done >= SITES_OF_NET - 1
+    with captured_log(), pytest.raises(DivergenceError, match="transient on rank 0, which repeated its own work"):
+        for _ in range(SITES_OF_NET):
+            with bad_products():
+                step()
+            optimizer.step()
+
+
+def test_detached_and_switched_off_nothing_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, audit_every=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    manager.attach(net, optimizer=optimizer)
+    manager.detach()
+    assert (manager._job.tap, manager._cycle.audits) == (None, None)
+    monkeypatch.setenv("FP8DIST_AUDIT_EVERY", "3")
+    assert fp8dist.prepare(make_net()).settings.audit_every == 3
+    switched_off = make_net()
+    off = fp8dist.prepare(switched_off, audit_every=1, enabled=False)
+    off.attach(switched_off, optimizer=torch.optim.SGD(switched_off.parameters(), lr=0.01))
+    assert off._cycle.audits is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("audit_every", -1), ("audit_every", True), ("audit_bytes", 0)])
+def test_settings_of_wrong_values_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(fp8dist.errors.ConfigurationError, match=name):
+        fp8dist.prepare(make_net(), **{name: value})
