@@ -168,22 +168,22 @@ Computation = CastOf | ProductOf
 def computations_of(linears: Iterable[FP8Linear]) -> dict[torch.device, tuple[Computation, ...]]:
     """Return what the forwards and backwards of these modules compute in FP8, each once, by device. Local.
 
-    Inputs have autocast's dtype inside ``torch.autocast``, else the weight's. Left out are modules on the meta device,
-    and those with FP8 switched off.
+    Inputs have autocast's dtype inside ``torch.autocast``, else the weight's. Modules with FP8 switched off are left
+    out.
     """
     found: dict[torch.device, dict[Computation, None]] = {}
     for linear in linears:
         slots = linear.fp8_slots
         device, stored = slots.weight_sync.arena.device, stored_parameters(linear)
-        if device.type == "meta" or not stored or not slots.job.enabled:
+        if not stored or not slots.job.enabled:
             continue
         weight = stored[0].dtype
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else weight
         shape = multiplied_shape(linear, slots.resharded)
-        more = linear_computations(
-            shape, slots.recipe, dtype, weight, linear.bias is not None, linear.transposed, slots.job.backend
-        )
+        # A row-wise parallel Linear adds its bias after the product.
+        bias = linear.bias is not None and shape[1] == linear.in_features
+        more = linear_computations(shape, slots.recipe, dtype, weight, bias, linear.transposed, slots.job.backend)
         found.setdefault(device, {}).update(dict.fromkeys(more))
     return {device: tuple(computations) for device, computations in found.items()}
 
