@@ -78,6 +78,7 @@ class CastOf(NamedTuple):
         arena = Arena([spec], self.recipe, self.backend)
         arena.place(device)
         arena.set_scale(0, SCALE)
+        arena.known_hot = True  # Most steps of a training know it, and need no look at the amax before the cast.
         sync = ArenaSync(arena)
         slots = LinearSlots(sync, sync, JobState(True, self.backend, "fp8"), self.recipe, dict.fromkeys(Role, slot))
         of_weight = self.role is Role.WEIGHT
@@ -157,7 +158,7 @@ class ProductOf(NamedTuple):
                 shape = (lines, 1)
             elif self.scaling.in_blocks:
                 shape = (blocks_along(lines, BLOCK), along) if square else (along, lines)
-            scales = torch.ones(shape, device=device) if self.exact else inverse_scales(shape, _SEEDS[name], device)
+            scales = _ones(shape, device) if self.exact else inverse_scales(shape, _SEEDS[name], device)
             found.append(scales.t() if self.scaling.in_blocks and not square else scales)
         return found
 
@@ -258,6 +259,10 @@ class ComputedContent(Content):
             return Field(name, KIND, tensor, lambda place: unravel(place, tuple(tensor.shape)))
 
         return [field(name, tensor) for name, tensor in self._results[index].items()]
+
+
+def _ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=torch.float32, device=device)
 
 
 def _for_casts(recipe: Recipe) -> Recipe:

@@ -27,6 +27,8 @@ from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["localise_computed"]
 
+_ONLY_DIGEST = "all elements are equal in host memory: the device's digest of them was wrong, or its copy to the host"
+
 
 class _Told(NamedTuple):
     """What each rank sends first. ``keys``: from the first rank of a kind only."""
@@ -99,7 +101,7 @@ def _explain(anchor: SyncGroup, computed: ReplicaSet, few: list[Differing]) -> l
     for t, thing in enumerate(few):
         fields = {j: Field(name, KIND, torch.empty(0), lambda place: ()) for j, (name, _) in enumerate(expected[t])}
         by_rank = {rank: seen.get((t, rank), []) for rank in anchor.ranks}
-        found.append(explained(thing, fields, by_rank) or named_only(thing, ""))
+        found.append(explained(thing, fields, by_rank) if any(by_rank.values()) else named_only(thing, _ONLY_DIGEST))
     return found
 
 

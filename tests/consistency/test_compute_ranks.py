@@ -18,7 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist import DivergenceReport, Recipe, StateManager
-from fp8dist.consistency import inventory
+from fp8dist.consistency import computed, inventory
+from fp8dist.consistency.computations import ComputedContent
+from fp8dist.consistency.contents import Digester
 from fp8dist.errors import ConfigurationError, DivergenceError, ManifestMismatchError
 from fp8dist_kernels import direct
 from tests.consistency.test_compute import RECIPES
@@ -137,6 +139,57 @@ def test_of_three_ranks_the_odd_one_is_named(three_ranks: RankPool, recipe: str)
 def test_of_four_ranks_two_against_two_is_no_majority(four_ranks: RankPool) -> None:
     for found in four_ranks.run(_everywhere, "current", (1, 2)):
         _assert_named(found, (0, 1, 2, 3), None, ((0, 3), (1, 2)))
+
+
+def _two_blocks() -> Any:
+    """A product of 512 KiB, with a wrong bit in its second block of 256 KiB, and one in the last element."""
+    model = nn.Sequential(nn.Linear(256, 512))
+    manager = fp8dist.prepare(model, group=dist.group.WORLD).attach()
+    with contextlib.ExitStack() as stack, captured_log():
+        if dist.get_rank() == 1:
+            for row, column in ((300, 17), (511, 255)):
+                stack.enter_context(flipping("matmul", (512, TOKENS), 4 * (256 * row + column), 0))
+        report = _computed(manager, policy="warn")
+    (finding,) = report.findings
+    return finding.index, finding.ulp, finding.detail.split(",")[0]
+
+
+def test_the_first_element_is_found_in_any_block(three_ranks: RankPool) -> None:
+    extent = "2 elements in the first of 1 differing blocks"
+    assert three_ranks.run(_two_blocks) == [((300, 17), 1, extent)] * 3
+
+
+def _beyond_the_first_few() -> Any:
+    _, manager = _attached()
+    with contextlib.ExitStack() as stack, captured_log():
+        for place in ("input", "fprop", "wgrad"):
+            stack.enter_context(_faulty(RECIPES["delayed"], place, 0, 0, (1,)))
+        stack.enter_context(mock.patch.object(computed, "MAX_EXPLAINED", 2))
+        report = _computed(manager, policy="warn")
+    return [(f.name.split()[0], f.ranks, f.reference_rank, f.index) for f in report.findings]
+
+
+def test_all_are_named_and_the_first_few_with_elements(three_ranks: RankPool) -> None:
+    expected = [("cast", (1,), 0, (0, 0)), ("fprop", (1,), 0, (0, 0)), ("wgrad", (1,), 0, None)]
+    assert three_ranks.run(_beyond_the_first_few) == [expected] * 3
+
+
+def _wrong_digest() -> Any:
+    _, manager = _attached()
+    original = ComputedContent.digests
+
+    def wrong(self: ComputedContent, digester: Digester) -> torch.Tensor:
+        found = original(self, digester)
+        found[3, 1] ^= dist.get_rank() == 1
+        return found
+
+    with captured_log(), mock.patch.object(ComputedContent, "digests", wrong):
+        report = _computed(manager, policy="warn")
+    return [(f.name.split()[0], f.ranks, f.detail[:43]) for f in report.findings]
+
+
+def test_a_wrong_digest_is_told_from_a_wrong_result(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_wrong_digest) == [[("fprop", (1,), "all elements are equal in host memory: the ")]] * 3
 
 
 # Ranks that are not alike ------------------------------------------------------------------------------

@@ -58,10 +58,3 @@ def test_torchs_generators_stay_as_they_are() -> None:
     before = torch.get_rng_state()
     operand((16, 16), torch.bfloat16, 0, CPU)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_gpu_gives_the_same() -> None:
-    for dtype in FIELDS:
-        found = operand((48, 48), dtype, 0, torch.device("cuda"))
-        assert _bits(found.cpu()) == known_bits((48, 48), dtype, 0)
