@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, Rowwis
 from fp8dist.consistency import computations
 from fp8dist.consistency.computations import ComputedContent, computations_of, linear_computations
 from fp8dist.consistency.contents import Digester
+from fp8dist.consistency.likeness import likeness
 from fp8dist.modules.fp8_linear import fp8_linears
 from tests.kernels.test_content_digest import digest_in_python, unsigned
 from tests.support.answers import known_bits, known_values, word
@@ -176,3 +178,18 @@ def test_names_tell_all_computations_apart() -> None:
         for one in linear_computations((48, 32), recipe, dtype, torch.float32, bias, transposed, backend)
     }
     assert len({one.name(CPU) for one in found}) == len(found)
+
+
+def test_likeness_names_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = likeness(CPU)
+    assert likeness(CPU) == before
+    assert f"torch {torch.__version__}" in before
+    assert "triton 3" in before
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    threads = likeness(CPU)
+    assert threads == before.replace("1 threads", "77 threads") != before
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert likeness(CPU).replace("CUBLAS_WORKSPACE_CONFIG=:4096:8; ", "") == threads != likeness(CPU)
+    found = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert likeness(torch.device("cuda", 3)).startswith("NVIDIA H200 9.0, 132 SMs; torch ")
