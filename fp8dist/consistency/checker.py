@@ -411,11 +411,8 @@ def run_check(
             compared = check_replicas(anchor, build, known, everything=policy == "repair")
             report = compared.report
             # Switching FP8 off must not end a job that checks its FP8 state.
-            if (
-                scope.state
-                and compared.nothing
-                and (not checkers or any(checker.settings.enabled for checker in checkers))
-            ):
+            enabled = not checkers or any(checker.settings.enabled for checker in checkers)
+            if scope.state and compared.nothing and enabled:
                 why = "; ".join(report.skipped) or "it has no parameters"
                 raise ConfigurationError(
                     "check() has nothing to compare, because nothing here is known to be the same on several ranks "

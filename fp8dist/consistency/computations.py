@@ -78,6 +78,7 @@ class CastOf(NamedTuple):
         arena = Arena([spec], self.recipe, self.backend)
         arena.place(device)
         arena.set_scale(0, SCALE)
+        arena.known_hot = True  # Most steps of a training know it, and need no look at the amax before the cast.
         sync = ArenaSync(arena)
         slots = LinearSlots(sync, sync, JobState(True, self.backend, "fp8"), self.recipe, dict.fromkeys(Role, slot))
         of_weight = self.role is Role.WEIGHT
@@ -157,7 +158,7 @@ class ProductOf(NamedTuple):
                 shape = (lines, 1)
             elif self.scaling.in_blocks:
                 shape = (blocks_along(lines, BLOCK), along) if square else (along, lines)
-            scales = torch.ones(shape, device=device) if self.exact else inverse_scales(shape, _SEEDS[name], device)
+            scales = _ones(shape, device) if self.exact else inverse_scales(shape, _SEEDS[name], device)
             found.append(scales.t() if self.scaling.in_blocks and not square else scales)
         return found
 
@@ -168,22 +169,22 @@ Computation = CastOf | ProductOf
 def computations_of(linears: Iterable[FP8Linear]) -> dict[torch.device, tuple[Computation, ...]]:
     """Return what the forwards and backwards of these modules compute in FP8, each once, by device. Local.
 
-    Inputs have autocast's dtype inside ``torch.autocast``, else the weight's. Left out are modules on the meta device,
-    and those with FP8 switched off.
+    Inputs have autocast's dtype inside ``torch.autocast``, else the weight's. Modules with FP8 switched off are left
+    out.
     """
     found: dict[torch.device, dict[Computation, None]] = {}
     for linear in linears:
         slots = linear.fp8_slots
         device, stored = slots.weight_sync.arena.device, stored_parameters(linear)
-        if device.type == "meta" or not stored or not slots.job.enabled:
+        if not stored or not slots.job.enabled:
             continue
         weight = stored[0].dtype
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else weight
         shape = multiplied_shape(linear, slots.resharded)
-        more = linear_computations(
-            shape, slots.recipe, dtype, weight, linear.bias is not None, linear.transposed, slots.job.backend
-        )
+        # A row-wise parallel Linear adds its bias after the product.
+        bias = linear.bias is not None and shape[1] == linear.in_features
+        more = linear_computations(shape, slots.recipe, dtype, weight, bias, linear.transposed, slots.job.backend)
         found.setdefault(device, {}).update(dict.fromkeys(more))
     return {device: tuple(computations) for device, computations in found.items()}
 
@@ -258,6 +259,10 @@ class ComputedContent(Content):
             return Field(name, KIND, tensor, lambda place: unravel(place, tuple(tensor.shape)))
 
         return [field(name, tensor) for name, tensor in self._results[index].items()]
+
+
+def _ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=torch.float32, device=device)
 
 
 def _for_casts(recipe: Recipe) -> Recipe:

@@ -187,7 +187,7 @@ class Inventory:
         ]
         self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
         if not contents:
-            self._skip(KIND, Excuse("exist: no module on a device computes in FP8"), 0)
+            self._skip(KIND, Excuse("exist: no module computes in FP8"), 0)
 
     def _add_parameters(self, module: nn.Module, parameters: bool, gradients: bool) -> None:
         """Add all parameters, their current gradients, or both."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.consistency.computations import KIND
+from fp8dist.consistency.computed import localise_computed
 from fp8dist.consistency.contents import Digester
 from fp8dist.consistency.findings import Differing, findings_of_values, last_good_step
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
@@ -127,32 +128,25 @@ def _check_computed(
     anchor: SyncGroup, mine: Holdings, computed: ReplicaSet, digests: Tensor
 ) -> tuple[list[Finding], Holdings, bool]:
     """Compare what the ranks have computed, each with those that have its label. COLLECTIVE: one MAX; one gather more
-    if not all ranks have the same label.
+    if not all ranks have the same label, and further collectives if ranks differ.
 
     Returns:
         The findings of all ranks, ``mine`` without computations that no other rank repeats, and True if any ranks have
         compared some.
     """
-    label, total = _word(computed.label), (*digests.sum(0).tolist(), len(digests))
+    label = _word(computed.label)
     alike, same = _agree(anchor, [label], digests)[0]
-    if alike:
-        return [] if same else localise_set(computed, digests, mine, False)[0], mine, len(digests) > 0
-    told = dict(zip(anchor.ranks, anchor.gather((label, total))))
-    sides = sides_of({rank: of for rank, (of, _) in told.items()})
-    anything = any(len(side) > 1 and told[side[0]][1][-1] for side in sides)
-    differing = [side for side in sides if len({told[rank][1] for rank in side}) > 1]
-    own = next(side for side in sides if anchor.rank in side)
-    found = []
-    if own in differing:
-        # Rare: ranks of several kinds, and a difference. So no group is kept for each kind.
-        group = dist.new_group(list(own), use_local_synchronization=True)
-        found = localise_set(replace(computed, group=SyncGroup(group)), digests, mine, False)[0]
-        dist.destroy_process_group(group)
-    findings = _union(anchor, found if anchor.rank == own[0] else []) if differing else []
+    if alike and same:
+        return [], mine, len(digests) > 0
+    told = dict(zip(anchor.ranks, anchor.gather((label, (*digests.sum(0).tolist(), len(digests))))))
+    kinds = sides_of({rank: of for rank, (of, _) in told.items()})
+    differing = [kind for kind in kinds if len({told[rank][1] for rank in kind}) > 1]
+    findings = localise_computed(anchor, mine, computed, digests, differing) if differing else []
+    own = next(kind for kind in kinds if anchor.rank in kind)
     if len(own) == 1:
         excuse = f"{len(digests)} {plural(KIND)} that no other rank repeats on equal hardware, versions and shapes"
         mine = replace(mine, computed=None, skipped=(*mine.skipped, excuse))
-    return findings, mine, anything
+    return findings, mine, any(len(kind) > 1 and told[kind[0]][1][-1] for kind in kinds)
 
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:

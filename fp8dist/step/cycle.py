@@ -410,8 +410,6 @@ class StepCycle:
 
     def check_computations(self) -> DivergenceReport:
         """Compare known casts and products across the ranks, and follow ``check_policy``. COLLECTIVE."""
-        if any(sync.arena.device.type == "meta" for sync in self.syncs):
-            return DivergenceReport(skipped=("the model is on the meta device",))
         return self._check(Scope(parameters=False, state=False, compute=True), self.settings.check_policy, False)
 
     def _check(self, scope: Scope, policy: Policy, in_step: bool) -> DivergenceReport:

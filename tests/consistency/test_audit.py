@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,7 +232,7 @@ def _raises(policy: str) -> Any:
 def test_the_policy_ends_the_job_on_all_ranks_with_one_message(policy: str, three_ranks: RankPool) -> None:
     results = three_ranks.run(_raises, policy)
     assert len({result[:2] for result in results}) == 1
-    for steps, text, ranks, logged in results:
+    for steps, text, ranks, _ in results:
         assert steps < SITES_OF_NET
         assert set(ranks) == {(1,)}
         assert text.startswith("repeated results differ between ranks: audit '")
@@ -375,6 +376,13 @@ def test_only_ranks_that_are_alike_audit_each_other(three_ranks: RankPool) -> No
     assert three_ranks.run(_unlike, 0) == [{(1, 2)}] * 3
 
 
+def _until_it_raises(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(SITES_OF_NET):
+        with bad_products():
+            step()
+        optimizer.step()
+
+
 def test_one_process_repeats_its_own_work() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, audit_every=1, check_policy="raise")
@@ -389,11 +397,9 @@ def test_one_process_repeats_its_own_work() -> None:
         optimizer.step()
     assert manager._cycle.audits is not None
     assert manager._cycle.audits.done >= SITES_OF_NET - 1
-    with captured_log(), pytest.raises(DivergenceError, match="transient on rank 0, which repeated its own work"):
-        for _ in range(SITES_OF_NET):
-            with bad_products():
-                step()
-            optimizer.step()
+    with captured_log():
+        with pytest.raises(DivergenceError, match="transient on rank 0, which repeated its own work"):
+            _until_it_raises(step, optimizer)
 
 
 def test_detached_and_switched_off_nothing_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ __all__ = ["bad_casts", "bad_products", "flip"]
 
 def flip(tensor: Tensor, place: int, bit: int = 3) -> None:
     """Change one bit of one element."""
-    flat = tensor.detach().view(torch.uint8).view(-1)
+    flat = tensor.detach().view(-1).view(torch.uint8)
     flat[place % tensor.numel() * tensor.element_size()] ^= 1 << bit
 
 
