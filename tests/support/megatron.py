@@ -1,0 +1,124 @@
+"""Megatron-Core on a CPU with gloo: stand-ins for what it takes from GPUs, and a small GPT.
+
+Megatron allocates on "cuda" by name, forks the GPU's random state, and leaves LayerNorm under sequence parallelism to
+Apex or TransformerEngine. Weights are drawn from one seed on the CPU and cut by tensor parallelism, and there is no
+dropout: models of any layout hold the same parameters, apart from experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["LENGTH", "VOCABULARY", "gpt", "initialize", "mask", "with_stand_ins"]
+
+LAYERS, LENGTH, VOCABULARY = 2, 16, 64
+
+
+def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which runs with the stand-ins."""
+
+    @functools.wraps(function)
+    def inside(*args: Any) -> Any:
+        with _stand_ins():
+            return function(*args)
+
+    return inside
+
+
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    cuda = {"current_device": lambda: "cpu", "synchronize": lambda device=None: None}
+    with mock.patch.multiple(torch.cuda, **cuda), _OnCPU():
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+        from megatron.core.transformer.moe import moe_utils
+
+        with (
+            mock.patch.object(CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
+            # Release 0.16.1 reads the name where TransformerEngine is not installed, too.
+            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+        ):
+            yield
+
+
+class _OnCPU(TorchFunctionMode):
+    """Tensors that are asked for on "cuda" are on the CPU, and say that their type is one of CUDA."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        result = function(*args, **kwargs)
+        return (
+            result.replace("torch.", "torch.cuda.") if function is Tensor.type and isinstance(result, str) else result
+        )
+
+
+def initialize(tp: int = 1, pp: int = 1, **sizes: Any) -> None:
+    """Make Megatron's groups anew: ``tp`` x ``pp`` ranks hold the model, the others are data-parallel. COLLECTIVE.
+
+    ``sizes``: as ``parallel_state.initialize_model_parallel`` takes them, such as ``expert_model_parallel_size``.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False, **sizes)
+
+
+class _Norm(nn.LayerNorm):
+    """LayerNorm whose parameters are marked for the reduction of their gradients, as Apex's are."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def gpt(*, sequence_parallel: bool = False, experts: int = 0, tied: bool = True, seed: int = 5, **config: Any) -> Any:
+    """Return the part of a GPT of two layers that this rank holds, of Megatron's local layers. Local.
+
+    ``initialize`` decides the layout. ``tied``: embeddings and output layer share their weight. ``config``: further
+    fields of TransformerConfig.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(seed)
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    given = {
+        "num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
+        "params_dtype": torch.float32, "pipeline_dtype": torch.float32, "sequence_parallel": sequence_parallel,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": stages,
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "num_moe_experts": experts or None, "add_bias_linear": not experts,
+    }  # fmt: skip
+    layer = get_gpt_layer_local_spec(num_experts=experts or None, moe_grouped_gemm=False)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
+    return GPTModel(
+        TransformerConfig(**{**given, **config}),
+        TransformerBlockSubmodules([layer] * (LAYERS // stages), layer_norm=_Norm),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=tied,
+    )
+
+
+def mask() -> Tensor:
+    """Return the causal mask, of shape [1, 1, LENGTH, LENGTH]. True: hidden."""
+    return torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
