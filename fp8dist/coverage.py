@@ -71,9 +71,9 @@ class Coverage:
     """The matmul weights of a model: a row for each module that has some. Iterates over its rows, prints as a table.
 
     Counted are the weights of ``nn.Linear`` and its subclasses, ``nn.Bilinear``, the input projections of
-    ``nn.MultiheadAttention``, transformers' ``Conv1D``, other classes with "Linear" in their name, and parameters of
-    three or more dims (fused experts), except in convolutions, norms and embeddings. Convolutions, embeddings and RNNs
-    are not counted.
+    ``nn.MultiheadAttention``, transformers' ``Conv1D``, other classes with "Linear" in their name, Megatron-Core's
+    ``GroupedMLP``, and parameters of three or more dims (fused experts), except in convolutions, norms and embeddings.
+    Convolutions, embeddings and RNNs are not counted.
 
     Each weight counts 2 x parameters FLOPs per token, so shares of FLOPs are shares of parameters. A weight that
     several modules use counts once for each. All experts count, because the number that a token visits is not known.
@@ -298,7 +298,8 @@ def _matmul_parameters(module: nn.Module) -> int | None:
 
 
 def _named_linear(module: nn.Module) -> bool:
-    return "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
+    name = type(module).__name__
+    return "Linear" in name or name in ("Conv1D", "GroupedMLP")
 
 
 def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -342,7 +343,7 @@ def _not_linear(module: nn.Module) -> LeftOut:
         return LeftOut("not nn.Linear", "nn.MultiheadAttention multiplies with its input projections itself")
     if name == "Conv1D":
         return LeftOut("not nn.Linear", "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear")
-    if isinstance(module, nn.Bilinear) or "Linear" in name:
+    if isinstance(module, nn.Bilinear) or _named_linear(module):
         return LeftOut("not nn.Linear", f"it is a {name}, not an nn.Linear")
     experts = _expert_parameters(module)
     dims = f"{max(p.ndim for p in experts.values())}-D parameters"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, ABCMeta
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +23,8 @@ except ImportError as error:
     raise ImportError(install("Megatron-Core", "megatron")) from error
 
 __all__ = ["attach", "prepare"]
+
+logger = logging.getLogger("fp8dist")
 
 KEY = "fp8dist"
 """The FP8 state in the optimizer's part of a checkpoint."""
@@ -91,10 +93,10 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     manager.attach(boundary="manual")
     manager._cycle.reuse_casts(True)  # Weights change in the optimizer's step, and where modules load a state_dict.
     optimizer.fp8_manager = manager
-    optimizer.__class__ = ABCMeta(f"FP8{type(optimizer).__name__}", (_FP8Steps, type(optimizer)), {})
+    optimizer.__class__ = type(f"FP8{type(optimizer).__name__}", (_FP8Steps, type(optimizer)), {})
 
 
-class _FP8Steps(ABC):  # An ABC like MegatronOptimizer: Python lets an object change to a class of the same layout.
+class _FP8Steps(MegatronOptimizer):
     """Added to the class of an optimizer. ``fp8_manager``: the manager that its steps drive."""
 
     def step(self: Any) -> Any:
@@ -113,12 +115,18 @@ class _FP8Steps(ABC):  # An ABC like MegatronOptimizer: Python lets an object ch
         return {**state, KEY: {key: _shard(key, value) for key, value in self.fp8_manager.state_dict().items()}}
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        """Load the optimizer's state, and the FP8 state if it is there."""
-        state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
-        fp8 = state_dict.pop(KEY, None) if isinstance(state_dict, dict) else None
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        if fp8 is not None:
+        """Load the optimizer's state, and the FP8 state. COLLECTIVE if the checkpoint has none: scales begin anew."""
+        fp8 = None
+        if isinstance(state_dict, dict):
+            fp8 = state_dict.get(KEY)
+            state_dict = {key: value for key, value in state_dict.items() if key != KEY}
+        super().load_state_dict(state_dict)
+        if fp8:
             self.fp8_manager.load_state_dict(fp8)
+        else:
+            logger.warning("fp8dist: the checkpoint has no FP8 state: scales begin anew")
+            self.fp8_manager.reset()
+            self.fp8_manager.refresh_weights()
 
 
 def _shard(key: str, state: bytes) -> ShardedObject:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -37,13 +38,16 @@ def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
 def _stand_ins() -> Iterator[None]:
     cuda = {"current_device": lambda: "cpu", "synchronize": lambda device=None: None}
     with mock.patch.multiple(torch.cuda, **cuda), _OnCPU():
-        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+        from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils
 
         with (
-            mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
+            mock.patch.object(random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
+            mock.patch.multiple(random, _get_cuda_rng_state=mock.Mock(), _set_cuda_rng_state=mock.Mock()),
             # Release 0.16.1 reads the name where TransformerEngine is not installed, too.
             mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+            # Checkpoints are written by child processes, which the daemons of a RankPool must not have.
+            mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False}),  # type: ignore[attr-defined]
         ):
             yield
 
@@ -114,6 +118,7 @@ def gpt(
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": stages,
         "virtual_pipeline_model_parallel_size": virtual,
+        "batch_p2p_comm": False,  # With two stages, both neighbours are one rank: gloo would match the wrong pairs.
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "num_moe_experts": experts or None, "add_bias_linear": not experts,
     }  # fmt: skip
