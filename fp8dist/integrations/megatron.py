@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,13 +53,18 @@ def prepare(
     for chunk in chunks:
         _require_supported(getattr(chunk, "config", None))
     whole = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
-    options = {"group": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True), **options}
-    modules = {name: module for name, module in whole.named_modules() if getattr(module, "weight", None) is not None}
-    if parallel_state.get_expert_model_parallel_world_size() > 1 and any(".experts." in name for name in modules):
-        options.setdefault("groups", {EXPERTS: _expert_group()})
-    if any(name.endswith("output_layer") for name in modules) and options.get("skip", ()) is not None:
-        skip = options.get("skip", ())
-        options["skip"] = (HEAD, *([skip] if isinstance(skip, str) else skip))
+    if "group" not in options:
+        if not parallel_state.is_initialized():
+            raise ConfigurationError("call Megatron-Core's initialize_model_parallel() before prepare()")
+        options["group"] = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    names = [name for name, module in whole.named_modules() if getattr(module, "weight", None) is not None]
+    skip = options.get("skip", ())
+    if skip is not None:
+        skip = [skip] if isinstance(skip, str) else [*skip]
+        heads = [HEAD] if any(name.endswith("output_layer") for name in names) else []
+        options["skip"] = [*heads, *skip]
+    if any(".experts." in name for name in names) and "groups" not in options and EXPERTS not in (skip or ()):
+        options["groups"] = _expert_groups()
     manager = fp8dist.prepare(whole, recipe, **options)
     if len(chunks) > 1:
         chunks[0].__dict__["fp8_chunks"] = whole  # The manager does not keep the list alive.
@@ -85,7 +91,7 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
             "attach(manager, optimizer) needs the optimizer that get_megatron_optimizer() returns, "
             f"got {type(optimizer).__name__}"
         )
-    if manager._job.attached or isinstance(optimizer, _FP8Steps):
+    if manager._job.attached or (isinstance(optimizer, _FP8Steps) and optimizer.fp8_manager._job.attached):
         raise ConfigurationError(
             "the manager or the optimizer is attached already: leave out manager.attach(), and attach an optimizer once"
         )
@@ -93,15 +99,18 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     manager.attach(boundary="manual")
     manager._cycle.reuse_casts(True)  # Weights change in the optimizer's step, and where modules load a state_dict.
     optimizer.fp8_manager = manager
-    optimizer.__class__ = type(f"FP8{type(optimizer).__name__}", (_FP8Steps, type(optimizer)), {})
+    if not isinstance(optimizer, _FP8Steps):
+        optimizer.__class__ = type(f"FP8{type(optimizer).__name__}", (_FP8Steps, type(optimizer)), {})
 
 
 class _FP8Steps(MegatronOptimizer):
     """Added to the class of an optimizer. ``fp8_manager``: the manager that its steps drive."""
 
+    fp8_manager: fp8dist.StateManager
+
     def step(self: Any) -> Any:
         """Take a step, and end the FP8 step if parameters were updated. COLLECTIVE."""
-        updated, *others = super().step()  # type: ignore[misc]
+        updated, *others = super().step()
         if self.fp8_manager._job.attached:
             if updated:
                 self.fp8_manager.step()
@@ -111,7 +120,7 @@ class _FP8Steps(MegatronOptimizer):
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the optimizer's state with the FP8 state. As Megatron's, COLLECTIVE for some optimizers."""
-        state = super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+        state = super().sharded_state_dict(*args, **kwargs)
         return {**state, KEY: {key: _shard(key, value) for key, value in self.fp8_manager.state_dict().items()}}
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
@@ -131,18 +140,21 @@ class _FP8Steps(MegatronOptimizer):
 
 def _shard(key: str, state: bytes) -> ShardedObject:
     """Return what one rank of those that share the state saves, and each of them loads."""
-    first = 0 if key == "shared" else int(key.lstrip("rank").lstrip("s").partition("-")[0])
-    return ShardedObject(f"{KEY}.{key}", state, (1,), (0,), replica_id=dist.get_rank() - first)
+    first = re.match(r"ranks?(\d+)", key)
+    replica = dist.get_rank() - (int(first[1]) if first else 0)
+    return ShardedObject(f"{KEY}.{key}", state, (1,), (0,), replica_id=replica)
 
 
-def _expert_group() -> dist.ProcessGroup:
+def _expert_groups() -> dict[str, dist.ProcessGroup]:
+    """Return the group for experts, unless all ranks of the stage hold the same ones."""
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return {}
     if parallel_state.get_expert_tensor_parallel_world_size() > 1:
         raise ConfigurationError(
-            "Megatron has no group of the ranks that share an expert, with expert_model_parallel_size and "
-            'expert_tensor_parallel_size above 1: keep experts in high precision, skip="*.experts.*", or give groups='
+            "Megatron-Core has no group of the ranks that share an expert if expert_tensor_parallel_size is above 1: "
+            f'set it to 1, keep the experts in high precision, skip="{EXPERTS}", or give prepare groups='
         )
-    group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
-    return group
+    return {EXPERTS: parallel_state.get_expert_data_parallel_group()}
 
 
 def _require_supported(config: Any) -> None:

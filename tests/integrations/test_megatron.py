@@ -20,12 +20,13 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.linear_slots import LinearSlots
+from tests.support.examples import run_example
 from tests.support.megatron import LENGTH, VOCABULARY, gpt, initialize, mask, with_stand_ins
 from tests.support.ranks import RankPool
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
-    pytest.mark.filterwarnings("ignore"),
     pytest.mark.long,
 ]
 
@@ -503,6 +504,20 @@ def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: Ran
 
 
 @with_stand_ins
+def _casts() -> int:
+    """Return the number of casts of weights in two steps."""
+    initialize(2)
+    job, cast = _job(**DISTRIBUTED), LinearSlots._cast_weight
+    with mock.patch.object(LinearSlots, "_cast_weight", autospec=True, side_effect=cast) as casts:
+        _train(job, range(2), 3)
+    return casts.call_count
+
+
+def test_weights_are_cast_once_a_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_casts) == [16, 16]
+
+
+@with_stand_ins
 def _overlapped() -> None:
     initialize()
     plain = _job(**DISTRIBUTED)
@@ -590,6 +605,8 @@ def test_modules_stay_megatrons(two_ranks: RankPool) -> None:
 
 @with_stand_ins
 def _misused() -> None:
+    from megatron.core import parallel_state
+
     from fp8dist.integrations.megatron import attach, prepare
 
     initialize()
@@ -613,6 +630,10 @@ def _misused() -> None:
     other.optimizer.model_chunks = [model]
     with pytest.raises(ConfigurationError, match="does not support GPTModel of Megatron-Core: use Distributed"):
         attach(fp8dist.get_manager(model), other.optimizer)
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(ConfigurationError, match=r"call Megatron-Core's initialize_model_parallel\(\)"):
+        prepare(model)
+    initialize()
     for name, value in (("fp8", "hybrid"), ("cuda_graph_impl", "local"), ("tp_comm_overlap", True)):
         model = gpt()
         setattr(model.config, name, value)
@@ -620,12 +641,14 @@ def _misused() -> None:
             prepare(model)
     untied = prepare(gpt(tied=False)).coverage()
     assert [row.fqn for row in untied if not row.fp8] == ["output_layer"]
-    initialize(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
-    assert prepare(gpt(experts=4)).coverage().share == 1
+    first.manager.detach()
+    attach(first.manager, first.optimizer)
+    _train(first, range(2))
+    assert first.manager.steps == 2
 
 
 @with_stand_ins
-def _forgotten(caplog: Any = None) -> None:
+def _forgotten() -> None:
     from fp8dist.integrations.megatron import prepare
 
     initialize()
@@ -641,3 +664,26 @@ def test_misuse_is_an_error(two_ranks: RankPool) -> None:
 
 def test_a_forgotten_attach_is_an_error(two_ranks: RankPool) -> None:
     two_ranks.run(_forgotten)
+
+
+@with_stand_ins
+def _experts() -> None:
+    from fp8dist.integrations.megatron import prepare
+
+    initialize(2, expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    model = gpt(experts=4, sequence_parallel=True)
+    with pytest.raises(ConfigurationError, match="no group of the ranks that share an expert"):
+        prepare(model)
+    kept = prepare(model, skip="*.experts.*").coverage()
+    assert {".experts." in row.fqn for row in kept if row.fp8} == {False}
+    fp8dist.restore(model)
+    own = [dist.new_group([2 * pair, 2 * pair + 1]) for pair in range(2)][dist.get_rank() // 2]
+    assert prepare(model, groups={"*.experts.*": own}).coverage().share == 1
+
+
+def test_experts_with_tensor_parallelism_need_a_group(four_ranks: RankPool) -> None:
+    four_ranks.run(_experts)
+
+
+def test_the_example_trains() -> None:
+    assert "FP8: 92.3 %" in run_example("megatron", "--steps", "4", through=("-m", "tests.support.megatron"))

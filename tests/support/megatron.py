@@ -3,6 +3,8 @@
 Megatron allocates on "cuda" by name, forks the GPU's random state, and leaves LayerNorm under sequence parallelism to
 Apex or TransformerEngine. Weights are drawn from one seed on the CPU and cut by tensor parallelism, and there is no
 dropout: models of the same pipeline stage hold the same parameters in any layout, apart from experts.
+
+``python -m tests.support.megatron PROGRAM FLAGS…`` runs a program with the stand-ins.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -43,6 +47,7 @@ def _stand_ins() -> Iterator[None]:
 
         with (
             mock.patch.object(random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
+            mock.patch.object(random.CudaRNGStatesTracker, "add"),
             mock.patch.multiple(random, _get_cuda_rng_state=mock.Mock(), _set_cuda_rng_state=mock.Mock()),
             # Release 0.16.1 reads the name where TransformerEngine is not installed, too.
             mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
@@ -139,3 +144,9 @@ def gpt(
 def mask() -> Tensor:
     """Return the causal mask, of shape [1, 1, LENGTH, LENGTH]. True: hidden."""
     return torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    with _stand_ins():
+        runpy.run_path(sys.argv[0], run_name="__main__")
