@@ -9,10 +9,10 @@ from torch import Tensor, nn
 __all__ = ["gathered_input", "is_parallel", "is_transposed", "linear_base"]
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
-_PARALLEL = {
+_PARALLEL = (
     ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear"),
     ("megatron.core.tensor_parallel.layers", "RowParallelLinear"),
-}
+)
 
 
 def linear_base(kind: type[nn.Module]) -> type[nn.Module] | None:
@@ -43,11 +43,13 @@ def gathered_input(input: Tensor, allreduce_dgrad: bool, sequence_parallel: bool
     Args:
         allreduce_dgrad, sequence_parallel: how Megatron-Core calls ``_forward_impl``; at most one of them is true.
     """
+    if not (sequence_parallel or allreduce_dgrad):
+        return input
     from megatron.core.tensor_parallel import mappings
 
-    result: Tensor = input
+    result: Tensor
     if sequence_parallel:
         result = mappings.gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
-    elif allreduce_dgrad:
+    else:
         result = mappings.copy_to_tensor_model_parallel_region(input, group=group)
     return result
