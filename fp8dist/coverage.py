@@ -288,9 +288,7 @@ def _matmul_parameters(module: nn.Module) -> int | None:
     own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
     if isinstance(module, nn.MultiheadAttention):
         own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
-    elif (
-        "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D" or linear_base(type(module)) is not None
-    ):
+    elif _named_linear(module) or linear_base(type(module)) is not None:
         own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
     elif not isinstance(module, nn.Bilinear):
         own = _expert_parameters(module)
