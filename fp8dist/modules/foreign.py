@@ -18,11 +18,8 @@ _PARALLEL = (
 def linear_base(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return the class in the bases of ``kind`` whose product FP8Linear can stand for: nn.Linear, transformers' Conv1D,
     or one of Megatron-Core's parallel Linears. None: there is none."""
-    return next((base for base in kind.__mro__ if base is nn.Linear or _known(base)), None)
-
-
-def _known(base: type) -> bool:
-    return is_transposed(base) or is_parallel(base)
+    bases = kind.__mro__
+    return next((base for base in bases if base is nn.Linear or is_transposed(base) or is_parallel(base)), None)
 
 
 def is_transposed(base: type) -> bool:

@@ -296,8 +296,8 @@ def _fp8_class(original: type[nn.Module]) -> type[FP8Linear]:
         reduced: Any = super(FP8Linear, self).__reduce_ex__(protocol)
         return _without_init, (original,), *reduced[2:]
 
-    members = {"converted_from": original, "__reduce_ex__": reduce, "__module__": __name__}
-    members |= {"transposed": is_transposed(base)}
+    members: dict[str, Any] = {"converted_from": original, "transposed": is_transposed(base)}
+    members |= {"__reduce_ex__": reduce, "__module__": __name__}
     if is_parallel(base):
         members |= {"forward": original.forward, "_forward_impl": _parallel_forward}
     return types.new_class(f"FP8{original.__name__}", (FP8Linear, original), {}, lambda body: body.update(members))
