@@ -42,6 +42,7 @@ def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
 def _stand_ins() -> Iterator[None]:
     cuda = {"current_device": lambda: "cpu", "synchronize": lambda device=None: None}
     with mock.patch.multiple(torch.cuda, **cuda), _OnCPU():
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils
 
@@ -51,6 +52,8 @@ def _stand_ins() -> Iterator[None]:
             mock.patch.multiple(random, _get_cuda_rng_state=mock.Mock(), _set_cuda_rng_state=mock.Mock()),
             # Release 0.16.1 reads the name where TransformerEngine is not installed, too.
             mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+            # A process for a queue is started once and kept. It ends with the last reference to the queue.
+            mock.patch.object(filesystem_async, "_results_queue", None),
             # Checkpoints are written by child processes, which the daemons of a RankPool must not have.
             mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False}),  # type: ignore[attr-defined]
         ):
