@@ -30,6 +30,7 @@ _WHAT: Mapping[str, str] = MappingProxyType(
         "gradient": "gradients",
         "buffer": "buffers",
         "optimizer": "optimizer states",
+        "computation": "results of equal computations",
         "layout": "the tensors",
         "error": "the outcomes",
     }
@@ -71,8 +72,8 @@ class Finding:
     be blamed. ``sides`` are the sets of ranks that agree, the largest first.
 
     ``kind``: "manifest", "step", "scale" (scale, inv_scale, cold flags), "history" (amaxes and their counters),
-    "parameter", "gradient", "optimizer", "buffer", "layout" (which tensors ranks hold, not their content), or "error"
-    (a rank could not build its part).
+    "parameter", "gradient", "optimizer", "buffer", "computation" (a cast or product of ``check(compute=True)``),
+    "layout" (which tensors ranks hold, not their content), or "error" (a rank could not build its part).
 
     ``index`` is the index of the first differing element. ``value`` is the element on the lowest of ``ranks`` (without
     a majority: on the next side that has another value there than the first), ``expected`` the element on the reference
@@ -266,6 +267,8 @@ def _where(findings: tuple[Finding, ...], noun: str) -> list[str]:
 def _what(f: Finding) -> str:
     """Return the field, unless it is called as the kind, if other columns show the rest; else the detail, which pairs
     ranks with values."""
+    if f.kind == "computation":  # The bits tell which gate of the device is wrong.
+        return f.detail
     lone = f.detail.startswith(f"{f.field or 'first element'}: ") and ", " not in f.detail
     if f.reference_rank is None:
         lone = len(set(map(_word, f.values))) > 1 and (lone or f.index is None)

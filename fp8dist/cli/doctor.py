@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from fp8dist.cli.burn import FP8_CAPABILITY, burn, burned_across_ranks, multiplies_fp8
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import TESTED
 from fp8dist.offline.failures import one_line
@@ -37,7 +39,6 @@ __all__ = ["Examination", "Observation", "examine"]
 Outcome = Literal["ok", "failed", "absent"]
 
 _TIMEOUT = 60.0
-_FP8_CAPABILITY = (8, 9)
 # Ties, both ends of the range and a value beyond it, with their expected casts to E4M3 and E5M2.
 _CAST = (0.0, -0.3, 17.0, 19.0, 448.0, 1e9, float("inf"))
 _E4M3 = (0.0, -0.3125, 16.0, 20.0, 448.0, 448.0, float("nan"))
@@ -74,7 +75,7 @@ class Examination:
         return "\n".join(f"{line.name:<{width}}  {line.outcome:<6}  {line.detail}" for line in self.observations)
 
 
-def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT) -> Examination:
+def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT, burning: float = 0.0) -> Examination:
     """Examine this machine. Never raises. COLLECTIVE under torchrun (``WORLD_SIZE`` is set).
 
     Without torchrun, it runs an all-reduce between two processes of this machine, and with a GPU also one over NCCL in
@@ -82,6 +83,8 @@ def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT) 
 
     Args:
         timeout: seconds that an all-reduce may take, including the start of its processes.
+        burning: seconds for which to repeat casts and products: on all GPUs of this machine, else on the CPU; under
+            torchrun on the rank's device, and then to compare them across the ranks.
     """
     checks: list[tuple[str, Callable[[], Iterable[Observation]]]] = [
         ("versions", _versions),
@@ -94,6 +97,10 @@ def examine(environ: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT) 
         ("settings", lambda: _settings(environ)),
         ("all-reduce", lambda: _all_reduces(environ, timeout)),
     ]
+    if burning:
+        checks.append(("burn", lambda: _burned(environ, burning)))
+        if "WORLD_SIZE" in environ:
+            checks.append(("burn, all ranks", lambda: _burned_across_ranks(timeout)))
     return Examination(tuple(line for name, check in checks for line in _guarded(name, check)))
 
 
@@ -134,7 +141,7 @@ def _devices() -> Iterable[Observation]:
         found = torch.cuda.get_device_properties(index)
         text = f"{found.name}, compute capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB"
         yield Observation(f"cuda:{index}", "ok", text)
-        able = (found.major, found.minor) >= _FP8_CAPABILITY
+        able = (found.major, found.minor) >= FP8_CAPABILITY
         text = "available" if able else "need compute capability 8.9 or higher"
         yield Observation(f"cuda:{index} FP8 tensor cores", "ok" if able else "absent", text)
 
@@ -151,7 +158,7 @@ def _casts() -> Iterable[Observation]:
 
 def _products() -> Iterable[Observation]:
     device = _device()
-    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
+    if multiplies_fp8(device):
         yield from _tried_products("torch._scaled_mm", matmul_torch)
     else:
         yield Observation("matmul", "absent", f"{device} has no FP8 tensor cores")
@@ -199,6 +206,34 @@ def _tried_products(what: str, product: Callable[..., Tensor], suffix: str = "")
         wrong = int((found != expected).sum())
         detail = f"{what} on {device}" + (f": {wrong} of {found.numel()} are wrong" if wrong else "")
         yield Observation(f"matmul {_short(left)} x e4m3{suffix}", "failed" if wrong else "ok", detail)
+
+
+def _burned(environ: Mapping[str, str], seconds: float) -> Iterable[Observation]:
+    """Burn in all devices at once, each by a thread of its own: products run outside of Python's lock."""
+    everywhere = torch.cuda.is_available() and "WORLD_SIZE" not in environ
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if everywhere else [_device()]
+    able = [device for device in devices if multiplies_fp8(device)]
+    for device in devices:
+        if device not in able:
+            yield Observation(f"burn on {device}", "absent", "it has no FP8 tensor cores")
+    with ThreadPoolExecutor(len(devices)) as pool:
+        for device, future in [(device, pool.submit(burn, device, seconds)) for device in able]:
+            burned = future.result()
+            for difference in burned.differences:
+                yield Observation(f"burn on {device}", "failed", difference)
+            yield Observation(f"burn on {device}", "failed" if burned.wrong else "ok", burned.summary)
+
+
+def _burned_across_ranks(timeout: float) -> Iterable[Observation]:
+    """Compare the results of all ranks. COLLECTIVE."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        report = burned_across_ranks(_device())
+        detail = str(report) if report.consistent else report.summary()
+        yield Observation("burn, all ranks", "ok" if report.consistent else "failed", detail)
+        dist.barrier()  # A launcher kills all ranks as soon as one fails, so wait until all have the report.
+    finally:
+        dist.destroy_process_group()
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -98,6 +100,14 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH")
     inspect.set_defaults(run=_inspect)
     doctor = commands.add_parser("doctor", help="test this machine: FP8 casts and matmuls, Triton, an all-reduce")
+    doctor.add_argument(
+        "--burn",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="then repeat casts and products for so long; compare the results with the first ones, with plain torch "
+        "and, under torchrun, across ranks",
+    )
     doctor.set_defaults(run=_doctor)
     simulation = commands.add_parser(
         "simulate",
@@ -124,6 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     for command in (check, inspect, doctor, simulation):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
 
 
 def _print(as_json: bool, plain: Any, text: str) -> None:
@@ -235,7 +252,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    examination = examine()
+    examination = examine(burning=options.burn)
     if int(os.environ.get("RANK", "0")) == 0 or not examination.healthy:
         _print(options.json, examination.as_dict(), str(examination))
     return CONSISTENT if examination.healthy else DIVERGED

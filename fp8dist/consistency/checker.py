@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import weakref
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8dist.consistency.contents import ArenaContent, values_near
+from fp8dist.consistency.contents import ArenaContent, on_device, values_near
 from fp8dist.consistency.headers import localise
 from fp8dist.consistency.inventory import Holdings, Inventory, Scope
 from fp8dist.consistency.protocol import check_replicas
@@ -220,7 +219,7 @@ class Checker:
             )
 
     def _localise(self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...]) -> DivergenceReport:
-        with _on_device(sync.arena.device):
+        with on_device(sync.arena.device):
             found = localise(sync, evidence, differs)
         arena, sent = sync.arena, evidence.scales
         save_evidence(found.report, self.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding))
@@ -372,16 +371,17 @@ def run_check(
 
     def build() -> Holdings:
         inventory = Inventory(anchor, vouched, groups)
-        for checker in checkers:
-            for sync in checker.syncs:
-                inventory.add_arena(sync)
+        for sync in (sync for checker in checkers for sync in checker.syncs if scope.state):
+            inventory.add_arena(sync)
         if module is not None:
             inventory.add_module(module, scope)
+        if module is not None and scope.compute:
+            inventory.add_computations(module)
         held[:] = [inventory.holdings(step, manifest, last_good)]
         return held[0]
 
     def evidence(finding: Finding) -> dict[str, Any] | None:
-        sets = held[0].sets if held else ()
+        sets = held[0].all_sets if held else ()
         return next((found for s in sets if (found := s.evidence(finding)) is not None), None)
 
     def tell(report: DivergenceReport) -> None:
@@ -391,7 +391,7 @@ def run_check(
     standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
     owner = checkers[0].syncs[0].owner if checkers and checkers[0].syncs else "fp8dist.check"
     with (
-        _on_device(device),
+        on_device(device),
         failing_by_name(owner, lambda: f"the check of step {step}" if step else "the check", anchor.ranks),
     ):
         known = [finding for checker in checkers for finding in checker.known_findings()]
@@ -399,7 +399,8 @@ def run_check(
             compared = check_replicas(anchor, build, known, everything=policy == "repair")
             report = compared.report
             # Switching FP8 off must not end a job that checks its FP8 state.
-            if compared.nothing and (not checkers or any(checker.settings.enabled for checker in checkers)):
+            enabled = not checkers or any(checker.settings.enabled for checker in checkers)
+            if scope.state and compared.nothing and enabled:
                 why = "; ".join(report.skipped) or "it has no parameters"
                 raise ConfigurationError(
                     "check() has nothing to compare, because nothing here is known to be the same on several ranks "
@@ -423,10 +424,6 @@ def _say_gone(group: SyncGroup | None, standing: Standing, report: DivergenceRep
     rank = group.rank if group is not None else 0
     for text in standing.gone(report, kinds, rank):
         logger.warning("%s", text)
-
-
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _diverged(report: DivergenceReport) -> Event:

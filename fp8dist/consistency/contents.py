@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ __all__ = [
     "Key",
     "Named",
     "TensorContent",
+    "on_device",
     "values_near",
 ]
 
@@ -66,6 +68,11 @@ class Named(NamedTuple):
     name: str
     tensor: Tensor
     store: Callable[[Tensor], None] | None = None
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context in which ``device``, if it is a GPU, is CUDA's current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Digester:

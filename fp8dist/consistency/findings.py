@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from fp8dist.consistency.computations import KIND
 from fp8dist.consistency.contents import FINDING_KINDS, Field, Key
 from fp8dist.consistency.differences import Difference
 from fp8dist.consistency.report import sides_of, split
@@ -147,11 +148,13 @@ def _finding(
         differ = {r: one for r, one in by_rank.items() if one.difference.place == first.difference.place}
         shown[place] = differ
         name = fields[place].name
-        if name or reference is None:
-            values = "; ".join(f"{noun} {r}: {_shown(differ.get(r, first), r not in differ)}" for r in told)
-            texts.append(f"{name or 'first element'}: {values}; {noun} {source}: {_shown(first, 1)}")
+        in_bits = kind == KIND
+        if reference is None or (name and not in_bits):
+            values = "; ".join(f"{noun} {r}: {_shown(differ.get(r, first), r not in differ, in_bits)}" for r in told)
+            texts.append(f"{name or 'first element'}: {values}; {noun} {source}: {_shown(first, 1, in_bits)}")
         else:
-            texts.append(f"{first.difference.extent()}, {' against '.join(first.difference.bits)}")
+            of = f"{name}: " if name else ""
+            texts.append(f"{of}{first.difference.extent()}, {' against '.join(first.difference.bits)}")
     place, differ = next(iter(shown.items()))
     first = next(iter(differ.values()))
     expected = first.difference.expected
@@ -174,11 +177,11 @@ def _finding(
     )
 
 
-def _shown(one: Seen, which: int) -> str:
+def _shown(one: Seen, which: int, in_bits: bool) -> str:
     difference = one.difference
     value = (difference.value, difference.expected)[which]
     same_text = difference.value == difference.expected or difference.value != difference.value
-    if same_text:  # Only the bits tell them apart.
+    if same_text or in_bits:  # With the same text, only the bits tell them apart.
         return f"{value!r} ({difference.bits[which]})"
     return repr(value)
 

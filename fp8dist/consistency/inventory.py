@@ -12,29 +12,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp8dist.consistency.computations import KIND, ComputedContent, computations_of
 from fp8dist.consistency.contents import ArenaContent, Content, Digester, Field, Key, Named, TensorContent, values_near
 from fp8dist.consistency.differences import ravel
+from fp8dist.consistency.likeness import likeness
 from fp8dist.consistency.replication import Excuse, Home, Membership, Replication
 from fp8dist.consistency.report import this_rank
 from fp8dist.divergence import Finding, Participant
+from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.parallel.megatron import gradient_of
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup, has_base, is_dtensor
 from fp8dist.text import plural
 
-__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope"]
+__all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of"]
 
 Store = Callable[[Tensor], None] | None
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a check compares in addition to FP8 state."""
+    """What a check compares. ``state``: FP8 state. ``compute``: the results of known casts and products."""
 
     parameters: bool = True
     gradients: bool = False
     buffers: bool = False
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    state: bool = True
+    compute: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,11 @@ class ReplicaSet:
         """Return this rank's values for a file: a whole slot, or the elements near the first difference; else None."""
         for index, key in enumerate(self.keys):
             if key.name == finding.name and key.kind in (finding.kind, "slot"):
-                place = None if key.kind == "slot" else ravel(finding.index or (), key.shape)
-                return {"fields": [values_near(f, place) for f in self.fields(index)]}
+                fields = self.fields(index)
+                if key.kind == "slot":
+                    return {"fields": [values_near(f, None) for f in fields]}
+                shown = [f for f in fields if f.name == finding.field]
+                return {"fields": [values_near(f, ravel(finding.index or (), tuple(f.tensor.shape))) for f in shown]}
         return None
 
     def fields(self, index: int) -> list[Field]:
@@ -77,7 +85,8 @@ class Holdings:
     """All that one rank brings to a check.
 
     The first set is that of the anchor, the ranks that call the check. ``last_good``: the last step at which things of
-    a kind were compared and equal. ``memberships``: the ranks of the other sets.
+    a kind were compared and equal. ``memberships``: the ranks of the other sets. ``computed``: what this rank computes
+    for the check; its label says which ranks must compute the same. None: no rank computes.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -87,11 +96,17 @@ class Holdings:
     coords: dict[str, int] | None = None
     skipped: tuple[str, ...] = ()
     memberships: tuple[Membership, ...] = ()
+    computed: ReplicaSet | None = None
 
     @property
     def layout(self) -> tuple[str, ...]:
         """Labels of the sets other than the anchor's. Equal on all ranks that run the same program."""
-        return tuple(m.label for m in self.memberships)
+        return (*(m.label for m in self.memberships), *(() if self.computed is None else (plural(KIND),)))
+
+    @property
+    def all_sets(self) -> tuple[ReplicaSet, ...]:
+        """``sets``, and ``computed``."""
+        return self.sets if self.computed is None else (*self.sets, self.computed)
 
     @property
     def good(self) -> dict[str, int | None]:
@@ -101,12 +116,17 @@ class Holdings:
     @property
     def compared(self) -> dict[str, int]:
         """Number of compared things by kind."""
-        return dict(sorted(Counter(key.kind for s in self.sets for key in s.keys).items()))
+        return dict(sorted(Counter(key.kind for s in self.all_sets for key in s.keys).items()))
 
     def participant(self, group: SyncGroup) -> Participant:
         """Return this rank and the device of its tensors. Local."""
-        device = next((c.device for s in self.sets for c in s.contents if c.keys), group.device)
+        device = next((c.device for s in self.all_sets for c in s.contents if c.keys), group.device)
         return this_rank(device, self.coords)
+
+
+def likeness_of(contents: Sequence[Content]) -> str:
+    """Return a text that is equal on ranks that must compute the same results."""
+    return repr([(likeness(content.device), [key.name for key in content.keys]) for content in contents])
 
 
 class Inventory:
@@ -121,6 +141,7 @@ class Inventory:
         self._contents: dict[str, list[Content]] = {home.label: []}
         self._tensors: dict[tuple[str, str], list[Named]] = {}
         self._skipped: Counter[str] = Counter()
+        self._computed: ReplicaSet | None = None
 
     def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
         """Return all that was collected. ``manifest``: one more word that must be equal on all ranks."""
@@ -135,6 +156,7 @@ class Inventory:
             coords=self._replication.coords,
             skipped=tuple(f"{count} {reason}" for reason, count in sorted(self._skipped.items())),
             memberships=self._replication.memberships,
+            computed=self._computed,
         )
 
     def add_arena(self, sync: ArenaSync) -> None:
@@ -156,6 +178,16 @@ class Inventory:
         self._add_buffers(module, scope.buffers)
         for optimizer in scope.optimizers:
             self._add_optimizer(module, optimizer)
+
+    def add_computations(self, module: nn.Module) -> None:
+        """Add what the FP8Linears of a module compute. Other ranks must compute the same on equal hardware only."""
+        contents = [
+            ComputedContent(computations, device, f" (device {i} of this rank)" if i else "")
+            for i, (device, computations) in enumerate(computations_of(fp8_linears(module)).items())
+        ]
+        self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
+        if not contents:
+            self._skip(KIND, Excuse("exist: no module computes in FP8"), 0)
 
     def _add_parameters(self, module: nn.Module, parameters: bool, gradients: bool) -> None:
         """Add all parameters, their current gradients, or both."""

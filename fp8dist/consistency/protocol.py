@@ -19,14 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8dist.consistency.computations import KIND
+from fp8dist.consistency.computed import localise_computed
 from fp8dist.consistency.contents import Digester
 from fp8dist.consistency.findings import Differing, findings_of_values, last_good_step
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.localisation import localise_set
-from fp8dist.consistency.report import DivergenceReport
+from fp8dist.consistency.report import DivergenceReport, sides_of
 from fp8dist.divergence import Finding, Participant
 from fp8dist.errors import Fp8DistError
 from fp8dist.sync.groups import SyncGroup
+from fp8dist.text import plural
 
 __all__ = ["Compared", "check_replicas"]
 
@@ -65,7 +68,7 @@ def check_replicas(
     try:
         mine = build()
         digester = Digester()
-        digests = [s.digests(digester) for s in mine.sets]
+        digests = [s.digests(digester) for s in mine.all_sets]
     except Exception as raised:
         logger.exception("fp8dist: rank %d could not build its part of the consistency check", anchor.rank)
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
@@ -83,13 +86,17 @@ def check_replicas(
         differing.append((mine.sets[0], things))
     anything = bool(mine.compared)  # Equal on all ranks, if there are no further sets and nothing differs.
     # Ranks that disagree about the sets would wait for each other.
-    if "layout" not in differs and mine.layout:
+    if "layout" not in differs and mine.memberships:
         disputed = _disputed_memberships(anchor, mine)
         findings += disputed
         if not disputed:
             found, further, anything = _check_further_sets(anchor, mine, digests, everything)
             findings += found
             differing += further
+    if "layout" not in differs and mine.computed is not None:
+        found, mine, computed = _check_computed(anchor, mine, mine.computed, digests[-1])
+        findings += found
+        anything |= computed
     return Compared(_report(mine, findings), differing, anchor.size > 1 and not (findings or anything))
 
 
@@ -115,6 +122,31 @@ def _check_further_sets(
         if anchor.rank == min(mine.sets[i].group.ranks):  # One rank reports for the set.
             told += findings
     return _union(anchor, told), differing, True
+
+
+def _check_computed(
+    anchor: SyncGroup, mine: Holdings, computed: ReplicaSet, digests: Tensor
+) -> tuple[list[Finding], Holdings, bool]:
+    """Compare what the ranks have computed, each with those that have its label. COLLECTIVE: one MAX; one gather more
+    if not all ranks have the same label, and further collectives if ranks differ.
+
+    Returns:
+        The findings of all ranks, ``mine`` without computations that no other rank repeats, and True if any ranks have
+        compared some.
+    """
+    label = _word(computed.label)
+    alike, same = _agree(anchor, [label], digests)[0]
+    if alike and same:
+        return [], mine, len(digests) > 0
+    told = dict(zip(anchor.ranks, anchor.gather((label, (*digests.sum(0).tolist(), len(digests))))))
+    kinds = sides_of({rank: of for rank, (of, _) in told.items()})
+    differing = [kind for kind in kinds if len({told[rank][1] for rank in kind}) > 1]
+    findings = localise_computed(anchor, mine, computed, digests, differing) if differing else []
+    own = next(kind for kind in kinds if anchor.rank in kind)
+    if len(own) == 1:
+        excuse = f"{len(digests)} {plural(KIND)} that no other rank repeats on equal hardware, versions and shapes"
+        mine = replace(mine, computed=None, skipped=(*mine.skipped, excuse))
+    return findings, mine, any(len(kind) > 1 and told[kind[0]][1][-1] for kind in kinds)
 
 
 def _report(mine: Holdings, findings: list[Finding]) -> DivergenceReport:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8dist.consistency.computations import KIND
 from fp8dist.consistency.findings import Differing
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
 from fp8dist.consistency.protocol import Compared, check_replicas
@@ -21,7 +22,7 @@ __all__ = ["mended_texts", "repair"]
 _AT_ONCE = 64 << 20
 """Bytes per broadcast."""
 
-_BEYOND_REPAIR = frozenset({"manifest", "step", "layout", "error"})
+_BEYOND_REPAIR = frozenset({"manifest", "step", "layout", "error", KIND})
 
 
 def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared) -> DivergenceReport:
@@ -38,9 +39,10 @@ def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared)
     """
     report = compared.report
     if any(f.reference_rank is None or f.kind in _BEYOND_REPAIR for f in report.findings):
-        return replace(
-            report, notes=(*report.notes, "nothing was copied: not all findings have a majority to copy values from")
-        )
+        why = "not all findings have a majority to copy values from"
+        if any(f.kind == KIND for f in report.findings):
+            why = "a copy does not repair a device that computes otherwise"
+        return replace(report, notes=(*report.notes, f"nothing was copied: {why}"))
     failures = [text for replicas, differing in compared.differing if (text := _mend(replicas, differing))]
     mended = mended_texts(report)
     after = check_replicas(anchor, build).report

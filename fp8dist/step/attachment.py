@@ -70,12 +70,14 @@ class Attachment:
         scaler: Any,
         by_optimizer: bool,
         timeout: timedelta,
+        compute: bool,
     ) -> None:
         """Place the state, agree with the other ranks, derive scales of cold weights, and install hooks. COLLECTIVE.
 
         Args:
             model: the prepared model.
             whole: the model as the training loop calls it.
+            compute: all ranks must pass the same.
 
         Raises:
             ManifestMismatchError: on all ranks, if ranks were prepared differently.
@@ -91,7 +93,7 @@ class Attachment:
         self.release()
         _place(model, whole, cycle)
         self._module = weakref.ref(whole)
-        cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout)
+        cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute)
         for linear in fp8_linears(model):
             linear.fp8_slots.resharded = linear in resharded
         self._derive_scales(model, whole)

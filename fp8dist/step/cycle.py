@@ -130,14 +130,17 @@ class StepCycle:
 
     # Agreement -----------------------------------------------------------------------------------
 
-    def agree(self, boundary: str, weights: Mapping[Slot, WeightDescription], timeout: timedelta) -> None:
+    def agree(
+        self, boundary: str, weights: Mapping[Slot, WeightDescription], timeout: timedelta, compute: bool
+    ) -> None:
         """Agree with the other ranks on everything that must be equal. COLLECTIVE, through the store.
 
         Args:
             weights: by weight slot, the description of the whole weight: the same on all ranks, however it is sharded.
+            compute: True if the ranks compare known answers next.
         """
         watch = None if self.watch is None else self.watch.describe()
-        also = {"boundary": boundary, "watch": watch}
+        also = {"boundary": boundary, "watch": watch, **({"compute": True} if compute else {})}
         manifests = agree(self.settings, also, self.syncs, self.groups, weights, timeout)
         for sync, group in zip(self.syncs, self.groups):
             sync.group = group if self.settings.amax_sync and self.settings.enabled else None
@@ -365,6 +368,10 @@ class StepCycle:
         """Compare FP8 state, and everything that ``scope`` selects, across the ranks. COLLECTIVE."""
         self.require("check()", switched_off=True)
         return self._check(scope, policy, in_step=False)
+
+    def check_computations(self) -> DivergenceReport:
+        """Compare known casts and products across the ranks, and follow ``check_policy``. COLLECTIVE."""
+        return self._check(Scope(parameters=False, state=False, compute=True), self.settings.check_policy, False)
 
     def _check(self, scope: Scope, policy: Policy, in_step: bool) -> DivergenceReport:
         """Run a check. ``in_step``: True if another step is in progress, so that a difference may come from it."""

@@ -37,9 +37,11 @@ __all__ = [
     "IMPLEMENTATIONS",
     "choose_scale",
     "commit",
+    "implementer",
     "launch",
     "matmul",
     "measure",
+    "multiplier_name",
     "observe",
     "quantize",
     "quantize_blocks",
@@ -202,6 +204,26 @@ def _multiplier(
     if backend in ("auto", "reference"):
         return matmuls.multiply_reference
     raise ValueError(f"unknown backend {backend!r}")
+
+
+def implementer(backend: str, device: torch.device) -> str:
+    """Return the name of what computes casts on ``device``."""
+    return "Triton" if runs_fused(backend, device) else "torch"
+
+
+def multiplier_name(
+    shape: Sequence[int],
+    columns: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    scaling: matmuls.Scaling,
+    fast_accumulation: bool,
+    backend: str,
+    device: torch.device,
+) -> str:
+    """Return the name of what computes a product of ``a``, of this shape, and ``b`` with this many rows."""
+    multiply = _multiplier(torch.Size(shape), columns, dtypes, scaling, fast_accumulation, backend, device)
+    names = {matmuls.multiply_torch: "torch._scaled_mm", matmuls.multiply_reference: "reference"}
+    return names.get(multiply, "Triton")
 
 
 def _launch(arrays: Sequence[Tensor], hold: Tensor | None, *, drop_nonfinite: bool, backend: str = "auto") -> None:

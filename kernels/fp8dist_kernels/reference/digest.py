@@ -11,16 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["digest_words", "mix", "position_keys"]
+__all__ = ["GOLDEN", "digest_words", "mix", "position_keys"]
 
-_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
+GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
 _MULTIPLIER_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 
 def position_keys(count: int, device: torch.device) -> Tensor:
     """Return int64[count] odd keys: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of the position, lowest bit set."""
-    return mix((torch.arange(count, dtype=torch.int64, device=device) + 1) * _GOLDEN) | 1
+    return mix((torch.arange(count, dtype=torch.int64, device=device) + 1) * GOLDEN) | 1
 
 
 def mix(x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ ORDER = (
     "tests/step/test_gpu_graphs.py",
     "tests/modules/test_gpu_compile.py",
     "tests/sync/test_gpu_ranks.py",
+    "tests/consistency/test_gpu_compute.py",
     KERNELS,
 )
 """What runs first; then the other tests of the kernels."""

@@ -1,0 +1,49 @@
+"""What must be equal on two ranks for their devices to compute the same bits: hardware, versions, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from fp8dist.state.manifest import NUMERICS_VERSION
+
+__all__ = ["likeness"]
+
+_PACKAGES = ("triton", "nvidia-cublas", "nvidia-cublas-cu12")
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET")
+_SETTINGS = (*_VARIABLES, "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+
+
+def likeness(device: torch.device) -> str:
+    """Return a text that is equal on ranks whose devices of this kind must compute the same bits. Local.
+
+    Names the device with its compute capability (CPU: its model, instruction set and number of threads, by which sums
+    are split), the versions of torch, CUDA, cuBLAS, Triton and of this library's numerics, and the settings of cuBLAS,
+    MKL and torch that choose kernels.
+    """
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        hardware = f"{found.name} {found.major}.{found.minor}, {found.multi_processor_count} SMs"
+    else:
+        hardware = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    versions = [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"numerics {NUMERICS_VERSION}"]
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
+    settings.append(f"float32 products {torch.get_float32_matmul_precision()}")
+    return "; ".join([hardware, *versions, *settings])
+
+
+def _processor() -> str:
+    """Return the model of the CPU. ``platform`` does not know it on Linux."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

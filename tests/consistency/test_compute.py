@@ -1,0 +1,195 @@
+"""check(compute=True): what is computed, and that it equals an independent computation. One rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist.consistency import computations
+from fp8dist.consistency.computations import ComputedContent, computations_of, linear_computations
+from fp8dist.consistency.contents import Digester
+from fp8dist.consistency.likeness import likeness
+from fp8dist.modules.fp8_linear import fp8_linears
+from tests.kernels.test_content_digest import digest_in_python, unsigned
+from tests.support.answers import known_bits, known_values, word
+from tests.support.fp8_oracle import E4M3, operands
+
+CPU = torch.device("cpu")
+OUT, IN, TOKENS = 48, 32, 256
+RECIPES = {
+    "delayed": DelayedScaling(),
+    "current": CurrentScaling(format="e4m3", power_of_two=True),
+    "row": RowwiseScaling(format="hybrid"),
+    "block": BlockScaling(power_of_two=True),
+}
+
+
+def _results(recipe: Recipe, backend: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Return all results of a Linear [48, 32] by the first words of their names."""
+    found = linear_computations((OUT, IN), recipe, torch.bfloat16, torch.float32, True, False, backend)
+    content = ComputedContent(found, CPU)
+    content.digests(Digester())
+    named = [" ".join(key.name.split()[: 3 if key.name.startswith("cast") else 1]) for key in content.keys]
+    return {name: {f.name: f.tensor for f in content.fields(i)} for i, name in enumerate(named)}
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_casts_are_those_of_an_independent_cast_of_independent_operands(name: str, backend: str) -> None:
+    recipe = RECIPES[name]
+    x = known_values((TOKENS, IN), torch.bfloat16, 0)
+    weight = known_values((OUT, IN), torch.float32, 1)
+    grad = known_values((TOKENS, OUT), torch.bfloat16, 2)
+    sixty = np.array([[60.0]], np.float32)
+    # The weight has outgrown this scale: it is cast with its own amax.
+    own = np.array([[448.0]], np.float32) / np.abs(weight).max()
+    scales = {"input": sixty, "weight": own, "grad_output": sixty} if name == "delayed" else None
+    expected = operands(x, weight, grad, recipe.by, recipe.format, recipe.power_of_two, scales)
+    found = _results(recipe, backend)
+    (fx, fw), (dg, dw), (wg, wx) = (expected[gemm] for gemm in ("fprop", "dgrad", "wgrad"))
+    for cast, rows, columns in (("input", fx, wx), ("weight", fw, dw), ("grad_output", dg, wg)):
+        results = found[f"cast of {cast}"]
+        for copy, oracle in (("rows", rows), ("columns", columns)):
+            assert results[copy].view(torch.uint8).numpy().tolist() == oracle.codes.tolist()
+            scale = results.get(f"{copy}_inv_scale", results.get("inv_scale"))
+            assert scale is not None
+            assert scale.numpy().reshape(oracle.inv_scale.shape).tolist() == oracle.inv_scale.tolist()
+    amaxes = [found[f"cast of {role}"]["amax"].item() for role in ("input", "weight", "grad_output")]
+    assert amaxes == [np.abs(tensor).max() for tensor in (x, weight, grad)]
+
+
+def test_a_plain_program_gets_the_same_product_and_digest() -> None:
+    """fprop with one scale per tensor: FP8 bytes, inverse scales and bias from their definitions."""
+    (fprop,) = (
+        one
+        for one in linear_computations((OUT, IN), DelayedScaling(), torch.float32, torch.float32, True)
+        if isinstance(one, computations.ProductOf) and one.gemm == "fprop"
+    )
+    content = ComputedContent([fprop], CPU)
+    (digest,) = content.digests(Digester())
+    a, b = (
+        torch.from_numpy(E4M3.decoded(np.array(known_bits(shape, torch.float8_e4m3fn, seed), np.uint8)).reshape(shape))
+        for shape, seed in (((TOKENS, IN), 3), ((OUT, IN), 4))
+    )
+    inv_a, inv_b = (
+        torch.tensor((119 << 23) | (word(0, seed) >> 16) % 2**23, dtype=torch.int32).view(torch.float32)
+        for seed in (5, 6)
+    )
+    bias = torch.from_numpy(known_values((OUT,), torch.float32, 7))
+    expected = (a.float() * inv_a) @ (b.float() * inv_b).t() + bias
+    (field,) = content.fields(0)
+    assert torch.equal(field.tensor, expected)
+    seed = unsigned(content.seeds[0])
+    assert unsigned(digest) == digest_in_python(expected.numpy().tobytes(), seed)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "row"])
+def test_backends_compute_nearly_the_same_products(name: str) -> None:
+    ours, theirs = _results(RECIPES[name], "reference"), _results(RECIPES[name], "torch")
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        a, b = ours[gemm][""].double(), theirs[gemm][""].double()
+        assert bool(a.isfinite().all())
+        # Two orders of additions in float32, each rounded once to bfloat16: within a step of it.
+        assert (a - b).abs().max() <= 2**-8 * a.abs().max()
+
+
+def _computed(model: nn.Module, **settings: Any) -> list[str]:
+    fp8dist.prepare(model, **settings)
+    return [one.name(device) for device, several in computations_of(fp8_linears(model)).items() for one in several]
+
+
+def test_equal_shapes_are_computed_once() -> None:
+    one = _computed(nn.Sequential(nn.Linear(32, 48)))
+    assert _computed(nn.Sequential(*[nn.Linear(32, 48) for _ in range(3)])) == one
+    assert len(one) == 6
+    # Another bias is another product; another format of gradients another cast. The other computations are the same.
+    more = _computed(nn.Sequential(nn.Linear(32, 48), nn.Linear(32, 48, bias=False)))
+    assert sorted(set(more) - set(one)) == [
+        "fprop 256x48x32 e4m3 e4m3 float32, fast accumulation, tensorwise, reference"
+    ]
+    overrides = {"1": DelayedScaling(format="e4m3", history_len=3)}
+    other = _computed(nn.Sequential(nn.Linear(32, 48), nn.Linear(32, 48)), overrides=overrides)
+    assert len(other) == 11
+
+
+def test_gemms_in_high_precision_are_left_out() -> None:
+    names = _computed(nn.Sequential(nn.Linear(32, 48)), recipe=RowwiseScaling(high_precision=("wgrad",)))
+    assert [name.split()[0] for name in names] == ["cast", "cast", "cast", "fprop", "dgrad"]
+    assert [name.endswith("rows only, torch") for name in names] == [True, False, True, False, False]
+    assert _computed(nn.Sequential(nn.Linear(32, 48)), enabled=False) == []
+
+
+def test_dtypes_are_those_of_autocast_and_of_the_weight() -> None:
+    model = nn.Sequential(nn.Linear(32, 48))
+    fp8dist.prepare(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = computations_of(fp8_linears(model)).values()
+    names = [one.name(CPU) for one in found]
+    assert [("bfloat16" in name, "float32" in name) for name in names] == [
+        (True, False),  # input
+        (False, True),  # weight
+        (True, False),  # grad_output
+        (True, False),  # fprop
+        (True, False),  # dgrad
+        (False, True),  # wgrad
+    ]
+
+
+def test_large_shapes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computations, "LARGEST", 64)
+    names = _computed(nn.Sequential(nn.Linear(512, 48), nn.Linear(128, 48)))
+    assert [name.split(",")[0] for name in names] == [
+        "cast of input 256x64 float32",
+        "cast of weight 48x64 float32",
+        "cast of grad_output 256x48 float32",
+        "fprop 256x48x64 e4m3 e4m3 float32 with bias",
+        "dgrad 256x64x48 e5m2 e4m3 float32",
+        "wgrad 48x64x256 e5m2 e4m3 float32",
+    ]
+
+
+def test_names_tell_all_computations_apart() -> None:
+    recipes = [
+        recipe
+        for format in ("hybrid", "e4m3")
+        for power_of_two in (False, True)
+        for recipe in (
+            DelayedScaling(format=format, power_of_two=power_of_two),  # type: ignore[arg-type]
+            DelayedScaling(format=format, power_of_two=power_of_two, margin=1),  # type: ignore[arg-type]
+            CurrentScaling(format=format, power_of_two=power_of_two, fast_accumulation=()),  # type: ignore[arg-type]
+            RowwiseScaling(format=format, power_of_two=power_of_two, high_precision=("wgrad",)),  # type: ignore[arg-type]
+            BlockScaling(format=format, power_of_two=power_of_two, high_precision=("dgrad",)),  # type: ignore[arg-type]
+        )
+    ]
+    found = {
+        one
+        for recipe in recipes
+        for dtype in (torch.float32, torch.bfloat16)
+        for bias in (False, True)
+        for transposed in (False, True)
+        for backend in ("reference", "triton")
+        for one in linear_computations((48, 32), recipe, dtype, torch.float32, bias, transposed, backend)
+    }
+    assert len({one.name(CPU) for one in found}) == len(found)
+
+
+def test_likeness_names_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = likeness(CPU)
+    assert likeness(CPU) == before
+    assert f"torch {torch.__version__}" in before
+    assert "triton 3" in before
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    threads = likeness(CPU)
+    assert threads == before.replace("1 threads", "77 threads") != before
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert likeness(CPU).replace("CUBLAS_WORKSPACE_CONFIG=:4096:8; ", "") == threads != likeness(CPU)
+    found = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert likeness(torch.device("cuda", 3)).startswith("NVIDIA H200 9.0, 132 SMs; torch ")

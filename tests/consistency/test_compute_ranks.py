@@ -1,0 +1,437 @@
+"""check(compute=True) on real ranks: it names a device that computes otherwise, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fp8dist
+from fp8dist import DivergenceReport, Recipe, StateManager
+from fp8dist.consistency import computed, inventory
+from fp8dist.consistency.computations import ComputedContent
+from fp8dist.consistency.contents import Digester
+from fp8dist.errors import ConfigurationError, DivergenceError, ManifestMismatchError
+from fp8dist_kernels import direct
+from tests.consistency.test_compute import RECIPES
+from tests.support.answers import flipping
+from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
+from tests.support.meshes import Job, build
+from tests.support.parallel import mesh_of
+from tests.support.ranks import RankPool
+from tests.support.training import batch, make_net, state_bits
+
+OUT, IN, TOKENS = 48, 32, 256
+CASTS = {"tensor": "quantize", "row": "quantize_rowwise", "block": "quantize_blocks"}
+# The shape of the first argument, and what the name of the finding begins with.
+PLACES: dict[str, tuple[tuple[int, int], str]] = {
+    "input": ((TOKENS, IN), f"cast of input {TOKENS}x{IN} float32, "),
+    "weight": ((OUT, IN), f"cast of weight {OUT}x{IN} float32, "),
+    "grad_output": ((TOKENS, OUT), f"cast of grad_output {TOKENS}x{OUT} float32, "),
+    "fprop": ((TOKENS, IN), f"fprop {TOKENS}x{OUT}x{IN} e4m3 e4m3 float32 with bias, "),
+    "dgrad": ((TOKENS, OUT), f"dgrad {TOKENS}x{IN}x{OUT} "),
+    "wgrad": ((OUT, TOKENS), f"wgrad {OUT}x{IN}x{TOKENS} "),
+}
+WIDTHS = {"input": IN, "weight": IN, "grad_output": OUT, "fprop": OUT, "dgrad": IN, "wgrad": IN}
+
+
+def _attached(recipe: str = "delayed", **settings: Any) -> tuple[nn.Module, StateManager]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, OUT))
+    settings = {"group": dist.group.WORLD, "backend": "torch" if recipe != "block" else "auto", **settings}
+    return model, fp8dist.prepare(model, RECIPES[recipe], **settings).attach()
+
+
+def _faulty(recipe: Recipe, place: str, byte: int, bit: int, ranks: tuple[int, ...]) -> Any:
+    """Flip a bit of the rows of a cast, or of a product, on these ranks."""
+    shape, _ = PLACES[place]
+    op = "matmul" if place in ("fprop", "dgrad", "wgrad") else CASTS[recipe.by]
+    return flipping(op, shape, byte, bit) if dist.get_rank() in ranks else contextlib.nullcontext()
+
+
+def _computed(manager: StateManager, **arguments: Any) -> DivergenceReport:
+    return manager.check(parameters=False, compute=True, **arguments)
+
+
+# What is found -----------------------------------------------------------------------------------------
+
+
+def _everywhere(recipe: str, odd: tuple[int, ...], likeness: dict[int, str] | None = None) -> list[Any]:
+    """Plant a wrong bit into each computation in turn. Return (place, findings, its text, what was skipped)."""
+    model, manager = _attached(recipe)
+    found = []
+    with captured_log(), _pretended(likeness):
+        assert _computed(manager).consistent
+        for i, place in enumerate(PLACES):
+            with _faulty(RECIPES[recipe], place, _byte(i, place), i % 3, odd):
+                report = _computed(manager, policy="warn")
+            assert model is not None
+            found.append((place, report.findings, str(report), report.skipped))
+        assert _computed(manager).consistent
+    return found
+
+
+def _byte(i: int, place: str) -> int:
+    """Return the place of the byte: the lowest of an element."""
+    return (7 + i) * (4 if place in ("fprop", "dgrad", "wgrad") else 1) * WIDTHS[place] + (4 * i)
+
+
+@contextlib.contextmanager
+def _pretended(likeness: dict[int, str] | None) -> Iterator[None]:
+    """Let the ranks take their hardware for other hardware."""
+    with contextlib.ExitStack() as stack:
+        if likeness is not None:
+            mine = likeness[dist.get_rank()]
+            stack.enter_context(mock.patch.object(inventory, "likeness", return_value=mine))
+        yield
+
+
+def _assert_named(found: list[Any], ranks: tuple[int, ...], reference: int | None, sides: Any) -> None:
+    for i, (place, findings, text, _) in enumerate(found):
+        (finding,) = findings
+        assert finding.kind == "computation"
+        assert finding.name.startswith(PLACES[place][1])
+        assert (finding.ranks, finding.reference_rank, finding.sides) == (ranks, reference, sides)
+        product = place in ("fprop", "dgrad", "wgrad")
+        assert finding.field == ("" if product else "rows")
+        assert finding.index == (7 + i, i if product else 4 * i)
+        assert len(finding.hosts) == len(ranks) == len(finding.devices)
+        assert set(finding.devices) == {"cpu"}
+        shown = re.findall(r"0x[0-9a-f]+", finding.detail)
+        bits = [int(text, 16) for text in shown]
+        assert bits[0] ^ bits[1] == 1 << i % 3
+        values = torch.tensor(bits, dtype=torch.int64)
+        if product:
+            assert values.int().view(torch.float32).tolist() == [finding.value, finding.expected]
+        assert text.startswith("results of equal computations differ between ranks")
+        assert all(bits in text for bits in shown)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_of_two_ranks_nobody_is_the_culprit(two_ranks: RankPool, recipe: str) -> None:
+    for found in two_ranks.run(_everywhere, recipe, (1,)):
+        _assert_named(found, (0, 1), None, ((0,), (1,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_of_three_ranks_the_odd_one_is_named(three_ranks: RankPool, recipe: str) -> None:
+    results = three_ranks.run(_everywhere, recipe, (0,))
+    for found in results:
+        _assert_named(found, (0,), 1, ((1, 2), (0,)))
+        assert found == results[0]
+    names = " ".join(findings[0].name for _, findings, *_ in results[0])
+    assert ("torch._scaled_mm" in names) == (recipe != "block")
+
+
+@pytest.mark.slow
+def test_of_four_ranks_two_against_two_is_no_majority(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(_everywhere, "current", (1, 2)):
+        _assert_named(found, (0, 1, 2, 3), None, ((0, 3), (1, 2)))
+
+
+def _two_blocks() -> Any:
+    """A product of 512 KiB, with a wrong bit in its second block of 256 KiB, and one in the last element."""
+    model = nn.Sequential(nn.Linear(256, 512))
+    manager = fp8dist.prepare(model, group=dist.group.WORLD).attach()
+    with contextlib.ExitStack() as stack, captured_log():
+        if dist.get_rank() == 1:
+            for row, column in ((300, 17), (511, 255)):
+                stack.enter_context(flipping("matmul", (512, TOKENS), 4 * (256 * row + column), 0))
+        report = _computed(manager, policy="warn")
+    (finding,) = report.findings
+    return finding.index, finding.ulp, finding.detail.split(",")[0]
+
+
+def test_the_first_element_is_found_in_any_block(three_ranks: RankPool) -> None:
+    extent = "2 elements in the first of 1 differing blocks"
+    assert three_ranks.run(_two_blocks) == [((300, 17), 1, extent)] * 3
+
+
+def _beyond_the_first_few() -> Any:
+    _, manager = _attached()
+    with contextlib.ExitStack() as stack, captured_log():
+        for place in ("input", "fprop", "wgrad"):
+            stack.enter_context(_faulty(RECIPES["delayed"], place, 0, 0, (1,)))
+        stack.enter_context(mock.patch.object(computed, "MAX_EXPLAINED", 2))
+        report = _computed(manager, policy="warn")
+    return [(f.name.split()[0], f.ranks, f.reference_rank, f.index) for f in report.findings]
+
+
+def test_all_are_named_and_the_first_few_with_elements(three_ranks: RankPool) -> None:
+    expected = [("cast", (1,), 0, (0, 0)), ("fprop", (1,), 0, (0, 0)), ("wgrad", (1,), 0, None)]
+    assert three_ranks.run(_beyond_the_first_few) == [expected] * 3
+
+
+def _wrong_digest() -> Any:
+    _, manager = _attached()
+    original = ComputedContent.digests
+
+    def wrong(self: ComputedContent, digester: Digester) -> torch.Tensor:
+        found = original(self, digester)
+        found[3, 1] ^= dist.get_rank() == 1
+        return found
+
+    with captured_log(), mock.patch.object(ComputedContent, "digests", wrong):
+        report = _computed(manager, policy="warn")
+    return [(f.name.split()[0], f.ranks, f.detail[:43]) for f in report.findings]
+
+
+def test_a_wrong_digest_is_told_from_a_wrong_result(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_wrong_digest) == [[("fprop", (1,), "all elements are equal in host memory: the ")]] * 3
+
+
+# Ranks that are not alike ------------------------------------------------------------------------------
+
+
+def test_only_ranks_of_equal_hardware_are_compared(three_ranks: RankPool) -> None:
+    """Rank 0 is of another kind, and computes otherwise: no finding, but what it computes is compared with nothing."""
+    for rank, found in enumerate(three_ranks.run(_everywhere, "row", (0,), {0: "old", 1: "new", 2: "new"})):
+        for _, findings, _, skipped in found:
+            assert findings == ()
+            alone = "6 computations that no other rank repeats on equal hardware, versions and shapes"
+            assert (alone in skipped) == (rank == 0)
+
+
+@pytest.mark.slow
+def test_a_difference_within_a_kind_is_found_beside_another_kind(four_ranks: RankPool) -> None:
+    kinds = {0: "old", 1: "new", 2: "new", 3: "new"}
+    for found in four_ranks.run(_everywhere, "delayed", (0, 2), kinds):
+        _assert_named(found, (2,), 1, ((1, 3), (2,)))
+    kinds = {0: "old", 1: "new", 2: "old", 3: "new"}
+    for found in four_ranks.run(_everywhere, "block", (2,), kinds):
+        _assert_named(found, (0, 2), None, ((0,), (2,)))
+
+
+def _other_shapes() -> Any:
+    """Two pipeline stages: ranks 0 and 1, ranks 2 and 3."""
+    torch.manual_seed(0)
+    stage = dist.get_rank() // 2
+    model = nn.Sequential(nn.Linear(IN, OUT) if stage == 0 else nn.Linear(OUT, 16))
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    manager = fp8dist.prepare(model, group=groups[stage], check_policy="warn")
+    reports = []
+    with captured_log() as log, _faulty(RECIPES["delayed"], "fprop", 0, 0, (1,)):
+        manager.attach(compute=True)
+        reports.append(_computed(manager, policy="warn"))
+    return stage, len(log), [(f.name.split()[0], f.ranks) for report in reports for f in report.findings]
+
+
+@pytest.mark.slow
+def test_pipeline_stages_are_checked_apart(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_other_shapes)
+    assert [found for stage, _, found in results if stage == 1] == [[], []]
+    assert [found for stage, _, found in results if stage == 0] == [[("fprop", (0, 1))]] * 2
+    # attach() logs the table on one rank, the check after it a line: the finding stands.
+    assert sorted(logged for _, logged, _ in results) == [0, 0, 0, 2]
+
+
+# What it costs, and who must call it --------------------------------------------------------------------
+
+
+def _collectives() -> Any:
+    _, manager = _attached()
+    seen = {}
+    for name, kinds in (("one", None), ("two", {0: "old", 1: "new", 2: "new"})):
+        with _pretended(kinds), counted_collectives() as calls:
+            _computed(manager)
+        seen[name] = list(zip(calls.names, calls.sizes))
+    with counted_collectives() as calls:
+        manager.check(parameters=False)
+    seen["ordinary"] = list(zip(calls.names, calls.sizes))
+    with counted_collectives() as calls:
+        manager.attach()
+    without = list(zip(calls.names, calls.sizes))
+    with counted_collectives() as calls:
+        manager.attach(compute=True)
+    assert list(zip(calls.names, calls.sizes)) == without + seen["one"]
+    return seen
+
+
+def test_it_costs_one_small_all_reduce(three_ranks: RankPool) -> None:
+    for seen in three_ranks.run(_collectives):
+        assert seen["ordinary"] == [("all_reduce", 104)]
+        assert seen["one"] == [("all_reduce", 104), ("all_reduce", 72)]
+        assert seen["two"] == [*seen["one"], ("all_gather_object", 0)]
+
+
+def _only_one_asks() -> Any:
+    _, manager = _attached()
+    with captured_log():
+        report = manager.check(parameters=False, compute=dist.get_rank() == 0, policy="warn")
+        with pytest.raises(ManifestMismatchError) as caught:
+            manager.attach(compute=dist.get_rank() == 1)
+    (finding,) = report.findings
+    return finding.kind, finding.detail, str(caught.value)
+
+
+def test_a_rank_that_does_not_ask_for_it_is_found(two_ranks: RankPool) -> None:
+    for kind, detail, refused in two_ranks.run(_only_one_asks):
+        assert kind == "layout"
+        assert detail == "rank 1: (); rank 0: ('computations',)"
+        assert "settings.compute: None here, True there" in refused
+
+
+def _cannot_compute() -> Any:
+    _, manager = _attached()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal instruction was encountered")
+
+    with captured_log(), contextlib.ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(direct, "matmul", broken))
+        report = _computed(manager, policy="warn")
+    return [(f.kind, f.ranks, f.detail) for f in report.findings], _computed(manager).consistent
+
+
+def test_a_device_that_cannot_compute_is_named(two_ranks: RankPool) -> None:
+    for findings, healed in two_ranks.run(_cannot_compute):
+        assert findings == [("error", (1,), "RuntimeError: CUDA error: an illegal instruction was encountered")]
+        assert healed
+
+
+# At attach, policies, evidence --------------------------------------------------------------------------
+
+
+def _at_attach(policy: str) -> Any:
+    fault = _faulty(RECIPES["delayed"], "wgrad", 0, 7, (2,))
+    model = nn.Sequential(nn.Linear(IN, OUT))
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, check_policy=policy, backend="torch")
+    with captured_log() as log, fault:
+        try:
+            manager.attach(compute=True)
+        except DivergenceError as error:
+            return str(error), [text for _, text in log], manager.describe()["attached"]
+    return "", [text for _, text in log], manager.describe()["attached"]
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn", "repair"])
+def test_a_difference_at_attach_follows_the_policy(three_ranks: RankPool, policy: str) -> None:
+    results = three_ranks.run(_at_attach, policy)
+    for error, _, attached in results:
+        assert attached
+        assert bool(error) == (policy != "warn")
+        assert (
+            error == ""
+            or "computation 'wgrad 48x32x256 e5m2 e4m3 float32, tensorwise, torch._scaled_mm' of rank 2" in error
+        )
+    (log,) = [log for _, log, _ in results if log]
+    assert len(log) == 1
+    assert (
+        "nothing was copied: a copy does not repair a device that computes otherwise" in " ".join(log[0].split())
+    ) == (policy == "repair")
+
+
+def _sensible() -> Any:
+    """Attach without anything to compare with, and as each rank's own state."""
+    plain, own, bare = nn.Sequential(nn.Linear(IN, OUT)), nn.Sequential(nn.Linear(IN, OUT)), nn.Module()
+    switched_off = fp8dist.prepare(plain, group=dist.group.WORLD, enabled=False)
+    unsynced = fp8dist.prepare(own, group=dist.group.WORLD, amax_sync=False)
+    slots_only = fp8dist.prepare(bare, group=dist.group.WORLD)
+    slots_only.register("a", "input", "e4m3")
+    pair = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, 16))
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    grouped = fp8dist.prepare(pair, group=dist.group.WORLD, groups={"1": alone})
+    counts = []
+    with captured_log() as log:
+        for manager in (switched_off, unsynced, slots_only, grouped):
+            manager.attach(compute=True)
+        for manager in (switched_off, unsynced, slots_only, grouped):
+            counts.append(manager.check(parameters=False, compute=True).compared.get("computation", 0))
+    with pytest.raises(ConfigurationError, match="compute must be"):
+        grouped.attach(compute=1)  # type: ignore[arg-type]
+    return counts, len(log)
+
+
+def test_models_with_little_to_compute(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_sensible) == [([0, 6, 0, 12], 0)] * 2
+
+
+def test_one_rank_has_nothing_to_compare() -> None:
+    model = nn.Sequential(nn.Linear(IN, OUT))
+    manager = fp8dist.prepare(model).attach(compute=True)
+    assert manager.check(compute=True).skipped == ("there is one rank, or no process group",)
+
+
+def _evidence(folder: str) -> None:
+    with mock.patch.dict("os.environ", FP8DIST_REPORT_DIR=folder):
+        _, manager = _attached("row")
+    with captured_log(), _faulty(RECIPES["row"], "grad_output", 3 * OUT + 5, 0, (1,)):
+        _computed(manager, policy="warn")
+
+
+def test_evidence_has_the_elements_around_the_first_difference(three_ranks: RankPool, tmp_path: Path) -> None:
+    three_ranks.run(_evidence, str(tmp_path))
+    files = {path.name: path for path in tmp_path.iterdir()}
+    assert set(files) == {f"step00000000-{name}" for name in ("rank0.json", "rank1.json", "report.json", "report.txt")}
+    (good,), (bad,) = (json.loads(files[f"step00000000-rank{rank}.json"].read_text()) for rank in (0, 1))
+    for one in (good, bad):
+        assert one["kind"] == "computation"
+        assert [(field["field"], field["from"], len(field["values"])) for field in one["fields"]] == [
+            ("rows", 3 * OUT + 5 - 16, 33)
+        ]
+    differs = [a != b for a, b in zip(good["fields"][0]["values"], bad["fields"][0]["values"])]
+    assert [i for i, different in enumerate(differs) if different] == [16]
+    report = json.loads(files["step00000000-report.json"].read_text())
+    assert report["findings"][0]["index"] == [3, 5]
+
+
+# Layouts, and no disturbance -----------------------------------------------------------------------------
+
+
+def _in_layout(layout: str) -> Any:
+    if layout == "fsdp2":
+        model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN))
+        manager = fp8dist.prepare(model, group=mesh_of((4,), ("dp",)))
+        manager.attach(fully_shard(model, mesh=mesh_of((4,), ("dp",))), compute=True)
+    else:
+        manager = build(Job(layout, fp8_all_gather=layout == "hsdp")).manager
+    report = manager.check(compute=True)
+    return dict(report.compared), report.skipped
+
+
+# Under tensor parallelism both Linears are 32 x 32. One has its bias added after the sum over ranks.
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "count"), [("fsdp2", 12), ("hsdp", 12), ("tp", 7)])
+def test_sharded_models_compute_alike(four_ranks: RankPool, layout: str, count: int) -> None:
+    for compared, skipped in four_ranks.run(_in_layout, layout):
+        assert compared["computation"] == count
+        assert not any("computation" in text for text in skipped)
+
+
+def _trained(checked: bool, recipe: str, update: str) -> Any:
+    model = make_net()
+    made = fp8dist.DelayedScaling(history_len=4, update=update) if recipe == "delayed" else RECIPES[recipe]  # type: ignore[arg-type]
+    manager = fp8dist.prepare(model, made, group=dist.group.WORLD)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager.attach(model, optimizer, compute=checked)
+    torch.manual_seed(5)
+    losses = []
+    for step in range(4):
+        x, y = batch(0, step)
+        for part in range(2):
+            loss = (model(torch.nn.functional.dropout(x, 0.1)) - y).square().mean()
+            loss.backward()
+            losses.append(loss.item().hex())
+            if checked and part == 0:  # In the middle of an accumulation, with amaxes recorded and casts cached.
+                _computed(manager)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state_bits(manager), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize(("recipe", "update"), [("delayed", "same_step"), ("delayed", "next_step"), ("block", "")])
+def test_training_is_the_same_bit_for_bit(two_ranks: RankPool, recipe: str, update: str) -> None:
+    assert two_ranks.run(_trained, True, recipe, update) == two_ranks.run(_trained, False, recipe, update)
