@@ -22,6 +22,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
 from tests.support.examples import run_example
+from tests.support.logs import captured_log
 from tests.support.megatron import LENGTH, VOCABULARY, gpt, initialize, mask, with_stand_ins
 from tests.support.ranks import RankPool
 
@@ -656,6 +657,23 @@ def _forgotten() -> None:
     job = _unattached([model], prepare(model))
     with pytest.raises(ConfigurationError, match="no step of FP8 state has ended since the first"):
         _train(job, range(3))
+
+
+@with_stand_ins
+def _attached_late() -> list[str]:
+    from fp8dist.integrations.megatron import attach, prepare
+
+    initialize()
+    model = gpt()
+    job = _unattached([model], prepare(model, enabled=False))
+    _train(job, range(1))
+    with captured_log() as log:
+        attach(job.manager, job.optimizer)
+    return [text for _, text in log if "before attach()" in text]
+
+
+def test_attaching_to_an_optimizer_that_was_loaded_is_told(two_ranks: RankPool) -> None:
+    assert [len(told) for told in two_ranks.run(_attached_late)] == [1, 1]
 
 
 def test_misuse_is_an_error(two_ranks: RankPool) -> None:
