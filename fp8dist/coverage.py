@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.foreign import is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.overrides import Overrides
 from fp8dist.parallel.wrappers import is_sharded
@@ -70,9 +71,9 @@ class Coverage:
     """The matmul weights of a model: a row for each module that has some. Iterates over its rows, prints as a table.
 
     Counted are the weights of ``nn.Linear`` and its subclasses, ``nn.Bilinear``, the input projections of
-    ``nn.MultiheadAttention``, transformers' ``Conv1D``, other classes with "Linear" in their name, and parameters of
-    three or more dims (fused experts), except in convolutions, norms and embeddings. Convolutions, embeddings and RNNs
-    are not counted.
+    ``nn.MultiheadAttention``, transformers' ``Conv1D``, other classes with "Linear" in their name, Megatron-Core's
+    ``GroupedMLP``, and parameters of three or more dims (fused experts), except in convolutions, norms and embeddings.
+    Convolutions, embeddings and RNNs are not counted.
 
     Each weight counts 2 x parameters FLOPs per token, so shares of FLOPs are shares of parameters. A weight that
     several modules use counts once for each. All experts count, because the number that a token visits is not known.
@@ -287,11 +288,16 @@ def _matmul_parameters(module: nn.Module) -> int | None:
     own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
     if isinstance(module, nn.MultiheadAttention):
         own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
-    elif "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D" or _linear_base(module) is not None:
+    elif _named_linear(module) or linear_base(type(module)) is not None:
         own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
     elif not isinstance(module, nn.Bilinear):
         own = _expert_parameters(module)
     return sum(p.numel() for name, p in own.items() if name != "bias") if own else None
+
+
+def _named_linear(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "Linear" in name or name in ("Conv1D", "GroupedMLP")
 
 
 def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -310,7 +316,7 @@ def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None) -> LeftOut | None:
-    base = _linear_base(module)
+    base = linear_base(type(module))
     reason = _not_linear(module) if base is None else _odd_linear(module, base, inner)
     if reason is not None:
         return reason
@@ -329,22 +335,13 @@ def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None)
     return None
 
 
-def _linear_base(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class whose ``forward`` FP8Linear stands for: nn.Linear, or transformers' Conv1D, whose weight is
-    [in, out]. None: the module derives from neither."""
-    for base in type(module).__mro__:
-        if base is nn.Linear or (base.__name__, base.__module__) == ("Conv1D", "transformers.pytorch_utils"):
-            return base
-    return None
-
-
 def _not_linear(module: nn.Module) -> LeftOut:
     name = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
         return LeftOut("not nn.Linear", "nn.MultiheadAttention multiplies with its input projections itself")
     if name == "Conv1D":
         return LeftOut("not nn.Linear", "it is a Conv1D, whose weight is [in, out]: make it an nn.Linear")
-    if isinstance(module, nn.Bilinear) or "Linear" in name:
+    if isinstance(module, nn.Bilinear) or _named_linear(module):
         return LeftOut("not nn.Linear", f"it is a {name}, not an nn.Linear")
     experts = _expert_parameters(module)
     dims = f"{max(p.ndim for p in experts.values())}-D parameters"
@@ -363,7 +360,7 @@ def _odd_linear(module: nn.Module, base: type[nn.Module], inner: bool) -> LeftOu
     if isinstance(module, nn.LazyLinear):
         return LeftOut("not initialised", "it is a LazyLinear: run a forward first, then prepare")
     known = "nn.Linear" if base is nn.Linear else base.__name__
-    if type(module).forward is not base.forward or type(module).__call__ is not nn.Module.__call__:
+    if not _calls(type(module), base):
         return LeftOut("own forward", f"it is a {name}, not exactly {known}: it has a forward of its own")
     if hasattr(type(module), "weight"):  # A property, as parametrizations make.
         return LeftOut("own weight", f"it is a {name}, not exactly {known}: it computes its weight")
@@ -382,6 +379,12 @@ def _odd_linear(module: nn.Module, base: type[nn.Module], inner: bool) -> LeftOu
     if not weight.is_floating_point() or weight.element_size() < 2:
         return LeftOut("quantised weight", f"its weight is {str(weight.dtype).removeprefix('torch.')}")
     return None
+
+
+def _calls(kind: type[nn.Module], base: type[nn.Module]) -> bool:
+    """True if calling a module of class ``kind`` runs the forward of ``base``."""
+    names = ("forward", "_forward_impl") if is_parallel(base) else ("forward",)
+    return kind.__call__ is nn.Module.__call__ and all(getattr(kind, name) is getattr(base, name) for name in names)
 
 
 def _tensor_subclass(weight: Tensor) -> str | None:

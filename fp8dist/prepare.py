@@ -62,9 +62,9 @@ def prepare(
     """Convert the eligible nn.Linears of ``model`` to FP8Linears, in place, and return their manager. Local.
 
     Parameters and state_dict keys stay the same. A module is eligible if it is an nn.Linear, or of a subclass without a
-    forward of its own, or transformers' ``Conv1D``; its weight is a plain floating-point Parameter, both dims are
-    multiples of 16, no ``skip`` pattern matches its fqn, and ``filter_fn(module, fqn)`` is true. Other modules with
-    matmul weights stay in high precision, and the log says why.
+    forward of its own, or transformers' ``Conv1D``, or one of Megatron-Core's parallel Linears; its weight is a plain
+    floating-point Parameter, both dims are multiples of 16, no ``skip`` pattern matches its fqn, and
+    ``filter_fn(module, fqn)`` is true. Other modules with matmul weights stay in high precision, and the log says why.
     If less than 90 % of the matmul parameters are in FP8, the lowest rank of the group logs a warning, or an info if
     you named everything that is left out. ``manager.coverage()`` returns the whole table. After ``prepare``, wrap,
     shard and load the model, then call ``manager.attach(…)``.

@@ -158,6 +158,15 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(2, 64))
 
 
+class GroupedMLP(nn.Module):
+    """Like Megatron-Core's: the weights of all experts of a rank, beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight1 = nn.Parameter(torch.zeros(16, 64))
+        self.weight2 = nn.Parameter(torch.zeros(64, 16))
+
+
 def reasons(model: nn.Module, **arguments: Any) -> dict[str, str]:
     return {row.fqn: row.reason for row in fp8dist.prepare(model, **arguments).coverage() if not row.fp8}
 
@@ -310,6 +319,7 @@ def test_many_kinds_are_counted(caplog: pytest.LogCaptureFixture) -> None:
         (hooked_linear, 2048, "its forward was replaced (module.forward = …, as accelerate's hooks do)"),
         (TELinear, 2048, "it is a Linear, not an nn.Linear"),
         (GroupedLinear, 2048, "it is a GroupedLinear, not an nn.Linear"),
+        (GroupedMLP, 2048, "it is a GroupedMLP, not an nn.Linear"),
         (lambda: nn.LazyLinear(64), 0, "it is a LazyLinear: run a forward first, then prepare"),
         (lambda: nn.Linear(32, 65), 2080, "32 x 65 are not multiples of 16"),
         (

@@ -16,6 +16,7 @@ TESTED: Mapping[str, str] = MappingProxyType(
         "lightning": "2.6.6",
         "deepspeed": "0.19.0",
         "torchtitan": "0.3.0",
+        "megatron-core": "0.16.1",
     }
 )
 """By package, the version that ``scripts/test-stacks`` has passed."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.foreign import gathered_input, is_parallel, is_transposed, linear_base
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.linear_slots import Cast, LinearSlots, States
 from fp8dist.modules.outgrown import Outgrown
@@ -147,9 +148,13 @@ class FP8Linear(nn.Linear):
         Raises:
             ConfigurationError: the input does not fit the weight, or ``attach`` must be called first. Names the module.
         """
-        slots = self.fp8_slots
-        if not slots.job.enabled:
+        if not self.fp8_slots.job.enabled:
             return F.linear(input, self.weight.t() if self.transposed else self.weight, self.bias)
+        return self._multiply(input, self.bias)
+
+    def _multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x Wᵀ + ``bias`` as the state of the job wants it. Local; commits a pending sync."""
+        slots = self.fp8_slots
         fqn = slots.slots[Role.INPUT].fqn
         if slots.job.awaits_attach:
             raise ConfigurationError(f"{fqn}: with fp8_all_gather=True attach() must come before the first forward")
@@ -157,10 +162,10 @@ class FP8Linear(nn.Linear):
         compute = self._computation(weight)
         weight = weight.t() if self.transposed else weight
         if is_dtensor(weight):
-            return parallel_linear(compute, input, weight, self.bias, fqn)
+            return parallel_linear(compute, input, weight, bias, fqn)
         if is_dtensor(input):
             raise ConfigurationError(f"{fqn}: its input is a DTensor, its weight is not: parallelize the Linear, too")
-        return compute(input, weight, self.bias)
+        return compute(input, weight, bias)
 
     def _computation(self, weight: Tensor) -> Linear:
         """Return the function for this forward: in FP8, or in high precision with or without recording amaxes."""
@@ -270,9 +275,11 @@ def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
 def convert(module: nn.Module, slots: LinearSlots) -> None:
     """Convert an nn.Linear, or a module that computes the same, to an FP8Linear, in place."""
     module.fp8_slots = slots  # type: ignore[assignment]  # Before the class: another thread may look for FP8Linears.
+    made = _fp8_class(type(module))  # type: ignore[arg-type]
     if not isinstance(module, nn.Linear):
-        module.in_features, module.out_features = stored_parameters(module)[0].shape  # type: ignore[assignment]
-    module.__class__ = _fp8_class(type(module))  # type: ignore[arg-type]
+        shape = stored_parameters(module)[0].shape
+        module.out_features, module.in_features = reversed(shape) if made.transposed else shape  # type: ignore[assignment]
+    module.__class__ = made
     slots.note.remember(stored_parameters(module))
 
 
@@ -281,15 +288,47 @@ def _fp8_class(original: type[nn.Module]) -> type[FP8Linear]:
     """Return the class of converted modules of a class, the same one for all of them."""
     if original is nn.Linear:
         return FP8Linear
-    transposed = not issubclass(original, nn.Linear)
+    base = linear_base(original)
+    assert base is not None
 
     def reduce(self: FP8Linear, protocol: Any) -> Any:
         """Pickle by the original class: this one has no importable name."""
         reduced: Any = super(FP8Linear, self).__reduce_ex__(protocol)
         return _without_init, (original,), *reduced[2:]
 
-    members = {"converted_from": original, "transposed": transposed, "__reduce_ex__": reduce, "__module__": __name__}
+    members: dict[str, Any] = {"converted_from": original, "transposed": is_transposed(base)}
+    members |= {"__reduce_ex__": reduce, "__module__": __name__}
+    if is_parallel(base):
+        members |= {"forward": original.forward, "_forward_impl": _parallel_forward}
     return types.new_class(f"FP8{original.__name__}", (FP8Linear, original), {}, lambda body: body.update(members))
+
+
+def _parallel_forward(
+    self: FP8Linear,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any,
+    **options: Any,
+) -> Tensor:
+    """``_forward_impl`` of Megatron-Core's parallel Linears: x Wᵀ + b with this rank's part of the weight. COLLECTIVE,
+    see ``gathered_input``.
+
+    ``options``: about the weight's gradient. Megatron's DDP adds gradients that are not fused to ``main_grad``.
+    """
+    slots = self.fp8_slots
+    if not slots.job.enabled:
+        linked = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel, "tp_group": tp_group}
+        return self.converted_from._forward_impl(self, input, weight, bias, **linked, **options)  # type: ignore[attr-defined]
+    if weight is not self.weight:
+        raise ConfigurationError(
+            f"{slots.slots[Role.INPUT].fqn}: it was called with the weight of another module, for which it has no "
+            "scale: name it in skip="
+        )
+    return self._multiply(gathered_input(input, allreduce_dgrad, sequence_parallel, tp_group), bias)
 
 
 def _without_init(original: type[nn.Module]) -> FP8Linear:
@@ -306,6 +345,6 @@ def require_revertible(module: FP8Linear) -> None:
 def revert(module: FP8Linear) -> None:
     """Convert an FP8Linear back to the class that it had, in place."""
     del module.fp8_slots
-    if module.transposed:
+    if not issubclass(module.converted_from, nn.Linear):
         del module.in_features, module.out_features
     module.__class__ = module.converted_from  # type: ignore[assignment]

@@ -141,7 +141,7 @@ class LinearSlots:
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
             input_, weight, grad = (
-                SlotState(sync.arena, sync.arena.index[self.slots[role]])
+                sync.arena.state_of(self.slots[role])
                 for role, sync in zip((Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), syncs)
             )
             self._states = (input_, weight, grad)

@@ -6,6 +6,7 @@ divergence), and ``.bfloat16()`` would cast them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,9 +56,10 @@ def fitted(history: Tensor, length: int) -> Tensor:
 class SlotState:
     """The state of one slot: 0-d views into its arena, valid while the arena lives."""
 
-    __slots__ = ("always", "arena", "cold", "format", "pending", "saturated", "scale", "underflow")
+    __slots__ = ("__weakref__", "always", "arena", "cold", "format", "pending", "saturated", "scale", "underflow")
 
     def __init__(self, arena: Arena, index: int) -> None:
+        """Call ``Arena.state_of`` instead: a compiled graph takes two views of one slot for memory that overlaps."""
         self.arena = arena
         self.format: Format = arena.specs[index].format
         self.scale: Tensor = arena.scale[index]
@@ -114,6 +116,7 @@ class Arena:
     def _allocate(self, device: torch.device) -> None:
         formats = [spec.format for spec in self.specs]
         self.device = device
+        self._states: weakref.WeakValueDictionary[int, SlotState] = weakref.WeakValueDictionary()
         arrays = StateArrays.allocate([f.max for f in formats], [f.rounds_to_max for f in formats], self.ring, device)
         n = len(formats)
         self.message = torch.zeros(HEADER + (1 + self.lanes) * n, dtype=torch.int32, device=device)
@@ -408,6 +411,14 @@ class Arena:
         self.cold_written()
 
     # Copying and pickling rebuild the views ---------------------------------------------------------
+
+    def state_of(self, slot: Slot) -> SlotState:
+        """Return the state of a slot: the same object to all who hold it, such as modules that share a weight."""
+        index = self.index[slot]
+        state = self._states.get(index)
+        if state is None:
+            state = self._states[index] = SlotState(self, index)
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("specs", "recipe", "backend", "fallback", "device", "placed")

@@ -146,6 +146,40 @@ def test_compiled_with_checkpointing_it_is_not_compiled_again(backend: str, run:
     assert _train_long("aot_eager", run=run, backend=backend) == _train_long(None, run=_plain, backend=backend)
 
 
+class Tied(nn.Module):
+    """Two Linears of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.relu(self.first(x)))
+        return y
+
+
+def _train_tied(compiled: bool) -> Any:
+    model = Tied()
+    manager = fp8dist.prepare(model, DelayedScaling(history_len=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager.attach(model, optimizer=optimizer)
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    for step in range(4):
+        forward(inputs(6, 32, seed=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    return state_bits(manager), parameter_bits(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.slow
+def test_compiled_linears_may_share_a_weight() -> None:
+    assert _train_tied(True) == _train_tied(False)
+
+
 def _train_blocks(compiled: bool, run: Callable[[nn.Module, Tensor], Tensor]) -> Any:
     model = nn.Sequential(Block(), Block(), Block())
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4))

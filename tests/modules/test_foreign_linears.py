@@ -1,4 +1,5 @@
-"""Modules that compute what nn.Linear computes, but are of another class: subclasses, and transformers' Conv1D."""
+"""Modules that compute what nn.Linear computes, but are of another class: subclasses, transformers' Conv1D, and
+Megatron-Core's parallel Linears (on one rank; on several in tests/integrations)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import fp8dist
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.ranks import RankPool
 
@@ -52,6 +54,32 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"  # fp8dist knows the class by its name.
 
 
+class ColumnParallelLinear(nn.Module):
+    """Like Megatron-Core's on one rank, but without the tuple that it returns."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor, **_: Any) -> Tensor:
+        return torch.matmul(input, weight.t()) + bias
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None) -> Tensor:
+        return self._forward_impl(
+            input=input_, weight=self.weight if weight is None else weight, bias=self.bias,
+            allreduce_dgrad=False, sequence_parallel=False, tp_group=None, gradient_accumulation_fusion=True,
+        )  # fmt: skip
+
+
+ColumnParallelLinear.__module__ = "megatron.core.tensor_parallel.layers"
+
+
+class OwnParallelLinear(ColumnParallelLinear):
+    def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super()._forward_impl(*args, **kwargs)
+
+
 class Own(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -71,7 +99,7 @@ def _pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Linear]:
     """Return a module, and an nn.Linear that computes the same."""
     torch.manual_seed(1)
     foreign, linear = make(), nn.Linear(IN, OUT)
-    weight = foreign.weight if isinstance(foreign, nn.Linear) else foreign.weight.t()
+    weight = foreign.weight.t() if isinstance(foreign, Conv1D) else foreign.weight
     with torch.no_grad():
         linear.weight.copy_(weight)
         linear.bias.copy_(foreign.bias)
@@ -84,6 +112,10 @@ def _named() -> nn.Module:
 
 def _conv1d() -> nn.Module:
     return Conv1D(OUT, IN)
+
+
+def _parallel() -> nn.Module:
+    return ColumnParallelLinear(IN, OUT)
 
 
 def _trained(model: nn.Module, steps: int = 5, **options: Any) -> tuple[list[Tensor], fp8dist.StateManager]:
@@ -107,7 +139,7 @@ def _trained(model: nn.Module, steps: int = 5, **options: Any) -> tuple[list[Ten
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-@pytest.mark.parametrize("make", [_named, _conv1d])
+@pytest.mark.parametrize("make", [_named, _conv1d, _parallel])
 @pytest.mark.parametrize("gemms", [(), ("fprop",), ("dgrad",), ("wgrad",)], ids=str)
 def test_it_computes_what_an_fp8_linear_does(
     make: Callable[[], nn.Module], recipe: Any, gemms: tuple[str, ...]
@@ -138,7 +170,7 @@ def test_it_computes_what_an_fp8_linear_does(
     assert not hasattr(foreign[0], "fp8_slots")
 
 
-@pytest.mark.parametrize("make", [_named, _conv1d])
+@pytest.mark.parametrize("make", [_named, _conv1d, _parallel])
 def test_it_can_be_copied_and_restored(make: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(_pair(make)[0])
     original, keys = type(model[0]), set(vars(model[0]))
@@ -179,7 +211,7 @@ def test_its_own_methods_stay() -> None:
     assert (model[0].label, repr(model[0])) == ("mine", "FP8Named(named)")
 
 
-@pytest.mark.parametrize("make", [_named, _conv1d])
+@pytest.mark.parametrize("make", [_named, _conv1d, _parallel])
 def test_switched_off_it_computes_what_it_did(make: Callable[[], nn.Module]) -> None:
     plain = _pair(make)[0]
     model = nn.Sequential(copy.deepcopy(plain))
@@ -188,14 +220,21 @@ def test_switched_off_it_computes_what_it_did(make: Callable[[], nn.Module]) -> 
     assert torch.equal(model(x), plain(x))
 
 
-@pytest.mark.parametrize("cls", [Own, OwnConv1D, Calling])
+@pytest.mark.parametrize("cls", [Own, OwnConv1D, OwnParallelLinear, Calling])
 def test_a_forward_of_its_own_stays_and_is_named(cls: type[nn.Module]) -> None:
     model = nn.Sequential(cls(OUT, OUT), nn.Linear(OUT, OUT))
     row = next(iter(fp8dist.prepare(model).coverage()))
-    base = "Conv1D" if issubclass(cls, Conv1D) else "nn.Linear"
+    base = next((base.__name__ for base in (Conv1D, ColumnParallelLinear) if issubclass(cls, base)), "nn.Linear")
     assert (row.fqn, row.fp8) == ("0", False)
     assert row.reason == f"it is a {cls.__name__}, not exactly {base}: it has a forward of its own"
     assert type(model[0]) is cls
+
+
+def test_a_parallel_linear_refuses_the_weight_of_another_module() -> None:
+    model = nn.Sequential(_parallel())
+    fp8dist.prepare(model)
+    with pytest.raises(ConfigurationError, match="0: it was called with the weight of another module"):
+        model[0](torch.randn(TOKENS, IN), torch.randn(OUT, IN))
 
 
 def test_features_of_a_conv1d_must_be_multiples_of_16() -> None:

@@ -2,13 +2,18 @@
 
 Megatron allocates on "cuda" by name, forks the GPU's random state, and leaves LayerNorm under sequence parallelism to
 Apex or TransformerEngine. Weights are drawn from one seed on the CPU and cut by tensor parallelism, and there is no
-dropout: models of any layout hold the same parameters, apart from experts.
+dropout: models of the same pipeline stage hold the same parameters in any layout, apart from experts.
+
+``python -m tests.support.megatron PROGRAM FLAGS…`` runs a program with the stand-ins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -19,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["LENGTH", "VOCABULARY", "gpt", "initialize", "mask", "with_stand_ins"]
 
-LAYERS, LENGTH, VOCABULARY = 2, 16, 64
+LENGTH, VOCABULARY = 16, 64
 
 
 def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,13 +42,20 @@ def with_stand_ins(function: Callable[..., Any]) -> Callable[..., Any]:
 def _stand_ins() -> Iterator[None]:
     cuda = {"current_device": lambda: "cpu", "synchronize": lambda device=None: None}
     with mock.patch.multiple(torch.cuda, **cuda), _OnCPU():
-        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils
 
         with (
-            mock.patch.object(CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
+            mock.patch.object(random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
+            mock.patch.object(random.CudaRNGStatesTracker, "add"),
+            mock.patch.multiple(random, _get_cuda_rng_state=mock.Mock(), _set_cuda_rng_state=mock.Mock()),
             # Release 0.16.1 reads the name where TransformerEngine is not installed, too.
             mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+            # A process for a queue is started once and kept. It ends with the last reference to the queue.
+            mock.patch.object(filesystem_async, "_results_queue", None),
+            # Checkpoints are written by child processes, which the daemons of a RankPool must not have.
+            mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False}),  # type: ignore[attr-defined]
         ):
             yield
 
@@ -83,11 +95,20 @@ class _Norm(nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def gpt(*, sequence_parallel: bool = False, experts: int = 0, tied: bool = True, seed: int = 5, **config: Any) -> Any:
-    """Return the part of a GPT of two layers that this rank holds, of Megatron's local layers. Local.
+def gpt(
+    *,
+    sequence_parallel: bool = False,
+    experts: int = 0,
+    tied: bool = True,
+    seed: int = 5,
+    layers: int = 2,
+    vp_stage: int | None = None,
+    **config: Any,
+) -> Any:
+    """Return the part of a GPT that this rank holds, of Megatron's local layers. Local.
 
-    ``initialize`` decides the layout. ``tied``: embeddings and output layer share their weight. ``config``: further
-    fields of TransformerConfig.
+    ``initialize`` decides the layout. ``tied``: embeddings and output layer share their weight. ``vp_stage``: which
+    chunk of this rank, with virtual pipeline stages. ``config``: further fields of TransformerConfig.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -97,12 +118,15 @@ def gpt(*, sequence_parallel: bool = False, experts: int = 0, tied: bool = True,
 
     torch.manual_seed(seed)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     given = {
-        "num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.0,
+        "num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
         "params_dtype": torch.float32, "pipeline_dtype": torch.float32, "sequence_parallel": sequence_parallel,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "batch_p2p_comm": False,  # With two stages, both neighbours are one rank: gloo would match the wrong pairs.
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "num_moe_experts": experts or None, "add_bias_linear": not experts,
     }  # fmt: skip
@@ -110,11 +134,12 @@ def gpt(*, sequence_parallel: bool = False, experts: int = 0, tied: bool = True,
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
     return GPTModel(
         TransformerConfig(**{**given, **config}),
-        TransformerBlockSubmodules([layer] * (LAYERS // stages), layer_norm=_Norm),
+        TransformerBlockSubmodules([layer] * (layers // stages // (virtual or 1)), layer_norm=_Norm),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
         share_embeddings_and_output_weights=tied,
     )
 
@@ -122,3 +147,9 @@ def gpt(*, sequence_parallel: bool = False, experts: int = 0, tied: bool = True,
 def mask() -> Tensor:
     """Return the causal mask, of shape [1, 1, LENGTH, LENGTH]. True: hidden."""
     return torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    with _stand_ins():
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,707 @@
+"""``fp8dist.integrations.megatron`` in a real GPT of Megatron-Core, with its DDP, optimizers, schedules and
+checkpoints, against a loop by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.linear_slots import LinearSlots
+from tests.support.examples import run_example
+from tests.support.logs import captured_log
+from tests.support.megatron import LENGTH, VOCABULARY, gpt, initialize, mask, with_stand_ins
+from tests.support.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
+    pytest.mark.long,
+]
+
+STEPS, RATE = 12, 3e-3
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+
+BFLOAT16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
+"""A model's configuration. Its optimizer has main parameters in float32."""
+
+
+@dataclass
+class Job:
+    """What a training script of Megatron holds."""
+
+    chunks: list[Any]
+    manager: fp8dist.StateManager
+    optimizer: Any
+
+
+def _job(model: Any = None, wraps: dict[str, Any] | None = None, options: Any = None, **optimizer: Any) -> Job:
+    """Return a job with an attached manager. ``wraps``: fields of DistributedDataParallelConfig."""
+    from fp8dist.integrations.megatron import attach, prepare
+
+    chunks = model if isinstance(model, list) else [gpt() if model is None else model]
+    manager = prepare(chunks, **(options or {}))
+    job = _unattached(chunks, manager, wraps, **optimizer)
+    attach(manager, job.optimizer)
+    return job
+
+
+def _unattached(chunks: list[Any], manager: Any, wraps: dict[str, Any] | None = None, **optimizer: Any) -> Job:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    if optimizer.get("bf16"):
+        chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
+    distributed = optimizer.get("use_distributed_optimizer", False)
+    config = DistributedDataParallelConfig(
+        **{"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed, **(wraps or {})}
+    )
+    chunks = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    given = {"optimizer": "adam", "lr": RATE, "weight_decay": 0.0, "clip_grad": 0.0, **optimizer}
+    made = get_megatron_optimizer(OptimizerConfig(**given), chunks, use_gloo_process_groups=False)
+    return Job(chunks, manager, made)
+
+
+def _tokens(place: int) -> tuple[Tensor, Tensor]:
+    """Return microbatch ``place`` of this rank's data: those of a tensor-parallel group or a pipeline are the same."""
+    from megatron.core import parallel_state
+
+    made = torch.Generator().manual_seed(1000 * place + parallel_state.get_data_parallel_rank())
+    tokens = (torch.randint(VOCABULARY, (2, 1), generator=made) + torch.arange(LENGTH + 1)) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _forward(model: Any, place: int) -> Tensor:
+    inputs, labels = _tokens(place)
+    return model(inputs, torch.arange(LENGTH).expand(2, LENGTH), mask(), labels=labels)
+
+
+def _forward_step(places: Iterator[int], model: Any) -> tuple[Tensor, Any]:
+    def loss(output: Tensor, infinite: bool = False) -> tuple[Tensor, dict[str, float]]:
+        mean = output.mean()
+        return mean, {"loss": mean.item()}
+
+    return _forward(model, next(places)), loss
+
+
+def _train(job: Job, steps: Sequence[int], accumulate: int = 1, infinite: int | None = None) -> list[float]:
+    """Train with Megatron's schedule. Return the losses of this rank's microbatches. ``infinite``: in this step rank 1
+    has an infinite gradient."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    losses = []
+    for step in steps:
+        for chunk in job.chunks:
+            chunk.zero_grad_buffer()
+        job.optimizer.zero_grad()
+        places = range(step * accumulate, (step + 1) * accumulate)
+        if step == infinite and dist.get_rank() == 1:
+            handle = job.chunks[0].module.decoder.layers[0].register_full_backward_pre_hook(_blow_up)
+        found = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[iter(places) for _ in job.chunks] if len(job.chunks) > 1 else iter(places),
+            model=job.chunks if len(job.chunks) > 1 else job.chunks[0],
+            num_microbatches=accumulate,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        if step == infinite and dist.get_rank() == 1:
+            handle.remove()
+        losses += [each["loss"] for each in found]
+        updated, _, _ = job.optimizer.step()
+        assert updated == (step != infinite)
+    return losses
+
+
+def _blow_up(module: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else gradient * torch.inf for gradient in gradients)
+
+
+def _parameters(*models: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+
+def _kept(job: Job) -> tuple[dict[str, bytes], list[Tensor]]:
+    return job.manager.state_dict(), _parameters(*job.chunks)
+
+
+def _equal(a: tuple[Any, list[Tensor]], b: tuple[Any, list[Tensor]]) -> bool:
+    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+# By hand -------------------------------------------------------------------------------------------
+
+
+class _Exchange(torch.autograd.Function):
+    """One collective in the forward, its transpose in the backward. The first dim is that of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(group: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _gather(group: Any, x: Tensor) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _scatter(group: Any, x: Tensor) -> Tensor:
+    return _sum(group, x).chunk(group.size())[group.rank()].clone()
+
+
+def _by_hand(model: Any, sequence_parallel: bool) -> None:
+    """Replace each parallel Linear by a plain one around which hooks communicate."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    gather, scatter, whole = partial(_gather, group), partial(_scatter, group), partial(_sum, group)
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or module.weight is None:
+            continue
+        alone = getattr(module, "explicit_expert_comm", False)
+        row, later = isinstance(module, RowParallelLinear), module.skip_bias_add
+        linear = nn.Linear(1, 1, bias=False)
+        linear.weight, outer = module.weight, module.bias
+        if not row:
+            there, back = (_same, _same) if alone else (gather, scatter) if sequence_parallel else (_same, whole)
+            linear.register_forward_pre_hook(lambda _, x, t=there, b=back: (_Exchange.apply(x[0], t, b),))
+            if not later:
+                linear.bias, outer = module.bias, None
+            linear.register_forward_hook(lambda _, x, y, o=outer: (y, o))
+        else:
+            assert later
+            there, back = (_same, _same) if alone else (scatter, gather) if sequence_parallel else (whole, _same)
+            linear.register_forward_hook(lambda _, x, y, t=there, b=back, o=outer: (_Exchange.apply(y, t, b), o))
+        linear.out_features, linear.in_features = linear.weight.shape
+        linear.outer = outer
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, linear)
+
+
+def _trained_by_hand(layout: Layout, accumulate: int) -> tuple[list[float], Any]:
+    from megatron.core import parallel_state
+
+    model = gpt(sequence_parallel=layout.sequence_parallel, experts=layout.experts)
+    order = [id(parameter) for parameter in model.parameters()]
+    _by_hand(model, layout.sequence_parallel)
+    parameters = sorted(model.parameters(), key=lambda parameter: order.index(id(parameter)))
+    assert len(parameters) == len(order)
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    groups = {"groups": {"*.experts.*": own}} if layout.experts else {}
+    manager = fp8dist.prepare(model, group=dist.group.WORLD, **groups)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
+    manager.attach(model, optimizer=optimizer)
+    data, tensor = parallel_state.get_data_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+    losses = []
+    for step in range(STEPS):
+        for place in range(step * accumulate, (step + 1) * accumulate):
+            loss = _forward(model, place).mean()
+            losses.append(loss.item())
+            (loss / accumulate).backward()
+        for parameter in parameters:
+            parameter.grad /= data.size()
+            if getattr(parameter, "allreduce", True):
+                dist.all_reduce(parameter.grad, group=data)
+            if getattr(parameter, "sequence_parallel", False):
+                dist.all_reduce(parameter.grad, group=tensor)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, (manager.state_dict(), [parameter.detach() for parameter in parameters])
+
+
+@with_stand_ins
+def _as_by_hand(layout: Layout, accumulate: int, optimizer: dict[str, Any]) -> None:
+    initialize(layout.tp, expert_model_parallel_size=layout.ep)
+    job = _job(gpt(sequence_parallel=layout.sequence_parallel, experts=layout.experts), **optimizer)
+    linears = list(fp8_linears(job.chunks[0]))
+    assert len(linears) == (12 if layout.experts else 8)
+    for linear in linears:
+        linear.gradient_accumulation_fusion = True  # Its kernel is not installed: the gradient must not be fused.
+    before = job.manager.metrics()["fp8/collectives"]
+    losses = _train(job, range(STEPS), accumulate)
+    assert job.manager.metrics()["fp8/collectives"] - before == STEPS  # An expert has one rank.
+    expected, kept = _trained_by_hand(layout, accumulate)
+    assert losses == expected
+    assert losses[-1] < losses[0]
+    assert _equal(_kept(job), kept)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallelisms. The other ranks are data-parallel."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    ep: int = 1
+    experts: int = 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "optimizer"),
+    [
+        (Layout(tp=2), 1, DISTRIBUTED),
+        (Layout(tp=2), 3, {}),
+        (Layout(tp=2, sequence_parallel=True), 1, {}),
+        (Layout(tp=2, sequence_parallel=True), 3, DISTRIBUTED),
+        (Layout(), 1, {}),
+        (Layout(), 3, DISTRIBUTED),
+        (Layout(ep=2, experts=4), 1, {}),
+    ],
+    ids=str,
+)
+def test_it_trains_as_a_loop_by_hand(
+    two_ranks: RankPool, layout: Layout, accumulate: int, optimizer: dict[str, Any]
+) -> None:
+    two_ranks.run(_as_by_hand, layout, accumulate, optimizer)
+
+
+def test_tensor_and_data_parallel_ranks_share_scales(four_ranks: RankPool) -> None:
+    four_ranks.run(_as_by_hand, Layout(tp=2, sequence_parallel=True), 2, DISTRIBUTED)
+
+
+# Pipelines -----------------------------------------------------------------------------------------
+
+
+def _of_all_stages(chunks: list[Any], layers: int) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return, per chunk of this rank, its parameters by their names in a model without a pipeline. Local."""
+    from megatron.core import parallel_state
+
+    stages, rank = parallel_state.get_pipeline_model_parallel_world_size(), dist.get_rank()
+    each = layers // stages // len(chunks)
+    found = []
+    for place, chunk in enumerate(chunks):
+        first = each * (place * stages + rank)
+        found.append({_shifted(name, first): p.detach().clone() for name, p in chunk.named_parameters()})
+    return found
+
+
+def _shifted(name: str, first: int) -> str:
+    before, found, after = name.partition("decoder.layers.")
+    layer, _, rest = after.partition(".")
+    return f"{before}{found}{int(layer) + first}.{rest}" if found else name
+
+
+@with_stand_ins
+def _in_stages(chunks: int, layers: int, accumulate: int) -> None:
+    virtual = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
+    initialize(pp=2, **virtual)
+    models = [
+        gpt(tied=False, layers=layers, vp_stage=place if chunks > 1 else None, seed=10 * dist.get_rank() + place)
+        for place in range(chunks)
+    ]
+    begun, every = _of_all_stages(models, layers), [None, None]
+    dist.all_gather_object(every, begun)
+    job = _job(models, options={"skip": "!*output_layer"}, **DISTRIBUTED)
+    losses = _train(job, range(STEPS), accumulate)
+    ended = _of_all_stages(models, layers)
+
+    initialize()  # The same data on both ranks: the mean of equal gradients is exact.
+    whole = gpt(tied=False, layers=layers)
+    whole.load_state_dict(
+        {name: value for part in every for each in part for name, value in each.items()}, strict=False
+    )
+    alone = _job(whole, options={"skip": "!*output_layer"})
+    with mock.patch("megatron.core.parallel_state.get_data_parallel_rank", return_value=0):
+        expected = _train(alone, range(STEPS), accumulate)
+    if dist.get_rank() == 1:
+        assert losses == expected
+    parameters = dict(whole.named_parameters())
+    assert all(torch.equal(value, parameters[name]) for each in ended for name, value in each.items())
+    scales = {slot: alone.manager.scale(slot.fqn, slot.role) for slot in alone.manager.slots}
+    assert len(job.manager.slots) * 2 in (len(scales) - 3, len(scales) + 3)
+    for slot in job.manager.slots:
+        place, _, fqn = slot.fqn.partition(".") if chunks > 1 else (0, "", slot.fqn)
+        first = layers // 2 // chunks * (int(place) * 2 + dist.get_rank())
+        assert job.manager.scale(slot.fqn, slot.role) == alone.manager.scale(_shifted(fqn, first), slot.role)
+
+
+@pytest.mark.parametrize(("chunks", "layers", "accumulate"), [(1, 2, 3), (2, 4, 4)], ids=["stages", "virtual stages"])
+def test_pipeline_stages_train_as_a_model_without(
+    two_ranks: RankPool, chunks: int, layers: int, accumulate: int
+) -> None:
+    two_ranks.run(_in_stages, chunks, layers, accumulate)
+
+
+# Checkpoints ---------------------------------------------------------------------------------------
+
+
+def _state(job: Job, is_loading: bool = False) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    metadata = {
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = unwrap_model(job.chunks[0]).sharded_state_dict(metadata=metadata)
+    optimizer = job.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
+
+
+@with_stand_ins
+def _resumed(folder: str, tp: int, pp: int, optimizer: dict[str, Any], options: dict[str, Any]) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    initialize(tp, pp)
+    dtype = BFLOAT16 if optimizer.get("bf16") else {}
+    whole = _job(gpt(**dtype), options=options, **optimizer)
+    _train(whole, range(6), 2)
+    dist_checkpointing.save(_state(whole), folder)
+    _train(whole, range(6, STEPS), 2)
+    resumed = _job(gpt(seed=6, **dtype), options=options, **optimizer)
+    # Megatron's distributed optimizer loads into torch's Adam only if that has stepped, and keeps its count of steps.
+    _train(resumed, range(6), 2)
+    loaded = dist_checkpointing.load(_state(resumed, True), folder)
+    unwrap_model(resumed.chunks[0]).load_state_dict(loaded["model"])
+    resumed.optimizer.load_state_dict(loaded["optimizer"])
+    for state in resumed.optimizer.chained_optimizers[0].optimizer.state.values():
+        state["step"] = state["step"].clone()  # Megatron gives all parameters the same counter, which each one raises.
+    assert resumed.manager.steps == 6
+    _train(resumed, range(6, STEPS), 2)
+    assert _equal(_kept(whole), _kept(resumed))
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "optimizer", "options"),
+    [
+        (2, 1, {}, {}),
+        (1, 1, {**DISTRIBUTED, "bf16": True}, {}),
+        (1, 2, {**DISTRIBUTED, "bf16": True}, {}),
+        (1, 1, {}, {"amax_sync": False}),
+    ],
+    ids=["tp", "dp", "stages", "own state"],
+)
+def test_a_resumed_run_has_the_same_bits(
+    two_ranks: RankPool, tmp_path: Path, tp: int, pp: int, optimizer: dict[str, Any], options: dict[str, Any]
+) -> None:
+    two_ranks.run(_resumed, str(tmp_path), tp, pp, optimizer, options)
+
+
+@with_stand_ins
+def _begun_anew(folder: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    initialize(2)
+    plain = _unattached([gpt()], None)
+    _train(plain, range(2))
+    dist_checkpointing.save(_state(plain), folder)
+    job = _job(gpt(seed=6))
+    _train(job, range(3))
+    loaded = dist_checkpointing.load(_state(job, True), folder, strict="log_all")
+    job.chunks[0].module.load_state_dict(loaded["model"])
+    job.optimizer.load_state_dict(loaded["optimizer"])
+    assert job.manager.steps == 0
+    weight = job.chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.abs().max()
+    dist.all_reduce(weight := weight.detach().clone(), op=dist.ReduceOp.MAX)
+    fits = job.manager.scale("decoder.layers.0.mlp.linear_fc1", "weight") * weight / 448
+    assert 0.999 < fits < 1.001
+    _train(job, range(3))
+
+
+def test_scales_begin_anew_with_a_checkpoint_without_fp8(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_begun_anew, str(tmp_path))
+
+
+# Steps ---------------------------------------------------------------------------------------------
+
+
+@with_stand_ins
+def _diverged(optimizer: dict[str, Any]) -> str:
+    initialize(2)
+    job = _job(**optimizer)
+    _train(job, range(4))
+    if dist.get_rank() == 1:
+        job.manager.set_scale("decoder.layers.1.mlp.linear_fc2", "input", 3.0)
+    with pytest.raises(DivergenceError) as caught:
+        _train(job, range(4, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", [{}, DISTRIBUTED], ids=["whole", "distributed"])
+def test_a_divergence_of_fp8_state_ends_the_step_on_all_ranks(two_ranks: RankPool, optimizer: dict[str, Any]) -> None:
+    for said in two_ranks.run(_diverged, optimizer):
+        assert "decoder.layers.1.mlp.linear_fc2:input" in said
+
+
+@with_stand_ins
+def _with_a_skipped_step(optimizer: dict[str, Any]) -> None:
+    initialize(2)
+    job = _job(loss_scale=1.0, **{**DISTRIBUTED, **optimizer})
+    _train(job, range(7))
+    before = _parameters(*job.chunks)
+    _train(job, [7], infinite=7)
+    assert job.manager.steps == 7
+    assert _equal((0, before), (0, _parameters(*job.chunks)))
+    losses = _train(job, range(8, STEPS))
+    assert job.manager.steps == STEPS - 1
+    assert job.manager.metrics()["fp8/nonfinite_amaxes"] == 0
+    assert all(map(math.isfinite, losses))
+
+
+def test_a_step_that_megatron_skips_is_no_boundary(two_ranks: RankPool) -> None:
+    two_ranks.run(_with_a_skipped_step, {})
+
+
+@with_stand_ins
+def _in_bfloat16(optimizer: dict[str, Any]) -> tuple[list[float], Any, list[float]]:
+    initialize()
+    job = _job(gpt(**BFLOAT16), bf16=True, **optimizer)
+    model, manager = job.chunks[0], job.manager
+    losses = _train(job, range(STEPS))
+    fits = []
+    for linear in fp8_linears(model):
+        fqn = linear.fp8_slots.slots["weight"].fqn
+        fits.append((manager.scale(fqn, "weight") * linear.weight.abs().max() / 448).item())
+    return losses, _kept(job), fits
+
+
+def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: RankPool) -> None:
+    whole = two_ranks.run(_in_bfloat16, {})
+    distributed = two_ranks.run(_in_bfloat16, DISTRIBUTED)
+    for (losses, kept, fits), (others, theirs, _) in zip(whole, distributed, strict=True):
+        assert losses[-1] < losses[0]
+        assert losses == others
+        assert _equal(kept, theirs)
+        assert all(0.9 < fit < 1.2 for fit in fits)  # They follow the weight of one step ago.
+
+
+@with_stand_ins
+def _casts() -> int:
+    """Return the number of casts of weights in two steps."""
+    initialize(2)
+    job, cast = _job(**DISTRIBUTED), LinearSlots._cast_weight
+    with mock.patch.object(LinearSlots, "_cast_weight", autospec=True, side_effect=cast) as casts:
+        _train(job, range(2), 3)
+    return casts.call_count
+
+
+def test_weights_are_cast_once_a_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_casts) == [16, 16]
+
+
+@with_stand_ins
+def _overlapped() -> None:
+    initialize()
+    plain = _job(**DISTRIBUTED)
+    expected = _train(plain, range(STEPS), 2)
+    job = _job(wraps={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}, **DISTRIBUTED)
+    assert len(job.chunks[0].bucket_groups) > 2
+    assert _train(job, range(STEPS), 2) == expected
+    job.chunks[0].disable_forward_pre_hook()  # Gathers what the next forward would.
+    assert _equal(_kept(job), _kept(plain))
+
+
+def test_weights_that_are_gathered_in_the_forward_are_cast_after_that(two_ranks: RankPool) -> None:
+    two_ranks.run(_overlapped)
+
+
+@with_stand_ins
+def _recomputed() -> None:
+    initialize(2)
+    kept = _job(gpt(sequence_parallel=True))
+    expected = _train(kept, range(STEPS), 2)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    job = _job(gpt(sequence_parallel=True, **full))
+    assert _train(job, range(STEPS), 2) == expected
+    assert _equal(_kept(job), _kept(kept))
+
+
+def test_recomputed_activations_have_the_same_bits(two_ranks: RankPool) -> None:
+    two_ranks.run(_recomputed)
+
+
+@with_stand_ins
+def _evaluated() -> None:
+    initialize(2)
+    alone = _job()
+    losses = _train(alone, range(6))
+    first, second = _job(), _job()
+    found = []
+    for step in range(6):
+        found += _train(first, [step])
+        if step % 2:
+            _train(second, [step])
+        first.chunks[0].eval()
+        with torch.no_grad():
+            _forward(first.chunks[0], 100 + step)
+        first.chunks[0].train()
+    assert found == losses
+    assert _equal(_kept(alone), _kept(first))
+    assert second.manager.steps == 3
+
+
+def test_evaluations_and_a_second_model_change_nothing(two_ranks: RankPool) -> None:
+    two_ranks.run(_evaluated)
+
+
+@with_stand_ins
+def _undone() -> None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    initialize(2)
+    plain, model, off = gpt(), gpt(), gpt()
+    keys, attributes = list(plain.state_dict()), [p.__dict__ for p in plain.parameters()]
+    manager = _job(model).manager
+    fc1 = model.decoder.layers[0].mlp.linear_fc1
+    assert isinstance(fc1, ColumnParallelLinear)
+    assert list(model.state_dict()) == keys
+    for mine, theirs in zip((p.__dict__ for p in model.parameters()), attributes, strict=True):
+        assert {**mine, **theirs} == mine
+    with manager.no_fp8():
+        assert torch.equal(_forward(model, 0), _forward(plain, 0))
+    assert not torch.equal(_forward(model, 0), _forward(plain, 0))
+    fp8dist.restore(model)
+    assert type(fc1) is ColumnParallelLinear
+    assert vars(fc1).keys() == vars(plain.decoder.layers[0].mlp.linear_fc1).keys()
+    assert torch.equal(_forward(model, 0), _forward(plain, 0))
+    _job(off, options={"enabled": False})
+    assert torch.equal(_forward(off, 0), _forward(plain, 0))
+
+
+def test_modules_stay_megatrons(two_ranks: RankPool) -> None:
+    two_ranks.run(_undone)
+
+
+# Misuse --------------------------------------------------------------------------------------------
+
+
+@with_stand_ins
+def _misused() -> None:
+    from megatron.core import parallel_state
+
+    from fp8dist.integrations.megatron import attach, prepare
+
+    initialize()
+    first = _job(options={"skip": None})
+    with pytest.raises(ConfigurationError, match="attached already"):
+        attach(first.manager, first.optimizer)
+    with pytest.raises(ConfigurationError, match="the optimizer that get_megatron_optimizer"):
+        attach(prepare(gpt()), torch.optim.SGD(gpt().parameters()))
+    wrapped = first.chunks[0]
+    with pytest.raises(ConfigurationError, match="before the model is wrapped"):
+        prepare(wrapped)
+    for optimizer in ({}, DISTRIBUTED):
+        model, other = gpt(), _unattached([gpt()], None, **optimizer)
+        with pytest.raises(ConfigurationError, match="does not train the model that was prepared"):
+            attach(prepare(model), other.optimizer)
+    early = gpt()
+    manager = prepare(early)
+    manager.attach(boundary="manual")
+    with pytest.raises(ConfigurationError, match=r"leave out manager.attach\(\)"):
+        attach(manager, _unattached([early], manager).optimizer)
+    other.optimizer.model_chunks = [model]
+    with pytest.raises(ConfigurationError, match="does not support GPTModel of Megatron-Core: use Distributed"):
+        attach(fp8dist.get_manager(model), other.optimizer)
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(ConfigurationError, match=r"call Megatron-Core's initialize_model_parallel\(\)"):
+        prepare(model)
+    initialize()
+    for name, value in (("fp8", "hybrid"), ("cuda_graph_impl", "local"), ("tp_comm_overlap", True)):
+        model = gpt()
+        setattr(model.config, name, value)
+        with pytest.raises(ConfigurationError, match=f"does not support {name}={value!r} of Megatron-Core"):
+            prepare(model)
+    untied = prepare(gpt(tied=False)).coverage()
+    assert [row.fqn for row in untied if not row.fp8] == ["output_layer"]
+    first.manager.detach()
+    attach(first.manager, first.optimizer)
+    _train(first, range(2))
+    assert first.manager.steps == 2
+
+
+@with_stand_ins
+def _forgotten() -> None:
+    from fp8dist.integrations.megatron import prepare
+
+    initialize()
+    model = gpt()
+    job = _unattached([model], prepare(model))
+    with pytest.raises(ConfigurationError, match="no step of FP8 state has ended since the first"):
+        _train(job, range(3))
+
+
+@with_stand_ins
+def _attached_late() -> list[str]:
+    from fp8dist.integrations.megatron import attach, prepare
+
+    initialize()
+    model = gpt()
+    job = _unattached([model], prepare(model, enabled=False))
+    _train(job, range(1))
+    with captured_log() as log:
+        attach(job.manager, job.optimizer)
+    return [text for _, text in log if "before attach()" in text]
+
+
+def test_attaching_to_an_optimizer_that_was_loaded_is_told(two_ranks: RankPool) -> None:
+    assert [len(told) for told in two_ranks.run(_attached_late)] == [1, 1]
+
+
+def test_misuse_is_an_error(two_ranks: RankPool) -> None:
+    two_ranks.run(_misused)
+
+
+def test_a_forgotten_attach_is_an_error(two_ranks: RankPool) -> None:
+    two_ranks.run(_forgotten)
+
+
+@with_stand_ins
+def _experts() -> None:
+    from fp8dist.integrations.megatron import prepare
+
+    initialize(2, expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    model = gpt(experts=4, sequence_parallel=True)
+    with pytest.raises(ConfigurationError, match="no group of the ranks that share an expert"):
+        prepare(model)
+    kept = prepare(model, skip="*.experts.*").coverage()
+    assert {".experts." in row.fqn for row in kept if row.fp8} == {False}
+    fp8dist.restore(model)
+    own = [dist.new_group([2 * pair, 2 * pair + 1]) for pair in range(2)][dist.get_rank() // 2]
+    assert prepare(model, groups={"*.experts.*": own}).coverage().share == 1
+
+
+def test_experts_with_tensor_parallelism_need_a_group(four_ranks: RankPool) -> None:
+    four_ranks.run(_experts)
+
+
+def test_the_example_trains() -> None:
+    assert "FP8: 92.3 %" in run_example("megatron", "--steps", "4", through=("-m", "tests.support.megatron"))
