@@ -397,9 +397,8 @@ def test_one_process_repeats_its_own_work() -> None:
         optimizer.step()
     assert manager._cycle.audits is not None
     assert manager._cycle.audits.done >= SITES_OF_NET - 1
-    with captured_log():
-        with pytest.raises(DivergenceError, match="transient on rank 0, which repeated its own work"):
-            _until_it_raises(step, optimizer)
+    with captured_log(), pytest.raises(DivergenceError, match="transient on rank 0, which repeated its own work"):
+        _until_it_raises(step, optimizer)
 
 
 def test_detached_and_switched_off_nothing_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
