@@ -73,7 +73,7 @@ def taken(
         return None
     take = _take_product if op == "matmul" else _take_cast
     header, tensors, found, share = take(op, args, options, results, limit, at)
-    header |= {"op": op, "site": site, "backend": options["backend"]}
+    header |= {"op": op, "site": site, "backend": options.get("backend", "auto")}
     sizes = [x for x in args[:2] if isinstance(x, Tensor) and x.ndim]
     what = f"{op} of {' and '.join('x'.join(map(str, x.shape)) for x in sizes)}"
     return Work(_packed(header, tensors), digest_of(found, digester), what, share)
@@ -196,8 +196,8 @@ def _scale_of(x: Tensor, args: tuple[Any, ...], options: Mapping[str, Any]) -> T
         just_in_time=options["just_in_time"],
         margin=options["margin"],
         power_of_two=options["power_of_two"],
-        outgrown=options["outgrown"],
-        backend=options["backend"],
+        outgrown=options.get("outgrown"),
+        backend=options.get("backend", "auto"),
     )
     return chosen[0]
 
