@@ -134,9 +134,7 @@ class LiveRun:
         self.ended = False
         self._told_checked: int | None = None  # By an event. They are not in the files' common order with the steps.
         self.diverged: Happening | None = None
-        self.wrong: Happening | None = (
-            None  # The newest finding of an audit. No check can show that its damage is gone.
-        )
+        self.wrong: Happening | None = None  # What an audit found last. No check can show that the damage is gone.
         self.news = 0
         """Number of lines of all files so far, for a reader that shows only what is new."""
         self._largest = _largest_values(self.header)
