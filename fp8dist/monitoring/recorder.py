@@ -207,11 +207,12 @@ class Recorder:
         self._export("write", seen.step, {}, seen.slots)
 
     def _hear(self, event: Any) -> None:
-        """Record an Event of the manager, at the step of the run that ended last."""
+        """Record an Event of the manager, at the step of the run that ended last. An audit is of the one that ends."""
         step, slots = self._manager.run_step, [str(slot) for slot in event.slots]
         fields: dict[str, Any] = {"slots": slots} if slots else {}
         if event.report is not None:
             fields["report"] = event.report.to_json()
+            step += any(finding.kind == "audit" for finding in event.report.findings)
         if event.kind == "nonfinite" and self._seen is not None and self._seen.step == step:
             fields |= self._first_nonfinite(self._seen.slots)
         self.event(event.kind, step, **fields)

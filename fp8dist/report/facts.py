@@ -176,7 +176,10 @@ def diverged_text(event: Event) -> str:
     found = findings(event)
     if not found:
         return f"ranks differ in step {event.step}."
-    one = found[0]
+    one, more = found[0], f", and {len(found) - 1} more" if len(found) > 1 else ""
+    if one.get("kind") == "audit":  # The detail says who, and how sure that is.
+        name, verdict = shortened(str(one.get("name") or "")), shortened(str(one.get("detail") or ""), 200)
+        return f"in step {event.step} a result of {name} is wrong: {verdict}{more}."
     ranks, hosts = (_listed(one.get(name)) for name in ("ranks", "hosts"))
     host = f" (host {shortened(str(hosts[0]))})" if hosts and hosts[0] else ""
     reference = one.get("reference_rank")
@@ -184,7 +187,6 @@ def diverged_text(event: Event) -> str:
     good = [f.get("last_good_step") for f in found]
     known = [step for step in good if type(step) is int]
     since = f"; equal up to step {min(known)}" if known else ""
-    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
     name = " ".join(shortened(str(one.get(key) or "")) for key in ("kind", "name"))
     who = f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks, 8)}{host}, {against}"
     return f"in step {event.step} {name} differs on {who}{more}{since}."

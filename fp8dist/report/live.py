@@ -134,6 +134,7 @@ class LiveRun:
         self.ended = False
         self._told_checked: int | None = None  # By an event. They are not in the files' common order with the steps.
         self.diverged: Happening | None = None
+        self.wrong: Happening | None = None  # What an audit found last. No check can show that the damage is gone.
         self.news = 0
         """Number of lines of all files so far, for a reader that shows only what is new."""
         self._largest = _largest_values(self.header)
@@ -201,6 +202,8 @@ class LiveRun:
         known = [
             f"{name} to step {step}" for name, step in (("proven", self.proven), ("checked", self.checked)) if step
         ]
+        if self.wrong is not None:
+            return False, f"WRONG RESULT in step {self.wrong.step}: {self.wrong.text}"
         if self.diverged is not None and (self.checked is None or self.checked < self.diverged.step):
             return False, f"DIVERGED in step {self.diverged.step}: {self.diverged.text}"
         if self.diverged is not None:
@@ -285,9 +288,14 @@ class LiveRun:
                 self._told_checked = None
             if self.diverged is not None and self.diverged.step > after:
                 self.diverged = None
+            if self.wrong is not None and self.wrong.step > after:
+                self.wrong = None
         repaired = isinstance(line.get("report"), dict) and line["report"].get("consistent") is True
         if kind == "diverged" and not repaired:
-            self.diverged = event
+            if any(finding.get("kind") == "audit" for finding in _findings(line.get("report"))):
+                self.wrong = event
+            else:
+                self.diverged = event
 
 
 def middle_cut(text: str, width: int) -> str:
@@ -358,16 +366,23 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
 
 
 def _divergence(report: Any) -> str:
-    findings = report.get("findings") if isinstance(report, dict) else None
     texts = []
-    for finding in findings if isinstance(findings, list) else []:
-        if isinstance(finding, dict):
-            ranks = finding.get("ranks")
-            shown = ", ".join(str(r) for r in ranks[:8] if type(r) is int) if isinstance(ranks, list) else "?"
-            name = clean(str(finding.get("name")), MAX_TEXT // 2)
+    for finding in _findings(report):
+        ranks = finding.get("ranks")
+        shown = ", ".join(str(r) for r in ranks[:8] if type(r) is int) if isinstance(ranks, list) else "?"
+        name = clean(str(finding.get("name")), MAX_TEXT // 2)
+        if finding.get("kind") == "audit":  # The detail says who, and how sure that is.
+            texts.append(f"'{name}': {clean(str(finding.get('detail')), MAX_TEXT // 2)}")
+        else:
             texts.append(f"{str(finding.get('kind'))[:40]} '{name}' on rank {shown}")
     repaired = isinstance(report, dict) and bool(report.get("repaired"))
     return "; ".join([*_first(texts, "finding"), *(["repaired"] if repaired else [])]) or "no findings"
+
+
+def _findings(report: Any) -> list[dict[str, Any]]:
+    """Return the findings of a report, as far as they are objects."""
+    found = report.get("findings") if isinstance(report, dict) else None
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _first(texts: list[str], noun: str) -> list[str]:

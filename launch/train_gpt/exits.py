@@ -15,7 +15,8 @@ UNWRITTEN = 3
 """A checkpoint could not be written."""
 
 DIVERGED = 4
-"""The ranks differ: ``divergence.txt`` and ``divergence.json`` under ``--out`` say which ranks and tensors."""
+"""The ranks differ, or a device computes wrongly: ``divergence.txt`` and ``divergence.json`` under ``--out``
+say which ranks and tensors."""
 
 FAILED_COLLECTIVE = 5
 """A collective failed or timed out, because another rank is gone or hangs.

@@ -41,7 +41,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import fp8dist
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
-from fp8dist.settings import Settings
+from fp8dist.settings import AUDIT_BYTES, Settings
 from launch.train_gpt.checkpoints.checkpoints import Checkpoints, Loaded
 from launch.train_gpt.compare_runs import cell
 from launch.train_gpt.data import BadInput, Text
@@ -189,6 +189,8 @@ def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.St
         amax_sync=options.amax_sync,
         check_every=options.check_every,
         check_policy=options.check_policy,
+        audit_every=options.audit_every,
+        audit_bytes=options.audit_bytes or AUDIT_BYTES,
         backend=options.backend,
         skip=("lm_head",),  # Skipped by default; naming it here avoids the warning.
         fp8_all_gather=_gathers_fp8(options),

@@ -38,6 +38,8 @@ FLAGS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "amax_sync": ("--amax-sync", "--no-amax-sync"),
         "check_every": ("--check-every",),
         "check_policy": ("--check-policy",),
+        "audit_every": ("--audit-every",),
+        "audit_bytes": ("--audit-bytes",),
         "backend": ("--backend",),
         "fp8_all_gather": ("--fp8-all-gather", "--no-fp8-all-gather"),
         "overrides": ("--override", "--high-first", "--high-last"),

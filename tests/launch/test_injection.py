@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.main_job import CHECK, RANKS, TINY, TORCHRUN, assert_refused, finish, metrics, start
+from tests.support.main_job import (
+    CHECK,
+    RANKS,
+    TABLE_HEADER,
+    TINY,
+    TORCHRUN,
+    assert_refused,
+    finish,
+    metrics,
+    start,
+    stop,
+)
 
 THREE = {"NPROC": "3"}  # The smallest number of ranks with a majority.
 SCALE = "blocks.0.attention_out:weight"
 WEIGHT = "blocks.0.mlp_in.weight"
-TABLE_HEADER = "step  last good  kind"
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The output of a run that stopped because its ranks differ."""
-
-    report: dict[str, Any]
-    table: str
-    out: Path
-    stderr: str
-
-    @property
-    def findings(self) -> list[dict[str, Any]]:
-        return self.report["findings"]
-
-    @property
-    def error_files(self) -> list[dict[str, Any]]:
-        """The messages in all ranks' error files, which torchrun's summary names."""
-        paths = re.findall(r"error_file: (.+)", self.stderr)
-        return [json.loads(Path(path).read_text())["message"] for path in paths]
-
-
-def stop(folder: Path, *flags: str, command: tuple[str, ...] = RANKS, **variables: str) -> Stopped:
-    """Run the job until it stops. Assert that it stops as documented."""
-    out = folder / "run"
-    done = start(command, *TINY, *flags, "--out", str(out), TMPDIR=str(folder), **variables)
-    assert done.returncode == 4, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    table = (out / "divergence.txt").read_text()
-    report = json.loads((out / "divergence.json").read_text())
-    assert report["consistent"] is False
-    assert done.stdout == ""
-    assert done.stderr.count(TABLE_HEADER) == 1
-    assert table in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (out / "summary.json").exists()
-    return Stopped(report, table, out, done.stderr)
 
 
 @pytest.mark.slow
@@ -168,6 +139,20 @@ MISTAKES = {
     "shard": (["weight:1:3"], ["--parallel", "fsdp2"], "--inject weight:1:3: shards have no replica to compare with"),
     "second": (["weight:1:3", "skip:5:3"], [], "--inject skip:5:3: there is no rank 5"),
     "scale": (["scale:1:3"], ["--precision", "bf16"], "--inject scale:1:3: needs --precision fp8, got bf16"),
+    "product": (
+        ["product:1:3"],
+        ["--precision", "bf16"],
+        "--inject product:1:3:wgrad: needs --precision fp8, got bf16",
+    ),
+    "product's form": (["product:1"], [], "argument --inject: expected product:RANK:STEP[:GEMM], got 'product:1'"),
+    "product's gemm": (["product:1:3:grad"], [], "GEMM must be one of fprop, dgrad, wgrad, got 'product:1:3:grad'"),
+    "late product": (["product:1:201:dgrad"], [], "--inject product:1:201:dgrad: there is no step 201"),
+    "device": (["bad-device:2"], [], "--inject bad-device:2:0.01: there is no rank 2, ranks are 0 to 1"),
+    "device's form": (["bad-device"], [], "expected bad-device:RANK or bad-device:RANK:P, got 'bad-device'"),
+    "device's chance": (["bad-device:1:2"], [], "P must be a probability from 0 to 1, got 'bad-device:1:2'"),
+    "gradient": (["gradient:1:3"], ["--parallel", "fsdp2"], "shards have no replica to compare with"),
+    "audits": (["scale:1:3"], ["--precision", "fp32", "--audit-every", "2"], "--audit-every needs --precision fp8"),
+    "bytes": (["scale:1:3"], ["--audit-every", "0", "--audit-bytes", "9"], "--audit-bytes needs --audit-every"),
     "nan": (["nan:1:3"], ["--precision", "fp32"], "--inject nan:1:3: needs --precision fp8, got fp32"),
 }
 

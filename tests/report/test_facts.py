@@ -59,6 +59,10 @@ def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
     return {"step": step, "kind": "diverged", "report": report}
 
 
+AUDITED = {"kind": "audit", "name": "a: wgrad", "ranks": [1], "detail": "rank 1 computes wrong repeatedly"}
+AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "findings": [AUDITED, AUDITED]}}
+
+
 @pytest.mark.parametrize(
     ("metrics", "events", "state", "text"),
     [
@@ -76,6 +80,12 @@ def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
             [_diverged(6)],
             "unsound",
             "in step 6 scale a:input differs on rank 1 (host node7), against rank 0; equal ",
+        ),
+        (
+            GOOD,
+            [AUDIT, {"step": 9, "kind": "checked"}],
+            "unsound",
+            "in step 4 a result of a: wgrad is wrong: rank 1 computes wrong repeatedly, and 1 more.",
         ),
         (GOOD, [_diverged(6, True)], "sound", "Sound as far as it is proven"),
         (GOOD, [_diverged(6), {"step": 5, "kind": "start", "resumed_after": 5}], "sound", "Sound as far as"),
@@ -184,6 +194,7 @@ def test_the_odd_rank_and_the_straggler(tmp_path: Path) -> None:
     [
         ([], 8),
         ([_diverged(8)], 3),
+        ([AUDIT], 3),
         ([_diverged(8), {"step": 5, "kind": "start", "resumed_after": 6}], 3),  # It is in step 6's, if it began at 5.
         ([_diverged(8), {"step": 3, "kind": "start", "resumed_after": 3}, SAVED[2]], 8),
         ([_diverged(8, True), {**SAVED[2], "step": 9}], 9),

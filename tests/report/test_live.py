@@ -102,6 +102,8 @@ def test_a_slot_that_is_no_longer_watched_is_not_shown(tmp_path: Path) -> None:
     assert [slot.name for slot in run.nearest(10)] == ["stays:input"]
 
 
+AUDITED = {"kind": "audit", "name": "a: wgrad", "ranks": [1], "detail": "rank 1 computes wrong repeatedly"}
+AUDIT = {"kind": "diverged", "report": {"findings": [AUDITED, AUDITED]}}
 DIVERGED = {"kind": "diverged", "report": {"findings": [{"kind": "scale", "name": "a:input", "ranks": [1, 2]}]}}
 
 
@@ -124,6 +126,13 @@ DIVERGED = {"kind": "diverged", "report": {"findings": [{"kind": "scale", "name"
             True,
             "prov",
         ),
+        (
+            [{"step": 6, **AUDIT}],
+            {"checked": 9},
+            False,
+            "WRONG RESULT in step 6: 'a: wgrad': rank 1 computes wrong rep",
+        ),
+        ([{"step": 6, **AUDIT}, {"step": 5, "kind": "start", "resumed_after": 5}], {"proven": 7}, True, "proven to"),
         ([{"step": 6, "kind": "diverged", "report": 7}], {"proven": 7}, False, "DIVERGED in step 6: no findings"),
     ],
 )

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -36,6 +37,8 @@ CHECK = ("what torchrun.sh asks first",)
 
 STEPS = 12
 TINY = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS} --log-every 5".split()
+
+TABLE_HEADER = "step  last good  kind"
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,42 @@ def read_run(out: Path, output: str) -> Run:
 def metrics(out: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The output of a run that stopped because its ranks differ."""
+
+    report: dict[str, Any]
+    table: str
+    out: Path
+    stderr: str
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        return self.report["findings"]
+
+    @property
+    def error_files(self) -> list[dict[str, Any]]:
+        """The messages in all ranks' error files, which torchrun's summary names."""
+        paths = re.findall(r"error_file: (.+)", self.stderr)
+        return [json.loads(Path(path).read_text())["message"] for path in paths]
+
+
+def stop(folder: Path, *flags: str, command: tuple[str, ...] = RANKS, **variables: str) -> Stopped:
+    """Run the job until it stops. Assert that it stops as documented."""
+    out = folder / "run"
+    done = start(command, *TINY, *flags, "--out", str(out), TMPDIR=str(folder), **variables)
+    assert done.returncode == 4, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    table = (out / "divergence.txt").read_text()
+    report = json.loads((out / "divergence.json").read_text())
+    assert report["consistent"] is False
+    assert done.stdout == ""
+    assert done.stderr.count(TABLE_HEADER) == 1
+    assert table in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (out / "summary.json").exists()
+    return Stopped(report, table, out, done.stderr)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:

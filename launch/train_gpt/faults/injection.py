@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -16,20 +18,24 @@ from torch.distributed.tensor import DTensor
 
 from fp8dist import Slot, StateManager
 from fp8dist.errors import ConfigurationError
-from launch.train_gpt.options.flags import SLOW
+from fp8dist.modules.linear_slots import SITES
+from fp8dist_kernels import ops
+from fp8dist_kernels.taps import listener_of, tap_on
+from launch.train_gpt.options.flags import BAD_DEVICE, PRODUCT, SLOW, Fault
 from launch.train_gpt.options.options import Options
 from launch.train_gpt.ranks import Ranks
 
 __all__ = ["Injection"]
 
 WEIGHT = "blocks.0.mlp_in.weight"
-"""The parameter that ``weight`` damages, at the middle element of the rank's local part."""
+"""The parameter that ``weight`` damages, and whose gradient ``gradient`` does: the middle element of the rank's local
+part."""
 
 OUTLIER, SPIKE = 1e6, 1e3
 """Factor of ``outlier`` on the largest element, beyond the range of both FP8 formats, and of ``spike`` on all."""
 
-MANTISSA_BIT = 11
-"""The bit that ``weight`` flips: the middle of float32's 23 mantissa bits, a relative error of about 1/4096."""
+MANTISSA_BIT: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 11, torch.bfloat16: 3})
+"""The bit that is flipped: in the middle of the mantissa. A relative error of about 1/4096 in float32."""
 
 
 class Injection:
@@ -57,6 +63,14 @@ class Injection:
             model.get_submodule(self._place).register_forward_pre_hook(self._plant_outlier)
         if any(fault.kind == "spike" for fault in self._faults):
             model.get_submodule("lm_head").register_forward_pre_hook(self._raise_logits)
+        for fault in self._faults:
+            if fault.kind == BAD_DEVICE:
+                self._spoil_products(fault, options.seed)
+        if manager is not None and any(fault.kind == PRODUCT for fault in self._faults):
+            self._tap_products(manager, ranks.device)
+        needs_fp8 = [fault for fault in options.inject if fault.kind in (PRODUCT, BAD_DEVICE)]
+        if needs_fp8 and manager is not None and not manager.settings.enabled:
+            raise ConfigurationError(f"--inject {needs_fp8[0]}: FP8 is switched off")
         needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan", "kill-sync", "stop-sync")]
         if needs_sync and manager is not None and not (manager.settings.enabled and manager.settings.amax_sync):
             raise ConfigurationError(f"--inject {needs_sync[0]}: FP8 or its amax sync is switched off")
@@ -73,6 +87,7 @@ class Injection:
         """Inject faults after the backward, before ``optimizer.step()``. Local."""
         before: dict[str, Callable[[], str | None]] = {
             "scale": self._double_scale,
+            "gradient": self._flip_bit_of_gradient,
             "nan": self._record_nan,
             "skip": self._save_parameters,
             "kill-sync": lambda: self._in_the_sync("kill-sync", self._die),
@@ -177,17 +192,44 @@ class Injection:
         manager.record(*slot, torch.tensor(float("nan"), device=manager.scale(*slot).device))
         return f"recorded a NaN amax for {slot}"
 
-    @torch.no_grad()
     def _flip_bit(self) -> str:
         """Flip a bit through ``.data``, which does not bump the version counter."""
-        weight = self._model.get_parameter(WEIGHT).data
-        if isinstance(weight, DTensor):
-            weight = weight.to_local()
-        row, column = (weight.numel() // 2) // weight.shape[1], (weight.numel() // 2) % weight.shape[1]
-        element = weight[row, column]
-        before = element.item()
-        element.view(torch.int32).bitwise_xor_(1 << MANTISSA_BIT)
-        return f"{WEIGHT}[{row}, {column}] is now {element.item()!r} instead of {before!r}"
+        return f"{WEIGHT}{_flipped(self._model.get_parameter(WEIGHT).data)}"
+
+    def _flip_bit_of_gradient(self) -> str:
+        gradient = self._model.get_parameter(WEIGHT).grad
+        assert gradient is not None
+        return f"the gradient of {WEIGHT}{_flipped(gradient)}"
+
+    def _tap_products(self, manager: StateManager, device: torch.device) -> None:
+        """Hear all products, before the audit takes them down."""
+        job = manager._job
+        audit = None if job.tap is None else listener_of(job.tap)
+        left = [fault for fault in self._faults if fault.kind == PRODUCT]
+
+        def listener(op: str, site: int, args: Any, options: Any, results: tuple[Tensor, ...]) -> None:
+            kind = SITES[site % len(SITES)]
+            for fault in [fault for fault in left if (fault.step, fault.gemm) == (self._step, kind)]:
+                left.remove(fault)
+                self._say(PRODUCT, f"a product of {kind}{_flipped(results[0])}")
+            if audit is not None:
+                audit(op, site, args, options, results)
+
+        job.tap = tap_on(device, listener)
+
+    def _spoil_products(self, fault: Fault, seed: int) -> None:
+        """Flip a bit of products inside the op, so that an audit which this rank repeats is wrong as well."""
+        product, chance = ops._product, random.Random(f"{seed} {self._rank}")
+
+        def spoiled(*args: Any, **options: Any) -> Tensor:
+            result = product(*args, **options)
+            if result.numel() and chance.random() < fault.probability:
+                _flipped(result)
+            return result
+
+        ops._product = spoiled
+        text = f"each product is wrong with probability {fault.probability:g}"
+        print(f"[rank {self._rank}] --inject {fault}: {text}", file=sys.stderr, flush=True)
 
     def _save_parameters(self) -> None:
         self._saved = [parameter.detach().clone() for parameter in self._model.parameters()]
@@ -202,3 +244,16 @@ class Injection:
     def _first_slot(self, role: str) -> tuple[Slot, StateManager]:
         assert self._manager is not None  # Options require --precision fp8.
         return next(slot for slot in self._manager.slots if slot.role == role), self._manager
+
+
+@torch.no_grad()
+def _flipped(matrix: Tensor) -> str:
+    """Flip a bit of the middle element, always the same one. Return where and what it is, in words."""
+    if isinstance(matrix, DTensor):
+        matrix = matrix.to_local()
+    row, column = divmod(matrix.numel() // 2, matrix.shape[1])
+    element = matrix[row, column]
+    before = element.item()
+    bits = element.view(torch.int32 if element.itemsize == 4 else torch.int16)
+    bits.bitwise_xor_(1 << MANTISSA_BIT[element.dtype])
+    return f"[{row}, {column}] is now {element.item()!r} instead of {before!r}"

@@ -9,11 +9,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
-from fp8dist_kernels import BACKENDS, BLOCK, GEMMS
+from fp8dist_kernels import BACKENDS, BLOCK, GEMMS, Gemm
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN
 
-__all__ = ["EXPORTS", "FAULTS", "HIGH", "RECIPES", "SHARDED", "SLOW", "Export", "Fault", "Override", "parser"]
+__all__ = [
+    "BAD_DEVICE",
+    "EXPORTS",
+    "FAULTS",
+    "HIGH",
+    "PRODUCT",
+    "RECIPES",
+    "SHARDED",
+    "SLOW",
+    "Export",
+    "Fault",
+    "Override",
+    "parser",
+]
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 """The values of ``--parallel`` that shard parameters."""
@@ -43,7 +56,8 @@ NONE = "none"
 """The value of ``--fast-gemms`` for no GEMM at all."""
 
 
-DAMAGES = ("scale", "weight", "nan", "skip", "outlier", "spike")
+PRODUCT, BAD_DEVICE = "product", "bad-device"
+DAMAGES = ("scale", "weight", "nan", "skip", "outlier", "spike", "gradient", PRODUCT, BAD_DEVICE)
 DEATHS = ("kill-forward", "kill-backward", "kill-sync", "kill-save", "hang")
 SLOW = "slow"
 STOPS = ("stop-update", "stop-sync", "stop-step")
@@ -84,25 +98,45 @@ _positive = _number("positive and finite", lambda value: value > 0)
 
 class Fault(NamedTuple):
     """One ``--inject``: the kind of fault, its rank, and its step (counted from 1). For SLOW, ``step`` is the delay of
-    each forward in milliseconds."""
+    each forward in milliseconds, for BAD_DEVICE it is 0. ``gemm``: of PRODUCT. ``probability``: of BAD_DEVICE."""
 
     kind: str
     rank: int
     step: int
+    gemm: Gemm = "wgrad"
+    probability: float = 0.01
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.rank}:{self.step}"
+        last = {PRODUCT: f"{self.step}:{self.gemm}", BAD_DEVICE: f"{self.probability:g}"}
+        return f"{self.kind}:{self.rank}:{last.get(self.kind, self.step)}"
 
 
 def _fault(text: str) -> Fault:
-    """Parse KIND:RANK:STEP. Raise ArgumentTypeError if it is malformed."""
+    """Parse KIND:RANK:STEP, or what the kind has in place of the step. Raise ArgumentTypeError if it is malformed."""
     kind, *place = text.split(":")
     if kind not in FAULTS:
         raise argparse.ArgumentTypeError(f"KIND must be one of {', '.join(FAULTS)}, got {text!r}")
+    if kind == BAD_DEVICE:
+        return _bad_device(place, text)
+    named = place.pop() if kind == PRODUCT and len(place) == 3 else "wgrad"
+    gemm = next((gemm for gemm in GEMMS if gemm == named), None)
+    if gemm is None:
+        raise argparse.ArgumentTypeError(f"GEMM must be one of {', '.join(GEMMS)}, got {text!r}")
     if len(place) != 2 or not all(number.isdecimal() for number in place):
-        last = "MILLISECONDS" if kind == SLOW else "STEP"
+        last = {SLOW: "MILLISECONDS", PRODUCT: "STEP[:GEMM]"}.get(kind, "STEP")
         raise argparse.ArgumentTypeError(f"expected {kind}:RANK:{last}, got {text!r}")
-    return Fault(kind, int(place[0]), int(place[1]))
+    return Fault(kind, int(place[0]), int(place[1]), gemm)
+
+
+def _bad_device(place: list[str], text: str) -> Fault:
+    """Parse RANK or RANK:P."""
+    if not (1 <= len(place) <= 2 and place[0].isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected {BAD_DEVICE}:RANK or {BAD_DEVICE}:RANK:P, got {text!r}")
+    fault = Fault(BAD_DEVICE, int(place[0]), 0)
+    try:
+        return fault._replace(probability=_share(place[1])) if len(place) == 2 else fault
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"P must be a probability from 0 to 1, got {text!r}") from None
 
 
 def _export(text: str) -> Export:
@@ -131,12 +165,12 @@ def parser() -> argparse.ArgumentParser:
         prog="train_gpt",
         description="Train a small byte-level GPT on one or many ranks, in high precision or in FP8.",
         epilog=(
-            "If --amax-sync, --backend, --check-every or --check-policy is not given, its FP8DIST_… environment "
-            "variable applies. Exit status: 0, the run is done; 2, a mistake in the flags or an unusable file; "
-            f"{UNWRITTEN}, a checkpoint could not be written, the ranks print the reason in one line; "
-            f"{DIVERGED}, the run stopped because its ranks differ, divergence.txt and divergence.json under --out "
-            f"name the ranks and tensors; {FAILED_COLLECTIVE}, a collective failed or timed out because another rank "
-            "is gone or hangs, each remaining rank prints in one line where it was; "
+            "If --amax-sync, --backend, --check-every, --check-policy or --audit-every is not given, its FP8DIST_… "
+            "environment variable applies. Exit status: 0, the run is done; 2, a mistake in the flags or an unusable "
+            f"file; {UNWRITTEN}, a checkpoint could not be written, the ranks print the reason in one line; "
+            f"{DIVERGED}, the run stopped because its ranks differ, or a device computes wrongly, divergence.txt and "
+            f"divergence.json under --out name the ranks and tensors; {FAILED_COLLECTIVE}, a collective failed or "
+            "timed out because another rank is gone or hangs, each remaining rank prints in one line where it was; "
             f"{LOSS_DIVERGED}, --loss-guard stop saw a loss that jumped or is not finite, and prints the step."
         ),
         formatter_class=_HelpWithDefaults,
@@ -394,6 +428,21 @@ def _add_check_flags(group: argparse._ArgumentGroup) -> None:
         "copy from the majority and continue (default: raise)",
     )
     add(
+        "--audit-every",
+        type=_at_least(0),
+        metavar="N",
+        help="every N steps, let another rank repeat one FP8 cast or matrix product of each rank, bit for bit. Finds "
+        "wrong results, which the gradient all-reduce gives to all ranks alike. --check-policy says what follows, but "
+        "repair raises (default: 0, never)",
+    )
+    add(
+        "--audit-bytes",
+        type=_at_least(1),
+        metavar="N",
+        help="with --audit-every: bytes of operands that a rank sends; of larger ones, a block is audited (default: 64 "
+        "MiB)",
+    )
+    add(
         "--inject",
         type=_fault,
         action="append",
@@ -401,10 +450,13 @@ def _add_check_flags(group: argparse._ArgumentGroup) -> None:
         help="inject a fault on one rank, to test its detection; may be repeated. scale: double one scale just before "
         "the step's sync. weight: flip one bit of a weight after the update. nan: record one NaN amax; the ranks do "
         "not diverge, all of them count it and keep the scale. skip: undo the rank's update (a rank that left out "
-        "optimizer.step() would make the others hang). outlier: set one input element of one Linear to a million times "
-        "the largest. spike: multiply the input of lm_head by a thousand, which multiplies the rank's loss by about as "
-        "much. kill-forward, kill-backward, kill-sync, kill-save: SIGKILL in the middle of the forward, the backward, "
-        "the FP8 sync or the writing of a checkpoint. hang: sleep forever at the start of the step. stop-update, "
+        "optimizer.step() would make the others hang). outlier: set one input element of one Linear to a million "
+        "times the largest. spike: multiply the input of lm_head by a thousand, which multiplies the rank's loss by "
+        "about as much. gradient: flip one bit of a gradient after its all-reduce. product:RANK:STEP[:GEMM]: flip one "
+        "bit of the step's first FP8 product of this GEMM (default: wgrad). bad-device:RANK[:P]: flip one bit of each "
+        "FP8 product of the rank with probability P (default: 0.01), also when it repeats those of others. "
+        "kill-forward, kill-backward, kill-sync, kill-save: SIGKILL in the middle of the forward, the backward, the "
+        "FP8 sync or the writing of a checkpoint. hang: sleep forever at the start of the step. stop-update, "
         "stop-sync, stop-step: SIGSTOP before the FP8 sync, after it has started, or after the update; kill -CONT "
         "resumes the rank. slow:RANK:MILLISECONDS: sleep this long in each training forward. A job that torchrun "
         "restarted ignores this flag",

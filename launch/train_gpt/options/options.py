@@ -11,7 +11,7 @@ from typing import Literal
 from fp8dist_kernels import BLOCK
 from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput, Text, read_text
-from launch.train_gpt.options.flags import HIGH, SHARDED, SLOW, Export, Fault, Override, parser
+from launch.train_gpt.options.flags import BAD_DEVICE, HIGH, PRODUCT, SHARDED, SLOW, Export, Fault, Override, parser
 
 __all__ = ["FOR_DELAYED", "Options", "parse", "prepare_input", "require_usable_checkpoints"]
 
@@ -58,6 +58,8 @@ class Options:
     backend: Literal["auto", "triton", "torch", "reference"] | None
     check_every: int | None
     check_policy: Literal["raise", "warn", "repair"] | None
+    audit_every: int | None
+    audit_bytes: int | None
     inject: tuple[Fault, ...]
     layers: int
     width: int
@@ -189,6 +191,10 @@ def _require_consistent_fp8(options: Options) -> None:
         raise BadInput(f"{idle[0]} needs --fallback-steps, the number of steps in high precision")
     if not options.watch_every and (idle := _given(options, FOR_WATCH)):
         raise BadInput(f"{idle[0]} needs --watch-every")
+    if options.audit_every and options.precision != "fp8":
+        raise BadInput(f"--audit-every needs --precision fp8, got {options.precision}")
+    if options.audit_every == 0 and options.audit_bytes is not None:
+        raise BadInput("--audit-bytes needs --audit-every")
     if options.loss_guard == "off" and options.loss_factor is not None:
         raise BadInput("--loss-factor needs --loss-guard")
     if options.loss_guard == "fallback" and options.precision != "fp8":
@@ -206,15 +212,15 @@ def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
         raise BadInput(f"--inject {fault}: there is no rank {fault.rank}, ranks are 0 to {ranks - 1}")
     if fault.kind == SLOW and fault.step < 1:
         raise BadInput(f"--inject {fault}: the number of milliseconds must be at least 1")
-    if fault.kind != SLOW and not 1 <= fault.step <= options.steps:
+    if fault.kind not in (SLOW, BAD_DEVICE) and not 1 <= fault.step <= options.steps:
         raise BadInput(f"--inject {fault}: there is no step {fault.step}, steps are 1 to {options.steps}")
-    if fault.kind in ("scale", "nan", "kill-sync", "stop-sync") and options.precision != "fp8":
+    if fault.kind in ("scale", PRODUCT, BAD_DEVICE, "nan", "kill-sync", "stop-sync") and options.precision != "fp8":
         raise BadInput(f"--inject {fault}: needs --precision fp8, got {options.precision}")
     if fault.kind in ("kill-sync", "stop-sync") and (options.amax_sync is False or ranks == 1):
         raise BadInput(f"--inject {fault}: needs ranks that share amaxes")
     if fault.kind == "kill-save" and not options.saves_at(fault.step):
         raise BadInput(f"--inject {fault}: no checkpoint is saved at step {fault.step}; see --save-every")
-    if fault.kind in ("weight", "skip") and options.parallel in ("fsdp1", "fsdp2"):
+    if fault.kind in ("weight", "gradient", "skip") and options.parallel in ("fsdp1", "fsdp2"):
         raise BadInput(f"--inject {fault}: shards have no replica to compare with; use ddp or hsdp")
 
 

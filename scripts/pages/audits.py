@@ -1,0 +1,109 @@
+"""Tables about audits: what is found, what it costs, and how much is sent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8dist import DelayedScaling
+from fp8dist.consistency.works import _part_of_product
+from fp8dist.settings import AUDIT_BYTES
+from scripts.benchmarks.llama_shapes import Layer, products_of
+from scripts.benchmarks.markdown import NOT_YET, table
+from scripts.pages.filling import ROOT, Parts
+
+__all__ = ["parts_of", "read_results", "write_results"]
+
+LAYERS = (Layer("8B", 4096, 14336), Layer("70B", 8192, 28672))
+"""Gate, or up, of Llama 3's MLPs."""
+
+TOKENS = 8192
+
+
+def read_results(root: Path = ROOT) -> dict[str, Any]:
+    """Return what ``scripts.benchmarks.audits`` has measured; empty if it has not."""
+    path = _path(root)
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def write_results(results: dict[str, Any], root: Path = ROOT) -> None:
+    """Replace the results."""
+    _path(root).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def _path(root: Path) -> Path:
+    return root / "scripts" / "results" / "audits.json"
+
+
+def parts_of(root: Path = ROOT) -> Parts:
+    """Return the parts."""
+    results = read_results(root)
+    return {
+        "audit-faults": partial(_faults, results.get("faults", [])),
+        "audit-cost": partial(_cost, results.get("cost")),
+        "audit-sizes": _sizes,
+    }
+
+
+def _faults(rows: Sequence[dict[str, Any]]) -> str:
+    head = ["fault", "`--inject`", "sync", "check", "audit"]
+    lines = []
+    for row in rows:
+        cells = ["-" if row["header"] != [None] and mode != "header" else _later(row[mode]) for mode in MODES]
+        lines.append([row["fault"], f"`{row['inject']}`", *cells])
+    return table(head, lines) if lines else f"{NOT_YET}\n"
+
+
+MODES = ("header", "check", "audit")
+
+
+def _later(found: Sequence[int | None]) -> str:
+    """Return how many steps later a fault was found, as text."""
+    known = [one for one in found if one is not None]
+    if not known:
+        return "not found"
+    if len(known) < len(found):
+        return f"in {len(known)} of {len(found)} runs"
+    if len(known) > 1:
+        return f"{', '.join(map(str, sorted(known)))} steps later"
+    return {0: "in its step", 1: "1 step later"}.get(known[0], f"{known[0]} steps later")
+
+
+def _cost(cost: dict[str, Any] | None) -> str:
+    if cost is None:
+        return f"{NOT_YET}\n"
+    low, _, high = cost["quartiles"]
+    rows = [
+        ["step without audits", f"{cost['step_ms']:.1f} ms"],
+        ["one audit: copies, digests, the repeated work, collectives", f"{cost['audit_ms']:.2f} ms"],
+        ["in each step: calls that nobody wants", f"{1e3 * cost['listening_ms']:.0f} µs"],
+        [f"share of the step with `audit_every={cost['every']}`", f"{cost['share']:.3%}"],
+        [
+            "step with an audit in each, against one without",
+            f"{cost['ratio_every_step']:.3f} ({low:.3f} to {high:.3f})",
+        ],
+        ["sent by a rank in an audit", f"{cost['bytes_mean'] / 1e3:,.0f} kB in {cost['calls']:g} collectives"],
+    ]
+    machine = f"{cost['machine']}, torch {cost['torch']}, gloo, 2 ranks, one thread each; CPU times"
+    what = f"means of {cost['audits']} audits, one of each site of {cost['linears']} Linears"
+    return table(["example job", f"{machine}; {what}"], rows)
+
+
+def _sizes() -> str:
+    head = [f"{TOKENS:,} tokens", "product", "whole", f"block in {AUDIT_BYTES >> 20} MiB: share of the result"]
+    rows = []
+    for layer in LAYERS:
+        for product in products_of(DelayedScaling(), layer, TOKENS):
+            a, b = (torch.empty(size, product.k, dtype=torch.int8, device="meta") for size in (product.m, product.n))
+            parts = _part_of_product(a, b, AUDIT_BYTES, 0)
+            share = math.prod(end - first for first, end in parts) / (product.m * product.n)
+            rows.append(
+                [f"gate or up of {layer.name}", product.gemm, f"{(a.nbytes + b.nbytes) / 1e6:.0f} MB", f"{share:.0%}"]
+            )
+    return table(head, rows)

@@ -1,0 +1,118 @@
+"""Audits of the example job find faults inside its FP8 products, which replicas cannot show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fp8dist.cli.main import main
+from fp8dist.report import facts
+from fp8dist.report.folder import RunFolder
+from fp8dist.report.live import LiveRun
+from fp8dist.report.numbers import read_run
+from tests.support.main_job import ALONE, RANKS, TINY, finish, stop
+
+LAST = "blocks.0.mlp_out"
+"""Its wgrad and dgrad are the first of a step. The audits of this job visit them in these steps."""
+
+WGRAD_STEP, DGRAD_STEP, FPROP_STEP = 1, 8, 21
+AUDITS = ("--audit-every", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "fault", "site", "verdict"),
+    [
+        (2, "ddp", f"product:1:{WGRAD_STEP}", f"{LAST}: wgrad", "transient on rank 1: repeated, it gets what rank 0"),
+        (3, "fsdp2", f"product:2:{DGRAD_STEP}:dgrad", f"{LAST}: dgrad", "rank 2 computes wrong once (transient);"),
+        (4, "hsdp", f"product:0:{FPROP_STEP}:fprop", "blocks.0.qkv: fprop", "rank 0 computes wrong once (transient);"),
+    ],
+)
+def test_a_wrong_product_is_found_in_its_step_and_no_check_sees_it(
+    ranks: int, parallel: str, fault: str, site: str, verdict: str, tmp_path: Path
+) -> None:
+    step = int(fault.split(":")[2])
+    flags = ["--parallel", parallel, "--inject", fault, "--steps", str(step + 1)]
+    stopped = stop(tmp_path, *flags, *AUDITS, NPROC=str(ranks))
+    (finding,) = stopped.findings
+    assert (finding["step"], finding["kind"], finding["name"]) == (step, "audit", site)
+    assert finding["ranks"] == [int(fault.split(":")[1])]
+    assert finding["detail"].startswith(verdict)
+    (planted,) = re.findall(r"--inject product:.* is now \S+ instead of \S+", stopped.stderr)
+    unseen = finish(tmp_path / "unseen", RANKS, *TINY, *flags, "--check-every", "1", NPROC=str(ranks))
+    assert unseen.summary["divergences"] == 0
+    assert unseen.summary["checks"] == step + 1
+    assert planted in unseen.output  # The same bits of the same product.
+
+
+@pytest.mark.slow
+def test_a_bad_device_is_named_by_all_that_repeat_its_work(tmp_path: Path) -> None:
+    flags = ("--inject", "bad-device:1:1", "--check-policy", "repair", *AUDITS)  # Nothing can be repaired.
+    findings = stop(tmp_path, *flags, NPROC="3").findings
+    assert [(finding["ranks"], finding["kind"], finding["step"]) for finding in findings] == [([1], "audit", 1)] * 2
+    verdicts = sorted(finding["detail"].split(" (")[0] for finding in findings)
+    assert verdicts == [
+        "rank 1 computes wrong repeatedly; ranks 2 and 0 agree",
+        "rank 1, which audits rank 0, computes wrong repeatedly; 0 and 2 agree",
+    ]
+
+
+@pytest.mark.slow
+def test_of_two_ranks_none_is_blamed(tmp_path: Path) -> None:
+    stopped = stop(tmp_path, "--inject", "bad-device:1:1", *AUDITS)
+    for finding in stopped.findings:
+        assert (finding["ranks"], finding["reference_rank"]) == ([0, 1], None)
+        assert "differ repeatedly; of two ranks, none can be blamed" in finding["detail"]
+    assert len(stopped.findings) == 2
+
+
+@pytest.mark.slow
+def test_a_bad_device_that_is_wrong_seldom_is_found_in_the_end(tmp_path: Path) -> None:
+    """Rank 2 makes a tenth of its products wrong. Each audit of a product looks at one of them, and at one repeat."""
+    flags = ("--inject", "bad-device:2:0.1", "--steps", "100", *AUDITS)
+    for finding in stop(tmp_path, *flags, NPROC="3").findings:
+        assert (finding["ranks"], finding["kind"]) == ([2], "audit")
+        assert "computes wrong once (transient)" in finding["detail"]
+
+
+@pytest.mark.slow
+def test_a_single_rank_repeats_its_own_work(tmp_path: Path) -> None:
+    stopped = stop(tmp_path, "--inject", f"product:0:{WGRAD_STEP}", *AUDITS, command=ALONE)
+    (finding,) = stopped.findings
+    assert (finding["ranks"], finding["step"]) == ([0], WGRAD_STEP)
+    assert finding["detail"].startswith("transient on rank 0, which repeated its own work")
+
+
+@pytest.mark.slow
+def test_the_run_folder_tells_of_an_audit(tmp_path: Path) -> None:
+    """With "warn" the run goes on. Later checks find its ranks equal, and that does not make it sound."""
+    flags = ["--inject", f"product:1:{WGRAD_STEP}", "--check-policy", "warn", "--check-every", "2", *AUDITS]
+    run = finish(tmp_path, RANKS, *TINY, *flags)
+    assert run.summary["divergences"] == 1
+    (event,) = [line for line in RunFolder(tmp_path).events().new() if line["kind"] == "diverged"]
+    assert (event["step"], event["report"]["findings"][0]["kind"]) == (WGRAD_STEP, "audit")
+    verdict = facts.verdict(read_run(tmp_path))
+    assert verdict.text.startswith(f"Not sound: in step {WGRAD_STEP} a result of {LAST}: wgrad is wrong: transient on")
+    live = LiveRun(tmp_path)
+    live.read()
+    known, text = live.sound
+    assert known is False
+    assert text.startswith(f"WRONG RESULT in step {WGRAD_STEP}: '{LAST}: wgrad': transient on rank 1")
+
+
+TIMES = re.compile(r"_(?:ms|s|p50|p99|max)$|_ms_|^time$|wait|skew|last_rank|tokens_per_s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_audits_change_no_bit_of_a_run(parallel: str, tmp_path: Path) -> None:
+    flags = [*TINY, "--parallel", parallel, "--watch-every", "4", "--save-every", "12", "--accumulate", "2"]
+    runs, folder = {}, "checkpoints/step-00000012"
+    for name, more in {"without": (), "whole": AUDITS, "blocks": (*AUDITS, "--audit-bytes", "4096")}.items():
+        run = finish(tmp_path / name, RANKS, *flags, *more)
+        lines = [{key: value for key, value in line.items() if not TIMES.search(key)} for line in run.lines]
+        runs[name] = (lines, (tmp_path / name / "scales.jsonl").read_text(), run.summary["parameters_sha256"])
+        assert runs[name] == runs["without"]
+        assert main(["check", str(tmp_path / "without" / folder), str(tmp_path / name / folder)]) == 0
