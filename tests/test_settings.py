@@ -132,6 +132,8 @@ def test_all_settings_are_described() -> None:
         "eval_precision": "high",
         "fp8_all_gather": False,
         "fallback": None,
+        "audit_every": 0,
+        "audit_bytes": 1 << 26,
     }
 
 

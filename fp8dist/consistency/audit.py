@@ -35,7 +35,6 @@ KIND = "audit"
 Digest = list[int]
 """The two halves of a digest."""
 
-_NOTHING: Digest = [0, 0]
 _GOLDEN = 0.618
 
 
@@ -112,7 +111,7 @@ class Audits:
 
     def _settle(self, work: Work | None, name: str, device: torch.device, group: SyncGroup | None) -> DivergenceReport:
         ring = _Ring(group, 0 if work is None else len(work.message), self._likeness(device), device)
-        own = _NOTHING if work is None else _pair(work.digest)
+        own = _pair(None if work is None else work.digest)
         to_audit = ring.exchange(work, 1, ring.ran)
         audited = self._repeat(to_audit)
         told = ring.gather([*own, *audited])
@@ -147,7 +146,7 @@ class Audits:
         return DivergenceReport(tuple(findings), {KIND: len(ring.ran)})
 
     def _repeat(self, message: Tensor | None) -> Digest:
-        return _NOTHING if message is None else _pair(digest_of(repeated(message), self._digester))
+        return _pair(None if message is None else digest_of(repeated(message), self._digester))
 
     def _likeness(self, device: torch.device) -> int:
         if self._alike is None:
@@ -191,8 +190,9 @@ def _chosen(modules: Sequence[tuple[str, int]], number: int) -> tuple[str, int, 
     return fqn, work, first + work
 
 
-def _pair(digest: Tensor) -> Digest:
-    low, high = digest.tolist()
+def _pair(digest: Tensor | None) -> Digest:
+    """Return the halves of a digest, or zeros for none."""
+    low, high = [0, 0] if digest is None else digest.tolist()
     return [low, high]
 
 
@@ -222,10 +222,9 @@ class _Ring:
         if self._group is None:
             return [numbers]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        everyone = mine.new_empty(len(self.ranks) * len(numbers))
-        dist.all_gather_into_tensor(everyone, mine, group=self._group)
-        gathered: list[list[int]] = everyone.view(len(self.ranks), -1).tolist()
-        return gathered
+        everyone = list(mine.new_empty(len(self.ranks), len(numbers)))
+        dist.all_gather(everyone, mine, group=self._group)
+        return [theirs.tolist() for theirs in everyone]
 
     def next(self, place: int, steps: int) -> int:
         """Return the place that is ``steps`` further among those that are like it."""

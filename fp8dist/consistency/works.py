@@ -23,7 +23,7 @@ from torch import Tensor
 from fp8dist.consistency.contents import Digester
 from fp8dist_kernels import BLOCK, ops
 
-__all__ = ["Work", "digest_of", "message_of", "repeated", "taken"]
+__all__ = ["Work", "digest_of", "message_of", "part_of_product", "repeated", "taken"]
 
 ALIGNMENT = 256
 """Bytes. Kernels are chosen by the alignment of operands, so a repeated call gets operands that are aligned alike."""
@@ -87,7 +87,7 @@ def _take_product(
     op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
 ) -> _Taken:
     a, b, inv_scale_a, inv_scale_b, dtype = args
-    rows, columns = _part_of_product(a, b, limit, at)
+    rows, columns = part_of_product(a, b, limit, at)
     tensors = {"a": a[slice(*rows)], "b": b[slice(*columns)], "inv_scale_a": inv_scale_a, "inv_scale_b": inv_scale_b}
     if options.get("bias") is not None:
         tensors["bias"] = options["bias"]
@@ -225,7 +225,7 @@ def _results_of_cast(
     return found
 
 
-def _part_of_product(a: Tensor, b: Tensor, limit: int, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def part_of_product(a: Tensor, b: Tensor, limit: int, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return which rows of ``a`` and of ``b`` are taken: all, or as many of each as the limit allows."""
     m, n = a.shape[0], b.shape[0]
     allowed = limit // (a.shape[1] * a.element_size())

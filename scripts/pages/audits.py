@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fp8dist import DelayedScaling
-from fp8dist.consistency.works import _part_of_product
+from fp8dist.consistency.works import part_of_product
 from fp8dist.settings import AUDIT_BYTES
 from scripts.benchmarks.llama_shapes import Layer, products_of
 from scripts.benchmarks.markdown import NOT_YET, table
@@ -101,7 +101,7 @@ def _sizes() -> str:
     for layer in LAYERS:
         for product in products_of(DelayedScaling(), layer, TOKENS):
             a, b = (torch.empty(size, product.k, dtype=torch.int8, device="meta") for size in (product.m, product.n))
-            parts = _part_of_product(a, b, AUDIT_BYTES, 0)
+            parts = part_of_product(a, b, AUDIT_BYTES, 0)
             share = math.prod(end - first for first, end in parts) / (product.m * product.n)
             rows.append(
                 [f"gate or up of {layer.name}", product.gemm, f"{(a.nbytes + b.nbytes) / 1e6:.0f} MB", f"{share:.0%}"]
