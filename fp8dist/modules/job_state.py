@@ -78,6 +78,8 @@ class JobState:
     """Counts the microbatches of this step if it is measured."""
     step: int = 0
     """Number of training steps that have ended, as the run counts them: a resumed run goes on from its checkpoint."""
+    began: int = 0
+    """``step`` as the last ``attach`` or load found it."""
     stepping: bool = False
     """True while an optimizer's step runs."""
     said_unbounded: bool = False
