@@ -13,10 +13,11 @@ import pytest
 from torch import Tensor
 
 import fp8dist
+from fp8dist.cli.main import main
 from fp8dist.report.numbers import Run, read_run
 from tests.support.ranks import RankPool, RanksFailed
 
-__all__ = ["die", "fingerprint", "killed", "recorder", "require_run", "same_numbers"]
+__all__ = ["die", "fingerprint", "killed", "recorder", "require_readable", "require_run", "same_numbers"]
 
 
 def recorder(folder: str) -> Callable[[fp8dist.StateManager], fp8dist.Recorder]:
@@ -41,6 +42,14 @@ def require_run(folder: Path, losses: Mapping[int, float], slots: int) -> Run:
     assert all(line["amax"] > 0 for line in lines)
     assert run.metrics.newest("proven") == due[-1]
     return run
+
+
+def require_readable(folder: Path, steps: int) -> None:
+    """Require that ``fp8dist report`` makes a page of a run with this many steps, of which each has a loss."""
+    losses = read_run(folder).metrics.columns["loss"]
+    assert len(losses) == steps
+    assert all(losses > 0)
+    assert main(["report", str(folder), "--out", str(folder / "report.html")]) == 0
 
 
 def same_numbers(one: Path, other: Path, *names: str) -> None:
