@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
+from fp8dist.integrations.calls import require_steps_of
 from fp8dist.integrations.stacks import install
 from fp8dist.sync.groups import has_base
 
@@ -53,14 +51,13 @@ def attach(manager: fp8dist.StateManager, engine: Any) -> None:
     manager.attach(engine, boundary="manual")
     manager._cycle.reuse_casts(True)  # Nothing but the engine's step and its load_checkpoint changes weights.
     engine.fp8_manager, engine.fp8_calls = manager, False
-    _require_calls_of(engine, manager)
+    require_steps_of(engine, manager)
     if not isinstance(engine, _FP8Steps):
         engine.__class__ = type(f"FP8{type(engine).__name__}", (_FP8Steps, type(engine)), {})
 
 
 class _FP8Steps:
-    """Added to the class of an engine. ``fp8_manager``: the manager that its steps drive. ``fp8_calls``: True while the
-    engine calls the model."""
+    """Added to an engine's class. ``fp8_manager``: what it drives. ``fp8_calls``: True while it calls the model."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -105,24 +102,6 @@ class _FP8Steps:
             manager.reset()
             manager.refresh_weights()
         return path, client_state
-
-
-def _require_calls_of(engine: Any, manager: fp8dist.StateManager) -> None:
-    """Make it an error if anything else than the attached engine trains the model: no FP8 step would end, and weights
-    would keep their casts."""
-    attached = weakref.ref(engine)
-
-    def before(module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled() and manager._job.attached):
-            return
-        mine, now = attached(), manager._attachment.module
-        if now is None or (now is mine and not now.fp8_calls):
-            raise ConfigurationError(
-                "the model is trained by something else than the engine that attach() was given: call that engine. For "
-                "another engine, call manager.detach() and attach(manager, engine)"
-            )
-
-    engine.module.register_forward_pre_hook(before)
 
 
 def _of_all_ranks(state: dict[str, bytes]) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.sync.groups import local_part
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, killed, recorder, require_run, same_numbers
+from tests.support.recorded import die, fingerprint, killed, recorder, require_readable, require_run, same_numbers
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed"),
@@ -429,4 +429,5 @@ def test_a_teacher_beside_the_student_changes_nothing(two_ranks: RankPool, tmp_p
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
-    assert "FP8: " in run_example("transformers", "--steps", "4", "--out", str(tmp_path))
+    assert "FP8: " in run_example("transformers", "--steps", "20", "--out", str(tmp_path))
+    require_readable(tmp_path / "run", 2)  # It logs every 10 steps.
