@@ -101,12 +101,16 @@ def _train(engine: Any, steps: range, infinite: int | None = None) -> list[float
 
 
 def _parameters(engine: Any) -> list[Tensor]:
-    """Return the whole parameters. On gloo, DeepSpeed's gather sometimes returns before they are there, with other
-    bits in a parameter: two readings must agree."""
-    found, again = _gathered(engine), _gathered(engine)
-    while not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
-        found, again = again, _gathered(engine)
-    return found
+    """Return the whole parameters. On gloo, DeepSpeed's gathers sometimes return before the last bits are there: so
+    wait for the ranks, and read until two readings agree on all of them."""
+    dist.barrier()
+    found = _gathered(engine)
+    while True:
+        before, found = found, _gathered(engine)
+        differs = torch.tensor(not all(torch.equal(a, b) for a, b in zip(before, found, strict=True)), dtype=torch.int)
+        dist.all_reduce(differs)
+        if not differs:
+            return found
 
 
 def _gathered(engine: Any) -> list[Tensor]:
@@ -379,6 +383,7 @@ def _require_refusals() -> None:
 
 def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(_misused, str(tmp_path))
+    two_ranks.close()  # DeepSpeed keeps torch_autocast's loss scale for later engines of a process.
 
 
 def _another_engine(zero: dict[str, Any]) -> None:
