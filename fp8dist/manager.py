@@ -704,8 +704,9 @@ class StateManager(Joinable):
     def describe(self) -> dict[str, Any]:
         """Return what the header of a run's folder says about this manager, as JSON values. Local.
 
-        The keys are ``attached``, ``writes`` (True on the lowest rank that shares the state), ``device``, ``fp8``,
-        ``recipe``, ``modules`` and ``slots``; docs/reference/run-folder.md describes the last three.
+        The keys are ``attached``, ``writes`` (True on the lowest rank that shares the state), ``began_after``
+        (``run_step`` at the last ``attach`` or load; None: FP8 is switched off), ``device``, ``fp8``, ``recipe``,
+        ``modules`` and ``slots``; docs/reference/run-folder.md describes the last three.
         """
         modules = []
         for row in self.coverage():
@@ -717,6 +718,7 @@ class StateManager(Joinable):
         return {
             "attached": self._job.attached,
             "writes": self._cycle.control.speaks and (any(self._cycle.groups) or own_rank() == 0),
+            "began_after": self._job.began if self.settings.enabled else None,
             "device": str(self._default.arena.device),
             "fp8": self.settings.enabled,
             "recipe": str(self.recipe),

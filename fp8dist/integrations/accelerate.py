@@ -6,11 +6,12 @@ from typing import Any
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import install, world
+from fp8dist.integrations.stacks import Run, RunLog, install, world
 from fp8dist.recipe import Recipe
 
 try:
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 except ImportError as error:
     raise ImportError(install("Accelerate", "accelerate")) from error
 
@@ -18,7 +19,13 @@ __all__ = ["prepare"]
 
 
 def prepare(
-    accelerator: Accelerator, model: Any, optimizer: Any, *rest: Any, recipe: Recipe | None = None, **options: Any
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    *rest: Any,
+    recipe: Recipe | None = None,
+    run: Run | None = None,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """Prepare a model for FP8, pass everything to ``accelerator.prepare``, and attach. COLLECTIVE.
 
@@ -30,6 +37,9 @@ def prepare(
         model, optimizer: one of each. Call this once per model.
         rest: dataloaders, schedulers and other things for ``accelerator.prepare``, in any order.
         recipe, options: as for ``fp8dist.prepare``. ``group``: by default, all ranks.
+        run: the folder of the run for ``fp8dist report``, or a function that returns the Recorder of a manager. It gets
+            what ``accelerator.log`` gets after each step, until ``accelerator.end_training``.
+            ``accelerator.get_tracker("fp8dist", unwrap=True)`` is the Recorder. None: nothing is recorded.
 
     Returns:
         (manager, model, optimizer, *rest), prepared.
@@ -41,6 +51,32 @@ def prepare(
         raise ConfigurationError('mixed_precision="fp8" converts the model to another FP8 library: use "bf16"')
     manager = fp8dist.prepare(model, recipe, **{"group": world(), **options})
     model, optimizer, *others = accelerator.prepare(model, optimizer, *rest)
+    if run is not None:
+        accelerator.trackers.append(_Tracker(RunLog(run, manager)))
     manager.attach(model, optimizer=optimizer, scaler=accelerator.scaler)
     accelerator.register_for_checkpointing(manager)
     return manager, model, optimizer, *others
+
+
+class _Tracker(GeneralTracker):
+    """Passes on what ``accelerator.log`` is given."""
+
+    name = "fp8dist"
+    requires_logging_directory = False
+
+    def __init__(self, log: RunLog) -> None:
+        super().__init__()
+        self._log = log
+
+    @property
+    def tracker(self) -> fp8dist.Recorder:
+        """The Recorder."""
+        return self._log.recorder
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        """Record numbers. Local."""
+        self._log.log(values, step or 0)
+
+    def finish(self) -> None:
+        """End the run. Local."""
+        self._log.close()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
+from fp8dist.integrations.calls import require_steps_of
 from fp8dist.integrations.stacks import install
 from fp8dist.sync.groups import has_base
 
@@ -49,13 +50,28 @@ def attach(manager: fp8dist.StateManager, engine: Any) -> None:
         raise ConfigurationError("attach before engine.load_checkpoint(), which then loads the FP8 state, too")
     manager.attach(engine, boundary="manual")
     manager._cycle.reuse_casts(True)  # Nothing but the engine's step and its load_checkpoint changes weights.
-    engine.fp8_manager = manager
+    engine.fp8_manager, engine.fp8_calls = manager, False
+    require_steps_of(engine, manager)
     if not isinstance(engine, _FP8Steps):
         engine.__class__ = type(f"FP8{type(engine).__name__}", (_FP8Steps, type(engine)), {})
 
 
 class _FP8Steps:
-    """Added to the class of an engine. ``fp8_manager``: the manager that its steps drive."""
+    """Added to an engine's class. ``fp8_manager``: what it drives. ``fp8_calls``: True while it calls the model."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        self.fp8_calls = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.fp8_calls = False
+
+    def destroy(self: Any) -> None:
+        """Destroy the engine, and detach from it: the model may get another one. COLLECTIVE."""
+        if self.fp8_manager._attachment.module is self:  # Not so when the engine is collected as garbage.
+            self.fp8_manager.detach()
+        super().destroy()  # type: ignore[misc]
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         """Take a step, and end the FP8 step if parameters were due. COLLECTIVE."""

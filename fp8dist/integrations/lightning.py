@@ -10,11 +10,12 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import install, world
+from fp8dist.integrations.stacks import Run, RunLog, install, world
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.recipe import Recipe
 
 try:
+    from lightning.pytorch.loggers import Logger
     from lightning.pytorch.plugins.precision import Precision
 except ImportError as error:
     raise ImportError(install("Lightning", "lightning")) from error
@@ -33,6 +34,8 @@ class FP8Precision(Precision):
     Args:
         recipe, options: as for ``fp8dist.prepare``. ``group``: by default, all ranks.
         autocast: dtype of torch.autocast around the steps, as with ``precision="bf16-mixed"``. None: no autocast.
+        run: the folder of the run for ``fp8dist report``, which gets what ``self.log`` logs, and the checkpoints, or a
+            function that returns the Recorder of a manager. None: nothing is recorded.
 
     Attributes:
         manager: the manager of the model, once ``fit`` has set up the strategy.
@@ -40,9 +43,16 @@ class FP8Precision(Precision):
 
     precision = "fp8dist"
 
-    def __init__(self, recipe: Recipe | None = None, *, autocast: torch.dtype | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        *,
+        autocast: torch.dtype | None = None,
+        run: Run | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self._autocast = autocast
+        self._autocast, self._run = autocast, run
         self.manager: fp8dist.StateManager | None = None
         self._options = {"recipe": recipe, **options}
         self._prepared: nn.Module | None = None
@@ -73,6 +83,9 @@ class FP8Precision(Precision):
         """Attach, when fitting. COLLECTIVE."""
         if optimizers:
             assert self.manager is not None
+            if self._run is not None:
+                assert self._prepared is not None
+                _Log(RunLog(self._run, self.manager), self._prepared.trainer)
             self.manager.attach(model, optimizer=optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -84,6 +97,33 @@ class FP8Precision(Precision):
         """Load the FP8 state of a checkpoint. Local."""
         if self.manager is not None and state_dict:
             self.manager.load_state_dict(state_dict)
+
+
+class _Log(Logger):
+    """A logger of this fit: passes on what is logged."""
+
+    name, version = "fp8dist", ""
+
+    def __init__(self, log: RunLog, trainer: Any) -> None:
+        super().__init__()
+        self._log, self._trainer = log, trainer
+        trainer.loggers = [*trainer.loggers, self]
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Record numbers. Local."""
+        self._log.log(metrics, step or 0)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: a run has no hyperparameters."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Record the checkpoint. Local."""
+        self._log.saved(checkpoint_callback._last_checkpoint_saved, self._trainer.global_step)
+
+    def finalize(self, status: str) -> None:
+        """End the run, and leave the Trainer as it was. Local."""
+        self._log.close()
+        self._trainer.loggers = [one for one in self._trainer.loggers if one is not self]
 
 
 def _is_linear(module: nn.Module) -> bool:

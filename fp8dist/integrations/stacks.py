@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping
+from numbers import Real
 from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["TESTED", "install", "world"]
+import fp8dist
+
+__all__ = ["TESTED", "Run", "RunLog", "caller", "install", "world"]
+
+Run = str | os.PathLike[str] | Callable[[fp8dist.StateManager], fp8dist.Recorder]
+"""Where a run is recorded: a folder, or a function that returns a Recorder of the manager."""
 
 TESTED: Mapping[str, str] = MappingProxyType(
     {
@@ -20,6 +30,92 @@ TESTED: Mapping[str, str] = MappingProxyType(
     }
 )
 """By package, the version that ``scripts/test-stacks`` has passed."""
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "train_loss": "loss",
+        "train/loss": "loss",
+        "loss_metrics/global_avg_loss": "loss",
+        "eval_loss": "validation_loss",
+        "val_loss": "validation_loss",
+        "val/loss": "validation_loss",
+        "validation_metrics/loss": "validation_loss",
+    }
+)
+"""By name in a trainer's logs, the name in the folder of a run, if it is another."""
+
+TOKENS_SEEN = ("num_input_tokens_seen", "n_tokens_seen")
+"""Names of the number of tokens since the training began, of all ranks."""
+
+
+class RunLog:
+    """Records what a trainer logs. Make it before ``attach``; the run continues from the FP8 state that is loaded.
+
+    A trainer may log several times in a step: the last line of a step in metrics.jsonl, which counts, has all numbers.
+
+    Args:
+        run: a folder, which gets the FP8 numbers every 10 steps, or a function that returns the Recorder.
+        manager: detached first if it is attached from an earlier training.
+    """
+
+    def __init__(self, run: Run, manager: fp8dist.StateManager) -> None:
+        manager.detach()  # Ranks agree on the watch in attach().
+        self.recorder = run(manager) if callable(run) else fp8dist.Recorder(run, manager, resume_after="state")
+        self._manager = manager
+        self._step, self._numbers = 0, dict[str, Any]()
+        self._seen: tuple[int, float] | None = None  # A step, and the tokens until its end.
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Record numbers of the step that ended last, and leave out what is no number. Local.
+
+        Args:
+            step: the trainer's. It counts if FP8 is switched off; otherwise the manager's does.
+        """
+        step = self._step_now(step)
+        if step > self._step:
+            self._step, self._numbers = step, self._tokens(metrics, step)
+        known = {name: value for name, value in metrics.items() if name != "step" and not name.startswith("fp8/")}
+        self._numbers |= {NAMES.get(name, name): value for name, value in known.items() if _is_number(value)}
+        if step > 0:
+            self.recorder.log(step, **self._numbers)
+
+    def saved(self, path: str | os.PathLike[str], step: int) -> None:
+        """Record that a checkpoint is complete. Local. ``step``: as for ``log``."""
+        self.recorder.event("saved", self._step_now(step), path=os.fspath(path))
+
+    def close(self) -> None:
+        """End the run, with the name of the exception that is being handled, if there is one. Local."""
+        kind, _, _ = sys.exc_info()
+        self.recorder.close(None if kind is None else kind.__name__)
+
+    def _step_now(self, step: int) -> int:
+        return self._manager.run_step if self._manager.settings.enabled else step
+
+    def _tokens(self, metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Return the tokens of a step, the mean since the last line, if the trainer counts all tokens."""
+        seen = next((metrics[name] for name in TOKENS_SEEN if name in metrics), None)
+        if seen is None:
+            return {}
+        began = self._manager.describe()["began_after"]
+        before, self._seen = (0, 0.0) if self._seen is None and began == 0 else self._seen, (step, seen)
+        return {} if before is None else {"tokens": (seen - before[1]) / (step - before[0])}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def caller(kind: type) -> tuple[Any, dict[str, Any]]:
+    """Return the object of this type whose method has called, directly or not, and that method's local variables.
+
+    For hooks that are not given what they need.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), kind):
+            return frame.f_locals["self"], frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]
+    raise fp8dist.ConfigurationError(f"this must be called by a {kind.__module__.partition('.')[0]} {kind.__name__}")
 
 
 def install(stack: str, extra: str) -> str:

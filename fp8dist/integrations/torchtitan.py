@@ -10,12 +10,14 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import install, world
+from fp8dist.integrations.stacks import Run, RunLog, caller, install, world
 from fp8dist.recipe import Recipe
 
 try:
+    from torchtitan.components.metrics import BaseLogger
     from torchtitan.components.quantization.utils import has_quantization
     from torchtitan.protocols.model_spec import ModelSpec
+    from torchtitan.trainer import Trainer
 except ImportError as error:
     raise ImportError(install("torchtitan", "torchtitan")) from error
 
@@ -28,7 +30,7 @@ PREFIX = "fp8dist."
 """Of the keys of the FP8 state in the optimizers' part of a checkpoint."""
 
 
-def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> ModelSpec:
+def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, run: Run | None = None, **options: Any) -> ModelSpec:
     """Return the spec of the same model in FP8: give it to ``Trainer.Config(model_spec=…)``. Local.
 
     The model is prepared before torchtitan parallelizes it, and attached once its optimizers exist. Checkpoints of
@@ -38,6 +40,8 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> M
 
     Args:
         recipe, options: as for ``fp8dist.prepare``. ``group``: by default, all ranks.
+        run: the folder of the run for ``fp8dist report``, which gets what torchtitan logs until ``Trainer.close()``, or
+            a function that returns the Recorder of a manager. None: nothing is recorded.
 
     Raises:
         ConfigurationError: ``spec`` is no ModelSpec, or has another FP8 library. As the Trainer is made: pipeline
@@ -60,6 +64,9 @@ def with_fp8(spec: ModelSpec, recipe: Recipe | None = None, **options: Any) -> M
         if spec.post_optimizer_build_fn is not None:
             spec.post_optimizer_build_fn(optimizers, model_parts, parallel_dims)
         manager = _manager_of(model_parts[0])
+        if run is not None:
+            trainer, _ = caller(Trainer)  # Its hook is not given what logs.
+            trainer.metrics_processor.logger = _Log(RunLog(run, manager), trainer.metrics_processor.logger)
         manager.attach(model_parts[0], optimizer=list(optimizers))
         optimizers.state_dict = _saving(optimizers.state_dict, manager)
         optimizers.load_state_dict = _loading(optimizers.load_state_dict, manager)
@@ -91,6 +98,23 @@ def _manager_of(model: nn.Module) -> fp8dist.StateManager:
             "with_fp8: the spec's parallelize_fn was not called, or was replaced: replace it before with_fp8, and make "
             "seed checkpoints from the spec without with_fp8"
         ) from error
+
+
+class _Log(BaseLogger):
+    """Passes on what is logged, to the logger that was there as well."""
+
+    def __init__(self, log: RunLog, other: BaseLogger) -> None:
+        self._log, self._other = log, other
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Record numbers. Local."""
+        self._log.log(metrics, step)
+        self._other.log(metrics, step)
+
+    def close(self) -> None:
+        """End the run. Local."""
+        self._log.close()
+        self._other.close()
 
 
 def _saving(state_dict: Callable[[], dict[str, Any]], manager: fp8dist.StateManager) -> Callable[[], dict[str, Any]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import install, world
+from fp8dist.integrations.stacks import Run, RunLog, caller, install, world
 from fp8dist.recipe import Recipe
 
 try:
@@ -32,6 +31,8 @@ class FP8Callback(TrainerCallback):
     DivergenceError on all ranks.
 
     Args:
+        run: the folder of the run for ``fp8dist report``, which gets the Trainer's logs and checkpoints, or a function
+            that returns the Recorder of a manager. None: nothing is recorded.
         recipe, check_every, options: as for ``fp8dist.prepare``. ``group``: by default, all ranks.
 
     Attributes:
@@ -41,13 +42,17 @@ class FP8Callback(TrainerCallback):
         ConfigurationError: on use, if there are two FP8Callbacks, or if it was added after the Trainer was made.
     """
 
-    def __init__(self, recipe: Recipe | None = None, *, check_every: int = 0, **options: Any) -> None:
+    def __init__(
+        self, recipe: Recipe | None = None, *, check_every: int = 0, run: Run | None = None, **options: Any
+    ) -> None:
         self.manager: fp8dist.StateManager | None = None
+        self._run = run
+        self._log: RunLog | None = None
         self._options = {"recipe": recipe, "check_every": check_every, **options}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Prepare the model. Local."""
-        trainer, _ = _caller()
+        trainer, _ = caller(Trainer)
         callbacks = trainer.callback_handler.callbacks
         if sum(isinstance(one, FP8Callback) for one in callbacks) > 1:
             raise ConfigurationError("callbacks= has more than one FP8Callback: a model has one FP8 state")
@@ -71,10 +76,13 @@ class FP8Callback(TrainerCallback):
                 "FP8Callback was added after the Trainer was made, which is too late to convert the model: give it to "
                 "Trainer(callbacks=[…])"
             )
-        trainer, here = _caller()
+        trainer, here = caller(Trainer)
         folder = here.get("resume_from_checkpoint")
         if folder is not None:
             self._load(Path(folder), args.process_index)
+        if self._log is not None:  # Of an earlier train().
+            self._log.close()
+        self._log = None if self._run is None else RunLog(self._run, self.manager)
         scaler = getattr(trainer.accelerator, "scaler", None)
         self.manager.attach(trainer.model_wrapped, optimizer=trainer.optimizer, scaler=scaler)
 
@@ -86,30 +94,24 @@ class FP8Callback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the FP8 state beside the Trainer's own files. Local."""
         assert self.manager is not None
-        trainer, here = _caller()
-        if args.save_only_model:
-            return
+        trainer, here = caller(Trainer)
+        folder = Path(trainer._get_output_dir(here.get("trial")), f"checkpoint-{state.global_step}")
         own = any(key.startswith("rank") for key in self.manager.state_dict())
-        if own or args.process_index == 0:
-            folder = Path(trainer._get_output_dir(here.get("trial")), f"checkpoint-{state.global_step}")
+        if not args.save_only_model and (own or args.process_index == 0):
             self.manager.save(folder / FILE.format(rank=args.process_index))
+        if self._log is not None:
+            self._log.saved(folder, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add the metrics to the logs of a training step. Local; reads from the device."""
+        """Record the logs, and add the metrics to those of a training step. Local; reads from the device."""
+        if self._log is not None and logs is not None and "train_loss" not in logs:  # The summary at the end.
+            self._log.log(logs, state.global_step)
         if self.manager is not None and logs is not None and "loss" in logs:
             metrics = self.manager.metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)  # Where the Trainer has just put a copy.
 
-
-def _caller() -> tuple[Any, dict[str, Any]]:
-    """Return the Trainer that calls this callback, and the local variables of its calling method.
-
-    A callback is given the unwrapped model only, and no path to the wrapper or to the checkpoint to resume from.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), Trainer):
-            return frame.f_locals["self"], frame.f_locals
-        frame = frame.f_back  # type: ignore[assignment]
-    raise ConfigurationError("FP8Callback must be called by a Trainer of Transformers")
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the run. Local."""
+        if self._log is not None:
+            self._log.close()

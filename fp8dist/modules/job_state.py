@@ -81,6 +81,8 @@ class JobState:
     """Hears what casts and products compute; see ``fp8dist_kernels.taps``. None: nobody listens."""
     step: int = 0
     """Number of training steps that have ended, as the run counts them: a resumed run goes on from its checkpoint."""
+    began: int = 0
+    """``step`` as the last ``attach`` or load found it."""
     stepping: bool = False
     """True while an optimizer's step runs."""
     said_unbounded: bool = False

@@ -487,7 +487,7 @@ class LinearSlots:
         return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
 
     def count_backward(self, recorded: bool) -> None:
-        """Warn once if the weight changes between backwards without a boundary.
+        """Warn once if the weight changes between backwards without a boundary. Raise if ``attach`` is missing.
 
         ``StepWatch`` checks torch optimizers at their steps; this check is for updates without such a step. Version
         counters show most of these at the second change. For the others, the weight itself is compared after 64, 128,
@@ -504,17 +504,33 @@ class LinearSlots:
             )
         if self._boundary != self.job.boundaries:
             self._boundary, self._backwards, self._changes, self._sample = self.job.boundaries, 0, 0, None
+        if self.job.shared and not self.job.attached:
+            self._require_attached()
+            return
         self._backwards += 1
         if self.job.said_unbounded or self.job.stepping or not self.sync.every_step:
             return
         self._changes += self.note.changed_between_backwards()
-        if self._changes > 1 or (self._backwards == self._look_at and self._changed_unseen()):
+        look = self._backwards == self._look_at
+        self._look_at *= 2 if look else 1
+        if self._changes > 1 or (look and self._changed_unseen()):
             self.job.said_unbounded = True
             logger.warning(
                 "fp8dist: the weight of %s changes from backward to backward, but no step of FP8 state ends: its scale "
                 "stands still. It is not updated by a torch optimizer that attach(optimizer=…) knows: call "
                 "manager.step() once per optimizer step",
                 self.slots[Role.INPUT].fqn,
+            )
+
+    def _require_attached(self) -> None:
+        """Raise ConfigurationError if the weight has changed twice. For models that await ``attach``, and whose
+        optimizer steps copies of their weights, as ZeRO's does: ``StepWatch`` sees the others. Waits for the device."""
+        self._changes += self._changed_unseen()
+        if self._changes > 1:
+            raise ConfigurationError(
+                f"{self.slots[Role.INPUT].fqn} is trained, but attach() was not called: FP8 state is not synchronised, "
+                "and scales do not follow: call manager.attach(…) before the training (with DeepSpeed, "
+                "fp8dist.integrations.deepspeed.attach(manager, engine))"
             )
 
     def note_backward(self) -> None:
@@ -527,7 +543,6 @@ class LinearSlots:
         stored = self.note.stored
         if not stored or capturing(self.sync.arena.device):
             return False
-        self._look_at *= 2
         weight = local_part(stored[0]).detach().flatten()[:_SAMPLED]
         before, self._sample = self._sample, weight.clone()
         return before is not None and before.shape == weight.shape and not torch.equal(before, weight)

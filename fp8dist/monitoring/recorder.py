@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -52,7 +52,9 @@ class Recorder:
             one; events stay.
         manager: a StateManager that is not attached yet. None: a run without FP8 state.
         every: interval in steps of the watch and of the FP8 numbers. 0: no watch, and no collective.
-        resume_after: the step that the run continues from. Numbers of later steps are dropped.
+        resume_after: the step that the run continues from. Numbers of later steps are dropped. "state": that of the FP8
+            state that is loaded before the first step, also after ``attach``; the run is a new one if none is loaded.
+            Until the first step the folder stays as it is.
         ranks: also record who held each maximum, and the times of each rank. See ``StateManager.watch``.
         jump: see ``StateManager.watch``.
         exporters: get the same numbers, on the writing rank. One that raises is left out from then on.
@@ -71,7 +73,7 @@ class Recorder:
         manager: Any = None,
         *,
         every: int = 10,
-        resume_after: int | None = None,
+        resume_after: int | Literal["state"] | None = None,
         ranks: bool = True,
         jump: float | None = None,
         exporters: Sequence[Exporter] = (),
@@ -80,38 +82,56 @@ class Recorder:
         peaks: Mapping[str, float] | None = None,
     ) -> None:
         require_int("every", every, 0, what="a number of steps, or 0 for no watch,")
-        if resume_after is not None:
-            require_int("resume_after", resume_after, 0, what="the number of a step, or None,")
+        known = None if resume_after == "state" else resume_after
+        if resume_after == "state" and manager is None:
+            raise ConfigurationError('resume_after="state" needs the manager, whose state knows the step')
+        if known is not None:
+            require_int("resume_after", known, 0, what='the number of a step, "state" or None,')
         self.folder = Path(folder)
         self.writes = own_rank() == 0 if manager is None else bool(manager.describe()["writes"])
         self._manager, self._every = manager, every
         self._exporters = list(exporters) if self.writes else []
-
-        watches = manager is not None and every > 0
-
-        def begin() -> None:
-            if watches:
-                board, observer = (tensorboard, self._observe) if self.writes else (None, None)
-                manager.watch(every, None, board, jump, ranks, resume_after, observer)
-            elif self.writes and resume_after is None:
-                (self.folder / SCALES).unlink(missing_ok=True)
-
-        names = (METRICS, RANKS, SCALES) if watches else (METRICS, RANKS)
-        self._files = RunFiles(self.folder, resume_after, names, begin) if self.writes else None
-        if not self.writes:
-            begin()
+        self._files = RunFiles(self.folder) if self.writes else None
+        self._watches = manager is not None and every > 0
+        if self._watches:
+            board, observer = (tensorboard, self._observe) if self.writes else (None, None)
+            try:
+                manager.watch(every, None, board, jump, ranks, known, observer)
+            except ConfigurationError:
+                if self._files is not None:
+                    self._files.close()  # No line of an earlier run is dropped.
+                raise
         self._head: Callable[[Mapping[str, Any]], dict[str, Any]] | None = lambda described: header(
             described, every, precision, peaks
         )
-        self._last_step, self._last_log = resume_after or 0, math.nan
-        self._synced = self._last_step, 0.0  # Step and fp8/sync_wait_ms of the last due line.
+        self._last_step, self._last_log = 0, math.nan
+        self._synced = 0, 0.0  # Step and fp8/sync_wait_ms of the last due line.
         self._checked: int | None = None
         self._seen: Observation | None = None
         self._said_ahead = False
         if manager is not None and self.writes:
             manager.on_event(self._hear)
-        self.event("start", self._last_step, resumed_after=resume_after, ranks=world_size())
+        self._awaits_state = resume_after == "state"
+        if not self._awaits_state:
+            self._begin(known)
+
+    def _begin(self, after: int | None) -> None:
+        """Begin a run, or continue it after a step."""
+        self._awaits_state = False
+        if self._files is None:
+            return
+        names = (METRICS, RANKS, SCALES) if self._watches else (METRICS, RANKS)
+        # The scales of a run that had a watch.
+        self._files.begin(after, names, () if self._watches else (SCALES,))
+        self._last_step, self._synced = after or 0, (after or 0, 0.0)
+        self.event("start", self._last_step, resumed_after=after, ranks=world_size())
         self._describe()
+
+    def _begin_by_state(self, step: int) -> None:
+        """Begin if that has waited for the state. ``step``: one that has just ended, if it is not known otherwise."""
+        if self._awaits_state and self._files is not None:
+            began = self._manager.describe()["began_after"]
+            self._begin((step - 1 if began is None else began) or None)
 
     def __enter__(self) -> Recorder:
         return self
@@ -137,6 +157,7 @@ class Recorder:
         values = {name: value for name, value in given.items() if value is not None} | numbers
         for name, value in values.items():
             _require_number(name, value)
+        self._begin_by_state(step)
         if self._files is None:
             return
         self._describe()
@@ -169,6 +190,7 @@ class Recorder:
             line = json.loads(json.dumps({"step": step, "time": time.time(), "kind": kind, **fields}, default=str))
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"recorder.event({kind!r}): a field is no JSON: {error}") from None
+        self._begin_by_state(step)
         if self._files is None:
             return
         self._files.add(EVENTS, [line])
@@ -182,6 +204,10 @@ class Recorder:
         """
         if self._files is None:
             return
+        if self._awaits_state:  # Nothing was recorded: an earlier run stays.
+            self._files.close()
+            self._files = None
+            return
         self._describe()
         self._tell_checked()
         self.event("end", self._last_step, **({} if error is None else {"error": error}))
@@ -193,6 +219,7 @@ class Recorder:
 
     def _observe(self, seen: Observation) -> None:
         """Record what the watch collected. Called inside the step, so it must not raise."""
+        self._begin_by_state(seen.step)
         if self._files is None:
             return
         self._describe()

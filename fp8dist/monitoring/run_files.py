@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +28,55 @@ class RunFiles:
     then no more writes. ``events.jsonl`` is locked while this object lives: a killed process releases the lock.
 
     Args:
-        folder: created if it does not exist.
-        resume_after: lines of later steps are dropped, except from ``events.jsonl``. None: all lines are.
-        names: the files beside ``events.jsonl``.
-        begin: called when the folder is locked. If it raises, no line of an earlier run is dropped.
+        folder: created if it does not exist. It is locked at once; no line is dropped before ``begin``.
 
     Raises:
         ConfigurationError: another process writes there, or the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, resume_after: int | None, names: Iterable[str], begin: Callable[[], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, int] = {}
         weakref.finalize(self, _close, self._files)
-        try:
+        with self._usable():
             folder.mkdir(parents=True, exist_ok=True)
             self._open(EVENTS)
             self._lock()
-            begin()
+
+    def begin(self, resume_after: int | None, names: Iterable[str], dropped: Iterable[str]) -> None:
+        """Open the files beside ``events.jsonl`` for a run.
+
+        Args:
+            resume_after: lines of later steps are dropped, except from ``events.jsonl``. None: all lines are.
+            names: of the files that are opened.
+            dropped: of the files that are removed if ``resume_after`` is None.
+
+        Raises:
+            ConfigurationError: the folder cannot be written to.
+        """
+        with self._usable():
             for name in names:
                 if resume_after is not None:
-                    keep_lines(folder / name, resume_after)
+                    keep_lines(self._folder / name, resume_after)
                 self._open(name)
                 if resume_after is None:
                     os.ftruncate(self._files[name], 0)
+            for name in dropped if resume_after is None else ():
+                (self._folder / name).unlink(missing_ok=True)
+        self._end_torn_line()
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
         except ConfigurationError:
             self.close()
             raise
         except OSError as error:
             self.close()
             raise ConfigurationError(
-                f"{folder}: cannot record there: {error.strerror}: give a folder that can be written to"
+                f"{self._folder}: cannot record there: {error.strerror}: give a folder that can be written to"
             ) from None
-        self._end_torn_line()
 
     def _open(self, name: str) -> None:
         self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)

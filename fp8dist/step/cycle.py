@@ -331,6 +331,7 @@ class StepCycle:
             self.job.step = self.watch.resume_after
         else:
             self.job.step = max((int(sync.arena.step) for sync in self.syncs), default=0)
+        self.job.began = self.job.step
         self.checker.forget_steps()
         self.waits.averaged = self.watch is not None and self.watch.ranks
         if self.watch is not None:

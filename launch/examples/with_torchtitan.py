@@ -1,6 +1,7 @@
 """Teach torchtitan's smallest Llama to count, in FP8. On GPUs: docs/trainers.md says with which torch.
 
 NPROC=2 launch/torchrun.sh launch/examples/with_torchtitan.py
+fp8dist report runs/with-torchtitan --out report.html
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ def main() -> None:
     """Train; torchtitan prints the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--out", default="runs/with-torchtitan", help="folder of the run")
     options = parser.parse_args()
     init_logger()
-    spec = with_fp8(model_registry("debugmodel"), check_every=20, fp8_all_gather=True)
+    spec = with_fp8(model_registry("debugmodel"), check_every=20, fp8_all_gather=True, run=options.out)
     config = Trainer.Config(
         model_spec=spec,
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)),

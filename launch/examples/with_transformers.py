@@ -1,6 +1,7 @@
 """Train a small Llama on bytes of text with the Trainer of Transformers, in FP8.
 
 NPROC=2 launch/torchrun.sh launch/examples/with_transformers.py
+fp8dist report runs/with-transformers/run --out report.html
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> None:
     """Train, and print the last loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=Path(__file__).resolve().parents[2] / "README.md")
-    parser.add_argument("--out", default="runs/with-transformers", help="folder for checkpoints")
+    parser.add_argument("--out", default="runs/with-transformers", help="folder for checkpoints and the run")
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
     on_cpu = not torch.cuda.is_available()
@@ -45,7 +46,7 @@ def main() -> None:
         options.out, max_steps=options.steps, learning_rate=1e-3, logging_steps=10, report_to=[], disable_tqdm=True,
         bf16=not on_cpu, use_cpu=on_cpu, ddp_backend="gloo" if on_cpu else "nccl",
     )  # fmt: skip
-    fp8 = FP8Callback(check_every=20)
+    fp8 = FP8Callback(check_every=20, run=f"{options.out}/run")
     Trainer(model, arguments, train_dataset=Windows(options.text), callbacks=[fp8]).train()
     assert fp8.manager is not None
     if arguments.process_index == 0:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.sync.groups import local_part
 from tests.support.examples import run_example
+from tests.support.forked import ROOT
 from tests.support.ranks import RankPool
+from tests.support.recorded import die, fingerprint, killed, recorder, require_readable, require_run, same_numbers
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed"),
@@ -166,6 +170,13 @@ def _misused() -> None:
     _, model, optimizer = _prepared(accelerator)
     with pytest.raises(ConfigurationError, match="before the model is wrapped"):
         prepare(accelerator, model, optimizer)
+    with pytest.raises(ConfigurationError, match="prepared already"):
+        prepare(accelerator, accelerator.unwrap_model(model), optimizer)
+    unattached = _model()
+    fp8dist.prepare(unattached, group=dist.group.WORLD)
+    optimizer = torch.optim.AdamW(unattached.parameters(), lr=1e-3)
+    with pytest.raises(ConfigurationError, match=r"attach\("):
+        _train(accelerator, (None, *accelerator.prepare(unattached, optimizer)), range(2))
 
 
 def test_misuse_is_an_error(two_ranks: RankPool) -> None:
@@ -190,5 +201,151 @@ def test_two_models_are_isolated(two_ranks: RankPool) -> None:
     two_ranks.run(_two_models)
 
 
-def test_the_example_trains() -> None:
-    assert "FP8: " in run_example("accelerate", "--steps", "4")
+def _gan(managers: list[Any], models: list[Any], optimizers: list[Any], backward: Any) -> Any:
+    """Train a generator against a discriminator, evaluate now and then, and return what must be equal."""
+    generator, judge = models
+    for step in range(8):
+        optimizers[1].zero_grad()
+        fake = generator(_batch(step))
+        backward(judge(fake.detach()).mean() - judge(_batch(100 + step)).mean())
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        backward(-judge(fake).mean())
+        optimizers[0].step()
+    return [_kept((manager, model, None)) for manager, model in zip(managers, models)]
+
+
+def _two_in_one_loop() -> None:
+    accelerator = _accelerator()
+    one, other = _prepared(accelerator), _prepared(accelerator)
+    found = _gan([one[0], other[0]], [one[1], other[1]], [one[2], other[2]], accelerator.backward)
+
+    models = [_model(), _model()]
+    managers = [fp8dist.prepare(model, group=dist.group.WORLD) for model in models]
+    wrapped = [nn.parallel.DistributedDataParallel(model) for model in models]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    for manager, model, optimizer in zip(managers, wrapped, optimizers):
+        manager.attach(model, optimizer=optimizer)
+    for ours, theirs in zip(found, _gan(managers, wrapped, optimizers, torch.Tensor.backward), strict=True):
+        assert _equal(ours, theirs)
+
+
+def test_a_gan_trains_as_by_hand(two_ranks: RankPool) -> None:
+    two_ranks.run(_two_in_one_loop)
+
+
+def _interrupted() -> None:
+    """Evaluations, and an FP8 teacher in eval(), change nothing in the student, and the teacher stays as it is."""
+    accelerator = _accelerator()
+    alone = _prepared(accelerator)
+    _train(accelerator, alone, range(6))
+    accelerator = _accelerator()
+    student, teacher = _prepared(accelerator), _prepared(accelerator)
+    _train(accelerator, teacher, range(2))
+    teacher[1].eval()
+    before, outputs = _kept(teacher), []
+    for step in range(6):
+        with torch.no_grad():
+            outputs.append(teacher[1](_batch(50)))
+        _train(accelerator, student, range(step, step + 1))
+        student[1].eval()
+        with torch.no_grad():
+            student[1](3 * _batch(100 + step))
+        student[1].train()
+    assert _equal(_kept(alone), _kept(student))
+    assert _equal(_kept(teacher), before)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_evaluations_and_a_teacher_change_nothing(two_ranks: RankPool) -> None:
+    two_ranks.run(_interrupted)
+
+
+def _another_optimizer() -> None:
+    accelerator = _accelerator()
+    manager, model, optimizer = _prepared(accelerator)
+    _train(accelerator, (manager, model, optimizer), range(4))
+    again = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with pytest.raises(ConfigurationError, match="optimizer"):
+        _train(accelerator, (manager, model, again), range(4, 6))
+
+    accelerator = _accelerator()
+    manager, model, optimizer = _prepared(accelerator)
+    by_hand = _model()
+    theirs = fp8dist.prepare(by_hand, group=dist.group.WORLD)
+    wrapped = nn.parallel.DistributedDataParallel(by_hand)
+    for start in (0, 4):
+        if start:
+            optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
+            manager.attach(model, optimizer=optimizer)
+        _train(accelerator, (manager, model, optimizer), range(start, start + 4))
+        new = torch.optim.AdamW(by_hand.parameters(), lr=1e-3)
+        theirs.attach(wrapped, optimizer=new)
+        for step in range(start, start + 4):
+            wrapped(_batch(step)).square().mean().backward()
+            new.step()
+            new.zero_grad()
+    assert _equal(_kept((manager, model, None)), _kept((theirs, by_hand, None)))
+
+
+def test_another_optimizer_must_be_attached(two_ranks: RankPool) -> None:
+    two_ranks.run(_another_optimizer)
+
+
+def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
+    """Train 20 steps of 2 micro-batches; or until step 14, where the ranks are killed; or from step 12."""
+    accelerator = _accelerator(f"{folder}/{name}", gradient_accumulation_steps=2)
+    manager, model, optimizer = _prepared(accelerator, run=recorder(f"{folder}/run-{name}"))
+    if end == "resumed":
+        accelerator.load_state(f"{folder}/{name}/12")
+    losses = {}
+    for step in range(13 if end == "resumed" else 1, STEPS + 1):
+        for place in range(2):
+            with accelerator.accumulate(model):
+                loss = model(_batch(2 * step + place)).square().mean()
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else None
+                optimizer.step()
+                optimizer.zero_grad()
+        losses[step] = loss.item()
+        accelerator.log({"train_loss": loss.item(), "grad_norm": norm.item(), "note": "text"}, step=step)
+        if step % 6 == 0 and end != "resumed":
+            accelerator.save_state(f"{folder}/{name}/{step}")
+            if accelerator.is_main_process:
+                accelerator.get_tracker("fp8dist", unwrap=True).event("saved", step, path=f"{name}/{step}")
+        if step == 14 and end == "killed":
+            die()
+    accelerator.end_training()
+    return fingerprint(*_kept((manager, model, None))), losses, len(manager.slots)
+
+
+def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
+    two_ranks.close()  # ``end_training`` has destroyed their process group.
+    events = require_run(tmp_path / "run-whole", losses, slots).events
+    assert [event.step for event in events if event.kind == "saved"] == [6, 12, 18]
+    killed(two_ranks, _recorded, str(tmp_path), "part", "killed")
+    (resumed, _, _), _ = two_ranks.run(_recorded, str(tmp_path), "part", "resumed")
+    two_ranks.close()
+    assert resumed == whole
+    same_numbers(tmp_path / "run-whole", tmp_path / "run-part", "grad_norm")
+    kinds = [event.kind for event in require_run(tmp_path / "run-part", losses, slots).events]
+    assert (kinds.count("start"), kinds[-1]) == (2, "end")
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    assert "FP8: " in run_example("accelerate", "--steps", "4", "--out", str(tmp_path))
+    require_readable(tmp_path, 4)
+
+
+def test_accelerate_launch_starts_the_example(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    launch += ["--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"]
+    program = [str(ROOT / "launch" / "examples" / "with_accelerate.py"), "--steps", "4", "--out", str(tmp_path)]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run([*launch, *program], env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("FP8: ") == 1
+    require_readable(tmp_path, 4)

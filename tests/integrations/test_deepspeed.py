@@ -19,6 +19,7 @@ from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
+from tests.support.recorded import die, fingerprint, killed, require_readable, require_run, same_numbers
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -100,6 +101,19 @@ def _train(engine: Any, steps: range, infinite: int | None = None) -> list[float
 
 
 def _parameters(engine: Any) -> list[Tensor]:
+    """Return the whole parameters. On gloo, DeepSpeed's gathers sometimes return before the last bits are there: so
+    wait for the ranks, and read until two readings agree on all of them."""
+    dist.barrier()
+    found = _gathered(engine)
+    while True:
+        before, found = found, _gathered(engine)
+        differs = torch.tensor(not all(torch.equal(a, b) for a, b in zip(before, found, strict=True)), dtype=torch.int)
+        dist.all_reduce(differs)
+        if not differs:
+            return found
+
+
+def _gathered(engine: Any) -> list[Tensor]:
     parameters = list(engine.module.parameters())
     with _deepspeed().zero.GatheredParameters(parameters, enabled=engine.zero_optimization_partition_weights()):
         return [parameter.detach().clone() for parameter in parameters]
@@ -113,15 +127,22 @@ def _equal(a: tuple[dict[str, bytes], list[Tensor]], b: tuple[dict[str, bytes], 
     return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
-def _by_hand(accumulate: int, reduces_each: bool) -> tuple[list[float], tuple[dict[str, bytes], list[Tensor]]]:
-    """Train with DDP. ``reduces_each``: reduce the gradients of each micro-batch, and add the means."""
+def _by_hand(
+    accumulate: int, reduces_each: bool, optimizers: int = 1
+) -> tuple[list[float], tuple[dict[str, bytes], list[Tensor]]]:
+    """Train with DDP, with each of the optimizers from the first batch on.
+
+    Args:
+        reduces_each: reduce the gradients of each micro-batch, and add the means.
+    """
     model = _model()
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = _optimizer(model)
-    manager.attach(wrapped, optimizer=optimizer)
     losses, sums = [], [torch.zeros_like(p) for p in model.parameters()]
-    for step in range(STEPS):
+    for step in [*range(STEPS)] * optimizers:
+        if step == 0:
+            optimizer = _optimizer(model)
+            manager.attach(wrapped, optimizer=optimizer)
         last = (step + 1) % accumulate == 0
         wrapped.require_backward_grad_sync = last or reduces_each
         loss = wrapped(_batch(step)).square().mean()
@@ -362,7 +383,150 @@ def _require_refusals() -> None:
 
 def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(_misused, str(tmp_path))
+    two_ranks.close()  # DeepSpeed keeps torch_autocast's loss scale for later engines of a process.
 
 
-def test_the_example_trains() -> None:
-    assert "FP8: " in run_example("deepspeed", "--steps", "4")
+def _another_engine(zero: dict[str, Any]) -> None:
+    """Make another engine around the model; prepare a model that has one; call the model, not its engine."""
+    from fp8dist.integrations.deepspeed import attach
+
+    engine = _attached(zero)
+    manager, model = engine.fp8_manager, engine.module
+    losses = _train(engine, range(STEPS))
+    engine.destroy()
+    engine = _initialized(model, zero)
+    attach(manager, engine)
+    losses += _train(engine, range(STEPS))
+    expected, kept = _by_hand(1, reduces_each=False, optimizers=2)
+    assert losses == expected
+    assert _equal(_kept(engine), kept)
+
+    if zero["stage"] < 3:
+        engine = _initialized(_model(), zero)
+        attach(fp8dist.prepare(engine.module, group=dist.group.WORLD), engine)
+        assert _train(engine, range(STEPS)) == expected[:STEPS]
+
+    engine = _attached(zero)
+    found = []
+    for step in range(STEPS):
+        loss = engine.module(_batch(step)).square().mean()
+        found.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert found == expected[:STEPS]
+
+
+@every_stage
+def test_another_engine_and_a_direct_call_train_as_by_hand(two_ranks: RankPool, zero: dict[str, Any]) -> None:
+    two_ranks.run(_another_engine, zero)
+
+
+def _forgotten(zero: dict[str, Any]) -> None:
+    engine = _attached(zero)
+    again = _initialized(engine.module, zero)
+    with pytest.raises(ConfigurationError, match="trained by something else than the engine"):
+        _train(again, range(2))
+    model = _model()
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    engine = _initialized(model, zero)
+    with pytest.raises(ConfigurationError, match="attach"):
+        _train(engine, range(4))
+    assert manager.steps == 0
+
+
+@every_stage
+def test_an_engine_that_is_not_attached_is_an_error(two_ranks: RankPool, zero: dict[str, Any]) -> None:
+    two_ranks.run(_forgotten, zero)
+    two_ranks.close()  # A backward that raises leaves reductions of ZeRO under way, into memory that is freed.
+
+
+def _gan(zero: dict[str, Any]) -> None:
+    """Two engines in one loop, beside an FP8 teacher in eval()."""
+    engines = [_attached(zero), _attached(zero)]
+    teacher = _model().eval()
+    taught = fp8dist.prepare(teacher, group=dist.group.WORLD)
+    taught.attach(teacher)
+    before = taught.state_dict()
+    found = _play(*engines, lambda i, loss: engines[i].backward(loss), lambda i: engines[i].step(), teacher)
+    assert taught.state_dict() == before
+
+    models = [_model(), _model()]
+    managers = [fp8dist.prepare(model, group=dist.group.WORLD) for model in models]
+    wrapped = [nn.parallel.DistributedDataParallel(model) for model in models]
+    optimizers = [_optimizer(model) for model in models]
+    for manager, whole, optimizer in zip(managers, wrapped, optimizers):
+        manager.attach(whole, optimizer=optimizer)
+
+    def step(i: int) -> None:
+        optimizers[i].step()
+        optimizers[i].zero_grad()
+
+    assert found == _play(*wrapped, lambda i, loss: loss.backward(), step, None)
+    for engine, manager, model in zip(engines, managers, models):
+        assert _equal(_kept(engine), (manager.state_dict(), [p.detach() for p in model.parameters()]))
+
+
+def _play(generator: Any, judge: Any, backward: Any, step: Any, teacher: Any) -> list[float]:
+    losses = []
+    for turn in range(8):
+        if teacher is not None:
+            with torch.no_grad():
+                teacher(_batch(turn))
+        fake = generator(_batch(turn))
+        for i, loss in ((1, judge(_wide(fake.detach())).mean()), (0, fake.square().mean())):
+            losses.append(loss.item())
+            backward(i, loss)
+            step(i)
+    return losses
+
+
+def _wide(x: Tensor) -> Tensor:
+    return torch.cat([x, x], 1)
+
+
+@every_stage
+def test_two_models_in_one_loop_train_as_by_hand(two_ranks: RankPool, zero: dict[str, Any]) -> None:
+    two_ranks.run(_gan, zero)
+
+
+def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
+    """Train 20 steps of 2 micro-batches; or until step 14, where the ranks are killed; or from step 12."""
+    from fp8dist.integrations.deepspeed import attach
+
+    model = _model()
+    manager = fp8dist.prepare(model, group=dist.group.WORLD)
+    engine = _initialized(model, STAGES["zero 1"], accumulate=2, gradient_clipping=1.0)
+    recorder = fp8dist.Recorder(f"{folder}/run-{name}", manager, every=4, resume_after="state")
+    attach(manager, engine)
+    if end == "resumed":
+        engine.load_checkpoint(f"{folder}/{name}", "12")
+    losses = {}
+    with recorder:
+        for step in range(engine.global_steps + 1, STEPS + 1):
+            losses[step] = _train(engine, range(2 * step, 2 * step + 2))[-1]
+            recorder.log(step, loss=losses[step], grad_norm=engine.get_global_grad_norm())
+            if step % 6 == 0:
+                engine.save_checkpoint(f"{folder}/{name}", str(step))
+                recorder.event("saved", step, path=f"{name}/{step}")
+            if step == 14 and end == "killed":
+                die()
+    return fingerprint(*_kept(engine)), losses, len(manager.slots)
+
+
+def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
+    events = require_run(tmp_path / "run-whole", losses, slots).events
+    assert [event.step for event in events if event.kind == "saved"] == [6, 12, 18]
+    killed(two_ranks, _recorded, str(tmp_path), "part", "killed")
+    (resumed, _, _), _ = two_ranks.run(_recorded, str(tmp_path), "part", "resumed")
+    assert resumed == whole
+    same_numbers(tmp_path / "run-whole", tmp_path / "run-part", "grad_norm")
+    kinds = [event.kind for event in require_run(tmp_path / "run-part", losses, slots).events]
+    assert (kinds.count("start"), kinds[-1]) == (2, "end")
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    assert "FP8: " in run_example("deepspeed", "--steps", "4", "--out", str(tmp_path))
+    require_readable(tmp_path, 4)

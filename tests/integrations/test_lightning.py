@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.report.numbers import read_run
 from fp8dist.sync.groups import local_part
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
+from tests.support.recorded import die, fingerprint, killed, recorder, require_readable, require_run, same_numbers
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed"),
@@ -65,10 +67,12 @@ def _module(shards: str | None = None, damage: int | None = None) -> Any:
             if place == damage and dist.get_rank() == 1:
                 with torch.no_grad():
                     self.net[2].bias[3] += 1
-            return self.net(batch).square().mean()
+            loss = self.net(batch).square().mean()
+            self.log("train_loss", loss)
+            return loss
 
         def validation_step(self, batch: Tensor, place: int) -> None:
-            self.log("validation", self.net(batch).square().mean())
+            self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
@@ -76,7 +80,7 @@ def _module(shards: str | None = None, damage: int | None = None) -> Any:
     return Module()
 
 
-def _trainer(precision: Any, folder: str, shards: bool = False, **options: Any) -> Any:
+def _trainer(precision: Any, folder: str, shards: bool = False, unused: bool = False, **options: Any) -> Any:
     import lightning
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -96,15 +100,15 @@ def _trainer(precision: Any, folder: str, shards: bool = False, **options: Any) 
             return dist.get_rank()
 
     os.environ.pop("RANK", None)
-    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
-    kind, sizes = (ModelParallelStrategy, sizes) if shards else (DDPStrategy, {})
+    sizes: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    kind, sizes = (ModelParallelStrategy, sizes) if shards else (DDPStrategy, {"find_unused_parameters": unused})
     strategy = kind(process_group_backend="gloo", **sizes)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
     quiet |= {"max_steps": STEPS, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    quiet["plugins"] = [precision, Environment()]
     return lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, plugins=[precision, Environment()],
-        use_distributed_sampler=False, **quiet | options,
-    )  # fmt: skip
+        accelerator="cpu", devices=2, strategy=strategy, use_distributed_sampler=False, **quiet | options
+    )
 
 
 def _kept(manager: fp8dist.StateManager, model: nn.Module) -> tuple[dict[str, bytes], list[Tensor]]:
@@ -117,14 +121,16 @@ def _fit(trainer: Any, module: Any, **options: Any) -> tuple[dict[str, bytes], l
     return _kept(trainer.precision_plugin.manager, module.net)
 
 
-def _by_hand(accumulate: int) -> tuple[dict[str, bytes], list[Tensor]]:
+def _by_hand(accumulate: int, optimizers: int = 1) -> tuple[dict[str, bytes], list[Tensor]]:
+    """Train, with each of the optimizers from the first batch on."""
     model = nn.ModuleDict({"net": _model()})
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     wrapped = nn.parallel.DistributedDataParallel(model["net"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    manager.attach(model, optimizer=optimizer)
-    batches = iter(Batches())
-    for _ in range(STEPS):
+    for step in range(STEPS * optimizers):
+        if step % STEPS == 0:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            manager.attach(model, optimizer=optimizer)
+            batches = iter(Batches())
         for i in range(accumulate):
             wrapped.require_backward_grad_sync = i == accumulate - 1
             (wrapped(next(batches)).square().mean() / accumulate).backward()
@@ -189,7 +195,10 @@ def test_a_divergence_ends_fit_on_all_ranks(two_ranks: RankPool, tmp_path: Path)
 
 
 def _misused(folder: str) -> None:
+    import lightning
+    from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import FSDPStrategy
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from fp8dist.integrations.lightning import FP8Precision
 
@@ -197,6 +206,21 @@ def _misused(folder: str) -> None:
         _fit(_trainer(FP8Precision(), folder, True), _module("wrong"))
     with pytest.raises(TypeError, match="FSDP"):
         FSDPStrategy(precision_plugin=FP8Precision())
+    with pytest.raises(MisconfigurationException, match="multiple values for Precision"):
+        _trainer(FP8Precision(), folder, plugins=[FP8Precision(), FP8Precision()])
+    module = _module()
+    fp8dist.prepare(module, group=dist.group.WORLD)
+    with pytest.raises(ConfigurationError, match=r"attach\("):
+        _fit(_trainer(Precision(), folder), module)
+    with pytest.raises(ConfigurationError, match="prepared already"):
+        _fit(_trainer(FP8Precision(), folder), module)
+
+    class Anew(lightning.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.strategy.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=1e-3)]
+
+    with pytest.raises(ConfigurationError, match="optimizer"):
+        _fit(_trainer(FP8Precision(), folder, callbacks=[Anew()]), _module())
 
 
 def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -210,7 +234,7 @@ def _validated(folder: str) -> None:
     module = _module()
     loaders = [torch.utils.data.DataLoader(Batches(0, n), batch_size=None) for n in (1000, 2)]
     trainer.fit(module, *loaders)
-    assert "validation" in trainer.callback_metrics
+    assert "val_loss" in trainer.callback_metrics
     assert _equal(_kept(trainer.precision_plugin.manager, module.net), _by_hand(1))
 
 
@@ -218,5 +242,127 @@ def test_validation_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None
     two_ranks.run(_validated, str(tmp_path))
 
 
-def test_the_example_trains() -> None:
-    assert "FP8: " in run_example("lightning", "--steps", "4")
+def _trained_twice(folder: str) -> None:
+    """Each fit makes an optimizer."""
+    from fp8dist.integrations.lightning import FP8Precision
+
+    precision, module = FP8Precision(run=recorder(f"{folder}/run")), _module()
+    for _ in range(2):
+        trainer = _trainer(precision, folder, log_every_n_steps=1)
+        found = _fit(trainer, module)
+        assert trainer.loggers == []
+    assert _equal(found, _by_hand(1, optimizers=2))
+    if dist.get_rank() == 0:
+        assert read_run(Path(folder, "run")).metrics.step.tolist() == list(range(1, 2 * STEPS + 1))
+
+
+def test_a_second_fit_with_another_optimizer_goes_on(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_trained_twice, str(tmp_path))
+
+
+def _gan_module() -> Any:
+    import lightning
+
+    class Gan(lightning.LightningModule):
+        """With an FP8 teacher in eval(), whose outputs are kept and not used."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator, self.judge, self.teacher = _model(), _model(), _model().requires_grad_(False)
+            self.taught: list[Tensor] = []
+
+        def training_step(self, batch: Tensor, place: int) -> None:
+            self.play(batch, self.optimizers(), self.manual_backward)
+
+        def play(self, batch: Tensor, optimizers: Any, backward: Any) -> None:
+            self.teacher.eval()
+            self.taught.append(self.teacher(torch.ones(8, WIDTH)))
+            fake = self.generator(batch)
+            optimizers[1].zero_grad()
+            backward(self.judge(fake.detach()).mean() - self.judge(batch + 1).mean())
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            backward(-self.judge(fake).mean())
+            optimizers[0].step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in (self.generator, self.judge)]
+
+    return Gan()
+
+
+def _gan(folder: str) -> None:
+    from fp8dist.integrations.lightning import FP8Precision
+
+    module = _gan_module()
+    trainer = _trainer(FP8Precision(), folder, unused=True, max_steps=-1, max_epochs=1, limit_train_batches=8)
+    trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
+    assert all(torch.equal(output, module.taught[0]) for output in module.taught)
+
+    by_hand = _gan_module()
+    manager = fp8dist.prepare(by_hand, group=dist.group.WORLD)
+    optimizers = by_hand.configure_optimizers()
+    manager.attach(optimizer=optimizers)
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        for parameter in by_hand.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad.div_(2))
+
+    for batch in Batches(0, 8):
+        by_hand.play(batch, optimizers, backward)
+    assert _equal(_kept(trainer.precision_plugin.manager, module), _kept(manager, by_hand))
+
+
+def test_a_gan_trains_as_by_hand(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_gan, str(tmp_path))
+
+
+def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
+    """Train 20 steps; or until step 14, where the ranks are killed; or from step 12."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from fp8dist.integrations.lightning import FP8Precision
+
+    losses = {}
+
+    class Losses(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            losses[trainer.global_step] = trainer.logged_metrics["train_loss"].item()
+            if trainer.global_step == 14 and end == "killed":
+                die()
+
+    first = 12 if end == "resumed" else 0
+    saves = ModelCheckpoint(f"{folder}/{name}", filename="{step}", every_n_train_steps=6, save_top_k=-1)
+    options = {"enable_checkpointing": True, "callbacks": [saves, Losses()], "log_every_n_steps": 1}
+    options |= {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    precision, module = FP8Precision(run=recorder(f"{folder}/run-{name}")), _module()
+    loaders = [torch.utils.data.DataLoader(Batches(*steps), batch_size=None) for steps in ((first, 1000), (0, 2))]
+    trainer = _trainer(precision, folder, **options)
+    resume = f"{folder}/{name}/step=12.ckpt" if first else None
+    trainer.fit(module, *loaders, ckpt_path=resume, weights_only=False)
+    return fingerprint(*_kept(precision.manager, module.net)), losses, len(precision.manager.slots)
+
+
+def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
+    run = require_run(tmp_path / "run-whole", losses, slots)
+    assert run.metrics.step[run.metrics.columns["validation_loss"] > 0].tolist() == [5, 10, 15, 20]
+    saved = [(event.step, Path(event.data["path"]).name) for event in run.events if event.kind == "saved"]
+    assert saved == [(step, f"step={step}.ckpt") for step in (6, 12, 18)]
+    killed(two_ranks, _recorded, str(tmp_path), "part", "killed")
+    (resumed, _, _), _ = two_ranks.run(_recorded, str(tmp_path), "part", "resumed")
+    assert resumed == whole
+    same_numbers(tmp_path / "run-whole", tmp_path / "run-part")
+    kinds = [event.kind for event in require_run(tmp_path / "run-part", losses, slots).events]
+    assert (kinds.count("start"), kinds[-1]) == (2, "end")
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    assert "FP8: " in run_example("lightning", "--steps", "4", "--out", str(tmp_path))
+    require_readable(tmp_path, 4)

@@ -20,6 +20,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.sync.groups import local_part
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
+from tests.support.recorded import die, fingerprint, killed, recorder, require_readable, require_run, same_numbers
 from tests.support.titan import with_stand_ins
 
 pytestmark = [
@@ -314,6 +315,26 @@ def _misused() -> None:
     theirs = model_registry("debugmodel", converters=[Float8LinearConverter.Config(emulate=True)])
     with pytest.raises(ConfigurationError, match="quantization converters"):
         with_fp8(theirs)
+    _require_one_way()
+
+
+def _require_one_way() -> None:
+    """Prepare by hand and forget the rest; prepare what is sharded; make optimizers again."""
+    spec = _spec()
+
+    def parallelize(model: nn.Module, **given: Any) -> nn.Module:
+        fp8dist.prepare(model, group=dist.group.WORLD)
+        return spec.parallelize_fn(model, **given)
+
+    with pytest.raises(ConfigurationError, match="attach"):
+        _steps(_built(_config(replace(spec, parallelize_fn=parallelize))), 3)
+    with pytest.raises(ConfigurationError, match=r"call prepare\(model\) with the plain model first"):
+        fp8dist.prepare(_built(_config(_spec())).model_parts[0], group=dist.group.WORLD)
+    trainer = _built(_config(_fp8()))
+    _steps(trainer, 2)
+    trainer.optimizers = trainer.config.optimizer.build(model_parts=trainer.model_parts)
+    with pytest.raises(ConfigurationError, match=r"call attach\(optimizer=…\) again"):
+        _steps(trainer, 3)
 
 
 def test_misuse_is_an_error(two_ranks: RankPool) -> None:
@@ -340,15 +361,22 @@ def test_a_validation_in_between_changes_nothing(two_ranks: RankPool, tmp_path: 
 
 @with_stand_ins
 def _two_models(folder: str) -> None:
-    """A second model in the process, trained by turns with the first, changes nothing in the first."""
+    """Two more models in the process change nothing in the first: one that is trained by turns with it, and a teacher
+    in eval()."""
     alone = _built(_config(_fp8(), folder))
     _steps(alone, 6)
-    first, second = (_built(_config(_fp8(), folder)) for _ in range(2))
+    first, second, third = (_built(_config(_fp8(), folder)) for _ in range(3))
+    teacher = third.model_parts[0].eval()
+    (before, _), outputs = _kept(third), []
     for step in range(6):
+        with torch.no_grad():
+            outputs.append(teacher(_batch(50, 0)[0]))
         _steps(first, 1)
         if step % 2:
             _steps(second, 1)
     assert _equal(_kept(alone), _kept(first))
+    assert fp8dist.get_manager(teacher).state_dict() == before  # Its head stays gathered.
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 def test_two_models_are_isolated(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -398,6 +426,50 @@ def test_compiled_blocks_change_no_bit(two_ranks: RankPool, tmp_path: Path, reco
     two_ranks.run(_compiled, str(tmp_path), recomputed)
 
 
+@with_stand_ins
+def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
+    """Train 20 steps; or until step 14, where the ranks are killed; or from step 8."""
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.metrics import MetricsProcessor
+
+    config = _config(
+        _fp8(run=recorder(f"{folder}/run-{name}")),
+        f"{folder}/{name}",
+        metrics=MetricsProcessor.Config(log_freq=1),
+        checkpoint=CheckpointManager.Config(enable=True, interval=8, last_save_model_only=False),
+    )
+    trainer = _built(config)
+    losses = {}
+    log = trainer.metrics_processor.log
+
+    def logged(step: int, loss: float, *given: Any, **named: Any) -> None:
+        losses[step] = loss
+        log(step, loss, *given, **named)
+        if step == 14 and end == "killed":
+            die()
+
+    trainer.metrics_processor.log = logged
+    kept = _train(trainer)
+    trainer.close()
+    return fingerprint(*kept), losses, len(fp8dist.get_manager(trainer.model_parts[0]).slots)
+
+
+def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
+    run = require_run(tmp_path / "run-whole", losses, slots)
+    assert run.metrics.columns["tokens"].tolist() == [2 * 2 * LENGTH] * STEPS
+    killed(two_ranks, _recorded, str(tmp_path), "part", "killed")
+    (resumed, _, _), _ = two_ranks.run(_recorded, str(tmp_path), "part", "resumed")
+    assert resumed == whole
+    same_numbers(tmp_path / "run-whole", tmp_path / "run-part", "grad_norm")
+    kinds = [event.kind for event in require_run(tmp_path / "run-part", losses, slots).events]
+    assert (kinds.count("start"), kinds[-1]) == (2, "end")
+
+
 def test_the_example_trains(tmp_path: Path) -> None:
     through = ("-m", "tests.support.titan")
-    assert "FP8: " in run_example("torchtitan", "--steps", "4", through=through, folder=tmp_path)
+    flags = ("--steps", "4", "--out", str(tmp_path / "run"))
+    assert "FP8: " in run_example("torchtitan", *flags, through=through, folder=tmp_path)
+    require_readable(tmp_path / "run", 4)

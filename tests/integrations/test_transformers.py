@@ -18,6 +18,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.sync.groups import local_part
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
+from tests.support.recorded import die, fingerprint, killed, recorder, require_readable, require_run, same_numbers
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed"),
@@ -48,6 +49,14 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
         return {"input_ids": self._tokens[place], "labels": self._tokens[place]}
+
+
+class Pictures(Samples):
+    """Random pictures of 8 by 8 pixels."""
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        pixels = self._tokens[place].float().repeat(12).view(3, 8, 8)
+        return {"pixel_values": pixels / VOCABULARY, "labels": self._tokens[place, 0] % 16}
 
 
 def _alone(rank: int, size: int) -> None:
@@ -82,18 +91,20 @@ def _trainer(model: nn.Module, folder: str, callbacks: list[Any], **arguments: A
     options = TrainingArguments(folder, **given | copy.deepcopy(arguments))
     if options.fsdp:  # Accelerate offers FSDP on GPUs only.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Trainer(model, options, train_dataset=Samples(400), callbacks=callbacks)
+    return Trainer(model, options, train_dataset=Samples(400), eval_dataset=Samples(8), callbacks=callbacks)
 
 
-def _by_hand(folder: str, accumulate: int) -> tuple[list[float], dict[str, bytes], list[Tensor]]:
+def _by_hand(folder: str, accumulate: int, optimizers: int = 1) -> tuple[list[float], dict[str, bytes], list[Tensor]]:
+    """Train, with each of the optimizers from the first batch on."""
     model = _model()
-    loader = iter(_trainer(_model(), folder, []).get_train_dataloader())
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    manager.attach(wrapped, optimizer=optimizer)
     losses = []
-    for _ in range(STEPS):
+    for step in range(STEPS * optimizers):
+        if step % STEPS == 0:
+            loader = iter(_trainer(_model(), folder, []).get_train_dataloader())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+            manager.attach(wrapped, optimizer=optimizer)
         batches = [next(loader) for _ in range(accumulate)]
         tokens = sum(batch["labels"][:, 1:].numel() for batch in batches)
         total = torch.zeros(())
@@ -201,6 +212,9 @@ def _zoo(name: str) -> tuple[nn.Module, dict[str, Any], float]:
             vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
         )
         return hf.T5ForConditionalGeneration(config), {}, 0.8
+    if name == "vit":
+        common |= {"image_size": 8, "patch_size": 4, "num_labels": 16}
+        return hf.ViTForImageClassification(hf.ViTConfig(**common)), {}, 0.8
     if name == "mixtral":
         return hf.MixtralForCausalLM(hf.MixtralConfig(**text, num_local_experts=4, num_key_value_heads=2)), {}, 0.0
     model = _model()
@@ -220,6 +234,8 @@ def _trained_in(name: str, folder: str) -> float:
     model, options, share = _zoo(name)
     callback = FP8Callback(check_every=2)
     trainer = _trainer(model, folder, [callback], max_steps=6, **options)
+    if name == "vit":
+        trainer.train_dataset = Pictures(40)
     trainer.train()
     assert callback.manager.metrics()["fp8/collectives"] >= 6
     assert callback.manager.metrics()["fp8/checks"] >= 2
@@ -230,7 +246,7 @@ def _trained_in(name: str, folder: str) -> float:
     return float(callback.manager.coverage().share)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral", "lora", "checkpointing", "compiled"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "mixtral", "lora", "checkpointing", "compiled"])
 def test_models_and_options_train(two_ranks: RankPool, tmp_path: Path, name: str) -> None:
     assert len(set(two_ranks.run(_trained_in, name, str(tmp_path)))) == 1
 
@@ -263,12 +279,96 @@ def _misused(folder: str) -> None:
     wrapped = nn.parallel.DistributedDataParallel(_model())
     with pytest.raises(ConfigurationError, match="prepare"):
         _trainer(wrapped, folder, [FP8Callback()])
-    with pytest.raises(ConfigurationError, match="must be called by a Trainer"):
+    with pytest.raises(ConfigurationError, match="must be called by a transformers Trainer"):
         FP8Callback().on_init_end(None, None, None)
+    shared, model = FP8Callback(), _model()
+    first, _ = (_trainer(one, folder, [shared]) for one in (model, _model()))
+    with pytest.raises(ConfigurationError, match="does not hold the model that was prepared"):
+        first.train()
+    with pytest.raises(ConfigurationError, match="prepared already"):
+        _trainer(model, folder, [FP8Callback()])
+    with pytest.raises(ConfigurationError, match="attach"):
+        _trainer(model, folder, []).train()
+    _require_attached_optimizer(folder)
+
+
+def _require_attached_optimizer(folder: str) -> None:
+    from transformers import TrainerCallback
+
+    from fp8dist.integrations.transformers import FP8Callback
+
+    class Anew(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
+
+    trainer = _trainer(_model(), folder, [FP8Callback(), Anew()])
+    with pytest.raises(ConfigurationError, match="optimizer"):
+        trainer.train()
 
 
 def test_misuse_is_an_error(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(_misused, str(tmp_path))
+
+
+def _trained_twice(folder: str) -> None:
+    from fp8dist.integrations.transformers import FP8Callback
+
+    callback = FP8Callback(run=recorder(f"{folder}/run"))
+    trainer = _trainer(_model(), folder, [callback])
+    losses = []
+    for _ in range(2):
+        trainer.optimizer = None  # The Trainer keeps it otherwise.
+        trainer.train()
+        losses += [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    expected, state, parameters = _by_hand(folder, 1, optimizers=2)
+    assert losses == expected
+    assert callback.manager.state_dict() == state
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), parameters, strict=True))
+    if dist.get_rank() == 0:
+        require_run(Path(folder, "run"), dict(enumerate(losses, 1)), len(callback.manager.slots))
+
+
+def test_a_second_training_with_another_optimizer_goes_on(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_trained_twice, str(tmp_path))
+
+
+def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], list[str]]:
+    """Train 20 steps; or until step 14, where the ranks are killed; or from there."""
+    from transformers import TrainerCallback
+
+    from fp8dist.integrations.transformers import FP8Callback
+
+    class Killed(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if end == "killed" and state.global_step == 14:
+                die()
+
+    callback = FP8Callback(run=recorder(f"{folder}/run-{name}"))
+    options = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 5}
+    options |= {"include_num_input_tokens_seen": "all"}
+    trainer = _trainer(_model(), f"{folder}/{name}", [callback, Killed()], **options)
+    trainer.train(resume_from_checkpoint=end == "resumed")
+    losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    slots = [str(slot) for slot in callback.manager.slots]
+    return fingerprint(callback.manager.state_dict(), trainer.model.parameters()), losses, slots
+
+
+def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
+    run = require_run(tmp_path / "run-whole", losses, len(slots))
+    assert run.metrics.columns["tokens"].tolist() == [2 * BATCH * TOKENS] * STEPS
+    evaluated = run.metrics.step[run.metrics.columns["validation_loss"] > 0]
+    assert evaluated.tolist() == [5, 10, 15, 20]
+    saved = [(event.step, Path(event.data["path"]).name) for event in run.events if event.kind == "saved"]
+    assert saved == [(step, f"checkpoint-{step}") for step in (6, 12, 18, 20)]
+    killed(two_ranks, _recorded, str(tmp_path), "part", "killed")
+    (resumed, _, _), _ = two_ranks.run(_recorded, str(tmp_path), "part", "resumed")
+    assert resumed == whole
+    same_numbers(tmp_path / "run-whole", tmp_path / "run-part", "grad_norm")
+    kinds = [event.kind for event in require_run(tmp_path / "run-part", losses, len(slots)).events]
+    assert (kinds.count("start"), kinds[-1]) == (2, "end")
 
 
 def _with_evaluations_and_a_teacher(folder: str) -> None:
@@ -296,5 +396,38 @@ def test_evaluations_and_other_models_change_nothing(two_ranks: RankPool, tmp_pa
     two_ranks.run(_with_evaluations_and_a_teacher, str(tmp_path))
 
 
+def _beside_a_teacher(folder: str) -> None:
+    """A teacher in FP8, in eval(), changes nothing in the student, and stays as it is."""
+    from transformers import Trainer
+
+    from fp8dist.integrations.transformers import FP8Callback
+
+    teacher = _model()
+    taught = fp8dist.prepare(teacher, group=dist.group.WORLD)
+    taught.attach(teacher.eval())
+    before, outputs = taught.state_dict(), []
+
+    class Distilling(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                outputs.append(teacher(input_ids=Samples(2)[0]["input_ids"][None]).logits)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    callback = FP8Callback()
+    plain = _trainer(_model(), folder, [])
+    trainer = Distilling(plain.model, plain.args, train_dataset=plain.train_dataset, callbacks=[callback])
+    trainer.train()
+    _, state, parameters = _by_hand(folder, 1)
+    assert callback.manager.state_dict() == state
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), parameters, strict=True))
+    assert taught.state_dict() == before
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_a_teacher_beside_the_student_changes_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_beside_a_teacher, str(tmp_path))
+
+
 def test_the_example_trains(tmp_path: Path) -> None:
-    assert "FP8: " in run_example("transformers", "--steps", "4", "--out", str(tmp_path))
+    assert "FP8: " in run_example("transformers", "--steps", "20", "--out", str(tmp_path))
+    require_readable(tmp_path / "run", 2)  # It logs every 10 steps.

@@ -51,7 +51,7 @@ def train(
     prepared = {name: made.pop(name) for name in ("fallback", "check_every") if name in made}
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=group, **prepared)
-    recorder = Recorder(folder, manager, resume_after=after or None, **{"every": 3, **made})
+    recorder = Recorder(folder, manager, **{"every": 3, "resume_after": after or None, **made})
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)  # Changes no weight; with 0 the step would not count.
     manager.attach(optimizer=optimizer)
     with recorder:
@@ -151,6 +151,52 @@ def test_a_resume_drops_later_numbers_and_keeps_all_events(tmp_path: Path) -> No
     assert events[2]["resumed_after"] == 3
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_run_continues_from_the_state_that_is_loaded(tmp_path: Path, early: bool) -> None:
+    state = train(tmp_path, 3).state_dict()
+    train(tmp_path, 5)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4))
+    if early:
+        manager.load_state_dict(state)
+    recorder = Recorder(tmp_path, manager, every=3, resume_after="state")
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    manager.attach(optimizer=optimizer)
+    if not early:
+        manager.load_state_dict(state)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(ConfigurationError, match="another process records a run there"):
+        Recorder(tmp_path)
+    with recorder:
+        for step in (4, 5, 6):
+            net(batch(0, step)[0]).sum().backward()
+            optimizer.step()
+            recorder.log(step, loss=0.0)
+    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read(tmp_path, "scales")] == [3] * SLOTS + [6] * SLOTS
+    starts = [event["resumed_after"] for event in read(tmp_path, "events") if event["kind"] == "start"]
+    assert starts == [None, None, 3]
+
+
+def test_a_run_without_loaded_state_is_a_new_one_as_soon_as_it_steps(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    manager = fp8dist.prepare(make_net())
+    Recorder(tmp_path, manager, resume_after="state").close()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    train(tmp_path, 2, resume_after="state")
+    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2]
+    assert read(tmp_path, "events")[-2]["resumed_after"] is None
+
+
+def test_a_run_with_fp8_switched_off_continues_before_the_first_step_that_is_logged(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    with Recorder(tmp_path, fp8dist.prepare(make_net(), enabled=False), resume_after="state") as recorder:
+        recorder.log(4, loss=0.0)
+    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4]
+
+
 def test_a_new_run_replaces_the_numbers_of_an_earlier_one(tmp_path: Path) -> None:
     train(tmp_path, 6)
     with Recorder(tmp_path) as recorder:
@@ -182,6 +228,8 @@ def test_an_unusable_folder_is_told_in_one_line(tmp_path: Path) -> None:
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="every must be a number of steps"):
         Recorder(tmp_path, every=-1)
+    with pytest.raises(ConfigurationError, match="needs the manager"):
+        Recorder(tmp_path, resume_after="state")
     with pytest.raises(UnknownArgumentError):
         Recorder(tmp_path, evry=3)  # type: ignore[call-arg]
     with Recorder(tmp_path) as recorder:

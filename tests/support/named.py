@@ -145,7 +145,8 @@ def known_calls() -> frozenset[str]:
     theirs = (
         *("convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "Float8LinearConfig"),
         *("sync_float8_amax_and_scale_history", "fp8_autocast", "filter_fn", "weight", "DistributedDataParallel"),
-        *("configure_model", "with_fp8", "disable_forward_pre_hook"),
+        *("configure_model", "with_fp8", "disable_forward_pre_hook", "FP8Callback", "FP8Precision"),
+        *("fit", "destroy", "end_training", "get_tracker"),
     )
     return frozenset({*theirs, *(name for place in places for name in dir(place))})
 

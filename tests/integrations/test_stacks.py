@@ -1,0 +1,96 @@
+"""What the integrations share: no trainer is imported unasked; the log of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8dist
+from fp8dist.errors import ConfigurationError
+from fp8dist.integrations.stacks import TESTED, RunLog, caller
+from tests.support.training import batch, make_net
+
+
+def _lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def _attached(run: Any, **options: Any) -> tuple[RunLog, Any]:
+    """Return the log of a new model, and a function that takes a step."""
+    net = make_net()
+    manager = fp8dist.prepare(net, **options)
+    log = RunLog(run, manager)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    manager.attach(optimizer=optimizer)
+
+    def step() -> None:
+        net(batch(0, manager.run_step)[0]).sum().backward()
+        optimizer.step()
+
+    return log, step
+
+
+def test_numbers_are_logged_under_their_names_at_the_step_of_the_state(tmp_path: Path) -> None:
+    log, step = _attached(tmp_path)
+    log.log({"eval_loss": 5.0}, 0)  # Before the first step.
+    step()
+    log.log({"train_loss": torch.tensor(2.0), "fp8/steps": 1, "step": 9, "note": "text", "n_tokens_seen": 64}, 7)
+    log.log({"val_loss": 3.0}, 7)
+    step()
+    step()
+    log.log({"loss": 1.0, "n_tokens_seen": 160}, 9)
+    log.saved(tmp_path / "there", 9)
+    log.close()
+    kept = [{k: v for k, v in line.items() if k not in ("time", "step_ms")} for line in _lines(tmp_path)]
+    first = {"step": 1, "loss": 2.0, "n_tokens_seen": 64, "tokens": 64.0}
+    third = {"step": 3, "loss": 1.0, "n_tokens_seen": 160, "tokens": 48.0}
+    assert kept == [first, {**first, "validation_loss": 3.0}, third]
+    saved = _lines(tmp_path, "events")[1]
+    assert (saved["kind"], saved["step"], saved["path"]) == ("saved", 3, str(tmp_path / "there"))
+
+
+def test_without_fp8_the_steps_are_the_trainers(tmp_path: Path) -> None:
+    log, _ = _attached(tmp_path, enabled=False)
+    log.log({"loss": 2.0}, 7)
+    log.close()
+    assert [line["step"] for line in _lines(tmp_path)] == [7]
+
+
+def test_what_ends_a_run_is_recorded(tmp_path: Path) -> None:
+    log, step = _attached(lambda manager: fp8dist.Recorder(tmp_path, manager, every=1))
+    step()
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        log.close()
+    assert _lines(tmp_path, "events")[-1]["error"] == "ZeroDivisionError"
+    assert {line["step"] for line in _lines(tmp_path, "scales")} == {1}
+
+
+class Calling:
+    """Calls, with a local variable."""
+
+    def __call__(self) -> tuple[Any, dict[str, Any]]:
+        local = 3
+        return (lambda: caller(Calling))() if local else (None, {})
+
+
+def test_a_caller_is_found_by_its_type() -> None:
+    calling = Calling()
+    found, names = calling()
+    assert (found, names["local"]) == (calling, 3)
+    with pytest.raises(ConfigurationError, match="this must be called by a tests Calling"):
+        caller(Calling)
+
+
+@pytest.mark.slow
+def test_no_trainer_is_imported_unasked() -> None:
+    code = f"import sys, fp8dist, fp8dist.cli.main\nprint([name for name in {list(TESTED)} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
