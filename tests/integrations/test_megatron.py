@@ -25,6 +25,7 @@ from tests.support.examples import run_example
 from tests.support.logs import captured_log
 from tests.support.megatron import LENGTH, VOCABULARY, gpt, initialize, mask, with_stand_ins
 from tests.support.ranks import RankPool
+from tests.support.recorded import require_run
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
@@ -571,6 +572,29 @@ def _evaluated() -> None:
 
 def test_evaluations_and_a_second_model_change_nothing(two_ranks: RankPool) -> None:
     two_ranks.run(_evaluated)
+
+
+@with_stand_ins
+def _recorded(folder: str) -> tuple[dict[int, float], int]:
+    from fp8dist.integrations.megatron import attach, prepare
+
+    initialize(2)
+    model = gpt(sequence_parallel=True)
+    manager = prepare(model)
+    recorder = fp8dist.Recorder(folder, manager, every=4)
+    job = _unattached([model], manager)
+    attach(manager, job.optimizer)
+    losses = {}
+    with recorder:
+        for step in range(1, STEPS + 1):
+            losses[step] = _train(job, [step])[0]
+            recorder.log(manager.run_step, loss=losses[step], grad_norm=1.0)
+    return losses, len(manager.slots)
+
+
+def test_its_run_can_be_recorded(two_ranks: RankPool, tmp_path: Path) -> None:
+    losses, slots = two_ranks.run(_recorded, str(tmp_path / "run"))[0]
+    require_run(tmp_path / "run", losses, slots)
 
 
 @with_stand_ins
