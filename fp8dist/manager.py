@@ -138,7 +138,7 @@ class StateManager(Joinable):
         scaler: Any = None,
         boundary: Literal["optimizer", "manual"] = "optimizer",
         timeout: timedelta = timedelta(minutes=5),
-        compute: bool = False,
+        compute: bool | None = None,
     ) -> StateManager:
         """Place the state, agree with the other ranks, derive weight scales and install hooks. COLLECTIVE.
 
@@ -154,15 +154,17 @@ class StateManager(Joinable):
                 signal that weights have changed.
             timeout: how long to wait for the other ranks.
             compute: at the end, compare known casts and products across the ranks, as ``check(compute=True)`` does. A
-                difference is handled by the ``check_policy`` of ``prepare``.
+                difference is handled by the ``check_policy`` of ``prepare``. None: on GPUs, not on a CPU, which takes
+                long to emulate FP8.
 
         Raises:
             ManifestMismatchError: on all ranks, if they were prepared differently or a rank does not come in time.
-            DivergenceError: a device computes otherwise (``compute=True``). The manager is attached.
+            DivergenceError: a device computes otherwise (``compute``). The manager is attached.
             ConfigurationError: the call cannot work. The message says what to do.
         """
         require_choice("boundary", boundary, ("optimizer", "manual"), '"optimizer" or "manual"')
-        require_bool("compute", compute)
+        if compute is not None:
+            require_bool("compute", compute)
         require_attachable(module, optimizer, scaler, timeout)
         self._cycle.require("attach()")
         require_groups(self.settings, self._cycle.groups)
@@ -172,9 +174,9 @@ class StateManager(Joinable):
             raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
         whole = module if module is not None else model
         by_optimizer = boundary == "optimizer" and bool(optimizers)
-        self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute)
+        computes = self._attachment.tie(model, whole, optimizers, scaler, by_optimizer, timeout, compute)
         self._cycle.checker.watch(whole)
-        if compute:
+        if computes:
             self._cycle.check_computations()
         return self
 

@@ -70,14 +70,15 @@ class Attachment:
         scaler: Any,
         by_optimizer: bool,
         timeout: timedelta,
-        compute: bool,
-    ) -> None:
+        compute: bool | None,
+    ) -> bool:
         """Place the state, agree with the other ranks, derive scales of cold weights, and install hooks. COLLECTIVE.
+        Return True if the ranks compare known answers next.
 
         Args:
             model: the prepared model.
             whole: the model as the training loop calls it.
-            compute: all ranks must pass the same.
+            compute: all ranks must pass the same. None: on GPUs, if several ranks share state.
 
         Raises:
             ManifestMismatchError: on all ranks, if ranks were prepared differently.
@@ -93,6 +94,9 @@ class Attachment:
         self.release()
         _place(model, whole, cycle)
         self._module = weakref.ref(whole)
+        if compute is None:
+            on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
+            compute = on_gpu and cycle.job.shared and cycle.settings.enabled
         cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute)
         for linear in fp8_linears(model):
             linear.fp8_slots.resharded = linear in resharded
@@ -110,6 +114,7 @@ class Attachment:
             if missing:
                 cycle.steps.expect_masters(missing, optimizers[-1])
         self._install_hooks(whole, optimizers, scaler, by_optimizer)
+        return compute
 
     def _derive_scales(self, model: nn.Module, whole: nn.Module) -> None:
         """Derive the scales of cold weights. COLLECTIVE."""

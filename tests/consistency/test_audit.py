@@ -242,54 +242,59 @@ def test_the_policy_ends_the_job_on_all_ranks_with_one_message(policy: str, thre
 
 # The number of audits until a fault is found ---------------------------------------------------------
 
-P, TRIALS = 0.3, 200
+TRIALS, WIDE = 200, 256
 
 
-def _audits_until_found(limit: int) -> Any:
+def _audits_until_found(p: float, limit: int) -> Any:
     """Train until a faulty device is found, again and again. Return the numbers of audited products, and the share."""
-    counts, share = [], 0.0
-    trained = Trained(audit_bytes=limit)
-    audits = trained.manager._cycle.audits
+    torch.manual_seed(0)
+    net = nn.Linear(WIDE, WIDE)
+    manager = fp8dist.prepare(
+        net, group=dist.group.WORLD, check_policy="warn", audit_every=1, audit_bytes=limit, skip=None
+    )
+    manager.attach(net)
+    found, counts, heard = [], [], []
+    manager.on_event(lambda event: found.append(event.kind))
+    audits, tap = manager._cycle.audits, manager._job.tap
     assert audits is not None
-    heard, index = [], 0
+    assert tap is not None
     original = audits.hear
 
-    def hear(op: str, site: int, *rest: Any) -> None:
+    def hear(op: str, *rest: Any) -> None:
         before = len(audits._taken)
-        original(op, site, *rest)
+        original(op, *rest)
         if len(audits._taken) > before and op == "matmul":
             heard.append(audits._taken[0].share)
 
-    trained.manager._job.tap.listener = hear  # type: ignore[union-attr]
+    tap.listener = hear
+    x, index = torch.randn(WIDE, WIDE, requires_grad=True), 0
     with captured_log():
-        for trial in range(TRIALS):
+        for _ in range(TRIALS):
             heard.clear()
-            trained.reports.clear()
-            while not trained.reports:
-                x, y = batch(dist.get_rank(), index)
-                fault: Any = bad_products(P, seed=7 * index + trial, steady=False)
+            found.clear()
+            while not found:
+                fault: Any = bad_products(p, seed=index, steady=False)
                 with fault if dist.get_rank() == 0 else contextlib.nullcontext():
-                    (trained.whole(x) - y).square().mean().backward()
-                trained.optimizer.step()
-                trained.optimizer.zero_grad()
+                    net(x).square().mean().backward()
+                manager.step()
                 index += 1
             counts.append(len(heard))
-            share = sum(heard) / len(heard)
-    return counts, share
+    return counts, sum(heard) / len(heard)
 
 
 @pytest.mark.long
-def test_the_number_of_audits_until_then_is_geometric(two_ranks: RankPool) -> None:
-    """With chance p = 0.3 for each product. Mean and distribution of 200 trials, within bounds that a right
-    implementation fails once in 10,000 seeds."""
-    (counts, share), _ = two_ranks.run(_audits_until_found, 1 << 26, timeout=200)
-    assert share == 1
-    mean = sum(counts) / TRIALS
-    deviation = math.sqrt(1 - P) / P
-    assert abs(mean - 1 / P) < 3.9 * deviation / math.sqrt(TRIALS)
-    seen = Counter(min(count, 6) for count in counts)
-    expected = {k: TRIALS * P * (1 - P) ** (k - 1) for k in range(1, 6)} | {6: TRIALS * (1 - P) ** 5}
-    chi_square = sum((seen[k] - expected[k]) ** 2 / expected[k] for k in expected)
+@pytest.mark.parametrize(("p", "limit", "share"), [(0.3, 1 << 26, 1.0), (0.8, 1, 0.25)], ids=["whole", "blocks"])
+def test_the_number_of_audits_until_then_is_geometric(p: float, limit: int, share: float, two_ranks: RankPool) -> None:
+    """Each product has one wrong element with probability p, and an audit looks at a share of the result. Mean and
+    distribution of 200 trials, within bounds that a right implementation fails once in 10,000 seeds."""
+    (counts, seen), _ = two_ranks.run(_audits_until_found, p, limit, timeout=200)
+    assert seen == share
+    chance = p * share
+    deviation = math.sqrt(1 - chance) / chance
+    assert abs(sum(counts) / TRIALS - 1 / chance) < 3.9 * deviation / math.sqrt(TRIALS)
+    found = Counter(min(count, 6) for count in counts)
+    expected = {k: TRIALS * chance * (1 - chance) ** (k - 1) for k in range(1, 6)} | {6: TRIALS * (1 - chance) ** 5}
+    chi_square = sum((found[k] - expected[k]) ** 2 / expected[k] for k in expected)
     assert chi_square < 25.7  # 5 degrees of freedom: exceeded with a probability of 1e-4.
 
 

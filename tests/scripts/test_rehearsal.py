@@ -113,6 +113,7 @@ def test_tune(tree: Path, tmp_path: Path) -> None:
     TileTable.from_json(json.dumps(table))
 
 
+@pytest.mark.alone  # Its parts have time limits.
 def test_benchmark(tree: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     lines = _run(tree, out, "benchmark", "--smoke", *(f"--part={name}" for name in results.PARTS))
