@@ -186,8 +186,9 @@ def _canonical(result: Tensor) -> Tensor:
 def _scale_of(x: Tensor, args: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor:
     """Return the scale that ``quantize`` has cast with: the slot's, or one from x's own amax."""
     _, scale, cold, _, dtype = args
+    lowest, highest = torch.aminmax(x)  # Unlike x.abs(), no copy of x.
     chosen = ops.IMPLEMENTATIONS["choose_scale"](
-        x.abs().amax(),
+        torch.maximum(-lowest, highest),
         scale,
         cold,
         torch.zeros_like(scale),

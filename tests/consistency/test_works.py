@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
@@ -197,6 +200,44 @@ def test_a_work_takes_the_bytes_that_it_may(limit: int) -> None:
     heard.step(torch.randn(1024, 256))
     assert max(work.message.numel() for work in heard.works) <= limit + 4096  # Scales and the header come on top.
     assert {work.share < 1 for work in heard.works} == {True, False}
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of living tensors that operations have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {given.untyped_storage().data_ptr() for given in pytree.tree_leaves(args) if isinstance(given, Tensor)}
+        for made in pytree.tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in known:
+                size = made.untyped_storage().nbytes()
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(made, self._freed, size)
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize("op", ["matmul", "quantize"])
+def test_memory_is_that_of_the_copies(op: str) -> None:
+    """Of large tensors a block is taken: what is made meanwhile does not grow with them."""
+    calls: dict[str, Any] = {}
+    heard = Heard(nn.Sequential(nn.Linear(1024, 2048)), limits=())
+    heard.manager._job.tap.listener = lambda name, *rest: calls.setdefault(name, rest)  # type: ignore[union-attr]
+    heard.step(torch.randn(4096, 1024))
+    site, args, options, results = calls[op]
+    digest_of({"": torch.zeros(8)}, heard.digester)  # Makes its keys.
+    with Peak() as peak:
+        work = taken(op, site, args, options, results, 1 << 20, 0, heard.digester)
+    assert work is not None
+    assert args[0].numel() * args[0].element_size() >= 4 << 20
+    assert peak.most < 5 << 20  # The message, the part of the results and its copy, and what a digest works with.
 
 
 # Another program ------------------------------------------------------------------------------------
