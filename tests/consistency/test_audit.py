@@ -367,6 +367,7 @@ def _after_join() -> Any:
     return trained.audited
 
 
+@pytest.mark.slow
 def test_after_join_ranks_audit_the_same_steps(two_ranks: RankPool) -> None:
     """Otherwise the rank that has counted fewer steps enters an audit alone, and hangs."""
     assert two_ranks.run(_after_join, timeout=30) == [2, 2]
@@ -444,13 +445,14 @@ def test_one_process_repeats_its_own_work() -> None:
         _until_it_raises(step, optimizer)
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_be_what_runs_first() -> None:
     """In inference mode, with results as large as the digest's work buffers."""
-    net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     manager = fp8dist.prepare(net, audit_every=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     manager.attach(net, optimizer=optimizer)
-    x = torch.randn(512, 512)
+    x = torch.randn(256, 256)
     for _ in range(2 * len(SITES)):
         with torch.inference_mode():
             net(x)
