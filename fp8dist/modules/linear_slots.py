@@ -247,7 +247,11 @@ class LinearSlots:
     def _tap_of(self, work: Role | Gemm | None) -> dict[str, Any]:
         """Return the arguments by which a cast or a product tells the tap; none if nobody listens."""
         tap = self.job.tap
-        return {} if tap is None or work is None else {"site": self.site + SITES.index(work), "tap": tap}
+        if tap is None or work is None:
+            return {}
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return {}  # What is exported or traced outlives the listener.
+        return {"site": self.site + SITES.index(work), "tap": tap}
 
     def _known_hot(self, state: SlotState) -> bool:
         """True if the host knows that the slot is hot, so that no launch needs to look for x's own amax. Graphs outlive

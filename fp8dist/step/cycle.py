@@ -337,6 +337,7 @@ class StepCycle:
         if self.watch is not None:
             self.watch.start(self.job.step)
         self._measure_next()
+        self._audit_next()  # After Join, ranks have counted other numbers of steps.
 
     def _measure_next(self) -> None:
         """Set whether the casts of the next step are measured. Compiled forwards are compiled for both cases."""

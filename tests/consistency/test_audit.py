@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -360,6 +361,23 @@ def test_a_rank_that_does_not_run_the_module_takes_part(three_ranks: RankPool) -
     assert audited[1] < audited[0] < audited[2]
 
 
+def _after_join() -> Any:
+    """Rank 1 runs out of data, then all ranks have some."""
+    trained = Trained(audit_every=4)
+    with Join([trained.whole, trained.manager]):
+        for index in range((5, 3)[dist.get_rank()]):
+            trained.step(index)
+    for index in range(8):
+        trained.step(index)
+    return trained.audited
+
+
+@pytest.mark.slow
+def test_after_join_ranks_audit_the_same_steps(two_ranks: RankPool) -> None:
+    """Otherwise the rank that has counted fewer steps enters an audit alone, and hangs."""
+    assert two_ranks.run(_after_join, timeout=30) == [2, 2]
+
+
 def _absent() -> Any:
     """Rank 1 is gone when the second audit begins."""
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -430,6 +448,23 @@ def test_one_process_repeats_its_own_work() -> None:
     assert manager._cycle.audits.done >= SITES_OF_NET - 1
     with captured_log(), pytest.raises(DivergenceError, match="transient on rank 0, which repeated its own work"):
         _until_it_raises(step, optimizer)
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_be_what_runs_first() -> None:
+    """In inference mode, with results as large as the digest's work buffers."""
+    net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    manager = fp8dist.prepare(net, audit_every=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    manager.attach(net, optimizer=optimizer)
+    x = torch.randn(256, 256)
+    for _ in range(2 * len(SITES)):
+        with torch.inference_mode():
+            net(x)
+        net(x).square().mean().backward()
+        optimizer.step()
+    assert manager._cycle.audits is not None
+    assert manager._cycle.audits.done == 2 * len(SITES) - 1
 
 
 def test_detached_and_switched_off_nothing_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,29 @@ def test_compiled_works_repeat_and_nothing_is_compiled_again(name: str, compiler
     assert ran[SITES.index(Role.WEIGHT)]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("way", ["export", "strict export", "trace"])
+def test_what_is_exported_has_no_listener(way: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 16))
+    heard = Heard(model)
+    x = torch.randn(8, 32)
+    heard.step(x)
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)
+        before = len(heard.sites)
+        copy = (
+            torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+            if way == "trace"
+            else torch.export.export(model, (x,), strict=way == "strict export").module()
+        )
+        assert torch.equal(copy(x), expected)
+        if way != "trace":  # A trace is checked against the model, which is heard.
+            assert len(heard.sites) == before
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_wrong_bit_of_a_part_changes_the_digest(name: str) -> None:
     heard = Heard(Blocks(), RECIPES[name], limits=(1 << 26, 1))

@@ -65,10 +65,11 @@ class ContentDigest:
     def __init__(self, device: torch.device, backend: str = "auto") -> None:
         self.device = device
         self._fused = runs_fused(backend, device)
-        self._keys = position_keys(2 * BLOCK_WORDS, device).view(2, BLOCK_WORDS)
         at_once = 0 if self._fused else 1 if device.type == "cpu" else _BLOCKS_AT_ONCE_ON_GPU
-        self._folded = torch.empty(at_once, BLOCK_WORDS, dtype=torch.int64, device=device)
-        self._product = torch.empty_like(self._folded)
+        with torch.inference_mode(False):  # The buffers are written to later, outside of an evaluation.
+            self._keys = position_keys(2 * BLOCK_WORDS, device).view(2, BLOCK_WORDS)
+            self._folded = torch.empty(at_once, BLOCK_WORDS, dtype=torch.int64, device=device)
+            self._product = torch.empty_like(self._folded)
 
     def many_leaves(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         """Return the leaves of tensors of any dtype, shape and strides, int64[sum(counts), 2] in the order of the
