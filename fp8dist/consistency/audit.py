@@ -178,6 +178,9 @@ def judge(found: Round, owner: int, auditor: int, third: int) -> tuple[int | Non
         return auditor, f"transient on rank {auditor}, which audits: repeated, it gets what rank {owner} got"
     if steady and auditor_steady:
         return None, f"ranks {owner} and {auditor} differ repeatedly; of two ranks, none can be blamed"
+    if steady != auditor_steady:
+        odd, good = (auditor, owner) if steady else (owner, auditor)
+        return odd, f"rank {odd} gets another result each time, and rank {good} the same"
     return None, f"ranks {owner} and {auditor} get other results each time: this work does not repeat"
 
 

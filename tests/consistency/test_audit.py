@@ -104,7 +104,9 @@ GOOD, BAD, WORSE = [1, 1], [2, 2], [3, 3]
         (Round(BAD, GOOD, GOOD, GOOD, None), 4, "transient on rank 4: repeated, it gets what rank 5 gets"),
         (Round(GOOD, BAD, GOOD, GOOD, None), 5, "transient on rank 5, which audits"),
         (Round(BAD, GOOD, BAD, GOOD, None), None, "differ repeatedly; of two ranks, none can be blamed"),
-        (Round(BAD, GOOD, WORSE, GOOD, None), None, "other results each time"),
+        (Round(BAD, GOOD, WORSE, GOOD, None), 4, "rank 4 gets another result each time, and rank 5 the same"),
+        (Round(GOOD, BAD, GOOD, WORSE, None), 5, "rank 5 gets another result each time, and rank 4 the same"),
+        (Round(BAD, GOOD, WORSE, [4, 4], None), None, "ranks 4 and 5 get other results each time"),
     ],
 )
 def test_who_is_wrong(found: Round, odd: int | None, words: str) -> None:
