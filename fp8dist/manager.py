@@ -49,9 +49,12 @@ from fp8dist.sync.groups import SyncGroup, own_rank
 from fp8dist_kernels import ops
 from fp8dist_kernels.formats import FORMATS, Role
 
-__all__ = ["ATTRIBUTE", "StateManager", "get_manager"]
+__all__ = ["ATTRIBUTE", "WHOLE", "StateManager", "get_manager", "managers_in"]
 
 ATTRIBUTE = "_fp8dist_manager"
+
+WHOLE = "_fp8dist_whole"
+"""Attribute of a part of a prepared model that a training loop has in a list of parts: the module that holds all."""
 """Attribute of a prepared model that holds its manager. The manager has only a weak reference to the model."""
 
 
@@ -851,15 +854,20 @@ class StateManager(Joinable):
         self._cycle.state_loaded(self.slots, self.run_step)
 
 
+def managers_in(model: nn.Module) -> list[StateManager]:
+    """Return the managers of the prepared models that ``model`` is, holds, or has parts of. Local."""
+    wholes = (module.__dict__.get(WHOLE, module) for module in model.modules())
+    return list(dict.fromkeys(whole.__dict__[ATTRIBUTE] for whole in wholes if ATTRIBUTE in whole.__dict__))
+
+
 def get_manager(model: nn.Module) -> StateManager:
     """Return the manager of a prepared model, also through wrappers such as DDP. Local.
 
     Raises:
         ConfigurationError: the model holds no prepared model, or several.
     """
-    found = [m.__dict__[ATTRIBUTE] for m in model.modules() if ATTRIBUTE in m.__dict__]
+    found = managers_in(model)
     if len(found) != 1:
         what = "was not prepared" if not found else f"holds {len(found)} prepared models: pass one of them"
         raise ConfigurationError(f"the model {what}")
-    manager: StateManager = found[0]
-    return manager
+    return found[0]

@@ -15,7 +15,7 @@ from fp8dist.consistency.checker import run_check
 from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import ConfigurationError
-from fp8dist.manager import ATTRIBUTE, StateManager
+from fp8dist.manager import managers_in
 from fp8dist.names import require_choice
 from fp8dist.optimizer_hooks import unwrap_optimizers
 from fp8dist.parallel.torch_internals import require_checkable
@@ -93,8 +93,7 @@ def check(
         module.__dict__[LAST_GOOD_STEPS] = {}
         enrol()  # So that an error can name the host of a missing rank.
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
-    managers: list[StateManager] = [m.__dict__[ATTRIBUTE] for m in module.modules() if ATTRIBUTE in m.__dict__]
-    checkers = [manager._checkable().checker for manager in managers]
+    checkers = [manager._checkable().checker for manager in managers_in(module)]
     scope = Scope(True, gradients, buffers, () if optimizer is None else tuple(unwrap_optimizers(optimizer)))
     report = run_check(
         anchor,

@@ -11,7 +11,7 @@ from torch import nn
 from fp8dist.arguments import require_groups, require_model
 from fp8dist.coverage import Survey, survey
 from fp8dist.errors import ConfigurationError
-from fp8dist.manager import ATTRIBUTE, StateManager, get_manager
+from fp8dist.manager import ATTRIBUTE, StateManager, get_manager, managers_in
 from fp8dist.modules.fp8_linear import convert
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
@@ -130,7 +130,7 @@ def prepare(
         audit_every=audit_every,
         audit_bytes=audit_bytes,
     )
-    if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
+    if managers_in(model):
         raise ConfigurationError("the model, or a part of it, is prepared already: call fp8dist.restore() first")
     each, skipped = Overrides({} if overrides is None else overrides), Skip(skip)
     surveyed = survey(model, each, skipped, filter_fn)

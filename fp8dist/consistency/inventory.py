@@ -214,7 +214,8 @@ class Inventory:
             self._add(name, "buffer", buffer, [home])
 
     def _add_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Add the tensors and numbers of an optimizer's state, which are replicated like their parameters."""
+        """Add the tensors and numbers of an optimizer's state, and its own copies of parameters, which are replicated
+        like their parameters."""
         self._replication.learn(module)
         # By name, because importing torch.distributed.optim emits a warning.
         is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
@@ -223,15 +224,27 @@ class Inventory:
             for p, parameter in enumerate(group["params"]):
                 name = self._replication.names.get(id(parameter), f"group{g}.{p}")
                 homes = [zero] if zero is not None else self._replication.of_parameter(parameter)
+                if id(parameter) in self._replication.masters:
+                    self._add(name, "optimizer", parameter, homes, ".main_param")
                 state = optimizer.state.get(parameter) or {}
                 for key, value in sorted(state.items()):
                     if isinstance(value, Tensor):
-                        self._add(f"{name}.{key}", "optimizer", value, homes)
+                        self._add(name, "optimizer", value, homes, f".{key}")
                     elif isinstance(value, (bool, int, float)):
                         number = torch.tensor(value, dtype=torch.float64, device="cpu")
-                        self._add(f"{name}.{key}", "optimizer", number, homes, partial(_write, state, key, type(value)))
+                        store = partial(_write, state, key, type(value))
+                        self._add(name, "optimizer", number, homes, f".{key}", store)
 
-    def _add(self, name: str, kind: str, tensor: Tensor, homes: Sequence[Home | Excuse], store: Store = None) -> None:
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        tensor: Tensor,
+        homes: Sequence[Home | Excuse],
+        suffix: str = "",
+        store: Store = None,
+    ) -> None:
+        """Add a tensor to its homes. ``name``: of its parameter or buffer. ``suffix``: which tensor of a parameter."""
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
@@ -239,7 +252,7 @@ class Inventory:
             if isinstance(one, Excuse):
                 self._skip(kind, one)
             else:
-                self._put(one.alias or name, kind, tensor, one, store)
+                self._put((one.alias or name) + suffix, kind, tensor, one, store)
 
     def _put(self, name: str, kind: str, tensor: Tensor, home: Home, store: Store) -> None:
         self._homes[home.label] = home

@@ -183,12 +183,15 @@ def _agree(group: SyncGroup, words: list[int], digests: Tensor | None, knows: bo
 
 
 def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
-    """Return findings if ranks mean different ranks by the label of a set. COLLECTIVE: one SUM.
+    """Return findings if ranks mean different ranks by the label of a set, or only some have something in it.
+    COLLECTIVE: one SUM.
 
-    Each of a set's n ranks sends a hash of label and ranks, the lowest of them times 1 - n. If all agree, the sum is 0.
+    Each of a set's n ranks sends a hash of label, ranks and "has something", the lowest of them times 1 - n. If all
+    agree, the sum is 0.
     """
+    held = {s.label for s in mine.sets}
     balance = sum(
-        _word((m.label, m.ranks)) * (1 - len(m.ranks) if anchor.rank == min(m.ranks) else 1)
+        _word((m.label, m.ranks, m.label in held)) * (1 - len(m.ranks) if anchor.rank == min(m.ranks) else 1)
         for m in mine.memberships
         if set(m.ranks) <= set(anchor.ranks)
     )
@@ -197,8 +200,27 @@ def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
     dist.all_reduce(total, dist.ReduceOp.SUM, group=anchor.process_group)
     if not int(total):
         return []
+    if findings := _held_by_some(anchor, mine, held):
+        return findings
     views = {"layout": tuple((m.label, m.view or m.ranks) for m in mine.memberships)}
     return _differing_words(anchor, mine, views, ["layout"])
+
+
+def _held_by_some(anchor: SyncGroup, mine: Holdings, held: set[str]) -> list[Finding]:
+    """Return a finding for each set in which only some of its ranks have something to compare. COLLECTIVE."""
+    sets = {m.label: (tuple(m.ranks), m.label in held) for m in mine.memberships}
+    told = anchor.gather((mine.participant(anchor), sets, mine.step))
+    everyone = [p for p, *_ in told]
+    by_set: dict[tuple[str, tuple[int, ...]], dict[int, str]] = {}
+    for p, theirs, _ in told:
+        for label, (ranks, has) in theirs.items():
+            by_set.setdefault((label, ranks), {})[p.rank] = f"{'something' if has else 'nothing'} to compare"
+    return [
+        replace(f, name=label, step=max(step for *_, step in told)).located(everyone)
+        for (label, ranks), values in sorted(by_set.items())
+        if len(values) == len(ranks) and len(set(values.values())) > 1
+        for f in findings_of_values("layout", values)
+    ]
 
 
 def _errors(anchor: SyncGroup, mine: Holdings, error: Exception | None) -> list[Finding]:

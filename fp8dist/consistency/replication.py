@@ -80,6 +80,8 @@ class Replication:
     def __init__(self, anchor: SyncGroup, vouched: bool, patterns: Mapping[str, GroupLike | None]) -> None:
         self.coords = anchor.mesh_coordinates()
         self.names: dict[int, str] = {}
+        self.masters: set[int] = set()
+        """Ids of copies of parameters that an optimizer updates in their place."""
         self.anchor = Home(ANCHOR, anchor)
         """Home of tensors that all checking ranks hold alike."""
         self._vouched = vouched
@@ -157,13 +159,18 @@ class Replication:
         return megatron.copies_of(module)
 
     def _know_copies(self, name: str, parameter: Any, copies: megatron.Copies) -> None:
-        homes = [self._known["Megatron", label] for label in copies.parameter]
-        reduced = [self._known["Megatron", label] for label in copies.gradient]
+        known = {
+            label: home for label in megatron.groups() if (home := self._known.get(("Megatron", label))) is not None
+        }
+        # A rank may hold a tied embedding without being in the group that reduces it (get_embedding_ranks).
+        homes = [known[label] for label in copies.parameter if label in known]
+        reduced = [known[label] for label in copies.gradient if label in known]
         self._of_parameter[id(parameter)] = [Excuse(megatron.NOT_GATHERED)] if copies.gathers else homes
         self._of_gradient[id(parameter)] = reduced or [Excuse(megatron.REDUCED_IN_PARTS)]
         if copies.master is not None:
             self._kept.append(copies.master)
             self.names[id(copies.master)] = name
+            self.masters.add(id(copies.master))
             self._of_parameter[id(copies.master)] = homes
 
     def of_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Home | Excuse]]:
@@ -213,7 +220,7 @@ class Replication:
     def _spans_anchor(self, mesh: DeviceMesh) -> bool:
         if id(mesh) not in self._spanning:
             self._kept.append(mesh)
-            self._spanning[id(mesh)] = self._anchor_ranks == frozenset(mesh.mesh.flatten().tolist())
+            self._spanning[id(mesh)] = self._anchor_ranks.issubset(mesh.mesh.flatten().tolist())
         return self._spanning[id(mesh)]
 
     def _of_axis(self, mesh: DeviceMesh, axis: int) -> Home | Excuse:

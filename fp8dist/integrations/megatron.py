@@ -13,6 +13,7 @@ from torch import nn
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import install
+from fp8dist.manager import WHOLE
 from fp8dist.recipe import Recipe
 from fp8dist.sync.groups import has_base
 
@@ -67,7 +68,8 @@ def prepare(
         options["groups"] = _expert_groups()
     manager = fp8dist.prepare(whole, recipe, **options)
     if len(chunks) > 1:
-        chunks[0].__dict__["fp8_chunks"] = whole  # The manager does not keep the list alive.
+        for chunk in chunks:  # The manager does not keep the list alive.
+            chunk.__dict__[WHOLE] = whole
     return manager
 
 
@@ -105,14 +107,20 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     manager.attach(boundary="manual")
     manager._cycle.reuse_casts(True)  # Weights change in the optimizer's step, and where modules load a state_dict.
     optimizer.fp8_manager = manager
+    # Checks ask Megatron's DDP what the distributed optimizer gathers late or reduces in parts.
+    optimizer.fp8_watched = nn.ModuleList(getattr(optimizer, "model_chunks", []))
+    if len(optimizer.fp8_watched):
+        manager._cycle.checker.watch(optimizer.fp8_watched)
     if not isinstance(optimizer, _FP8Steps):
         optimizer.__class__ = type(f"FP8{type(optimizer).__name__}", (_FP8Steps, type(optimizer)), {})
 
 
 class _FP8Steps(MegatronOptimizer):
-    """Added to the class of an optimizer. ``fp8_manager``: the manager that its steps drive."""
+    """Added to the class of an optimizer. ``fp8_manager``: the manager that its steps drive. ``fp8_watched``: the
+    wrapped model that its checks compare; empty unless the optimizer is distributed."""
 
     fp8_manager: fp8dist.StateManager
+    fp8_watched: nn.ModuleList
 
     def step(self: Any) -> Any:
         """Take a step, and end the FP8 step if parameters were updated. COLLECTIVE."""

@@ -37,6 +37,15 @@ STAGE, DATA, TENSOR = "Megatron's stage", "Megatron's data parallel ranks", "Meg
 EXPERT_DATA, EXPERT_TENSOR = "Megatron's expert data parallel ranks", "Megatron's expert tensor parallel ranks"
 TIED = "Megatron's tied embeddings"
 
+_SPLIT = (
+    ("ColumnParallelLinear", "weight"),
+    ("RowParallelLinear", "weight"),
+    ("VocabParallelEmbedding", "weight"),
+    ("GroupedMLP", "weight1"),
+    ("GroupedMLP", "weight2"),
+)
+"""Parameters that tensor parallelism splits. Megatron does not mark them if ``perform_initialization`` is off."""
+
 NOT_GATHERED = (
     "that the next forward gathers (overlap_param_gather): call disable_forward_pre_hook() of Megatron's DDP before "
     "the check, and enable_forward_pre_hook() after it"
@@ -106,11 +115,20 @@ def copies_of(module: nn.Module) -> dict[int, Copies]:
         if has_base(wrapper, "_BaseDataParallel")
         for parameter in wrapper.parameters()
     }
-    return {id(parameter): _copies(parameter, wrapped.get(id(parameter))) for parameter in module.parameters()}
+    split = {
+        id(getattr(part, name, None)) for part in module.modules() for kind, name in _SPLIT if has_base(part, kind)
+    }
+    return {
+        id(parameter): _copies(
+            parameter,
+            getattr(parameter, "tensor_model_parallel", False) or id(parameter) in split,
+            wrapped.get(id(parameter)),
+        )
+        for parameter in module.parameters()
+    }
 
 
-def _copies(parameter: Tensor, wrapper: Any) -> Copies:
-    split = getattr(parameter, "tensor_model_parallel", False)
+def _copies(parameter: Tensor, split: bool, wrapper: Any) -> Copies:
     if getattr(parameter, "allreduce", True):
         tensor, everywhere = TENSOR, [DATA if split else STAGE]
     else:

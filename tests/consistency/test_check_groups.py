@@ -234,18 +234,20 @@ def test_a_rank_with_another_view_of_the_mesh_is_reported_and_not_waited_for(
 
 
 def _replicated_twice(axis: str, damaged: int) -> Any:
-    """A DTensor replicated on all four ranks, checked over the pairs of one mesh axis."""
+    """A DTensor replicated on all four ranks, checked over the pairs of one mesh axis, or over the diagonals."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Module()
     model.weight = nn.Parameter(DTensor.from_local(torch.arange(8.0), mesh, [Replicate(), Replicate()]))
     if dist.get_rank() == damaged:
         _nudge(model.weight, 5)
+    diagonals = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    group = mesh.get_group(axis) if axis else diagonals[dist.get_rank() in (1, 2)]
     with captured_log():
-        report = fp8dist.check(model, group=mesh.get_group(axis), policy="warn")
+        report = fp8dist.check(model, group=group, policy="warn")
     return _names(report), report.compared
 
 
-@pytest.mark.parametrize(("axis", "pair"), [("dp", (1, 3)), ("tp", (2, 3))])
+@pytest.mark.parametrize(("axis", "pair"), [("dp", (1, 3)), ("tp", (2, 3)), ("", (0, 3))])
 def test_a_tensor_replicated_over_two_axes_is_checked_over_either(
     four_ranks: RankPool, axis: str, pair: tuple[int, int]
 ) -> None:
@@ -368,6 +370,26 @@ def _ddp_over_a_subgroup() -> Any:
 def test_ddp_over_subgroups_is_compared_within_each(four_ranks: RankPool) -> None:
     found = [("parameter", "last.bias", (0, 1), None, (2,))]
     assert four_ranks.run(_ddp_over_a_subgroup, timeout=HANG) == [([], ["all_reduce"] * 4, found)] * 4
+
+
+def _gradients_on_some() -> Any:
+    """DDP keeps pairs equal. Rank 1 has zeroed its gradients, and rank 0 has not."""
+    pair = _pairs()()
+    net = make_net(seed=dist.get_rank() // 2)
+    manager = fp8dist.prepare(net, group=dist.group.WORLD, amax_sync=False)
+    model = nn.parallel.DistributedDataParallel(net, process_group=pair)
+    manager.attach(model, boundary="manual")
+    model(batch(0, 0)[0]).sum().backward()
+    if dist.get_rank() == 1:
+        model.zero_grad()
+    with captured_log():
+        report = manager.check(parameters=False, gradients=True, policy="warn")
+    return [(f.kind, f.name, f.ranks, f.detail) for f in report.findings]
+
+
+def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for(four_ranks: RankPool) -> None:
+    found = [("layout", "DDP", (0, 1), "rank 1: nothing to compare; rank 0: something to compare")]
+    assert four_ranks.run(_gradients_on_some, timeout=HANG) == [found] * 4
 
 
 def _two_ddps() -> Any:

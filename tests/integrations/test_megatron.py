@@ -729,3 +729,42 @@ def test_experts_with_tensor_parallelism_need_a_group(four_ranks: RankPool) -> N
 
 def test_the_example_trains() -> None:
     assert "FP8: 92.3 %" in run_example("megatron", "--steps", "4", through=("-m", "tests.support.megatron"))
+
+
+# The checks of a manager ----------------------------------------------------------------------------
+
+
+@with_stand_ins
+def _checks_of_a_manager(overlap: bool) -> Any:
+    initialize(2)
+    late = {"overlap_grad_reduce": True, "overlap_param_gather": True} if overlap else {}
+    job = _job(wraps=late, options={"check_every": 1}, **DISTRIBUTED)
+    _train(job, range(2))
+    return job.manager.check(gradients=True)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["distributed optimizer", "overlap_param_gather"])
+def test_a_manager_knows_what_the_distributed_optimizer_keeps_in_parts(overlap: bool, four_ranks: RankPool) -> None:
+    for report in four_ranks.run(_checks_of_a_manager, overlap):
+        assert ("parameter" in report.compared) != overlap
+        assert report.compared["slot"] > 0
+        assert any("reduces another part" in text for text in report.skipped)
+
+
+@with_stand_ins
+def _check_of_chunks() -> Any:
+    from fp8dist.integrations.megatron import prepare
+
+    initialize(pp=2, virtual_pipeline_model_parallel_size=2)
+    job = _job([gpt(layers=4, vp_stage=stage) for stage in range(2)])
+    if dist.get_rank() == 3:
+        job.manager._syncs[0].arena.scale[0] *= 2
+    report = fp8dist.check(nn.ModuleList(job.chunks), policy="warn")
+    with pytest.raises(ConfigurationError, match="is prepared already"):
+        prepare([chunk.module for chunk in job.chunks])
+    return report
+
+
+def test_a_check_of_all_chunks_compares_their_fp8_state(four_ranks: RankPool) -> None:
+    for report in four_ranks.run(_check_of_chunks):
+        assert [(f.kind, f.ranks) for f in report.findings] == [("scale", (2, 3))]

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "ep 2, dp 4": ({"expert_model_parallel_size": 2}, {"experts": 4}),
     "pp 2, dp 2, untied": ({"pp": 2}, {"tied": False}),
+    "tp 2, dp 2, loaded": ({"tp": 2}, {"perform_initialization": False}),
 }
 """Sizes of groups, and fields of the model, for four ranks."""
 
@@ -170,14 +171,18 @@ def _in_bfloat16() -> Any:
     norm = dict(job.model.named_parameters())["decoder.final_layernorm.weight"]
     if dist.get_rank() == 2:
         job.inner[0].state[norm.main_param]["exp_avg"][4] += 1
+        norm.main_param.data[3] *= 1 + 2**-16  # Less than bfloat16 shows.
     found = fp8dist.check(job.ddp, optimizer=job.inner, policy="warn")
     return sound.compared, [(f.kind, f.name, f.ranks) for f in found.findings]
 
 
-def test_states_of_master_weights_are_compared_like_their_parameters(four_ranks: RankPool) -> None:
+def test_master_weights_and_their_states_are_compared_like_their_parameters(four_ranks: RankPool) -> None:
     for compared, found in four_ranks.run(_in_bfloat16):
-        assert compared == {"optimizer": 84, "parameter": 28}
-        assert found == [("optimizer", "decoder.final_layernorm.weight.exp_avg", (2,))]
+        assert compared == {"optimizer": 112, "parameter": 28}
+        assert found == [
+            ("optimizer", "decoder.final_layernorm.weight.exp_avg", (2,)),
+            ("optimizer", "decoder.final_layernorm.weight.main_param", (2,)),
+        ]
 
 
 # A planted difference -------------------------------------------------------------------------------
@@ -217,6 +222,22 @@ def test_a_difference_is_named(
         ]
         assert findings[0][4] is not None
         assert ("tp" in text) == ("tp" in layout)
+
+
+@with_stand_ins
+def _plant_in_a_tied_state() -> Any:
+    job = Job("tp 2, pp 2, tied")
+    job.backward()
+    job.optimizer.step()
+    if dist.get_rank() == 2:
+        job.inner[0].state[job.model.output_layer.weight]["exp_avg"][3, 5] += 1
+    report = fp8dist.check(job.ddp, optimizer=job.inner, policy="warn")
+    return [(f.kind, f.name, f.ranks, f.index) for f in report.findings]
+
+
+def test_states_of_tied_embeddings_are_told_apart(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(_plant_in_a_tied_state):
+        assert found == [("optimizer", "Megatron's tied embeddings.exp_avg", (0, 2), (3, 5))]
 
 
 # The classical bugs ---------------------------------------------------------------------------------
@@ -303,6 +324,46 @@ def test_parameters_that_the_next_forward_gathers_are_not_compared(four_ranks: R
     for early, late, parameters in four_ranks.run(_gathering_late):
         assert any(text.startswith(f"{parameters} parameters that the next forward gathers") for text in early)
         assert (late.compared, late.skipped) == ({"parameter": parameters}, ())
+
+
+@with_stand_ins
+def _without_initialization() -> Any:
+    """Megatron marks no weight then. They are loaded."""
+    from megatron.core import parallel_state
+
+    job = Job("tp 2, dp 2, loaded")
+    torch.manual_seed(parallel_state.get_tensor_model_parallel_rank())
+    for name, parameter in job.model.named_parameters():
+        split = "linear" in name or "word_embeddings" in name
+        nn.init.normal_(parameter) if split and parameter.dim() > 1 else nn.init.ones_(parameter)
+    return fp8dist.check(job.ddp, policy="warn")
+
+
+def test_weights_that_megatron_did_not_initialize(four_ranks: RankPool) -> None:
+    for report in four_ranks.run(_without_initialization):
+        assert (report.findings, report.compared) == ((), {"parameter": 28})
+
+
+@with_stand_ins
+def _tied_on_one_side(case: str) -> Any:
+    if case == "no group":
+        initialize(pp=2, get_embedding_ranks=lambda ranks, *_: ranks[:1])
+        return fp8dist.check(gpt(), policy="warn")
+    if case == "left out":
+        return fp8dist.check(Job("tp 2, pp 2, tied").ddp, groups={"output_layer.*": None}, policy="warn")
+    initialize(pp=2, virtual_pipeline_model_parallel_size=2)
+    chunks = [gpt(layers=4, vp_stage=stage) for stage in range(2)]
+    fp8dist.check(nn.ModuleList(chunks))
+    return fp8dist.check(chunks[0], policy="warn")
+
+
+@pytest.mark.parametrize("case", ["left out", "one chunk", "no group"])
+def test_a_tied_embedding_that_only_one_stage_compares_is_not_waited_for(case: str, four_ranks: RankPool) -> None:
+    expected = (
+        [] if case == "no group" else [("layout", "Megatron's tied embeddings", pair) for pair in ((0, 2), (1, 3))]
+    )
+    for report in four_ranks.run(_tied_on_one_side, case, timeout=40):
+        assert [(f.kind, f.name, f.ranks) for f in report.findings] == expected
 
 
 @with_stand_ins
