@@ -240,7 +240,7 @@ class LinearSlots:
             columns=columns,
             outgrown=outgrown,
             backend=self.job.backend,
-            **self._tap_of(role),
+            **({} if self.job.tap is None else self._tap_of(role)),
         )
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
 
@@ -269,7 +269,7 @@ class LinearSlots:
             "rows": rows,
             "columns": columns,
             "backend": self.job.backend,
-            **self._tap_of(role),
+            **({} if self.job.tap is None else self._tap_of(role)),
         }
         if self.recipe.by == "row":
             return Cast(*_caller(square).quantize_rowwise(x, dtype, **copies)), [
@@ -308,7 +308,7 @@ class LinearSlots:
             bias=bias,
             fast_accumulation=fast,
             backend=self.job.backend,
-            **self._tap_of(gemm),
+            **({} if self.job.tap is None else self._tap_of(gemm)),
         )
 
     def outgrown(self, linear: nn.Module, record: bool) -> Outgrown:

@@ -157,11 +157,22 @@ def test_a_pipe_gets_a_line_per_update_until_the_end(tmp_path: Path) -> None:
     assert rest.endswith("end in step 4  the run has ended\n")
 
 
+def heeds_sigint() -> None:
+    """Undo what a shell does to programs in the background: they ignore SIGINT, and so do all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_a_pipe_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fp8dist", "watch", str(start(tmp_path / "run")), "--every", "0.1"]
     with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=heeds_sigint,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -102,7 +102,7 @@ def test_a_work_says_where_it_was_done() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_what_was_taken_down_repeats(name: str, backend: str) -> None:
     """Whole and in blocks: values of all sizes, NaN, infinities, ragged batches, no tokens, recomputation,
     accumulation, autocast, several calls."""

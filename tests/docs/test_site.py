@@ -53,6 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 browser = pytest.fixture(scope="module")(opened_browser)
 
 
+@pytest.mark.long
 def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(site: str, browser: Any) -> None:
     page = browser.new_page()
     trouble: list[str] = []

@@ -335,11 +335,13 @@ def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
     assert (kinds.count("start"), kinds[-1]) == (2, "end")
 
 
+@pytest.mark.long
 def test_the_example_trains(tmp_path: Path) -> None:
     assert "FP8: " in run_example("accelerate", "--steps", "4", "--out", str(tmp_path))
     require_readable(tmp_path, 4)
 
 
+@pytest.mark.long
 def test_accelerate_launch_starts_the_example(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
     launch += ["--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"]
