@@ -100,7 +100,7 @@ def attach(manager: fp8dist.StateManager, optimizer: Any) -> None:
     _require_trained(manager._require_model(), optimizer)
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if any(one.optimizer.state for one in chained if getattr(one, "optimizer", None) is not None):
-        logger.warning("fp8dist: the optimizer was loaded before attach(), which leaves out FP8 state: attach first")
+        logger.warning("fp8dist: the optimizer has a state before attach(): if it was loaded, FP8 state was left out")
     manager.attach(boundary="manual")
     manager._cycle.reuse_casts(True)  # Weights change in the optimizer's step, and where modules load a state_dict.
     optimizer.fp8_manager = manager
