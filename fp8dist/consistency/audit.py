@@ -7,7 +7,6 @@ operands and their scales, so any rank with equal hardware and versions can repe
 from __future__ import annotations
 
 import bisect
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from fp8dist.consistency.contents import Digester, on_device
 from fp8dist.consistency.likeness import likeness
+from fp8dist.consistency.protocol import word_of
 from fp8dist.consistency.report import DivergenceReport, this_rank
 from fp8dist.consistency.works import Work, digest_of, message_of, repeated, taken
 from fp8dist.divergence import Finding
@@ -74,7 +74,7 @@ class Audits:
         """Choose the sites of the step that begins, if it is audited. Local.
 
         Args:
-            step: chooses the sites. Ranks that disagree about it audit other sites of each other, which does no harm.
+            step: chooses the sites. It may differ between ranks: each then has another site audited.
             due: the same on all ranks.
         """
         self._wanted, self._taken, self._step = {}, {}, step
@@ -119,10 +119,35 @@ class Audits:
         differ = [i for i in ring.ran if told[i][:2] != told[ring.next(i, 1)][2:]]
         if not differ:
             return DivergenceReport(compared={KIND: len(ring.ran)})
+        rounds = self._repeat_again(ring, work, to_audit, told, differ)
+        me = this_rank(device, None if group is None else group.mesh_coordinates()), "" if work is None else work.what
+        everyone = [me] if group is None else group.gather(me)
+        what = {participant.rank: text for participant, text in everyone}
+        findings = []
+        for i, found in rounds.items():
+            owner, auditor, third = (ring.ranks[place] for place in (i, ring.next(i, 1), ring.next(i, 2)))
+            odd, text = judge(found, owner, auditor, third)
+            named, reference = tuple(sorted({owner, auditor})), None
+            if odd is not None:
+                named = (odd,)
+                reference = next((rank for rank in (auditor, owner) if rank != odd), None)
+            finding = Finding(self._step, KIND, name, named, reference, detail=f"{text} ({what[owner]})")
+            findings.append(finding.located([participant for participant, _ in everyone]))
+        return DivergenceReport(tuple(findings), {KIND: len(ring.ran)})
+
+    def _repeat_again(
+        self, ring: _Ring, work: Work | None, to_audit: Tensor | None, told: list[list[int]], differ: list[int]
+    ) -> dict[int, Round]:
+        """Return the digests of the works that differ, by the place of their owner, repeated by the owner, the auditor
+        and a third rank. COLLECTIVE: an all-to-all and an all-gather.
+
+        Args:
+            told: by place, the digest of the rank's own work, and of the one that it has audited.
+        """
         third = ring.exchange(work, 2, [i for i in differ if ring.next(i, 2) != i])
         mine = [work.message if work is not None and ring.place in differ else None, to_audit, third]
         settled = ring.gather([number for message in mine for number in self._repeat(message)])
-        rounds = {
+        return {
             i: Round(
                 own=told[i][:2],
                 auditor=told[ring.next(i, 1)][2:],
@@ -132,26 +157,13 @@ class Audits:
             )
             for i in differ
         }
-        me = this_rank(device, None if group is None else group.mesh_coordinates()), "" if work is None else work.what
-        told_of = [me] if group is None else group.gather(me)
-        what = {participant.rank: text for participant, text in told_of}
-        findings = []
-        for i, found in rounds.items():
-            owner, auditor, other = (ring.ranks[place] for place in (i, ring.next(i, 1), ring.next(i, 2)))
-            odd, text = judge(found, owner, auditor, other)
-            reference = None if odd is None or owner == auditor else auditor if odd == owner else owner
-            named = (odd,) if odd is not None else tuple(sorted({owner, auditor}))
-            finding = Finding(self._step, KIND, name, named, reference, detail=f"{text} ({what[owner]})")
-            findings.append(finding.located([participant for participant, _ in told_of]))
-        return DivergenceReport(tuple(findings), {KIND: len(ring.ran)})
 
     def _repeat(self, message: Tensor | None) -> Digest:
         return _pair(None if message is None else digest_of(repeated(message), self._digester))
 
     def _likeness(self, device: torch.device) -> int:
         if self._alike is None:
-            hashed = hashlib.blake2b(likeness(device).encode(), digest_size=8).digest()
-            self._alike = int.from_bytes(hashed, "little", signed=True)
+            self._alike = word_of(likeness(device))
         return self._alike
 
 

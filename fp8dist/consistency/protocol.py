@@ -31,7 +31,7 @@ from fp8dist.errors import Fp8DistError
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.text import plural
 
-__all__ = ["Compared", "check_replicas"]
+__all__ = ["Compared", "check_replicas", "word_of"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -73,7 +73,7 @@ def check_replicas(
         logger.exception("fp8dist: rank %d could not build its part of the consistency check", anchor.rank)
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
     words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}
-    agree, news = _agree(anchor, list(map(_word, words.values())), digests[0] if digests else None, bool(known))
+    agree, news = _agree(anchor, list(map(word_of, words.values())), digests[0] if digests else None, bool(known))
     findings = _union(anchor, known) if news else []
     if news == _FAILED:
         return Compared(_report(mine, findings + _errors(anchor, mine, error)), [])
@@ -134,7 +134,7 @@ def _check_computed(
         The findings of all ranks, ``mine`` without computations that no other rank repeats, and True if any ranks have
         compared some.
     """
-    label = _word(computed.label)
+    label = word_of(computed.label)
     alike, same = _agree(anchor, [label], digests)[0]
     if alike and same:
         return [], mine, len(digests) > 0
@@ -159,7 +159,8 @@ def _union(anchor: SyncGroup, mine: Sequence[Finding]) -> list[Finding]:
     return sorted(distinct.values(), key=lambda f: (f.kind, f.name, f.ranks))
 
 
-def _word(value: Hashable) -> int:
+def word_of(value: Hashable) -> int:
+    """Return 64 bits that are equal for equal values, as an int64 for a message."""
     digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -191,7 +192,7 @@ def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
     """
     held = {s.label for s in mine.sets}
     balance = sum(
-        _word((m.label, m.ranks, m.label in held)) * (1 - len(m.ranks) if anchor.rank == min(m.ranks) else 1)
+        word_of((m.label, m.ranks, m.label in held)) * (1 - len(m.ranks) if anchor.rank == min(m.ranks) else 1)
         for m in mine.memberships
         if set(m.ranks) <= set(anchor.ranks)
     )

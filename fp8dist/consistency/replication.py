@@ -159,12 +159,11 @@ class Replication:
         return megatron.copies_of(module)
 
     def _know_copies(self, name: str, parameter: Any, copies: megatron.Copies) -> None:
-        known = {
-            label: home for label in megatron.groups() if (home := self._known.get(("Megatron", label))) is not None
-        }
         # A rank may hold a tied embedding without being in the group that reduces it (get_embedding_ranks).
-        homes = [known[label] for label in copies.parameter if label in known]
-        reduced = [known[label] for label in copies.gradient if label in known]
+        homes, reduced = (
+            [self._known["Megatron", label] for label in labels if ("Megatron", label) in self._known]
+            for labels in (copies.parameter, copies.gradient)
+        )
         self._of_parameter[id(parameter)] = [Excuse(megatron.NOT_GATHERED)] if copies.gathers else homes
         self._of_gradient[id(parameter)] = reduced or [Excuse(megatron.REDUCED_IN_PARTS)]
         if copies.master is not None:

@@ -245,13 +245,12 @@ class LinearSlots:
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
 
     def _tap_of(self, work: Role | Gemm | None) -> dict[str, Any]:
-        """Return the arguments by which a cast or a product tells the tap; none if nobody listens."""
-        tap = self.job.tap
-        if tap is None or work is None:
+        """Return the arguments by which a cast or a product tells the tap; none if it has no site. Callers look for a
+        tap themselves, because most jobs have none."""
+        # What is exported or traced outlives the listener.
+        if work is None or torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return {}
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return {}  # What is exported or traced outlives the listener.
-        return {"site": self.site + SITES.index(work), "tap": tap}
+        return {"site": self.site + SITES.index(work), "tap": self.job.tap}
 
     def _known_hot(self, state: SlotState) -> bool:
         """True if the host knows that the slot is hot, so that no launch needs to look for x's own amax. Graphs outlive

@@ -231,11 +231,13 @@ class StepCycle:
 
     def _audit(self) -> None:
         """Let other ranks repeat what this step has computed, if it is audited. COLLECTIVE then."""
-        for place in self.audits.due if self.audits is not None else ():
+        if self.audits is None:
+            return
+        for place in self.audits.due:
             sync = self.syncs[place]
             ranks = sync.group.ranks if sync.group is not None else ()
             with failing_by_name(sync.owner, lambda: f"the audit of step {self.job.step + 1}", ranks):
-                report = self.audits.settle(place, sync)  # type: ignore[union-attr]
+                report = self.audits.settle(place, sync)
             self.checker.conclude_audit(report, sync.group)
 
     def audit(self, modules: Sequence[LinearSlots]) -> None:

@@ -193,7 +193,7 @@ def test_of_two_ranks_nobody_is_named(two_ranks: RankPool) -> None:
         assert {text.partition("; ")[2] for *_, text in found} == {"of two ranks, none can be blamed"}
 
 
-def _transient(world: int) -> Any:
+def _transient() -> Any:
     """One wrong bit, in the first product of a step."""
     trained = Trained()
     with captured_log() as log:
@@ -209,7 +209,7 @@ def _transient(world: int) -> Any:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_fault_that_does_not_repeat_is_transient(world: int, two_ranks: RankPool, three_ranks: RankPool) -> None:
-    results = (two_ranks if world == 2 else three_ranks).run(_transient, world)
+    results = (two_ranks if world == 2 else three_ranks).run(_transient)
     text = {
         2: "transient on rank 1: repeated, it gets what rank 0 gets",
         3: "rank 1 computes wrong once",

@@ -19,7 +19,7 @@ from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, killed, require_readable, require_run, same_numbers
+from tests.support.recorded import die, fingerprint, require_readable, require_resumed, require_run
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -519,12 +519,7 @@ def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
     (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
     events = require_run(tmp_path / "run-whole", losses, slots).events
     assert [event.step for event in events if event.kind == "saved"] == [6, 12, 18]
-    killed(two_ranks, _recorded, str(tmp_path), "part", "killed")
-    (resumed, _, _), _ = two_ranks.run(_recorded, str(tmp_path), "part", "resumed")
-    assert resumed == whole
-    same_numbers(tmp_path / "run-whole", tmp_path / "run-part", "grad_norm")
-    kinds = [event.kind for event in require_run(tmp_path / "run-part", losses, slots).events]
-    assert (kinds.count("start"), kinds[-1]) == (2, "end")
+    require_resumed(two_ranks, _recorded, tmp_path, (whole, losses, slots), "grad_norm")
 
 
 def test_the_example_trains(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.sync.groups import local_part
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, killed, recorder, require_readable, require_run, same_numbers
+from tests.support.recorded import die, fingerprint, recorder, require_readable, require_resumed, require_run
 from tests.support.titan import with_stand_ins
 
 pytestmark = [
@@ -460,12 +460,7 @@ def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
     (whole, losses, slots), _ = two_ranks.run(_recorded, str(tmp_path), "whole", "whole")
     run = require_run(tmp_path / "run-whole", losses, slots)
     assert run.metrics.columns["tokens"].tolist() == [2 * 2 * LENGTH] * STEPS
-    killed(two_ranks, _recorded, str(tmp_path), "part", "killed")
-    (resumed, _, _), _ = two_ranks.run(_recorded, str(tmp_path), "part", "resumed")
-    assert resumed == whole
-    same_numbers(tmp_path / "run-whole", tmp_path / "run-part", "grad_norm")
-    kinds = [event.kind for event in require_run(tmp_path / "run-part", losses, slots).events]
-    assert (kinds.count("start"), kinds[-1]) == (2, "end")
+    require_resumed(two_ranks, _recorded, tmp_path, (whole, losses, slots), "grad_norm")
 
 
 def test_the_example_trains(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.sync.groups import local_part
 from tests.support.examples import run_example
 from tests.support.ranks import RankPool
-from tests.support.recorded import die, fingerprint, killed, recorder, require_readable, require_run, same_numbers
+from tests.support.recorded import die, fingerprint, recorder, require_readable, require_resumed, require_run
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed"),
@@ -363,12 +363,7 @@ def test_a_killed_and_resumed_run_has_the_bits_and_the_folder_of_a_whole_one(
     assert evaluated.tolist() == [5, 10, 15, 20]
     saved = [(event.step, Path(event.data["path"]).name) for event in run.events if event.kind == "saved"]
     assert saved == [(step, f"checkpoint-{step}") for step in (6, 12, 18, 20)]
-    killed(two_ranks, _recorded, str(tmp_path), "part", "killed")
-    (resumed, _, _), _ = two_ranks.run(_recorded, str(tmp_path), "part", "resumed")
-    assert resumed == whole
-    same_numbers(tmp_path / "run-whole", tmp_path / "run-part", "grad_norm")
-    kinds = [event.kind for event in require_run(tmp_path / "run-part", losses, len(slots)).events]
-    assert (kinds.count("start"), kinds[-1]) == (2, "end")
+    require_resumed(two_ranks, _recorded, tmp_path, (whole, losses, len(slots)), "grad_norm")
 
 
 def _with_evaluations_and_a_teacher(folder: str) -> None:

@@ -17,7 +17,7 @@ from fp8dist.cli.main import main
 from fp8dist.report.numbers import Run, read_run
 from tests.support.ranks import RankPool, RanksFailed
 
-__all__ = ["die", "fingerprint", "killed", "recorder", "require_readable", "require_run", "same_numbers"]
+__all__ = ["die", "fingerprint", "recorder", "require_readable", "require_resumed", "require_run"]
 
 
 def recorder(folder: str) -> Callable[[fp8dist.StateManager], fp8dist.Recorder]:
@@ -52,16 +52,6 @@ def require_readable(folder: Path, steps: int) -> None:
     assert main(["report", str(folder), "--out", str(folder / "report.html")]) == 0
 
 
-def same_numbers(one: Path, other: Path, *names: str) -> None:
-    """Require equal lines for equal steps. ``names``: fields of metrics.jsonl, beside the loss."""
-    lines = [list(read_run(folder).folder.metrics().new()) for folder in (one, other)]
-    kept = ("step", "loss", "proven", *names)
-    first, second = ([{name: line.get(name) for name in kept} for line in each] for each in lines)
-    assert first == second
-    assert all(line[name] is not None for line in first for name in names)
-    assert (one / "scales.jsonl").read_text() == (other / "scales.jsonl").read_text()
-
-
 def fingerprint(state: Mapping[str, bytes], parameters: Iterable[Tensor]) -> str:
     """Return a digest of FP8 state and parameters, to be compared across processes."""
     digest = hashlib.sha256()
@@ -77,7 +67,32 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(ranks: RankPool, function: Callable[..., Any], *args: Any) -> None:
-    """Call a function on all ranks that kills them."""
+def require_resumed(
+    ranks: RankPool, job: Callable[..., Any], folder: Path, whole: tuple[str, Mapping[int, float], int], *names: str
+) -> None:
+    """Kill a job, resume it, and require the bits and the numbers of a whole run.
+
+    Args:
+        job: called with the folder, the run's name, and "killed" or "resumed"; returns what ``whole`` is. Its run is
+            recorded in ``folder/run-NAME``, that of ``whole`` in ``folder/run-whole``.
+        whole: fingerprint, losses by step and number of slots of the whole run.
+        names: fields of metrics.jsonl that must be equal, beside the loss.
+    """
+    fingerprint, losses, slots = whole
     with pytest.raises(RanksFailed, match="died"):
-        ranks.run(function, *args)
+        ranks.run(job, str(folder), "part", "killed")
+    (resumed, _, _), _ = ranks.run(job, str(folder), "part", "resumed")
+    assert resumed == fingerprint
+    _same_numbers(folder / "run-whole", folder / "run-part", *names)
+    kinds = [event.kind for event in require_run(folder / "run-part", losses, slots).events]
+    assert (kinds.count("start"), kinds[-1]) == (2, "end")
+
+
+def _same_numbers(one: Path, other: Path, *names: str) -> None:
+    """Require equal lines for equal steps. ``names``: fields of metrics.jsonl, beside the loss."""
+    lines = [list(read_run(folder).folder.metrics().new()) for folder in (one, other)]
+    kept = ("step", "loss", "proven", *names)
+    first, second = ([{name: line.get(name) for name in kept} for line in each] for each in lines)
+    assert first == second
+    assert all(line[name] is not None for line in first for name in names)
+    assert (one / "scales.jsonl").read_text() == (other / "scales.jsonl").read_text()
