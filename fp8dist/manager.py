@@ -94,6 +94,7 @@ class StateManager(Joinable):
         """Job-specific state. Not copied or pickled."""
         self._job = self._cycle.job
         self._syncs = self._cycle.syncs
+        self._cycle.order = {row.fqn: place for place, row in enumerate(self._coverage)}
         model = self._model()
         if model is not None:
             self._cycle.checker.watch(model)
@@ -358,6 +359,11 @@ class StateManager(Joinable):
         require_choice("policy", policy, ("raise", "warn", "repair"))
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
         return self._cycle.check(Scope(parameters, gradients, buffers, optimizers, compute=compute), policy)
+
+    @property
+    def _called_module(self) -> nn.Module:
+        """The model as the training loop calls it, which ``attach`` was given; before, the prepared model."""
+        return self._attachment.module or self._require_model()
 
     def _checkable(self) -> StepCycle:
         """Return the cycle for ``fp8dist.check``, with any pending sync committed. Local."""

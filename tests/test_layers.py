@@ -29,7 +29,7 @@ ROOMS = [
     ["arguments", "coverage"],
     ["manager"],
     ["prepare", "model_check", "ddp", "fsdp"],
-    ["launcher", "report", "simulation"],
+    ["launcher", "replays", "report", "simulation"],
     ["exporters"],
     ["__init__"],
     ["integrations"],

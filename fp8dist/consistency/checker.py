@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from fp8dist.divergence import Finding
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
+from fp8dist.monitoring.cause import Cause
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.settings import Policy, Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
@@ -34,9 +35,29 @@ from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.text import first_few
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
-__all__ = ["Checker", "Event", "run_check"]
+__all__ = ["Checker", "Event", "Replayed", "run_check"]
 
 logger = logging.getLogger("fp8dist")
+
+
+class Replayed(NamedTuple):
+    """A replay of a kept batch. ``trigger``: kind of the event that it follows. ``step``, ``microbatch``: what was
+    replayed. ``report``: the ReplayReport."""
+
+    trigger: str
+    step: int
+    microbatch: int
+    report: Any
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a line of events.jsonl says, as JSON values."""
+        found = self.report.to_json()
+        first = (found.get("findings") or [{}])[0]
+        who = {key: first[key] for key in ("module", "what") if first.get(key) is not None}
+        if first.get("ranks"):
+            who["rank"] = first["ranks"][0]
+        place = {"trigger": self.trigger, "replayed_step": self.step, "microbatch": self.microbatch}
+        return {**place, **who, "sentence": self.report.sentence, "replay": found}
 
 
 @dataclass(frozen=True)
@@ -45,14 +66,20 @@ class Event:
 
     ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales did not change), "saturated" (weights that
     are gathered in FP8 exceeded the range of their scale in ``slots``), "fallback" (the modules that cast ``slots`` run
-    in high precision for some steps), "jump" (the scales of ``slots`` jumped since the last watched step) or "diverged"
-    (see ``report``). Callbacks get events at boundaries and in ``check()``, the same ones on all ranks.
+    in high precision for some steps), "jump" (the scales of ``slots`` jumped since the last watched step), "diverged"
+    (see ``report``) or "replayed" (see ``replay``). Callbacks get events at boundaries and in ``check()``, the same
+    ones on all ranks.
+
+    ``cause``: of "nonfinite" and "jump", which cast recorded the first bad amax: its step, rank, microbatch, module and
+    role. None: the watch did not observe it.
     """
 
-    kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged"]
+    kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged", "replayed"]
     step: int
     slots: tuple[Slot, ...] = ()
     report: DivergenceReport | None = None
+    cause: Cause | None = None
+    replay: Replayed | None = None
 
 
 _NOTHING_TO_COMPARE = (
@@ -68,7 +95,7 @@ class Checker:
     """Consistency checker of one manager.
 
     ``callbacks`` are called with each ``Event``. ``checked``: the newest step after which a check found everything
-    equal; None: none.
+    equal; None: none. ``cause_of_nonfinite``: returns the first bad amax of a step of the run, if it was observed.
     """
 
     def __init__(
@@ -80,6 +107,7 @@ class Checker:
         control: PrecisionControl,
     ) -> None:
         self.callbacks: list[Callable[[Event], None]] = []
+        self.cause_of_nonfinite: Callable[[int], Cause | None] = lambda step: None
         self.checks = 0
         self.seconds = 0.0
         self.checked: int | None = None
@@ -190,7 +218,7 @@ class Checker:
 
     def _tell_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
         """Queue a "nonfinite" event on all ranks. One rank warns once: ``attach`` may lack the job's loss scaler."""
-        self._untold.append(Event("nonfinite", step, slots))
+        self._untold.append(Event("nonfinite", step, slots, cause=self.cause_of_nonfinite(self.job.step)))
         if not self._said_nonfinite and sync.speaks:
             self._said_nonfinite = True
             logger.warning(
@@ -288,7 +316,7 @@ class Checker:
         start = time.perf_counter()
         module = None if self._module is None else self._module()
         default = self.syncs[self._default]
-        anchor = self._anchor(module)
+        anchor = self.anchor()
         if anchor is None:
             return DivergenceReport(skipped=("there is one rank, or no process group",))
         try:
@@ -322,8 +350,9 @@ class Checker:
             if anchor.rank == min(anchor.ranks):
                 logger.warning("fp8dist: no parameters are compared: %s", "; ".join(skipped))
 
-    def _anchor(self, module: nn.Module | None) -> SyncGroup | None:
+    def anchor(self) -> SyncGroup | None:
         """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
+        module = None if self._module is None else self._module()
         group = self._groups[self._default]
         if group is not None:
             return group
@@ -335,6 +364,11 @@ class Checker:
     def tell(self, event: Event) -> None:
         """Queue an event for the callbacks, which run at the end of this boundary. Local."""
         self._untold.append(event)
+
+    def tell_at_once(self, event: Event) -> None:
+        """Queue an event, and run the callbacks. Local."""
+        self.tell(event)
+        self._tell_all()
 
     def tell_report(self, report: DivergenceReport) -> None:
         """Queue a check's report as an event, and run the callbacks. Local."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8dist.monitoring.cause import Cause, earliest, first_nonfinite
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.state.arena import Arena
 from fp8dist.sync.arena_sync import ArenaSync, all_reduce_max
@@ -70,6 +71,8 @@ class Watch:
     ) -> None:
         self.every, self.ranks, self.resume_after = every, ranks, resume_after
         self._monitor, self._observer = monitor, observer
+        self.seen: Observation | None = None  # The last one, and the one before it.
+        self._before: Observation | None = None
         self.start(0)
 
     def describe(self) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class Watch:
     def start(self, step: int) -> None:
         """Time steps from now on. ``step``: number of steps that have ended."""
         self._since = step, time.perf_counter()
+        self.seen = self._before = None
 
     def is_due(self, step: int) -> bool:
         """True if the casts of this step are measured."""
@@ -113,9 +117,40 @@ class Watch:
                 start = part.stop
         statistics.sort(key=lambda one: one.slot)
         jumps = self._monitor.observe(step, statistics)
+        self._before, self.seen = self.seen, Observation(step, tuple(statistics), dict(sorted(times.items())))
         if self._observer is not None:
-            self._observer(Observation(step, tuple(statistics), dict(sorted(times.items()))))
+            self._observer(self.seen)
         return jumps
+
+    def nonfinite(self, step: int, order: Mapping[str, int]) -> Cause | None:
+        """Return the first amax of a step that was not finite. None: all were finite, or the step was not observed.
+        Local. ``order``: see ``earliest``."""
+        if self.seen is None or self.seen.step != step:
+            return None
+        return first_nonfinite(step, self.seen.slots, order)
+
+    def outlier(self, jumps: Sequence[ScaleJump], syncs: Sequence[ArenaSync], order: Mapping[str, int]) -> Cause | None:
+        """Return the first amax that made a scale jump in the last observation. Local. ``order``: see ``earliest``.
+
+        A delayed scale is made from amaxes of earlier steps. So the amax is looked for in the step before, and None is
+        returned if that was not observed, or if an older amax has left the history.
+        """
+        assert self.seen is not None
+        jumped = {jump.slot: jump.after for jump in jumps}
+        step, before = self.seen.step, self._before
+        followed = before is not None and before.step == step - 1
+        causes = []
+        for sync in syncs:
+            arena = sync.arena
+            delayed = arena.recipe.delayed
+            if delayed and not followed:
+                continue
+            observed = before if delayed and before is not None else self.seen
+            slots = [one for one in observed.slots if one.slot in jumped and one.slot in arena.index]
+            if delayed:
+                slots = [one for one in slots if _made(arena, one, jumped[one.slot])]
+            causes.append(earliest(observed.step, slots, order))
+        return min([cause for cause in causes if cause is not None], key=lambda cause: cause.step, default=None)
 
     def _step_ms(self, step: int) -> float:
         (before, start), now = self._since, time.perf_counter()
@@ -192,6 +227,17 @@ def _statistics(arena: Arena, seen: Tensor, held: Tensor | None) -> list[SlotSta
         one = SlotStatistics(spec.slot, amax, scales[i], saturated, underflow, *by_rank, *known)
         found.append(one._replace(fp8_max=spec.format.max))
     return found
+
+
+def _made(arena: Arena, one: SlotStatistics, scale: float) -> bool:
+    """True if this amax alone gives this scale."""
+    if one.amax is None or one.fp8_max is None or not 0 < one.amax < math.inf:
+        return False
+    amax, largest = (torch.tensor([value], dtype=torch.float32, device="cpu") for value in (one.amax, one.fp8_max))
+    made = scale_from_amax(
+        amax, torch.full_like(amax, torch.nan), largest, arena.recipe.margin, arena.recipe.power_of_two
+    )
+    return float(made) == scale
 
 
 def _scales(arena: Arena, amax: Tensor) -> Tensor:
