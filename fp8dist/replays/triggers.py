@@ -81,7 +81,8 @@ def replay_on(
         events: which events. Those that nobody sends never come.
         at_most_every: least number of steps from one replay to the next.
         guard: the LossGuard of the run, for "spike" and losses that are not finite.
-        group: see ``fp8dist.replay``. None: the ranks that share the FP8 state, or all ranks of the job.
+        group: see ``fp8dist.replay``. None: the ranks that share the FP8 state, or all ranks of the job, which also
+            agree on each replay.
         scaler: the GradScaler, see ``fp8dist.replay``.
         callback: also called with the Event, on all ranks. Without a manager there is no other.
 
@@ -181,9 +182,7 @@ class _Replays:
 
     @functools.cached_property
     def _ranks(self) -> SyncGroup | None:
-        """The ranks that replay together; None for one."""
-        if self._given is not None:
-            return SyncGroup(self._given)
+        """The ranks that begin a replay together; None for one. With tensor parallelism more than ``group``."""
         if self._manager is not None:
             return self._manager._cycle.checker.anchor()
         return None if world_size() == 1 else SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
@@ -237,7 +236,7 @@ class _Replays:
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 self._warn(f"the replay of microbatch {microbatch} of step {wish.step} failed: {what}")
                 return
-            if not report.reproducible:
+            if report.findings:
                 break
         if report is not None:
             self._tell(Replayed(wish.kind, wish.step, microbatch, report))

@@ -348,6 +348,8 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
     """Return what happened, without step and kind."""
     if kind == "diverged":
         return _divergence(line.get("report"))
+    if kind == "replayed":
+        return f"after {line.get('trigger')}: {line.get('sentence')}"[:MAX_TEXT]
     slots = line.get("slots")
     names = [name for name in slots if isinstance(name, str)] if isinstance(slots, list) else []
     if kind == "start":

@@ -41,7 +41,7 @@ class Seen:
             raise self.finds
         finding = {"kind": "nonfinite", "ranks": [1], "module": "branch", "what": "output"}
         found = {"findings": [] if self.finds is None else [finding]}
-        report = mock.Mock(reproducible=self.finds is None, sentence="the sentence", to_json=lambda: found)
+        report = mock.Mock(findings=found["findings"], sentence="the sentence", to_json=lambda: found)
         report.__str__ = lambda _: "the sentence"  # type: ignore[method-assign,misc,assignment]
         return report
 
@@ -245,13 +245,13 @@ def test_mistakes() -> None:
     net = make_net()
     manager = fp8dist.prepare(net)
     buffer = ReplayBuffer(manager)
-    with pytest.raises(ConfigurationError, match="events must be .* got 'spikes'"):
+    with pytest.raises(ConfigurationError, match=r"events must be .* got 'spikes'"):
         fp8dist.replay_on(manager, buffer, print, ("spikes",))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="at_most_every must be a number of steps"):
         fp8dist.replay_on(manager, buffer, print, at_most_every=0)
     with pytest.raises(ConfigurationError, match=r"none of events=\('spike',\) can come: pass guard="):
         fp8dist.replay_on(manager, buffer, print, ("spike",))
-    with pytest.raises(ConfigurationError, match="none of events=.* can come: pass guard="):
+    with pytest.raises(ConfigurationError, match=r"none of events=.* can come: pass guard="):
         fp8dist.replay_on(net, ReplayBuffer(net), print)
 
 
