@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -21,7 +22,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.state.slots import clean_fqn
 from fp8dist.sync.groups import has_base, local_part
 
-__all__ = ["Outputs", "Place", "Taken"]
+__all__ = ["Outputs", "Place", "Taken", "is_compiled"]
 
 
 class Place(NamedTuple):
@@ -44,6 +45,20 @@ class Taken(NamedTuple):
     digests: Tensor
     nonfinite: Tensor
     marks: tuple[Any, ...]
+
+    def message(self) -> tuple[str, Tensor, Tensor]:
+        """Return this as it is sent to another rank, without the marks."""
+        return json.dumps(self.places), self.digests, self.nonfinite
+
+    @classmethod
+    def of_message(cls, message: tuple[str, Tensor, Tensor]) -> Taken:
+        """Return what was sent as ``message``."""
+        text, digests, nonfinite = message
+        listed = json.loads(text)
+        places = [
+            Place(module, what, call, part, tuple(shape), kind) for module, what, call, part, shape, kind in listed
+        ]
+        return cls(tuple(places), digests, nonfinite, ())
 
     @property
     def first_nonfinite(self) -> int | None:

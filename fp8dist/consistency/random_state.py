@@ -6,7 +6,7 @@ A state is a NamedTuple of tensors, so it can be kept on the host, and sent to a
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def random_state(device: torch.device) -> RandomState:
         device: the one that this process computes on.
     """
     _, words, gauss = random.getstate()
-    _, keys, place, has_gauss, cached = np.random.get_state()
+    _, keys, place, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     return RandomState(
         torch.tensor(words, dtype=torch.int64, device="cpu"),
         torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64, device="cpu"),
