@@ -12,6 +12,7 @@ from __future__ import annotations
 from fp8dist import ddp, errors, fsdp
 from fp8dist.checkpoint.transformer_engine import ImportReport
 from fp8dist.consistency.checker import Event, Replayed
+from fp8dist.consistency.replay_report import ReplayFinding, ReplayReport
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage, CoverageRow
 from fp8dist.divergence import Finding
@@ -29,6 +30,7 @@ from fp8dist.errors import (
 )
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
+from fp8dist.model_replay import replay
 from fp8dist.modules.overrides import first_and_last
 from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.exporter import Exporter
@@ -75,6 +77,8 @@ __all__ = [
     "Recipe",
     "Recorder",
     "ReplayBuffer",
+    "ReplayFinding",
+    "ReplayReport",
     "Replayed",
     "RowwiseScaling",
     "ScaleJump",
@@ -90,6 +94,7 @@ __all__ = [
     "fsdp",
     "get_manager",
     "prepare",
+    "replay",
     "replay_on",
     "restore",
     "roll_call",

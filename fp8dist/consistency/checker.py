@@ -18,6 +18,7 @@ from fp8dist.consistency.headers import localise
 from fp8dist.consistency.inventory import Holdings, Inventory, Scope
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import mended_texts, repair
+from fp8dist.consistency.replay_report import ReplayReport
 from fp8dist.consistency.report import DivergenceReport, announce, save_evidence
 from fp8dist.consistency.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.divergence import Finding
@@ -42,22 +43,21 @@ logger = logging.getLogger("fp8dist")
 
 class Replayed(NamedTuple):
     """A replay of a kept batch. ``trigger``: kind of the event that it follows. ``step``, ``microbatch``: what was
-    replayed. ``report``: the ReplayReport."""
+    replayed."""
 
     trigger: str
     step: int
     microbatch: int
-    report: Any
+    report: ReplayReport
 
     def fields(self) -> dict[str, Any]:
         """Return what a line of events.jsonl says, as JSON values."""
-        found = self.report.to_json()
-        first = (found.get("findings") or [{}])[0]
-        who = {key: first[key] for key in ("module", "what") if first.get(key) is not None}
-        if first.get("ranks"):
-            who["rank"] = first["ranks"][0]
         place = {"trigger": self.trigger, "replayed_step": self.step, "microbatch": self.microbatch}
-        return {**place, **who, "sentence": self.report.sentence, "replay": found}
+        who = {}
+        if self.report.findings:
+            first = self.report.findings[0]
+            who = {"rank": first.ranks[0], "module": first.module, "what": first.what}
+        return {**place, **who, "sentence": self.report.sentence, "replay": self.report.to_json()}
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,16 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from fp8dist.consistency.outputs import is_compiled
 from fp8dist.state.manifest import NUMERICS_VERSION
 
-__all__ = ["likeness"]
+__all__ = ["likeness", "unsteady_settings"]
 
 _PACKAGES = ("triton", "nvidia-cublas", "nvidia-cublas-cu12")
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET")
@@ -37,7 +40,20 @@ def likeness(device: torch.device) -> str:
             versions.append(f"{package} {importlib.metadata.version(package)}")
     settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
     settings.append(f"float32 products {torch.get_float32_matmul_precision()}")
+    settings.append(f"oneDNN {'on' if torch.backends.mkldnn.enabled else 'off'}")
+    settings.append(f"deterministic algorithms {torch.are_deterministic_algorithms_enabled()}")
     return "; ".join([hardware, *versions, *settings])
+
+
+def unsteady_settings(device: torch.device, model: nn.Module) -> list[str]:
+    """Return the settings by which ranks may choose other kernels for equal work, as reasons not to compare them."""
+    found = []
+    if device.type == "cuda" and torch.backends.cudnn.benchmark:
+        found.append("torch.backends.cudnn.benchmark=True chooses kernels by their time, on each rank for itself")
+    inductor = sys.modules.get("torch._inductor.config")
+    if any(map(is_compiled, model.modules())) and inductor is not None and inductor.max_autotune:
+        found.append("Inductor's max_autotune chooses kernels by their time, on each rank for itself")
+    return found
 
 
 def _processor() -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "compute_device",
     "fsdp2_cut",
     "is_sharded",
+    "is_tensor_parallel",
     "managed_from_outside",
     "mesh_ranks",
     "multiplied_shape",
@@ -101,6 +102,17 @@ def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
     weight: Any = linear.weight
     axis = _fsdp2_axes(weight) - 1
     return weight.placements[axis].dim, weight.device_mesh.size(axis)
+
+
+def is_tensor_parallel(whole: nn.Module) -> bool:
+    """True if ranks hold other parts of a parameter than FSDP's shards."""
+    for module in whole.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and is_dtensor(parameter):
+                own = _fsdp2_axes(parameter) if has_fsdp2_hook(module) else 0
+                if any(placement.is_shard() for placement in parameter.placements[own:]):
+                    return True
+    return False
 
 
 def _fsdp2_axes(weight: Any) -> int:

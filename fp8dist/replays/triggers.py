@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8dist.consistency.checker import Event, Replayed
+from fp8dist.consistency.replay_report import ReplayReport
 from fp8dist.errors import ConfigurationError, LossAlarm, SyncError
 from fp8dist.manager import StateManager
 from fp8dist.model_replay import replay
@@ -226,7 +227,7 @@ class _Replays:
 
     def _replay(self, wish: _Wish, microbatches: Iterable[int]) -> None:
         """Replay microbatches until one shows something, and tell what it showed. COLLECTIVE."""
-        report = None
+        report: ReplayReport | None = None
         for microbatch in microbatches:
             try:
                 report = self._replay_one(self._recorder.of(wish.step)[microbatch])
@@ -241,7 +242,7 @@ class _Replays:
         if report is not None:
             self._tell(Replayed(wish.kind, wish.step, microbatch, report))
 
-    def _replay_one(self, kept: KeptBatch) -> Any:
+    def _replay_one(self, kept: KeptBatch) -> ReplayReport:
         batch, failed = None, None
         try:
             batch = kept.batch()

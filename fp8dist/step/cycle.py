@@ -116,6 +116,7 @@ class StepCycle:
         """Activities in progress besides plain training."""
         found = (
             (Activity.CAPTURING, self.captures),
+            (Activity.REPLAYING, self.job.replaying),
             (Activity.CALIBRATING, self.job.calibrating),
             (Activity.JOINED, self.job.joined),
             (Activity.IN_STEP, any(sync.phase is Phase.IN_FLIGHT for sync in self.syncs)),

@@ -14,7 +14,17 @@ import torch
 import torch.distributed as dist
 
 import fp8dist
-from fp8dist import CurrentScaling, DelayedScaling, Event, LossDiverged, LossGuard, Recipe, ReplayBuffer
+from fp8dist import (
+    CurrentScaling,
+    DelayedScaling,
+    Event,
+    LossDiverged,
+    LossGuard,
+    Recipe,
+    ReplayBuffer,
+    ReplayFinding,
+    ReplayReport,
+)
 from fp8dist.errors import ConfigurationError
 from fp8dist.replays import triggers
 from tests.support.collectives import counted_collectives
@@ -23,6 +33,7 @@ from tests.support.ranks import RankPool
 from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
 
 MICROBATCHES = 2
+SENTENCE = "the data of rank 1 gives the first non-finite value in module 'branch', output"
 WATCHED = {"every": 1, "ranks": True}
 
 
@@ -39,11 +50,8 @@ class Seen:
         self.weights.append(parameter_bits(model))
         if isinstance(self.finds, Exception):
             raise self.finds
-        finding = {"kind": "nonfinite", "ranks": [1], "module": "branch", "what": "output"}
-        found = {"findings": [] if self.finds is None else [finding]}
-        report = mock.Mock(findings=found["findings"], sentence="the sentence", to_json=lambda: found)
-        report.__str__ = lambda _: "the sentence"  # type: ignore[method-assign,misc,assignment]
-        return report
+        finding = ReplayFinding("nonfinite", (1,), "branch", "output", 0, 3)
+        return ReplayReport(() if self.finds is None else (finding,))
 
 
 class Training:
@@ -135,7 +143,7 @@ def test_a_nan_is_replayed_in_its_own_step_before_the_update(
     assert event.replay[:3] == ("nonfinite", 3, microbatch)
     assert seen.batches == [bits(training.batch(3, microbatch, {3: math.nan})[0])]
     assert seen.weights == [training.weights[2]]
-    assert sum("microbatch" in message and "the sentence" in message for _, message in log) == 1
+    assert sum("microbatch" in message and SENTENCE in message for _, message in log) == 1
 
 
 def test_what_names_no_microbatch_is_looked_for_in_all(seen: Seen) -> None:
@@ -237,7 +245,7 @@ def test_the_folder_of_a_run_has_the_replay(tmp_path: Path, seen: Seen) -> None:
     who = {"cause_step": 1, "rank": 0, "microbatch": 0, "module": "first", "role": "input"}
     assert who.items() <= nonfinite.items()
     expected = {"step": 1, "trigger": "nonfinite", "replayed_step": 1, "microbatch": 0, "rank": 1, "module": "branch"}
-    assert (expected | {"what": "output", "sentence": "the sentence"}).items() <= replayed.items()
+    assert (expected | {"what": "output", "sentence": SENTENCE}).items() <= replayed.items()
     assert replayed["replay"]["findings"][0]["module"] == "branch"
 
 
@@ -266,7 +274,7 @@ def named_on_all(watch: Mapping[str, Any]) -> Any:
     nonfinite = [(event.cause, event.step) for event in training.events if event.kind == "nonfinite"]
     replayed = [event.replay[:3] for event in training.replays() if event.replay is not None]
     own = seen.batches == [bits(training.batch(3, 1, {3: math.nan})[0])]
-    return nonfinite, replayed, own, [message for _, message in log if "the sentence" in message]
+    return nonfinite, replayed, own, [message for _, message in log if SENTENCE in message]
 
 
 def test_all_ranks_replay_the_place_that_an_event_names(three_ranks: RankPool) -> None:
