@@ -316,14 +316,10 @@ def _note(mine: str, theirs: str, rank: int, found: Difference | None) -> str:
 
 
 def _told(error: Exception, what: str) -> str:
-    rank = f"rank {own_rank()}"
-    refused = isinstance(error, ConfigurationError)
-    text = (
-        f"{rank}: {error}"
-        if refused or not what
-        else f"replay(): {rank} raised in {what}: {type(error).__name__}: {error}"
-    )
-    return json.dumps([refused or not what, text])
+    rank, refused = f"rank {own_rank()}", isinstance(error, ConfigurationError) or not what
+    if refused:
+        return json.dumps([True, f"{error} ({rank})"])
+    return json.dumps([False, f"replay(): {rank} raised in {what}: {type(error).__name__}: {error}"])
 
 
 def _error(refused: bool, text: str) -> Fp8DistError:

@@ -63,6 +63,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
                 "the graph may end before the step does: leave the hook out; the sync is then in the graph with the "
                 "optimizer's step"
             ),
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "comm_hook(manager)": {Tie.RESTORED: _AGAIN},
         "poll()": {
@@ -109,7 +110,6 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
         "watch()": {
             Tie.ATTACHED: "call it before attach(), where ranks agree on it",
             Tie.RESTORED: _AGAIN,
-            Activity.REPLAYING: _IN_REPLAY,
         },
         "set_precision()": {
             Tie.RESTORED: _AGAIN,
