@@ -93,7 +93,8 @@ class ReplayBuffer:
             step: number of the step that the batch is for. A manager knows it, so give it only without FP8.
 
         Raises:
-            ConfigurationError: ``step`` is missing without FP8, or given with it.
+            ConfigurationError: ``step`` is missing without FP8, or given with it. Or a step was captured into a CUDA graph,
+            whose replays end no step on the host.
         """
         if self._paused:  # The user's step may contain this call.
             return
@@ -103,6 +104,8 @@ class ReplayBuffer:
             raise ConfigurationError("keep(batch, step): the manager counts the steps: leave step= out")
         if step is None:
             assert self._manager is not None
+            if self._manager._job.captured:
+                raise ConfigurationError("keep(): steps in a CUDA graph are not seen one by one: capture no step")
             step = self._manager.run_step + 1
         else:
             require_int("step", step, 0, what="the number of a step")

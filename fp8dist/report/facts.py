@@ -237,8 +237,11 @@ def _told(event: Event) -> str:
     if isinstance(slots, list) and slots:
         named = first_few([shortened(str(slot)) for slot in slots[:3]], 3)
         parts.append(named + (f" and {data['slots_count'] - 3} more" if data["slots_count"] > 3 else ""))
-    for key, text in (("module", ""), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")):
-        if isinstance(data.get(key), (int, str)) and not (isinstance(slots, list) and key in ("module", "role")):
+    about = type(data.get("cause_step")) is int and data["cause_step"] != event.step
+    first = "first in " if isinstance(slots, list) else ""
+    keys = [("module", first), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")]
+    for key, text in [*keys, ("cause_step", "of step ")] if about else keys:
+        if isinstance(data.get(key), (int, str)):
             parts.append(f"{text}{shortened(str(data[key]), 100)}")
     for key in ("loss", "median", "digest", "error"):
         if isinstance(data.get(key), (int, float, str)):

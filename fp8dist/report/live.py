@@ -356,8 +356,8 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
         after = line.get("resumed_after")
         return "" if after is None else f"resumed after step {str(after)[:20]}"
     parts = _first(names, "slot") if names else []
-    if isinstance(line.get("module"), str) and not names:
-        parts.append(f"{line['module']} ({line.get('role')})"[:MAX_TEXT])
+    if isinstance(line.get("module"), str):
+        parts.append(f"{'first in ' * bool(names)}{line['module']} ({line.get('role')})"[:MAX_TEXT])
     parts += [f"{unit} {line[unit]}" for unit in ("rank", "microbatch") if type(line.get(unit)) is int]
     for name in ("loss", "median"):
         number = _number(line, name)

@@ -19,9 +19,12 @@ SPIKE = ["--steps", "13", "--replay-on", "spike", "--loss-guard", "skip", "--inj
 WATCH = ["--watch-every", "1", "--watch-ranks"]
 
 
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
 def replays(folder: Path) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "replayed"]
+    return [event for event in events(folder) if event["kind"] == "replayed"]
 
 
 MODES = [
@@ -67,6 +70,19 @@ def test_what_differs_from_run_to_run_is_named(fault: str, mode: str, precision:
     assert replay["sentence"].startswith(f"not deterministic on rank {rank}, first in module 'blocks.1', output")
 
 
+@pytest.mark.slow
+def test_a_jump_names_the_cast_and_the_step_of_its_amax(tmp_path: Path) -> None:
+    flags = ["--history-len", "1", "--scale-jump", "64", "--replay-on", "jump", "--inject", "outlier:1:5"]
+    replay, _ = run(tmp_path, "ddp", "fp8", *flags)
+    assert {"step": 6, "trigger": "jump", "replayed_step": 5}.items() <= replay.items()
+    jump = next(event for event in events(tmp_path) if event["kind"] == "jump")
+    who = {"step": 6, "cause_step": 5, "rank": 1, "module": "blocks.1.mlp_in", "role": "input"}
+    assert who.items() <= jump.items()
+    told = next(point.text for point in facts.story(read_run(tmp_path)) if point.kind == "jump")
+    assert replay["microbatch"] == jump["microbatch"]
+    assert told.endswith(f", first in blocks.1.mlp_in, input, rank 1, microbatch {jump['microbatch']}, of step 5")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp8", "fp32"])
 def test_a_run_with_a_replay_has_the_bits_of_one_without(precision: str, tmp_path: Path) -> None:
@@ -74,7 +90,8 @@ def test_a_run_with_a_replay_has_the_bits_of_one_without(precision: str, tmp_pat
     without = finish(tmp_path / "without", RANKS, *TINY, *FLAGS, *spiked)
     replayed = finish(tmp_path / "with", RANKS, *TINY, *FLAGS, *spiked, "--replay-on", "nonfinite,spike")
     (replay,) = replays(tmp_path / "with")
-    assert replay["sentence"].startswith("reproducible: ")
+    # The fault is in the model of one rank, not in its data.
+    assert replay["sentence"].startswith("ranks 0, 1 differ on the same data, first in module 'lm_head', output")
     assert replayed.losses == without.losses
     assert replayed.summary["parameters_sha256"] == without.summary["parameters_sha256"]
 

@@ -100,3 +100,7 @@ def test_mistakes() -> None:
         ReplayBuffer(net).keep(torch.ones(1))
     with pytest.raises(ConfigurationError, match="the manager counts the steps"):
         ReplayBuffer(fp8dist.prepare(net)).keep(torch.ones(1), 1)
+    manager = fp8dist.get_manager(net)
+    manager._job.captured = True
+    with pytest.raises(ConfigurationError, match="steps in a CUDA graph are not seen one by one"):
+        ReplayBuffer(manager).keep(torch.ones(1))
