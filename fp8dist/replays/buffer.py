@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from fp8dist.consistency.neighbours import require_sendable
 from fp8dist.consistency.random_state import RandomState, random_state
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import StateManager
 from fp8dist.names import require_int
+from fp8dist.parallel.wrappers import compute_device
+from fp8dist.sync.groups import world_size
 
 __all__ = ["KeptBatch", "ReplayBuffer"]
 
@@ -66,12 +70,16 @@ class ReplayBuffer:
         self._steps: dict[int, list[KeptBatch]] = {}
         self._open: int | None = None  # The step in progress.
         self._paused = False
-        if isinstance(manager, StateManager):
-            self._device = manager.join_device
-        else:
-            self._device = next((parameter.device for parameter in manager.parameters()), torch.device("cpu"))
+        self._owner = manager
         if self._manager is not None:
             self._manager._cycle.listeners.append(self._end_step)
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        """The device that computes. Found at the first ``keep``, when the model is where it trains."""
+        model = self._owner if isinstance(self._owner, nn.Module) else self._owner._called_module
+        parameter = next(model.parameters(), None)
+        return torch.device("cpu") if parameter is None else compute_device(parameter, model)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -89,12 +97,13 @@ class ReplayBuffer:
         Call it once per microbatch, right before its forward. Do not call it for evaluations.
 
         Args:
-            batch: a pytree. Its tensors are copied, everything else is copied with ``copy.deepcopy``.
+            batch: a pytree. Its tensors are copied, everything else is copied with ``copy.deepcopy``. With several
+                ranks, tensors and plain values only, because a replay sends it to another rank.
             step: number of the step that the batch is for. A manager knows it, so give it only without FP8.
 
         Raises:
-            ConfigurationError: ``step`` is missing without FP8, or given with it. Or a step was captured into a CUDA graph,
-            whose replays end no step on the host.
+            ConfigurationError: ``step`` is missing without FP8, or given with it. Or a step was captured into a CUDA
+                graph, whose replays end no step on the host; or ``batch`` cannot be sent.
         """
         if self._paused:  # The user's step may contain this call.
             return
@@ -109,6 +118,8 @@ class ReplayBuffer:
             step = self._manager.run_step + 1
         else:
             require_int("step", step, 0, what="the number of a step")
+        if world_size() > 1:
+            require_sendable(batch)
         if step != self._open:
             self._begin(step)
         leaves, spec = tree_flatten(batch)

@@ -147,8 +147,8 @@ class _Replays:
 
     def _judge(self, alarm: LossAlarm | None) -> None:
         """Handle what the guard sees of a loss. COLLECTIVE if it replays."""
-        if alarm is not None and self._recorder.steps:
-            self._note(alarm.kind, self._recorder.steps[-1])
+        if alarm is not None:
+            self._note(alarm.kind, self._now(alarm.step))
         assert self._guard is not None
         if self._manager is None or self._guard.stops:
             if alarm is not None or self._ranks is None or self._guard.ranks != tuple(self._ranks.ranks):
@@ -263,7 +263,7 @@ class _Replays:
         return self._ranks.mesh or self._ranks.process_group
 
     def _tell(self, replayed: Replayed) -> None:
-        event = Event("replayed", self._recorder.steps[-1], replay=replayed)
+        event = Event("replayed", self._now(replayed.step), replay=replayed)
         self._warn(
             f"after a {replayed.trigger!r}, microbatch {replayed.microbatch} of step {replayed.step} was replayed: "
             f"{replayed.report}"
@@ -275,7 +275,11 @@ class _Replays:
 
     def _warn(self, message: str) -> None:
         if own_rank() == (0 if self._ranks is None else min(self._ranks.ranks)):
-            logger.warning("fp8dist: step %d: %s", self._recorder.steps[-1] if self._recorder.steps else 0, message)
+            logger.warning("fp8dist: step %d: %s", self._now(0), message)
+
+    def _now(self, otherwise: int) -> int:
+        """Return the step whose batches were kept last; ``otherwise`` if none are kept."""
+        return self._recorder.steps[-1] if self._recorder.steps else otherwise
 
     def _warn_once(self, message: str) -> None:
         if message not in self._said:
