@@ -94,7 +94,6 @@ class StateManager(Joinable):
         """Job-specific state. Not copied or pickled."""
         self._job = self._cycle.job
         self._syncs = self._cycle.syncs
-        self._cycle.order = {row.fqn: place for place, row in enumerate(self._coverage)}
         model = self._model()
         if model is not None:
             self._cycle.checker.watch(model)
@@ -303,7 +302,9 @@ class StateManager(Joinable):
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
-        self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer)
+        order = {row.fqn: place for place, row in enumerate(self._coverage)}
+        self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer, order)
+        self._cycle.checker.amaxes = self._cycle.watch
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Register a function that is called with each Event. Local."""

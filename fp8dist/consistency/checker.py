@@ -26,6 +26,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.cause import Cause
+from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.settings import Policy, Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
@@ -95,7 +96,7 @@ class Checker:
     """Consistency checker of one manager.
 
     ``callbacks`` are called with each ``Event``. ``checked``: the newest step after which a check found everything
-    equal; None: none. ``cause_of_nonfinite``: returns the first bad amax of a step of the run, if it was observed.
+    equal; None: none. ``amaxes``: the watch that tells which cast went wrong first; None: there is none.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Checker:
         control: PrecisionControl,
     ) -> None:
         self.callbacks: list[Callable[[Event], None]] = []
-        self.cause_of_nonfinite: Callable[[int], Cause | None] = lambda step: None
+        self.amaxes: Watch | None = None
         self.checks = 0
         self.seconds = 0.0
         self.checked: int | None = None
@@ -218,7 +219,7 @@ class Checker:
 
     def _tell_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
         """Queue a "nonfinite" event on all ranks. One rank warns once: ``attach`` may lack the job's loss scaler."""
-        self._untold.append(Event("nonfinite", step, slots, cause=self.cause_of_nonfinite(self.job.step)))
+        self._untold.append(Event("nonfinite", step, slots, cause=self.cause_of_nonfinite()))
         if not self._said_nonfinite and sync.speaks:
             self._said_nonfinite = True
             logger.warning(
@@ -227,6 +228,10 @@ class Checker:
                 step,
                 first_few(slots),
             )
+
+    def cause_of_nonfinite(self) -> Cause | None:
+        """Return the first non-finite amax of the step that ended last, if the watch observed it. Local."""
+        return None if self.amaxes is None else self.amaxes.nonfinite(self.job.step)[0]
 
     def _tell_fallback(self, sync: ArenaSync, step: int) -> None:
         """Switch the modules of tripped slots to high precision. All ranks take the tripped slots from the sync."""

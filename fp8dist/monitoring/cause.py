@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fp8dist.monitoring.monitor import SlotStatistics
 
-__all__ = ["Cause", "earliest", "first_nonfinite"]
+__all__ = ["Cause", "earliest"]
 
 
 class Cause(NamedTuple):
@@ -40,8 +40,3 @@ def earliest(step: int, slots: Iterable[SlotStatistics], order: Mapping[str, int
     if first is None:
         return None
     return Cause(step, first.amax_rank, first.amax_microbatch, first.slot.fqn, first.slot.role)
-
-
-def first_nonfinite(step: int, slots: Iterable[SlotStatistics], order: Mapping[str, int]) -> Cause | None:
-    """Return the earliest amax that is not finite; None: all are finite. Local. See ``earliest``."""
-    return earliest(step, [one for one in slots if one.amax is not None and not math.isfinite(one.amax)], order)

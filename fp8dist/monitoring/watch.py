@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8dist.monitoring.cause import Cause, earliest, first_nonfinite
+from fp8dist.monitoring.cause import Cause, earliest
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.state.arena import Arena
+from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync, all_reduce_max
 from fp8dist.sync.groups import SyncGroup, own_rank
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
@@ -58,7 +60,7 @@ class Watch:
 
     ``resume_after``: the step number to count from, until a step has ended. None: count from the step counter of the
     FP8 state, which includes calibrations, but not steps without FP8. ``observer``: called with each Observation, on
-    all ranks.
+    all ranks. ``order``: place of each module in the model, by fqn.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class Watch:
         monitor: Monitor,
         resume_after: int | None = None,
         observer: Observer | None = None,
+        order: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.every, self.ranks, self.resume_after = every, ranks, resume_after
-        self._monitor, self._observer = monitor, observer
+        self._monitor, self._observer, self._order = monitor, observer, order
         self.seen: Observation | None = None  # The last one, and the one before it.
         self._before: Observation | None = None
         self.start(0)
@@ -122,15 +125,15 @@ class Watch:
             self._observer(self.seen)
         return jumps
 
-    def nonfinite(self, step: int, order: Mapping[str, int]) -> Cause | None:
-        """Return the first amax of a step that was not finite. None: all were finite, or the step was not observed.
-        Local. ``order``: see ``earliest``."""
-        if self.seen is None or self.seen.step != step:
-            return None
-        return first_nonfinite(step, self.seen.slots, order)
+    def nonfinite(self, step: int) -> tuple[Cause | None, tuple[Slot, ...]]:
+        """Return the first amax of a step that was not finite, and the slots of all. Nothing if all were finite, or the
+        step was not observed. Local."""
+        observed = () if self.seen is None or self.seen.step != step else self.seen.slots
+        found = [one for one in observed if one.amax is not None and not math.isfinite(one.amax)]
+        return earliest(step, found, self._order), tuple(one.slot for one in found)
 
-    def outlier(self, jumps: Sequence[ScaleJump], syncs: Sequence[ArenaSync], order: Mapping[str, int]) -> Cause | None:
-        """Return the first amax that made a scale jump in the last observation. Local. ``order``: see ``earliest``.
+    def outlier(self, jumps: Sequence[ScaleJump], syncs: Sequence[ArenaSync]) -> Cause | None:
+        """Return the first amax that made a scale jump in the last observation. Local.
 
         A delayed scale is made from amaxes of earlier steps. So the amax is looked for in the step before, and None is
         returned if that was not observed, or if an older amax has left the history.
@@ -149,7 +152,7 @@ class Watch:
             slots = [one for one in observed.slots if one.slot in jumped and one.slot in arena.index]
             if delayed:
                 slots = [one for one in slots if _made(arena, one, jumped[one.slot])]
-            causes.append(earliest(observed.step, slots, order))
+            causes.append(earliest(observed.step, slots, self._order))
         return min([cause for cause in causes if cause is not None], key=lambda cause: cause.step, default=None)
 
     def _step_ms(self, step: int) -> float:

@@ -174,7 +174,7 @@ class _Replays:
         if told is not None and told.step < now:  # The event of an earlier step, which had its replay there.
             del self._wishes["nonfinite"]
         if "nonfinite" in self._events and self._manager._cycle.found_nonfinite():
-            cause = self._manager._cycle.cause_of_nonfinite(now)
+            cause = self._manager._cycle.checker.cause_of_nonfinite()
             self._note("nonfinite", now, *((None, None) if cause is None else (cause.microbatch, cause.rank)))
         self._replay_if_agreed()
         self._rest = max(0, self._rest - 1)

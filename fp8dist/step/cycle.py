@@ -20,7 +20,6 @@ from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.modules.job_state import Activity, JobState
 from fp8dist.modules.linear_slots import SITES, LinearSlots
 from fp8dist.modules.precision_control import PrecisionControl
-from fp8dist.monitoring.cause import Cause, first_nonfinite
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.fsdp2 import ShardedWeights
 from fp8dist.parallel.sharded_weight import ShardedWeight
@@ -85,8 +84,6 @@ class StepCycle:
             sync.waits = self.waits
         self.control = PrecisionControl(self.precisions, self.settings, self.job, self.syncs, self.groups)
         self.checker = Checker(self.syncs, self.groups, self.settings, self.job, self.control)
-        self.checker.cause_of_nonfinite = self.cause_of_nonfinite
-        self.order: Mapping[str, int] = {}  # Place of each module in the model; set by the manager.
         self.listeners: list[Callable[[bool], None]] = []  # Called as a training step ends; False: it was skipped.
         self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
         self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.
@@ -293,24 +290,18 @@ class StepCycle:
             waited = self.waits.mean() if synced and self.waits.averaged else math.nan
             jumps = self.watch.collect(step, self.syncs, waited, self._microbatches_known())
             if jumps:
-                cause = self.watch.outlier(jumps, self.syncs, self.order)
+                cause = self.watch.outlier(jumps, self.syncs)
                 self.checker.tell(Event("jump", step, tuple(jump.slot for jump in jumps), cause=cause))
             self._tell_nonfinite(step)
 
     def _tell_nonfinite(self, step: int) -> None:
         """Send an event for non-finite amaxes of recipes without a sync, which would find them. Local."""
         assert self.watch is not None
-        assert self.watch.seen is not None
+        cause, slots = self.watch.nonfinite(step)
         unsynced = {slot for sync in self.syncs if not sync.every_step for slot in sync.arena.index}
-        slots = [one for one in self.watch.seen.slots if one.slot in unsynced]
-        cause = first_nonfinite(step, slots, self.order)
-        if cause is not None:
-            bad = tuple(one.slot for one in slots if one.amax is not None and not math.isfinite(one.amax))
+        bad = tuple(slot for slot in slots if slot in unsynced)
+        if bad:
             self.checker.tell(Event("nonfinite", step, bad, cause=cause))
-
-    def cause_of_nonfinite(self, step: int) -> Cause | None:
-        """Return the first non-finite amax of a step of the run, if the watch observed it. Local."""
-        return None if self.watch is None else self.watch.nonfinite(step, self.order)
 
     def found_nonfinite(self) -> bool:
         """True if the sync of the step that has just ended saw a non-finite amax, and no event has told so yet. Local.

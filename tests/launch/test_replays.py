@@ -120,3 +120,12 @@ def test_a_text_that_has_the_mark_is_refused(tmp_path: Path) -> None:
     done = start(RANKS, *TINY, "--data", str(data), "--out", str(tmp_path), "--inject", "nan-sample:1:3")
     assert done.returncode == 2
     assert "the text has the byte 255, which marks the sample" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_spike_that_stops_the_run_is_replayed_before(tmp_path: Path) -> None:
+    flags = ["--steps", "13", "--loss-guard", "stop", "--replay-on", "spike", "--inject", "spike:1:12"]
+    done = start(RANKS, *TINY, *FLAGS, *flags, "--out", str(tmp_path))
+    assert done.returncode == 6, done.stderr
+    (replay,) = replays(tmp_path)
+    assert {"step": 12, "trigger": "spike", "module": "lm_head"}.items() <= replay.items()
