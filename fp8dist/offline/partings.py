@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,16 +19,15 @@ from fp8dist.errors import CheckpointError
 from fp8dist.offline.failures import one_line
 from fp8dist.offline.traces import Head, Row, open_trace
 from fp8dist.sync.groups import SyncGroup
-from fp8dist.text import printable, ranks_text
+from fp8dist.text import ranks_text
 
 __all__ = ["compare_traces", "compare_traces_of_ranks", "traces_text"]
 
 _SHOWN_DIGITS = 8
 _SHOWN_SIDES = 4
 _INPUTS = "inputs at the start"
-_SAME = (
-    "they started from the same: inputs of the model, parameters, random numbers, versions, settings. So other data "
-    "came in beside the model's call, or an op is not deterministic, a module hides state, or a device is wrong"
+_SO = (
+    "other data came in beside these, or an op is not deterministic, a module hides state, or a device computes wrongly"
 )
 _OTHER_DATA = "the inputs differ, as they do on ranks that share out a batch: compare the same rank of two runs"
 
@@ -123,8 +123,8 @@ def _report(
         if _INPUTS in differing:
             notes.append(_OTHER_DATA)
         elif differing.keys() <= {"rank", "ranks", "host"}:
-            notes.append(_SAME)
-    places = [f"  {noun} {one.rank}: {one.host}" for one in participants if one.host]
+            notes.append(f"the same in all: {', '.join([*_known(heads), 'versions, flags'])}. So {_SO}")
+    places = [f"{noun} {one.rank}: {one.host}" for one in participants if one.host and (findings or notes)]
     return DivergenceReport(tuple(findings), dict(compared), notes=tuple([*notes, *places]), noun=noun)
 
 
@@ -139,18 +139,15 @@ def _findings(index: int, rows: Mapping[int, Row | None], noun: str) -> list[Fin
         words = {n: f"{row.place.dtype}{list(row.place.shape)}" for n, row in rows.items() if row}
     else:
         field, where, what = "digest", f" in the {_place(somewhere)}", "the bits differ"
-        words = {
-            n: f"{row.digest[:_SHOWN_DIGITS]}…" + " (not finite)" * row.nonfinite for n, row in rows.items() if row
-        }
+        words = {n: row.digest + " (not finite)" * row.nonfinite for n, row in rows.items() if row}
     sides = sides_of(rows)
     reference, odd = split(sides)
     everyone = sorted(rank for side in odd for rank in side)
+    who, verb = "the traces", "part"
+    if reference is not None:
+        who, verb = _many(everyone, noun), "parts" if len(everyone) == 1 else "part"
     others = "" if reference is None else f" from {_many(sides[0], noun)}"
-    verb = "parts" if len(everyone) == 1 else "part"
-    sentence = (
-        f"{_many(everyone, noun)} first {verb}{others}{where}, place {index + 1} of the step: {what}: "
-        f"{_by_side(words, noun)}"
-    )
+    sentence = f"{who} first {verb}{others}{where}, place {index + 1} of the step: {what}: {_by_side(words, noun)}"
     row = somewhere.place
     kind = "layout" if field != "digest" else row.what
     values = tuple(words[side[0]] for side in sides)
@@ -176,7 +173,8 @@ def _place(row: Row) -> str:
     """Return a place as text: "output of 'blocks.0.fc1', call 0"."""
     place = row.place
     part = f", part {place.part}" if place.part else ""
-    return f"{place.what} of '{one_line(printable(place.module))}', call {place.call}{part}"
+    name = f"'{one_line(place.module)}'" if place.module else "the model"
+    return f"{place.what} of {name}, call {place.call}{part}"
 
 
 def _many(ranks: Sequence[int], noun: str) -> str:
@@ -185,25 +183,37 @@ def _many(ranks: Sequence[int], noun: str) -> str:
 
 def _by_side(words: Mapping[int, str], noun: str) -> str:
     sides = sides_of(words)
-    shown = [f"{words[side[0]]} on {_many(side, noun)}" for side in sides[:_SHOWN_SIDES]]
+    shown = [f"{_short(words[side[0]])} on {_many(side, noun)}" for side in sides[:_SHOWN_SIDES]]
     return "; ".join(shown) + (f"; and {len(sides) - _SHOWN_SIDES} more" if len(sides) > _SHOWN_SIDES else "")
+
+
+def _short(word: str) -> str:
+    """Return the word with the first digits of a digest in place of all."""
+    return re.sub(r"\b[0-9a-f]{32}\b", lambda digest: f"{digest[0][:_SHOWN_DIGITS]}…", word)
 
 
 def _differing(heads: Mapping[int, Head]) -> dict[str, dict[int, str]]:
     """Return what is not the same in all heads: by name, the text of each."""
     facts = {n: _facts(head) for n, head in heads.items()}
     names = dict.fromkeys(name for of in facts.values() for name in of)
-    found = {name: {n: of.get(name, "unknown") for n, of in facts.items()} for name in names}
-    parts = {n: [one_line(printable(part)) for part in head.likeness.split("; ")] for n, head in heads.items()}
+    found = {name: {n: of.get(name, "none") for n, of in facts.items()} for name in names}
+    parts = {n: one_line(head.likeness).split("; ") for n, head in heads.items()}
     common = set.intersection(*map(set, parts.values()))
-    found["machine"] = {n: ", ".join(part for part in of if part not in common) or "nothing" for n, of in parts.items()}
+    found["machine"] = {n: ", ".join(part for part in of if part not in common) or "none" for n, of in parts.items()}
     return {name: words for name, words in found.items() if len(set(words.values())) > 1}
 
 
 def _facts(head: Head) -> dict[str, str]:
-    facts = {"rank": head.rank, "ranks": head.ranks, "host": head.host}
-    start = {f"{name} at the start": value and str(value)[:_SHOWN_DIGITS] + "…" for name, value in head.start.items()}
-    known = {**facts, **start, **head.settings}
-    return {
-        one_line(printable(name)): "unknown" if value is None else one_line(str(value)) for name, value in known.items()
-    }
+    start = {_at_start(name): value for name, value in head.start.items()}
+    known = {"rank": head.rank, "ranks": head.ranks, "host": head.host, **start, **head.settings}
+    return {one_line(name): "none" if value is None else one_line(str(value)) for name, value in known.items()}
+
+
+def _at_start(name: str) -> str:
+    return f"{name} at the start"
+
+
+def _known(heads: Mapping[int, Head]) -> list[str]:
+    """Return what all heads have a digest of."""
+    first, *others = heads.values()
+    return [one_line(name) for name in first.start if all(head.start.get(name) for head in (first, *others))]

@@ -14,12 +14,13 @@ from fp8dist.errors import CheckpointError
 from fp8dist.offline.failures import reading
 from fp8dist.offline.slices import FileSlice
 
-__all__ = ["Head", "Row", "is_trace", "open_trace", "trace_bytes"]
+__all__ = ["BEGIN", "Head", "Row", "is_trace", "open_trace", "trace_bytes"]
 
 FORMAT, VERSION = "fp8dist trace", 1
-_BEGIN = f'{{"format":"{FORMAT}",'.encode()
+BEGIN = f'{{"format":"{FORMAT}",'.encode()
 _LONGEST_LINE = 1 << 20
 _MOST_DIMS = 64
+_MOST_FACTS = 256
 
 Plain: TypeAlias = "str | int | bool | None"
 
@@ -71,7 +72,7 @@ def is_trace(path: str) -> bool:
             file = FileSlice.of(path)
         except CheckpointError:  # A folder, or what is not opened.
             return False
-        return file.bytes_at(0, min(len(_BEGIN), file.length)).numpy().tobytes() == _BEGIN
+        return file.bytes_at(0, min(len(BEGIN), file.length)).numpy().tobytes() == BEGIN
 
 
 def open_trace(path: str) -> tuple[Head, Iterator[Row]]:
@@ -139,7 +140,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, dict) and all(one is None or isinstance(one, (str, int)) for one in value.values())
+    return (
+        isinstance(value, dict)
+        and len(value) <= _MOST_FACTS
+        and all(one is None or isinstance(one, (str, int)) for one in value.values())
+    )
 
 
 def _is_digest(value: Any) -> bool:
