@@ -131,14 +131,15 @@ def _report(
 def _findings(index: int, rows: Mapping[int, Row | None], noun: str) -> list[Finding]:
     """Return a finding for each odd side. All have the same sentence as their detail."""
     somewhere = next(row for row in rows.values() if row is not None)
+    located = f" in the {_place(somewhere)} (place {index + 1} of the step)"
     if len({None if row is None else row.place[:4] for row in rows.values()}) > 1:
-        field, where, what = "module", "", "other modules run"
+        field, where, what = "module", f" at place {index + 1} of the step", "other modules run"
         words = {n: "the end" if row is None else f"{_place(row)}" for n, row in rows.items()}
     elif len({row and row.place for row in rows.values()}) > 1:
-        field, where, what = "layout", f" in the {_place(somewhere)}", "shape or dtype differs"
+        field, where, what = "layout", located, "shape or dtype differs"
         words = {n: f"{row.place.dtype}{list(row.place.shape)}" for n, row in rows.items() if row}
     else:
-        field, where, what = "digest", f" in the {_place(somewhere)}", "the bits differ"
+        field, where, what = "digest", located, "the bits differ"
         words = {n: row.digest + " (not finite)" * row.nonfinite for n, row in rows.items() if row}
     sides = sides_of(rows)
     reference, odd = split(sides)
@@ -147,7 +148,7 @@ def _findings(index: int, rows: Mapping[int, Row | None], noun: str) -> list[Fin
     if reference is not None:
         who, verb = _many(everyone, noun), "parts" if len(everyone) == 1 else "part"
     others = "" if reference is None else f" from {_many(sides[0], noun)}"
-    sentence = f"{who} first {verb}{others}{where}, place {index + 1} of the step: {what}: {_by_side(words, noun)}"
+    sentence = f"{who} first {verb}{others}{where}: {what}: {_by_side(words, noun)}"
     row = somewhere.place
     kind = "layout" if field != "digest" else row.what
     values = tuple(words[side[0]] for side in sides)
