@@ -22,7 +22,7 @@ Attendance BlockScaling CheckpointError ConfigurationError Coverage CoverageRow 
 DivergenceError DivergenceReport Event Exporter Fallback Finding Fp8DistError ImportReport LossAlarm LossDiverged
 LossGuard ManifestMismatchError Monitor NotAModelError Observation RankTimes Recipe Recorder ReplayFinding ReplayReport
 RowwiseScaling ScaleJump Slot SlotStatistics StateManager SyncError UnknownArgumentError check ddp errors first_and_last
-fsdp get_manager prepare replay restore roll_call
+fsdp get_manager prepare replay restore roll_call trace
 """
 
 METHODS = """
