@@ -31,6 +31,7 @@ from fp8dist.errors import (
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
 from fp8dist.model_replay import replay
+from fp8dist.model_trace import trace
 from fp8dist.modules.overrides import first_and_last
 from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.exporter import Exporter
@@ -98,4 +99,5 @@ __all__ = [
     "replay_on",
     "restore",
     "roll_call",
+    "trace",
 ]

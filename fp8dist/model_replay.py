@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fp8dist.consistency.contents import Digester, on_device
 from fp8dist.consistency.differences import Difference, block_of, compare_block, first_differing_block
-from fp8dist.consistency.likeness import likeness, unsteady_settings
+from fp8dist.consistency.likeness import kernel_flags, likeness, unsteady_settings
 from fp8dist.consistency.neighbours import from_next, require_sendable
 from fp8dist.consistency.outputs import Outputs, Place, Taken
 from fp8dist.consistency.random_state import RandomState, random_state, set_random_state
@@ -215,7 +215,7 @@ class _Replay:
         return changed(told, difference=found, note=_note(self._like(), expected[1], told.next, found))
 
     def _like(self) -> str:
-        return likeness(self._device)
+        return "; ".join([likeness(self._device), *(f"{name} {value}" for name, value in kernel_flags().items())])
 
     def _unsteady(self) -> list[str]:
         """Return why ranks cannot be compared; the same on all ranks. COLLECTIVE."""

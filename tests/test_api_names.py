@@ -22,7 +22,7 @@ Attendance BlockScaling Cause CheckpointError ConfigurationError Coverage Covera
 DivergenceError DivergenceReport Event Exporter Fallback Finding Fp8DistError ImportReport LossAlarm LossDiverged
 LossGuard ManifestMismatchError Monitor NotAModelError Observation RankTimes Recipe Recorder ReplayBuffer ReplayFinding
 ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotStatistics StateManager SyncError UnknownArgumentError check ddp
-errors first_and_last fsdp get_manager prepare replay replay_on restore roll_call
+errors first_and_last fsdp get_manager prepare replay replay_on restore roll_call trace
 """
 
 METHODS = """

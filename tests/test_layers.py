@@ -28,7 +28,7 @@ ROOMS = [
     ["checkpoint"],
     ["arguments", "coverage"],
     ["manager"],
-    ["prepare", "model_check", "model_replay", "ddp", "fsdp"],
+    ["prepare", "model_check", "model_replay", "model_trace", "ddp", "fsdp"],
     ["launcher", "replays", "report", "simulation"],
     ["exporters"],
     ["__init__"],
