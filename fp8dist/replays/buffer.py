@@ -127,6 +127,10 @@ class ReplayBuffer:
         copies = [_copied(leaf) for leaf in leaves]
         self._steps[step].append(KeptBatch(copies, devices, spec, random_state(self._device)))
 
+    def counts_for(self, manager: object) -> bool:
+        """True if this is the manager that counts the steps."""
+        return self._manager is manager
+
     def of(self, step: int) -> list[KeptBatch]:
         """Return the kept batches of a step, in the order of its microbatches; none if it is not kept."""
         return self._steps.get(step, [])

@@ -18,6 +18,7 @@ from fp8dist.manager import StateManager
 from fp8dist.model_replay import replay
 from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.names import check_keywords, require_choice, require_int
+from fp8dist.parallel.wrappers import is_tensor_parallel
 from fp8dist.replays.buffer import KeptBatch, ReplayBuffer
 from fp8dist.sync.groups import GroupLike, SyncGroup, own_rank, world_size
 from fp8dist.sync.roll_call import failing_by_name
@@ -78,18 +79,22 @@ def replay_on(
     Args:
         manager: the StateManager of the model, or a model without FP8, where only the guard tells of events.
         recorder: keeps the batches.
-        step: runs forward and backward of a batch, as the training does. See ``fp8dist.replay``.
+        step: runs forward and backward of a batch, as the training does, with its own autocast. See
+            ``fp8dist.replay``.
         events: which events. Those that nobody sends never come.
         at_most_every: least number of steps from one replay to the next.
         guard: the LossGuard of the run, for "spike" and losses that are not finite.
         group: see ``fp8dist.replay``. None: the ranks that share the FP8 state, or all ranks of the job, which also
-            agree on each replay.
+            agree on each replay. A tensor parallel model needs it.
         scaler: the GradScaler, see ``fp8dist.replay``.
         callback: also called with the Event, on all ranks. Without a manager there is no other.
 
     Raises:
-        ConfigurationError: an argument is invalid, or none of ``events`` can come.
+        ConfigurationError: an argument is invalid, or none of ``events`` can come. In the first step, if a tensor
+            parallel model has no ``group``.
     """
+    if not isinstance(recorder, ReplayBuffer):
+        raise ConfigurationError(f"recorder must be a ReplayBuffer, which keeps batches, got {type(recorder).__name__}")
     for kind in events:
         require_choice("events", kind, _KINDS)
     require_int("at_most_every", at_most_every, 1, what="a number of steps")
@@ -99,6 +104,8 @@ def replay_on(
             f"none of events={tuple(events)!r} can come: pass guard=, the LossGuard, for losses that spike or are not "
             "finite; amaxes and scales have events only in FP8"
         )
+    if fp8 and not recorder.counts_for(manager):
+        raise ConfigurationError("recorder keeps the batches of another model: pass ReplayBuffer(manager)")
     _Replays(manager, recorder, step, tuple(events), at_most_every, guard, group, scaler, callback).begin()
 
 
@@ -179,11 +186,20 @@ class _Replays:
         self._replay_if_agreed()
         self._rest = max(0, self._rest - 1)
 
+    @property
+    def _model(self) -> nn.Module:
+        return self._owner if isinstance(self._owner, nn.Module) else self._owner._called_module
+
     # Agreement -----------------------------------------------------------------------------------
 
     @functools.cached_property
     def _ranks(self) -> SyncGroup | None:
         """The ranks that begin a replay together; None for one. With tensor parallelism more than ``group``."""
+        if self._given is None and is_tensor_parallel(self._model):
+            raise ConfigurationError(
+                "fp8dist.replay_on: the model is tensor parallel: pass group=mesh[…], the data-parallel axis, whose "
+                "ranks hold the same parts and other data"
+            )
         if self._manager is not None:
             return self._manager._cycle.checker.anchor()
         return None if world_size() == 1 else SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
@@ -250,12 +266,9 @@ class _Replays:
             failed = error
         if self._extremes(int(failed is not None))[1][0]:
             raise failed or RuntimeError("another rank could not put its batch back on its device")
-        owner = self._owner
-        model = owner if isinstance(owner, nn.Module) else owner._called_module
+        given = {"group": self._group(), "random_state": kept.random_state, "scaler": self._scaler}
         with torch.enable_grad():
-            return replay(
-                model, self._step, batch, group=self._group(), random_state=kept.random_state, scaler=self._scaler
-            )
+            return replay(self._model, self._step, batch, **given)
 
     def _group(self) -> GroupLike | None:
         if self._given is not None or self._ranks is None:

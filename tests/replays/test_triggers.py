@@ -253,6 +253,10 @@ def test_mistakes() -> None:
     net = make_net()
     manager = fp8dist.prepare(net)
     buffer = ReplayBuffer(manager)
+    with pytest.raises(ConfigurationError, match=r"recorder must be a ReplayBuffer, .* got list"):
+        fp8dist.replay_on(manager, [], print)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="keeps the batches of another model"):
+        fp8dist.replay_on(manager, ReplayBuffer(fp8dist.prepare(make_net())), print)
     with pytest.raises(ConfigurationError, match=r"events must be .* got 'spikes'"):
         fp8dist.replay_on(manager, buffer, print, ("spikes",))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="at_most_every must be a number of steps"):
@@ -261,6 +265,14 @@ def test_mistakes() -> None:
         fp8dist.replay_on(manager, buffer, print, ("spike",))
     with pytest.raises(ConfigurationError, match=r"none of events=.* can come: pass guard="):
         fp8dist.replay_on(net, ReplayBuffer(net), print)
+
+
+def test_a_tensor_parallel_model_without_its_group_is_refused_in_the_first_step() -> None:
+    training = Training()
+    training.replay_on("nonfinite")
+    of_net = mock.patch.object(triggers, "is_tensor_parallel", lambda model: model is training.net)
+    with of_net, pytest.raises(ConfigurationError, match="tensor parallel: pass group="):
+        training.train(1, {})
 
 
 # Several ranks -----------------------------------------------------------------------------------
