@@ -106,12 +106,13 @@ def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
 
 def is_tensor_parallel(whole: nn.Module) -> bool:
     """True if ranks hold other parts of a parameter than FSDP's shards."""
-    for module in whole.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and is_dtensor(parameter):
-                own = _fsdp2_axes(parameter) if has_fsdp2_hook(module) else 0
-                if any(placement.is_shard() for placement in parameter.placements[own:]):
-                    return True
+    # Of modules that share a parameter, FSDP2 marks one.
+    marked = {id(p) for module in whole.modules() if has_fsdp2_hook(module) for p in module._parameters.values()}
+    for parameter in whole.parameters():
+        if is_dtensor(parameter):
+            own = _fsdp2_axes(parameter) if id(parameter) in marked else 0
+            if any(placement.is_shard() for placement in parameter.placements[own:]):
+                return True
     return False
 
 
