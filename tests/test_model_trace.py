@@ -153,7 +153,7 @@ def test_a_changed_weight_is_named_by_its_module(tmp_path: Path) -> None:
         assert (finding.kind, finding.name, finding.field) == ("output", f"blocks.1.{name}", "digest")
         text = traces_text(compared(good, bad))
         assert text.startswith(
-            f"the traces first part in the output of 'blocks.1.{name}', call 0 (place {6 + i} of the step): the bits "
+            f"the traces first part in the output of 'blocks.1.{name}', call 1 (place {6 + i} of the step): the bits "
         )
         assert "\nparameters and buffers at the start: " in text
         assert "random numbers" not in text
@@ -199,7 +199,7 @@ def test_the_first_value_that_is_not_finite_is_told(tmp_path: Path) -> None:
             model.blocks[1].out.bias[3] = torch.nan
 
     report = compared(traced(tmp_path / "a"), traced(tmp_path / "b", change=poison))
-    assert report.notes[0] == "the first value that is not finite: file 1: output of 'blocks.1.out', call 0"
+    assert report.notes[0] == "the first value that is not finite: file 1: output of 'blocks.1.out', call 1"
     assert report.findings[0].detail.endswith("… (not finite) on file 1")
 
 
@@ -208,7 +208,7 @@ def test_other_modules_and_other_shapes(tmp_path: Path) -> None:
     skips = traced(tmp_path / "b", run=lambda block, x: block.out(x))
     (finding,) = compared(good, skips).findings
     assert (finding.kind, finding.field) == ("layout", "module")
-    assert finding.values == ("output of 'blocks.0.qkv', call 0", "output of 'blocks.0.out', call 0")
+    assert finding.values == ("output of 'blocks.0.qkv', call 1", "output of 'blocks.0.out', call 1")
     low = traced(tmp_path / "c", run=lambda block, x: block.bfloat16()(x.bfloat16()))
     (finding,) = compared(good, low).findings
     assert (finding.kind, finding.field) == ("layout", "layout")
@@ -220,7 +220,7 @@ def test_the_odd_one_of_three_is_named(tmp_path: Path) -> None:
     report = compared(paths[0], traced(tmp_path / "c", change=lambda model: _nudge(model.blocks[0].out.bias)), paths[1])
     (finding,) = report.findings
     assert (finding.ranks, finding.reference_rank, finding.hosts) == ((1,), 0, (str(tmp_path / "c"),))
-    assert finding.detail.startswith("file 1 first parts from files 0, 2 in the output of 'blocks.0.out', call 0 (")
+    assert finding.detail.startswith("file 1 first parts from files 0, 2 in the output of 'blocks.0.out', call 1 (")
 
 
 def test_a_step_that_raises_leaves_no_file(tmp_path: Path) -> None:

@@ -171,11 +171,11 @@ def _findings(index: int, rows: Mapping[int, Row | None], noun: str) -> list[Fin
 
 
 def _place(row: Row) -> str:
-    """Return a place as text: "output of 'blocks.0.fc1', call 0"."""
+    """Return a place as text: "output of 'blocks.0.fc1', call 1"."""
     place = row.place
     part = f", part {place.part}" if place.part else ""
     name = f"'{one_line(place.module)}'" if place.module else "the model"
-    return f"{place.what} of {name}, call {place.call}{part}"
+    return f"{place.what} of {name}, call {place.call + 1}{part}"
 
 
 def _many(ranks: Sequence[int], noun: str) -> str:

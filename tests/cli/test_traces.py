@@ -40,7 +40,7 @@ def test_the_first_difference_is_one_sentence(tmp_path: Path, capsys: Capture) -
     assert main(["check", *paths]) == 1
     sentence, start, *files = capsys.readouterr().out.splitlines()
     assert sentence.startswith(
-        "file 1 first parts from files 0, 2 in the output of 'branch', call 0 (place 3 of the step)"
+        "file 1 first parts from files 0, 2 in the output of 'branch', call 1 (place 3 of the step)"
     )
     assert start.startswith("parameters and buffers at the start: ")
     assert files == [f"file {i}: {path}" for i, path in enumerate(paths)]
@@ -88,7 +88,7 @@ def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
     traced(tmp_path / "1", 3.0)
     run = across()
     assert "exitcode  : 1" in run.stderr
-    assert run.stdout.count("the traces first part in the output of 'branch', call 0 (place 3 of the step)") == 1
+    assert run.stdout.count("the traces first part in the output of 'branch', call 1 (place 3 of the step)") == 1
     (tmp_path / "1").write_bytes((tmp_path / "1").read_bytes()[:-1])
     run = across()
     assert "exitcode  : 3" in run.stderr

@@ -138,7 +138,7 @@ def test_versions_and_flags_that_differ_are_named(tmp_path: Path) -> None:
     paths = [trace(tmp_path / "a", [1, 2]), trace(tmp_path / "b", [1, 3], other), trace(tmp_path / "c", [1, 2])]
     report = compare_traces(list(map(str, paths)))
     assert report.findings[0].detail == (
-        "file 1 first parts from files 0, 2 in the output of 'layers.1', call 0 (place 2 of the step): "
+        "file 1 first parts from files 0, 2 in the output of 'layers.1', call 1 (place 2 of the step): "
         "the bits differ: 02000000… on files 0, 2; 03000000… on file 1"
     )
     assert report.notes[:4] == (
@@ -156,7 +156,7 @@ def test_versions_and_flags_that_differ_are_named(tmp_path: Path) -> None:
 def test_a_trace_that_ends_earlier(tmp_path: Path) -> None:
     report = compare_traces([str(trace(tmp_path / "a", [1, 2])), str(trace(tmp_path / "b", [1]))])
     assert report.findings[0].detail == (
-        "the traces first part at place 2 of the step: other modules run: output of 'layers.1', call 0 on file 0; "
+        "the traces first part at place 2 of the step: other modules run: output of 'layers.1', call 1 on file 0; "
         "the end on file 1"
     )
     assert report.compared == {"output": 2}
@@ -203,7 +203,7 @@ def test_ranks_bring_their_own(three_ranks: RankPool, tmp_path: Path) -> None:
     assert others == [(text, reference)] * 2
     assert reference == 0
     assert text.startswith(
-        "rank 1 first parts from ranks 0, 2 in the output of 'layers.1', call 0 (place 2 of the step): the bits differ"
+        "rank 1 first parts from ranks 0, 2 in the output of 'layers.1', call 1 (place 2 of the step): the bits differ"
     )
     trace(tmp_path / "1", [1, 2])
     assert "the end on rank 1" in three_ranks.run(_across, str(tmp_path))[0][0]
