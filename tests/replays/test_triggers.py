@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -267,6 +268,20 @@ def test_mistakes() -> None:
         fp8dist.replay_on(net, ReplayBuffer(net), print)
 
 
+def test_a_step_that_keeps_its_batch_keeps_none_in_a_replay() -> None:
+    training = Training(watch=WATCHED)
+
+    def step(given: Any) -> None:
+        training.buffer.keep(given)
+        training.microbatch(given)
+
+    fp8dist.replay_on(training.manager, training.buffer, step, ("nonfinite",))
+    with captured_log():
+        training.train(3, {3: math.nan})
+    assert len(training.replays()) == 1
+    assert len(training.buffer.of(3)) == MICROBATCHES
+
+
 def test_a_tensor_parallel_model_without_its_group_is_refused_in_the_first_step() -> None:
     training = Training()
     training.replay_on("nonfinite")
@@ -318,10 +333,11 @@ def test_ranks_that_see_different_events_neither_hang_nor_replay(two_ranks: Rank
 
 
 def forgetful() -> Any:
-    """Rank 1 keeps no batch."""
+    """Rank 1 keeps only the first microbatch of each step."""
     training = Training(group=dist.group.WORLD, watch=WATCHED)
+    keep, kept = training.buffer.keep, itertools.count()
     if training.rank == 1:
-        training.buffer.keep = lambda given: None  # type: ignore[assignment,misc]
+        training.buffer.keep = lambda given: None if next(kept) % MICROBATCHES else keep(given)  # type: ignore[assignment,misc]
     training.replay_on("nonfinite")
     with mock.patch.object(triggers, "replay", Seen(True)), captured_log() as log:
         training.train(4, {3: math.nan})
