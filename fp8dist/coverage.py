@@ -14,14 +14,15 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.foreign import is_parallel, linear_base
+from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
+from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.overrides import Overrides
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.patterns import Skip
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.slots import clean_fqn
-from fp8dist.sync.groups import has_base, local_part
+from fp8dist.sync.groups import has_base, is_dtensor, local_part
 from fp8dist.text import aligned, first_few
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
@@ -120,12 +121,27 @@ class Coverage:
         rows = []
         for row in self.rows:
             gemms = high.get(row.fqn, ()) if row.fp8 else ()
+            if row.fp8 and row.fqn not in high:  # Its products have experts, which have fqns.
+                row, gemms = _with_experts(row, [of for fqn, of in high.items() if _is_within(fqn, row.fqn)]), ()
             if set(gemms) == set(GEMMS):
                 row = dataclasses.replace(row, fp8=False, reason="set_precision, a fallback or its recipe says so")
             elif gemms:
                 row = dataclasses.replace(row, reason=f"{', '.join(gemms)} high")
             rows.append(row)
         return Coverage(tuple(rows))
+
+
+def _is_within(fqn: str, module: str) -> bool:
+    return not module or fqn.startswith(f"{module}.")
+
+
+def _with_experts(row: CoverageRow, high: Sequence[Sequence[Gemm]]) -> CoverageRow:
+    """Return the row of a mixture. ``high``: the GEMMs in high precision of each expert of each product."""
+    whole, partly = sum(set(gemms) == set(GEMMS) for gemms in high), sum(bool(gemms) for gemms in high)
+    if not partly:
+        return row
+    reason = f"{whole or partly} of {len(high)} products of experts are {'' if whole else 'partly '}high"
+    return dataclasses.replace(row, fp8=whole < len(high), reason=reason)
 
 
 class LeftOut(NamedTuple):
@@ -158,7 +174,16 @@ class Survey:
 
     @property
     def chosen(self) -> dict[str, nn.Module]:
-        """The modules to convert, by fqn."""
+        """The Linears to convert, by fqn."""
+        return {fqn: module for fqn, module in self._converted.items() if expert_products(module) is None}
+
+    @property
+    def experts(self) -> dict[str, nn.Module]:
+        """The experts of mixtures to convert, by fqn."""
+        return {fqn: module for fqn, module in self._converted.items() if expert_products(module) is not None}
+
+    @property
+    def _converted(self) -> dict[str, nn.Module]:
         return {one.fqn: one.module for one in self._found if one.left_out is None}
 
     @property
@@ -236,7 +261,7 @@ def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter
         if parameters is None:
             continue
         fqn = clean_fqn(raw)
-        if isinstance(module, FP8Linear):
+        if isinstance(module, (FP8Linear, FP8Experts)):
             raise ConfigurationError(f"{fqn or 'the model'} is prepared already: call fp8dist.restore(model) first")
         weight = module._parameters.get("weight")
         owner = fqn if weight is None else owners.setdefault(id(weight), fqn)
@@ -317,6 +342,8 @@ def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None) -> LeftOut | None:
     base = linear_base(type(module))
+    if base is None and expert_products(module) is not None:
+        return _odd_experts(module, fqn, filter_fn)
     reason = _not_linear(module) if base is None else _odd_linear(module, base, inner)
     if reason is not None:
         return reason
@@ -328,6 +355,34 @@ def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None)
     if filter_fn is not None and not filter_fn(module, fqn):
         return LeftOut("filter_fn", "filter_fn said no", "caller")
     if is_sharded(module):
+        raise ConfigurationError(
+            f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
+            "it. Name modules that stay in high precision in skip="
+        )
+    return None
+
+
+def _odd_experts(module: nn.Module, fqn: str, filter_fn: Filter | None) -> LeftOut | None:
+    """Return why the experts of a mixture cannot be converted, or None."""
+    weights = {name: module._parameters[name] for name in expert_products(module) or ()}
+    for name, weight in weights.items():
+        assert weight is not None
+        subclass = _tensor_subclass(weight)
+        if subclass is not None or not weight.is_floating_point() or weight.element_size() < 2:
+            kind = subclass or str(weight.dtype).removeprefix("torch.")
+            return LeftOut("quantised weight", f"its {name} is {kind}")
+        if any(size % ALIGNMENT for size in weight.shape[1:]):
+            shape = " x ".join(map(str, weight.shape))
+            return LeftOut(
+                f"dims not multiples of {ALIGNMENT}", f"{name}: dims of {shape} are not multiples of {ALIGNMENT}"
+            )
+    if "forward" in module.__dict__:
+        return LeftOut("forward replaced", "its forward was replaced (module.forward = …, as accelerate's hooks do)")
+    if getattr(module, "_is_expert_parallel", False):
+        return LeftOut("expert parallel", "it holds a part of the experts: expert parallelism is not supported yet")
+    if filter_fn is not None and not filter_fn(module, fqn):
+        return LeftOut("filter_fn", "filter_fn said no", "caller")
+    if is_sharded(module) or any(is_dtensor(weight) for weight in weights.values() if weight is not None):
         raise ConfigurationError(
             f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
             "it. Name modules that stay in high precision in skip="

@@ -24,8 +24,8 @@ from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage
 from fp8dist.errors import ConfigurationError, NotAModelError
-from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.job_state import JobState, Tie
+from fp8dist.modules.parts import fp8_parts
 from fp8dist.monitoring.monitor import Monitor
 from fp8dist.monitoring.watch import Observer, Watch
 from fp8dist.names import check_keywords, did_you_mean, require_bool, require_choice, require_int
@@ -384,10 +384,10 @@ class StateManager(Joinable):
             ConfigurationError: a converted weight is frozen, and ``frozen_weights`` is False.
         """
         self._cycle.require("comm_hook(manager)")
-        for linear in fp8_linears(self._require_model()):
-            if not linear.weight.requires_grad and not frozen_weights:
+        for part in fp8_parts(self._require_model()):
+            if not part.weight.requires_grad and not frozen_weights:
                 raise ConfigurationError(
-                    f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
+                    f"{part.slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
                     "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
                 )
         self._job.launches_early = True
@@ -580,8 +580,8 @@ class StateManager(Joinable):
             raise ConfigurationError(f"there is a slot {slot} already")
         sync = self._default
         sync.arena = sync.arena.extended([SlotSpec(slot, FORMATS[format])])
-        for linear in fp8_linears(self._require_model()):
-            linear.fp8_slots.forget_views()
+        for part in fp8_parts(self._require_model()):
+            part.slots.forget_views()
         return slot
 
     def record(self, fqn: str, role: str, x: Tensor) -> None:
@@ -767,7 +767,7 @@ class StateManager(Joinable):
         if sharded is not None:
             sharded.reshard()
         model = self._require_model()
-        before = [(linear.fp8_slots, linear.fp8_slots.weight_scale()) for linear in fp8_linears(model)]
+        before = [(part.slots, part.slots.weight_scale()) for part in fp8_parts(model)]
         self._cycle.derive_weight_scales(local_weights(model), "all")
         for slots, scale in before:  # Inputs of later modules may grow as much, but have old scales.
             slots.tell_of_new_scale(scale)

@@ -27,7 +27,7 @@ from fp8dist.consistency.random_state import RandomState, random_state, set_rand
 from fp8dist.consistency.replay_report import ReplayReport, Told, judge
 from fp8dist.errors import ConfigurationError, Fp8DistError
 from fp8dist.manager import managers_in
-from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.parts import fp8_parts
 from fp8dist.optimizer_hooks import untraced
 from fp8dist.parallel.kept_model import KeptModel, require_replayable
 from fp8dist.parallel.wrappers import compute_device, is_tensor_parallel
@@ -142,7 +142,7 @@ class _Replay:
         """Take what is put back, and return a function that does it."""
         self._held = KeptModel(self._model)
         cycles = [manager._checkable() for manager in managers_in(self._model)]
-        slots = {id(c.job): [m.fp8_slots for m in fp8_linears(self._model) if m.fp8_slots.job is c.job] for c in cycles}
+        slots = {id(c.job): [p.slots for p in fp8_parts(self._model) if p.slots.job is c.job] for c in cycles}
         self._puts = [kept_fp8_state(cycle, slots[id(cycle.job)]) for cycle in cycles]
         if self._scaler is not None:
             self._puts.append(_kept_scaler(self._scaler))

@@ -19,6 +19,7 @@ from fp8dist.consistency.likeness import likeness
 from fp8dist.consistency.replication import Excuse, Home, Membership, Replication
 from fp8dist.consistency.report import this_rank
 from fp8dist.divergence import Finding, Participant
+from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.parallel.megatron import gradient_of
 from fp8dist.sync.arena_sync import ArenaSync
@@ -186,6 +187,8 @@ class Inventory:
             for i, (device, computations) in enumerate(computations_of(fp8_linears(module)).items())
         ]
         self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
+        if grouped := sum(len(module.fp8_products) for module in fp8_experts(module)):
+            self._skip(KIND, Excuse("of grouped products, for which there are no known answers"), grouped)
         if not contents:
             self._skip(KIND, Excuse("exist: no module computes in FP8"), 0)
 

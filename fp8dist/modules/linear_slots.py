@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from fp8dist.modules.outgrown import (
     OUTGROWN_WRITTEN,
     Growth,
     Outgrown,
+    amax_of,
     meant_to_saturate,
     shrunk,
     unfit_for,
@@ -92,8 +95,15 @@ class LinearSlots:
     """
 
     def __init__(
-        self, sync: ArenaSync, weight_sync: ArenaSync, job: JobState, recipe: Recipe, slots: dict[Role, Slot]
+        self,
+        sync: ArenaSync,
+        weight_sync: ArenaSync,
+        job: JobState,
+        recipe: Recipe,
+        slots: dict[Role, Slot],
+        name: str = "weight",
     ) -> None:
+        """``name``: of the module's parameter."""
         self.sync = sync
         self.weight_sync = weight_sync
         self.job = job
@@ -102,7 +112,8 @@ class LinearSlots:
         self.precision = Precision(slots, recipe.high_precision)
         self.resharded = False
         self.site = 0
-        self.note = WeightNote()
+        self.name = name
+        self.note = WeightNote(name)
         self._backwards = self._boundary = self._changes = 0
         self._look_at = FIRST_LOOK // 2
         self._sample: Tensor | None = None
@@ -112,7 +123,30 @@ class LinearSlots:
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_states": None, "_cast": None, "_sample": None, "_outgrown": None, "resharded": False}
-        return {**self.__dict__, **fresh, "note": WeightNote.copied()}
+        return {**self.__dict__, **fresh, "note": WeightNote.copied(self.name)}
+
+    @property
+    def fqn(self) -> str:
+        """The module's fqn in its model. Of a grouped product, the fqn that the fqns of its experts begin with."""
+        return self.slots[Role.INPUT].fqn
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """What ``set_precision`` changes: one for the module, or one for each expert."""
+        return (self.precision,)
+
+    @property
+    def weight_slots(self) -> tuple[Slot, ...]:
+        """The slots of the weight: one, or one for each expert."""
+        return (self.slots[Role.WEIGHT],)
+
+    def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
+        """Iterate over the parts of this rank's weight that have slots of their own, and these slots.
+
+        Args:
+            first: of the experts that this rank holds.
+        """
+        yield self.slots[Role.WEIGHT], weight
 
     def settle(self) -> None:
         """Commit a pending sync, before a scale is read. Graphs cannot; for them the optimizer's post-hook commits (see
@@ -140,12 +174,12 @@ class LinearSlots:
                 ops.require_backend(self.job.backend, device)
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
-            input_, weight, grad = (
-                sync.arena.state_of(self.slots[role])
-                for role, sync in zip((Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), syncs)
-            )
+            input_, weight, grad = map(self._state_of, (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), syncs)
             self._states = (input_, weight, grad)
         return self._states
+
+    def _state_of(self, role: Role, sync: ArenaSync) -> SlotState:
+        return sync.arena.state_of(self.slots[role])
 
     def forget_views(self) -> None:
         """Drop the views of an arena that was rebuilt. The next use creates new ones."""
@@ -378,7 +412,7 @@ class LinearSlots:
         self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
     ) -> Cast:
         """Call ``quantize`` for an input."""
-        unfit = unfit_for(x, state, self.recipe, outgrown.upstream)
+        unfit = unfit_for(functools.partial(amax_of, x), state, self.recipe, outgrown.upstream)
         return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.INPUT)
 
     def gradient_cast(
@@ -386,7 +420,7 @@ class LinearSlots:
     ) -> Cast:
         """Call ``quantize`` for a gradient. By now, later modules have cast their weights, too."""
         upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream
-        unfit = unfit_for(gradient, state, self.recipe, upstream)
+        unfit = unfit_for(functools.partial(amax_of, gradient), state, self.recipe, upstream)
         return self.quantize(
             gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.GRAD_OUTPUT
         )
@@ -471,7 +505,7 @@ class LinearSlots:
         outgrown: Outgrown,
         pending: Tensor | None = None,
     ) -> Cast:
-        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
+        unfit = shrunk(amax_of(weight), state, self.recipe) if outgrown.written else None
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.t().is_contiguous()
         if transposed:  # Cast the weight as it lies in memory: its rows are the columns of the product's weight.
             stored, rows, columns = stored.t(), columns, rows

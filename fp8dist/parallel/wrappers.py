@@ -26,6 +26,7 @@ from fp8dist.sync.groups import is_dtensor
 __all__ = [
     "awaits_reduction",
     "compute_device",
+    "first_local_row",
     "fsdp2_cut",
     "is_sharded",
     "is_tensor_parallel",
@@ -77,6 +78,18 @@ def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
 def mesh_ranks(parameter: Tensor) -> set[int]:
     """Return the ranks that hold a DTensor; empty for any other tensor."""
     return set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()
+
+
+def first_local_row(weight: Any) -> int:
+    """Return the index, in dim 0 of the whole DTensor, of the first row that this rank holds. Mesh axes that shard
+    dim 0 cut it like torch.chunk, from the first axis on."""
+    first, size = 0, len(weight)
+    for axis, placement in enumerate(weight.placements):
+        if placement.is_shard(0):
+            part = -(-size // weight.device_mesh.size(axis))
+            start = min(size, part * weight.device_mesh.get_local_rank(axis))
+            first, size = first + start, min(part, size - start)
+    return first
 
 
 def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:

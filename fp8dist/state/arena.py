@@ -54,14 +54,16 @@ def fitted(history: Tensor, length: int) -> Tensor:
 
 
 class SlotState:
-    """The state of one slot: 0-d views into its arena, valid while the arena lives."""
+    """The state of one slot: 0-d views into its arena, valid while the arena lives. Of an evenly strided run of E
+    slots with one format: views [E], all with one stride."""
 
     __slots__ = ("__weakref__", "always", "arena", "cold", "format", "pending", "saturated", "scale", "underflow")
 
-    def __init__(self, arena: Arena, index: int) -> None:
+    def __init__(self, arena: Arena, index: int | slice) -> None:
         """Call ``Arena.state_of`` instead: a compiled graph takes two views of one slot for memory that overlaps."""
         self.arena = arena
-        self.format: Format = arena.specs[index].format
+        first = index.start if isinstance(index, slice) else index
+        self.format: Format = arena.specs[first].format
         self.scale: Tensor = arena.scale[index]
         self.cold: Tensor = arena.cold[index]
         # Through .data each has a version counter of its own: a compiled block with activation checkpointing saves what
@@ -69,7 +71,7 @@ class SlotState:
         self.pending: Tensor = arena.pending[index].data
         self.saturated: Tensor = arena.shares[0, index].data
         self.underflow: Tensor = arena.shares[1, index].data
-        self.always: Tensor = arena.always
+        self.always: Tensor = torch.ones_like(arena.cold)[index] if isinstance(index, slice) else arena.always
 
 
 class Arena:
@@ -116,7 +118,7 @@ class Arena:
     def _allocate(self, device: torch.device) -> None:
         formats = [spec.format for spec in self.specs]
         self.device = device
-        self._states: weakref.WeakValueDictionary[int, SlotState] = weakref.WeakValueDictionary()
+        self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
         arrays = StateArrays.allocate([f.max for f in formats], [f.rounds_to_max for f in formats], self.ring, device)
         n = len(formats)
         self.message = torch.zeros(HEADER + (1 + self.lanes) * n, dtype=torch.int32, device=device)
@@ -418,6 +420,31 @@ class Arena:
         state = self._states.get(index)
         if state is None:
             state = self._states[index] = SlotState(self, index)
+        return state
+
+    def run_of(self, slots: Sequence[Slot]) -> slice:
+        """Return the places of the slots of several experts, one role of all of them.
+
+        Raises:
+            ConfigurationError: a registered slot lies between them.
+        """
+        first = self.index[slots[0]]
+        step = self.index[slots[1]] - first if len(slots) > 1 else 1
+        run = slice(first, first + (len(slots) - 1) * step + 1, step)
+        if [self.index[slot] for slot in slots] != list(range(len(self)))[run]:
+            raise ConfigurationError(
+                f"the slots of {slots[0].fqn} and its neighbours must follow each other: register() no slot whose fqn "
+                "begins with that of an expert"
+            )
+        return run
+
+    def state_of_run(self, slots: Sequence[Slot]) -> SlotState:
+        """Return the state of several experts' slots, one role of all of them: see ``run_of``."""
+        run = self.run_of(slots)
+        key = run.start, run.stop, run.step
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = SlotState(self, run)
         return state
 
     def __getstate__(self) -> dict[str, Any]:

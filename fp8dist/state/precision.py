@@ -15,7 +15,7 @@ from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 
-__all__ = ["OBSERVED_STEPS", "Precision", "Precisions"]
+__all__ = ["OBSERVED_STEPS", "Changes", "Precision", "Precisions"]
 
 OBSERVED_STEPS = 16
 """A time-limited override records amaxes in its last steps, so that the module returns to FP8 with current scales."""
@@ -30,15 +30,24 @@ _USERS: Mapping[Role, frozenset[Gemm]] = MappingProxyType(
 """The GEMMs that use a tensor, by its role."""
 
 
+class Changes:
+    """Counts the changes of several modules' precisions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Precision:
-    """The precision of one module.
+    """The precision of one module, or of one expert of a grouped product.
 
     ``high``: the GEMMs that run in high precision now. ``observing``: True while amaxes are also recorded for tensors
     that are not cast. Compiled forwards read only these two, which change seldom, and not the number of steps left.
     """
 
-    def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...]) -> None:
+    def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...], changes: Changes | None = None) -> None:
+        """``changes``: is told whenever ``high`` or ``observing`` may have changed."""
         self.slots = dict(slots)
+        self.changes = Changes() if changes is None else changes
         self.high = self._initial = self._lasting = lasting
         self.observing = False
         self._passing: tuple[Gemm, ...] | None = None
@@ -100,7 +109,12 @@ class Precision:
                 self._passing = None
         return self._follow()
 
+    def casts(self, role: Role) -> bool:
+        """True if a GEMM in FP8 uses the tensor of ``role``."""
+        return not _USERS[role] <= set(self.high)
+
     def _follow(self) -> set[Role]:
+        self.changes.count += 1
         self.high = self._lasting if self._passing is None else self._passing
         self.observing = self._passing is not None and self._left <= OBSERVED_STEPS
         woken = {role for role in self._unseen if not _USERS[role] <= set(self.high)}

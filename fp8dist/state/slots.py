@@ -48,13 +48,20 @@ def parse_role(role: str) -> Role:
 
 
 def sorted_specs(specs: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
-    """Return the specs in slot order.
+    """Return the specs in slot order: by fqn, in which numbers count as numbers, then by role. So the experts of a
+    product follow each other, and each of their roles is an evenly strided run.
 
     Raises:
         ConfigurationError: two slots have the same name.
     """
-    ordered = tuple(sorted(specs, key=lambda spec: spec.slot))
+    ordered = tuple(sorted(specs, key=_place))
     for first, second in itertools.pairwise(ordered):
         if first.slot == second.slot:
             raise ConfigurationError(f"two slots are called {first.slot}")
     return ordered
+
+
+def _place(spec: SlotSpec) -> tuple[object, ...]:
+    parts = spec.slot.fqn.split(".")
+    numbered = tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
+    return numbered, spec.slot

@@ -1,0 +1,360 @@
+"""GroupedSlots: a grouped product's access to the FP8 state of its experts, and the casts of its tensors."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist.modules.job_state import JobState
+from fp8dist.modules.linear_slots import Cast, LinearSlots
+from fp8dist.modules.outgrown import Outgrown, shrunk, unfit_for
+from fp8dist.recipe import GEMMS, Gemm, Recipe
+from fp8dist.state.arena import SlotState
+from fp8dist.state.precision import Changes, Precision
+from fp8dist.state.slots import Slot
+from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist_kernels import direct
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.reference.blocks import BLOCK
+from fp8dist_kernels.reference.grouped_casts import quantize_grouped, quantize_grouped_lines
+from fp8dist_kernels.reference.grouped_matmuls import matmul_grouped, matmul_grouped_columns
+from fp8dist_kernels.reference.grouped_shares import measure_grouped
+from fp8dist_kernels.reference.groups import expert_of_rows
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
+
+__all__ = ["Choice", "GroupedSlots", "Some", "slot_names"]
+
+Some = bool | Tensor
+"""True: all experts. False: none. A bool[E] on the device: these."""
+
+
+class Choice(NamedTuple):
+    """Which experts compute in high precision now, and the tensors of which experts are recorded."""
+
+    high: Mapping[Gemm, Some]
+    records: Mapping[Role, Some]
+
+    @property
+    def all_high(self) -> bool:
+        """True if no expert computes anything in FP8."""
+        return all(of is True for of in self.high.values())
+
+
+def slot_names(fqn: str, experts: int) -> tuple[dict[Role, Slot], ...]:
+    """Return the slots of each expert of a grouped product: ``"….experts.gate_up.3"`` for ``"….experts.gate_up"``."""
+    return tuple({role: Slot(f"{fqn}.{expert}", role.value) for role in Role} for expert in range(experts))
+
+
+class GroupedSlots(LinearSlots):
+    """A grouped product's access to the FP8 state: the slots of its E experts, and how it may use them.
+
+    ``experts``: the slots of each expert. ``slots`` names the product itself and has no place in an arena. Audits do
+    not repeat grouped casts and products.
+    """
+
+    def __init__(self, sync: ArenaSync, job: JobState, recipe: Recipe, fqn: str, name: str, experts: int) -> None:
+        super().__init__(sync, sync, job, recipe, {role: Slot(fqn, role.value) for role in Role}, name)
+        self.experts = slot_names(fqn, experts)
+        self.owner: weakref.ref[nn.Module] | None = None
+        self._precision_changes = Changes()
+        self._precisions = tuple(
+            Precision(slots, recipe.high_precision, self._precision_changes) for slots in self.experts
+        )
+        self._choice: tuple[int, torch.device, Choice] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "owner": None, "_choice": None}
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """See ``LinearSlots``: one for each expert."""
+        return self._precisions
+
+    @property
+    def weight_slots(self) -> tuple[Slot, ...]:
+        """See ``LinearSlots``."""
+        return tuple(slots[Role.WEIGHT] for slots in self.experts)
+
+    def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
+        """See ``LinearSlots``: a slice for each expert."""
+        return ((slots[Role.WEIGHT], part) for slots, part in zip(self.experts[first:], weight))
+
+    def _state_of(self, role: Role, sync: ArenaSync) -> SlotState:
+        return sync.arena.state_of_run([slots[role] for slots in self.experts])
+
+    def choice(self, device: torch.device) -> Choice:
+        """Return what ``set_precision`` and fallbacks say now. Made anew only when they change something."""
+        changes = self._precision_changes.count
+        if self._choice is None or self._choice[:2] != (changes, device):
+            high = {gemm: _some([gemm in each.high for each in self._precisions], device) for gemm in GEMMS}
+            seen = {role: [each.casts(role) or each.observing for each in self._precisions] for role in Role}
+            records = {role: _some(flags, device) for role, flags in seen.items()}
+            self._choice = changes, device, Choice(high, records)
+        return self._choice[2]
+
+    # Casts -----------------------------------------------------------------------------------------
+
+    def rows_cast(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        state: SlotState,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        outgrown: Outgrown,
+        role: Role,
+    ) -> Cast:
+        """Cast x [tokens, features], sorted by expert, by the recipe. If neither copy is requested, only record the
+        amaxes, and only of experts that are observed.
+
+        Args:
+            outgrown: the ``outgrown`` of this forward.
+        """
+        x = x.detach()
+        upstream = self._upstream if role is Role.GRAD_OUTPUT else outgrown.upstream
+        recorded = self.recorded(role, x.device) if record else False
+        if not (rows or columns):
+            self.observe_rows(x, offsets, state, recorded)
+            nothing = x.new_empty(0)
+            return Cast(nothing, nothing, nothing, nothing)
+        if self.recipe.by == "tensor":
+            amaxes = functools.partial(self._amaxes, x, offsets, state)
+            unfit = unfit_for(amaxes, state, self.recipe, upstream)
+            cast = self._grouped_by_tensor(x, offsets, state, recorded, rows, columns, outgrown.others, unfit)
+        else:
+            self.observe_rows(x, offsets, state, recorded)
+            in_blocks, exact = self.recipe.by == "block", self.recipe.power_of_two
+            cast = Cast(
+                *quantize_grouped_lines(
+                    x,
+                    offsets,
+                    state.format.dtype,
+                    in_blocks=in_blocks,
+                    power_of_two=exact,
+                    rows=rows,
+                    columns=columns,
+                )
+            )
+        if record and (self.job.measuring or self.sync.arena.lanes):
+            each = self._spread(x, offsets, cast, rows)
+            measure_grouped(x, offsets, each, state.format.dtype, state.saturated, state.underflow)
+        return cast
+
+    def recorded(self, role: Role, device: torch.device) -> Some:
+        """Return the experts whose tensors a forward that records must record."""
+        return True if self.job.recording else self.choice(device).records[role]
+
+    def observe_rows(self, x: Tensor, offsets: Tensor, state: SlotState, recorded: Some) -> None:
+        """Record the amaxes of x [tokens, features] of these experts."""
+        if recorded is not False:
+            _record(self._amaxes(x.detach(), offsets, state), state, recorded)
+
+    def observe_weight(self, weight: Tensor, state: SlotState, recorded: Some) -> None:
+        """Record the amaxes of a weight [E, n, k] of these experts."""
+        if recorded is not False:
+            _record(self._amaxes(weight.detach(), None, state), state, recorded)
+
+    def _amaxes(self, x: Tensor, offsets: Tensor | None, state: SlotState) -> Tensor:
+        """Return float32[E]: the amaxes of the experts' parts, -1 for experts without rows."""
+        place = _like(state, DID_NOT_RUN)
+        self._call(x, offsets, state, state.cold, place, True, False, False, False, None)
+        return place
+
+    def _grouped_by_tensor(
+        self,
+        x: Tensor,
+        offsets: Tensor | None,
+        state: SlotState,
+        recorded: Some,
+        rows: bool,
+        columns: bool,
+        outgrown: float | None,
+        unfit: Tensor | None,
+    ) -> Cast:
+        """Cast x with one scale for each expert: the slot's, or one from its own amax. Records the amaxes."""
+        recipe = self.recipe
+        cold = state.cold if recipe.delayed else state.always
+        warm_up = recipe.warmup == "current" and not self._known_hot(state)
+        if unfit is not None:  # Rare. Treat the slots as cold.
+            cold = torch.empty_strided(cold.shape, cold.stride(), dtype=torch.bool, device=cold.device).copy_(
+                (cold & warm_up) | unfit
+            )
+            warm_up = True
+        partly = isinstance(recorded, Tensor)
+        place = _like(state, DID_NOT_RUN) if partly else state.pending
+        fp8, fp8_t, inv_scale = self._call(
+            x, offsets, state, cold, place, recorded is not False, warm_up, rows, columns, outgrown
+        )
+        if partly:
+            _record(place, state, recorded)
+        return Cast(fp8, inv_scale, fp8_t, inv_scale)
+
+    def _call(
+        self,
+        x: Tensor,
+        offsets: Tensor | None,
+        state: SlotState,
+        cold: Tensor,
+        place: Tensor,
+        record: bool,
+        just_in_time: bool,
+        rows: bool,
+        columns: bool,
+        outgrown: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return quantize_grouped(
+            x,
+            offsets,
+            state.scale,
+            cold,
+            place,
+            state.format.dtype,
+            record=record,
+            just_in_time=just_in_time,
+            margin=self.recipe.margin,
+            power_of_two=self.recipe.power_of_two,
+            rows=rows,
+            columns=columns,
+            outgrown=outgrown,
+        )
+
+    def _cast_weight(
+        self,
+        weight: Tensor,
+        state: SlotState,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        outgrown: Outgrown,
+        pending: Tensor | None = None,
+    ) -> Cast:
+        """See ``LinearSlots``. weight: [E, out_features, in_features]. ``pending``: given, if nothing is recorded."""
+        stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
+        if transposed:  # Cast the weights as they lie in memory.
+            stored, rows, columns = stored.mT, columns, rows
+        recorded = self.recorded(Role.WEIGHT, weight.device) if record else False
+        if not (rows or columns):
+            self.observe_weight(stored, state, recorded)
+            nothing = weight.new_empty(0)
+            return Cast(nothing, nothing, nothing, nothing)
+        if self.recipe.by == "tensor":
+            unfit = shrunk(self._amaxes(stored, None, state), state, self.recipe) if outgrown.written else None
+            cast = self._grouped_by_tensor(stored, None, state, recorded, rows, columns, outgrown.weight, unfit)
+        else:
+            self.observe_weight(stored, state, recorded)
+            cast = self._weight_by_parts(stored, state.format.dtype, rows, columns)
+        if record and (self.job.measuring or self.sync.arena.lanes):
+            self._measure_weight(stored, cast, state, rows)
+        return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
+
+    def _weight_by_parts(self, weight: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> Cast:
+        """Cast a weight [E, n, k] with scales for each row, or each block of 128 x 128."""
+        (experts, n, k), nothing = weight.shape, weight.new_empty(0)
+        options: dict[str, Any] = {"power_of_two": self.recipe.power_of_two, "backend": self.job.backend}
+        if self.recipe.by == "row":  # The experts' rows, one below the other; likewise their columns.
+            made = [nothing] * 4
+            if rows:
+                flat = direct.quantize_rowwise(weight.reshape(-1, k), dtype, rows=True, columns=False, **options)
+                made[:2] = flat[0].view(experts, n, k), flat[1].view(experts, n, 1)
+            if columns:
+                flat = direct.quantize_rowwise(weight.mT.reshape(-1, n), dtype, rows=True, columns=False, **options)
+                made[2:] = flat[0].view(experts, k, n), flat[1].view(experts, k, 1)
+            return Cast(*made)
+        parts = [
+            direct.quantize_blocks(part, dtype, block=[BLOCK, BLOCK], rows=rows, columns=columns, **options)
+            for part in weight
+        ]
+        return Cast(*map(torch.stack, zip(*parts)))
+
+    def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
+        """See ``LinearSlots``."""
+        cast = self._cast_weight(weight, state, False, False, True, outgrown)
+        return cast.columns, cast.columns_inv_scale
+
+    # Products --------------------------------------------------------------------------------------
+
+    def grouped_matmul(
+        self,
+        a: Tensor,
+        b: Tensor,
+        inv_scale_a: Tensor,
+        inv_scale_b: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        gemm: Gemm,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Return the product of each expert's rows, or for wgrad, of their transposed copies. See the kernels."""
+        fast = gemm in self.recipe.fast_accumulation
+        if gemm == "wgrad":
+            return matmul_grouped_columns(a, b, inv_scale_a, inv_scale_b, offsets, dtype, fast)
+        return matmul_grouped(a, b, inv_scale_a, inv_scale_b, offsets, dtype, fast, bias)
+
+    # Measuring -------------------------------------------------------------------------------------
+
+    def _spread(self, x: Tensor, offsets: Tensor, cast: Cast, rows: bool) -> Tensor:
+        """Return the inverse scales of a cast in a shape that broadcasts to x [tokens, features]."""
+        inv_scale, features = cast.rows_inv_scale if rows else cast.columns_inv_scale, x.shape[1]
+        if rows and self.recipe.by == "row":
+            return inv_scale
+        if rows and self.recipe.by == "block":
+            return inv_scale.repeat_interleave(BLOCK, 1)[:, :features]
+        # Scales by expert, or by expert and feature. Rows of nobody do not count: they may have any expert's.
+        expert = expert_of_rows(len(x), offsets).clamp_(max=len(offsets) - 1)
+        if self.recipe.by != "block":
+            return inv_scale[expert].reshape(len(x), -1)
+        ends = offsets.long()
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        blocks = (counts + BLOCK - 1) // BLOCK
+        within = torch.arange(len(x), device=x.device) - (ends - counts)[expert]
+        block = (blocks.cumsum(0) - blocks)[expert] + within // BLOCK
+        return inv_scale.t()[block.clamp_(max=inv_scale.shape[1] - 1)]
+
+    def _measure_weight(self, weight: Tensor, cast: Cast, state: SlotState, rows: bool) -> None:
+        inv_scale = cast.rows_inv_scale if rows else cast.columns_inv_scale
+        if self.recipe.by == "tensor":
+            each = inv_scale[:, None, None]
+        elif self.recipe.by == "row":
+            each = inv_scale if rows else inv_scale.mT
+        else:
+            of_rows = inv_scale if rows else inv_scale.mT
+            each = of_rows.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+            each = each.repeat_interleave(BLOCK, 2)[:, :, : weight.shape[2]]
+        measure_grouped(weight, None, each, state.format.dtype, state.saturated, state.underflow)
+
+    # Writes to the weight --------------------------------------------------------------------------
+
+    def weight_scale(self) -> Tensor:
+        """See ``LinearSlots``: float32[E]."""
+        arena = self.weight_sync.arena
+        run = arena.run_of([slots[Role.WEIGHT] for slots in self.experts])
+        return torch.where(arena.cold[run], torch.nan, arena.scale[run])
+
+    def _add_growth(self, grown: Tensor) -> None:
+        super()._add_growth(grown.any())
+
+
+def _some(flags: list[bool], device: torch.device) -> Some:
+    if all(flags) or not any(flags):
+        return flags[0]
+    return torch.tensor(flags, device=device)
+
+
+def _like(state: SlotState, value: float) -> Tensor:
+    """Return a new float32[E] with the strides of the state's views."""
+    scale = state.scale
+    return torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype, device=scale.device).fill_(value)
+
+
+def _record(amaxes: Tensor, state: SlotState, recorded: Some) -> None:
+    """Record amaxes (float32[E], -1: none) of these experts."""
+    bits, place = amaxes.view(torch.int32), state.pending.view(torch.int32)
+    if isinstance(recorded, Tensor):
+        bits = torch.where(recorded, bits, DID_NOT_RUN_BITS)
+    place.copy_(torch.maximum(place, bits))
