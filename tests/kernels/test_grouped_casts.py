@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8dist_kernels.reference import casts, grouped_casts as plain
+from fp8dist_kernels.reference import blocks, casts, grouped_casts as plain
 from fp8dist_kernels.triton import grouped_casts as fused
 from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
@@ -121,6 +121,64 @@ def test_many_experts(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_rows() -> None:
     compare(torch.empty(0, 32, device=DEVICE), ends((0, 0)), FORMATS[0])
+
+
+# Scales of rows and of blocks -------------------------------------------------------------------------
+
+IN_BLOCKS = pytest.mark.parametrize("in_blocks", [False, True], ids=["rows", "blocks"])
+
+
+def compare_lines(x: Tensor, offsets: Tensor, dtype: torch.dtype, **changes: Any) -> None:
+    options = {"power_of_two": False, "rows": True, "columns": True, **changes}
+    assert_same(
+        fused.quantize_grouped_lines(x, offsets, dtype, **options),
+        plain.quantize_grouped_lines(x, offsets, dtype, **options),
+    )
+
+
+@IN_BLOCKS
+def test_lines_of_each_expert_are_cast_as_alone(in_blocks: bool) -> None:
+    """In the transposed copy, scales are of one expert's rows: of all of them, or of a block of 128 of them."""
+    counts, both = (3, 0, 130), {"power_of_two": False, "rows": True, "columns": True}
+    x = poisoned_rows(counts, 48, 4).bfloat16()
+    rows, of_rows, columns, of_columns = plain.quantize_grouped_lines(
+        x, ends(counts), FORMATS[0], in_blocks=in_blocks, **both
+    )
+    for part, column, scales in ((slice(0, 3), 0, slice(0, 1)), (slice(3, 133), 16, slice(1, 3))):
+        if in_blocks:
+            alone = blocks.quantize_blocks(x[part], FORMATS[0], block=(1, 128), **both)
+            found = of_columns[:, scales]
+        else:
+            alone = blocks.quantize_rowwise(x[part], FORMATS[0], **both)
+            found = of_columns[0 if column == 0 else 2]
+        wide = columns[:, column : column + alone[2].shape[1]]
+        for got, expected in zip((rows[part], of_rows[part], wide, found), alone):
+            assert_same((got.contiguous(),), (expected.contiguous(),))
+    assert (of_rows[133:] == 1).all()
+    assert (of_columns[:, 3:] == 1).all() if in_blocks else (of_columns[1] == 1).all()
+
+
+@IN_BLOCKS
+@pytest.mark.parametrize("counts", [COUNTS[0], pytest.param(COUNTS[1]), pytest.param(COUNTS[5])], ids=str)
+def test_lines_are_the_twins(in_blocks: bool, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    compare_lines(poisoned_rows(counts, 144, 5).bfloat16(), ends(counts), FORMATS[0], in_blocks=in_blocks)
+
+
+@pytest.mark.slow
+@IN_BLOCKS
+def test_lines_of_all_layouts(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    for index, layout in enumerate(LAYOUTS):
+        x = LAYOUTS[layout](poisoned_rows((3, 0, 18), 144, 2, index, finite=index % 2 == 0).to(DTYPES[index % 3]))
+        compare_lines(
+            x, ends((3, 0, 18)), FORMATS[index % 2], in_blocks=in_blocks, power_of_two=index % 3 == 0,
+            rows=index != 2, columns=index not in (2, 5),
+        )  # fmt: skip
+    compare_lines(torch.empty(0, 32, device=DEVICE), ends((0, 0)), FORMATS[0], in_blocks=in_blocks)
+
+
+# Refused arguments -----------------------------------------------------------------------------------
 
 
 def test_slots_that_do_not_fit_are_refused() -> None:

@@ -9,16 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT, padded
 from fp8dist_kernels.reference.grouped_casts import require_slots
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, require_groups
+from fp8dist_kernels.triton.blocks import write_flipped, write_straight
 from fp8dist_kernels.triton.groups import find_group, tiles_bound
 from fp8dist_kernels.triton.launching import ceil_div, ceil_power_of_two, on_device_of
 from fp8dist_kernels.triton.magnitude import grow, magnitude_bits, newest, tile_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
 
-__all__ = ["quantize_grouped"]
+__all__ = ["quantize_grouped", "quantize_grouped_lines"]
 
 _TALL, _WIDE = 128, 64  # As in ``casts``.
 _FLAT_TALL, _FLAT_WIDE = 32, 256
@@ -169,6 +171,110 @@ def _cast_kernel(
         store_flipped(flipped, a, b, c, d, top, left, width, length, flipped_width, TALL, WIDE, INDEX)
 
 
+@triton.jit(do_not_specialize=["height"])
+def _line_amax_kernel(
+    x,  # [tokens, width], strides as given
+    offsets,  # int32[groups]
+    row_bits,  # int32[tokens], grows
+    column_bits,  # int32[groups, width], grows
+    groups,
+    height,
+    width,
+    row_stride,
+    column_stride,
+    STRAIGHT: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    across = tl.cdiv(width, TILE)
+    group, tile, start, rows, _, _ = find_group(offsets, groups, tl.program_id(0) // across, TILE, GROUPS)
+    if group < groups:
+        top, left = tile.to(INDEX) * TILE, (tl.program_id(0) % across).to(INDEX) * TILE
+        x += start.to(tl.int64) * row_stride
+        bits = tile_bits(x, top, left, rows, width, row_stride, column_stride, TILE, TILE, INDEX)
+        row, column = top + tl.arange(0, TILE), left + tl.arange(0, TILE)
+        if STRAIGHT:
+            tl.atomic_max(row_bits + start + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
+        if FLIPPED:
+            column_bits += group.to(tl.int64) * width
+            tl.atomic_max(column_bits + column, tl.max(bits, 0), mask=column < width, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["height"])
+def _lines_kernel(
+    x,  # [height, width], strides as given
+    straight,  # fp8 [height, width]
+    flipped,  # fp8 [width, flipped_width]
+    offsets,  # int32[groups]
+    row_bits,  # GIVEN: int32[height], amaxes of whole rows
+    column_bits,  # GIVEN: int32[groups, width], amaxes of whole columns of a group
+    straight_inverse,  # float32 [height, 1 or blocks], written
+    flipped_inverse,  # float32 [groups, width] if GIVEN, else [width, blocks], written
+    groups,
+    height,
+    width,
+    row_stride,
+    column_stride,
+    flipped_width,
+    straight_line_stride,
+    straight_block_stride,
+    flipped_line_stride,
+    flipped_block_stride,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    # The programs of a tile are those of ``blocks``.
+    HALF: tl.constexpr = TILE // 2
+    part = tl.program_id(0) % (2 * (STRAIGHT + FLIPPED))
+    index = tl.program_id(0) // (2 * (STRAIGHT + FLIPPED))
+    across = tl.cdiv(width, TILE)
+    group, tile, start, rows, column, first = find_group(offsets, groups, index // across, TILE, GROUPS)
+    top, left = tile.to(INDEX) * TILE, (index % across).to(INDEX) * TILE
+    x += start.to(tl.int64) * row_stride
+    straight += start.to(tl.int64) * width
+    flipped += column
+    flips = part >= 2 if STRAIGHT and FLIPPED else FLIPPED
+    if flips:
+        left += part % 2 * HALF
+        if group < groups:
+            inv_scale = flipped_inverse
+            if GIVEN:
+                inv_scale += group.to(tl.int64) * width
+                column_bits += group.to(tl.int64) * width
+            else:
+                inv_scale += (first + tile).to(tl.int64) * flipped_block_stride
+            length = (rows + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            write_flipped(
+                flipped, inv_scale, column_bits, x, top, left, rows, width, row_stride, column_stride, length,
+                flipped_width, flipped_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, TILE, HALF, INDEX,
+            )  # fmt: skip
+        else:
+            a = tl.zeros((TILE // 4, HALF), tl.float32)
+            length = flipped_width - column
+            store_flipped(flipped, a, a, a, a, top, left, width, length, flipped_width, TILE, HALF, INDEX)
+    else:
+        top += part % 2 * HALF
+        if group < groups:
+            inv_scale = straight_inverse + start.to(tl.int64) * straight_line_stride
+            if not GIVEN:
+                inv_scale += (index % across).to(tl.int64) * straight_block_stride
+            write_straight(
+                straight, inv_scale, row_bits + start, x, top, left, rows, width, row_stride, column_stride, width,
+                straight_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, HALF, TILE, INDEX,
+            )  # fmt: skip
+        else:
+            a = tl.zeros((HALF // 4, TILE), tl.float32)
+            store_straight(straight, a, a, a, a, top, left, height - start, width, HALF, TILE, INDEX)
+
+
 def quantize_grouped(
     x: Tensor,
     offsets: Tensor | None,
@@ -221,6 +327,53 @@ def quantize_grouped(
             RECORD=record, JUST_IN_TIME=just_in_time, OUTGROWN=outgrown is not None, TALL=tall, WIDE=wide, **common,
         )  # fmt: skip
     return row_major, transposed, inv_scale
+
+
+def quantize_grouped_lines(
+    x: Tensor, offsets: Tensor, dtype: torch.dtype, *, in_blocks: bool, power_of_two: bool, rows: bool, columns: bool
+) -> Copies:
+    """See ``reference.grouped_casts.quantize_grouped_lines``. Rows in two passes, blocks in one."""
+    require_groups(len(x), offsets, x.device)
+    (tokens, features), groups, device = x.shape, len(offsets), x.device
+    page, (row_shape, column_shape) = _page_of(x, offsets), _shapes(x, offsets, groups)
+    row_major = torch.empty(row_shape if rows else (0,), dtype=dtype, device=device)
+    transposed = torch.empty(column_shape if columns else (0,), dtype=dtype, device=device)
+    of_rows = of_columns = torch.empty(0, device=device)
+    # Filled, because scales that no row has are not written.
+    if rows:
+        of_rows = torch.ones(ceil_div(features, BLOCK) if in_blocks else 1, tokens, device=device).t()
+    if columns and in_blocks:
+        of_columns = torch.ones(blocks_bound(tokens, groups), features, device=device).t()
+    elif columns:
+        of_columns = torch.ones(groups, features, 1, device=device)
+    bits = torch.zeros(0 if in_blocks else tokens * rows + groups * features * columns, dtype=torch.int32, device=device)
+    row_bits, column_bits = bits[: tokens * rows], bits[tokens * rows :]
+    tiles = _down(page, offsets, groups, BLOCK) * ceil_div(features, BLOCK)
+    common = {
+        "STRAIGHT": row_major.numel() > 0,
+        "FLIPPED": transposed.numel() > 0,
+        "GROUPS": ceil_power_of_two(groups),
+        "TILE": BLOCK,
+        "INDEX": page.offset_type(BLOCK, BLOCK),
+    }
+    with on_device_of(x):
+        if not in_blocks and tiles * bits.numel():
+            _line_amax_kernel[(tiles,)](
+                x, offsets, row_bits, column_bits, groups, *page.lying[:4], num_warps=2 * _WARPS, **common
+            )
+        if programs := tiles * 2 * (common["STRAIGHT"] + common["FLIPPED"]):
+            _lines_kernel[(programs,)](
+                x, row_major, transposed, offsets, row_bits, column_bits, of_rows, of_columns, groups,
+                *page.lying[:4], page.flipped_width, *_strides(of_rows), *_strides(of_columns),
+                FP8_MAX=torch.finfo(dtype).max, POWER_OF_TWO=power_of_two, GIVEN=not in_blocks, num_warps=_WARPS,
+                **common,
+            )  # fmt: skip
+    return row_major, of_rows, transposed, of_columns
+
+
+def _strides(scales: Tensor) -> tuple[int, int]:
+    """Return the strides of lines and blocks."""
+    return (scales.stride(-2), scales.stride(-1)) if scales.ndim > 1 else (0, 0)
 
 
 def _page_of(x: Tensor, offsets: Tensor | None) -> Page:

@@ -25,10 +25,10 @@ from fp8dist_kernels.triton.matmuls import aligned, require_pair
 from fp8dist_kernels.triton.tables import Tile, bucket
 from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, capability_of
 
-__all__ = ["matmul_grouped", "matmul_grouped_columns", "tile_of"]
+__all__ = ["grouped_candidates", "matmul_grouped", "matmul_grouped_columns", "tile_of"]
 
-_MOST_COLUMNS = 128
-"""Widest tile. A wider one would have to be split, as in ``products``."""
+_LARGEST = 128
+"""Most rows and columns of a tile. A larger one would have to be split, as in ``products``."""
 
 _STAGES = 4
 """Most steps in flight. Results are staged in shared memory at once, which takes the room of the fifth."""
@@ -304,12 +304,16 @@ def tile_of(
 ) -> Tile:
     """Return the tile for ``groups`` products of [m, k] and [n, k], by the formula of ``tiles``."""
     problem = Problem(m, n * groups, k, scaling, fast_accumulation, *dtypes)
-    tiles = tuple(
+    return best_of(grouped_candidates(problem, capability_of(device)), problem, processors(device))
+
+
+def grouped_candidates(problem: Problem, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """Return the allowed tiles on a GPU of this compute capability, the best for large problems first."""
+    return tuple(
         replace(tile, stages=min(tile.stages, _STAGES))
-        for tile in candidates(problem, capability_of(device))
-        if tile.columns <= _MOST_COLUMNS and tile.rows <= _MOST_COLUMNS
+        for tile in candidates(problem, capability)
+        if max(tile.rows, tile.columns) <= _LARGEST
     )
-    return best_of(tiles, problem, processors(device))
 
 
 def _constants(tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: int) -> dict[str, Any]:
