@@ -17,7 +17,7 @@ from fp8dist.modules.outgrown import Outgrown
 from fp8dist.state.arena import SlotState
 from fp8dist.sync.groups import is_dtensor
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.reference.groups import expert_of_rows
+from fp8dist_kernels.reference.grouped_shares import expert_of_rows
 
 __all__ = ["grouped_linear", "high_product"]
 

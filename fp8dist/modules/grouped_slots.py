@@ -23,8 +23,7 @@ from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.grouped_casts import quantize_grouped, quantize_grouped_lines
 from fp8dist_kernels.reference.grouped_matmuls import matmul_grouped, matmul_grouped_columns
-from fp8dist_kernels.reference.grouped_shares import measure_grouped
-from fp8dist_kernels.reference.groups import expert_of_rows
+from fp8dist_kernels.reference.grouped_shares import expert_of_rows, measure_grouped
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
 
 __all__ = ["Choice", "GroupedSlots", "Some", "slot_names"]

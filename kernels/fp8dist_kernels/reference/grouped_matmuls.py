@@ -126,7 +126,9 @@ def column_scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Te
     return _kind(kinds, inv_scale_a, inv_scale_b)
 
 
-def _require_operands(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, aligned: tuple[int, int]) -> None:
+def _require_operands(
+    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, aligned: tuple[int, int]
+) -> None:
     if not (a.is_contiguous() and b.is_contiguous()):
         raise ValueError("FP8 operands must be contiguous with the contracted dim last")
     if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:

@@ -1,15 +1,19 @@
-"""Shares of elements that a cast saturates or flushes to zero, for each expert. No host reads, on any device."""
+"""Experts of rows, and shares of elements that a cast saturates or flushes to zero. No host reads, on any device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fp8dist_kernels.reference.groups import expert_of_rows
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN_BITS
 from fp8dist_kernels.reference.shares import limits
 
-__all__ = ["measure_grouped"]
+__all__ = ["expert_of_rows", "measure_grouped"]
+
+
+def expert_of_rows(tokens: int, offsets: Tensor) -> Tensor:
+    """Return int64[tokens]: the expert of each row, E for rows of nobody. See ``groups``. Does not read the device."""
+    return torch.bucketize(torch.arange(tokens, device=offsets.device), offsets, right=True)
 
 
 def measure_grouped(

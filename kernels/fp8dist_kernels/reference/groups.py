@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT, padded
 
-__all__ = ["blocks_bound", "columns_bound", "expert_of_rows", "require_groups", "rows_of"]
+__all__ = ["blocks_bound", "columns_bound", "require_groups", "rows_of"]
 
 
 def columns_bound(tokens: Any, groups: Any) -> Any:
@@ -32,11 +32,6 @@ def columns_bound(tokens: Any, groups: Any) -> Any:
 def blocks_bound(tokens: Any, groups: Any) -> Any:
     """Return how many blocks of 128 tokens cover all groups at most, if each group starts a block of its own."""
     return (tokens + (BLOCK - 1) * groups) // BLOCK
-
-
-def expert_of_rows(tokens: int, offsets: Tensor) -> Tensor:
-    """Return int64[tokens]: the group of each row, E for rows of nobody. Does not read the device."""
-    return torch.bucketize(torch.arange(tokens, device=offsets.device), offsets, right=True)
 
 
 def require_groups(tokens: int, offsets: Tensor, device: torch.device) -> None:

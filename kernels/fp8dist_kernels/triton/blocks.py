@@ -15,7 +15,7 @@ from fp8dist_kernels.triton.magnitude import magnitude_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
 
-__all__ = ["quantize_blocks", "quantize_rowwise"]
+__all__ = ["quantize_blocks", "quantize_rowwise", "write_flipped", "write_straight"]
 
 _WARPS = 16  # A tile is a block of 128 x 128: 32 elements per thread, as in ``triton.casts``.
 _WARPS_OF_HALF = 8
@@ -69,7 +69,7 @@ def _scaled_strip(
 
 
 @triton.jit
-def _write_straight(
+def write_straight(
     out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, out_width, line_stride,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     INDEX: tl.constexpr,
@@ -84,8 +84,8 @@ def _write_straight(
 
 
 @triton.jit
-def _write_flipped(
-    out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, out_width, line_stride,
+def write_flipped(
+    out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, length, out_width, line_stride,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def _write_flipped(
     tl.store(inv_scale + column.to(tl.int64) * line_stride, inverse(scale), mask=column < width)
     scale = scale[None, :]
     a, b, c, d = scaled(a, scale), scaled(b, scale), scaled(c, scale), scaled(d, scale)
-    store_flipped(out, a, b, c, d, top, left, width, out_width, TALL, WIDE, INDEX)
+    store_flipped(out, a, b, c, d, top, left, width, length, out_width, TALL, WIDE, INDEX)
 
 
 @triton.jit
@@ -146,16 +146,16 @@ def _lines_kernel(
         inv_scale = flipped_inverse
         if not GIVEN:
             inv_scale += (tile // across).to(tl.int64) * flipped_block_stride
-        _write_flipped(
+        write_flipped(
             flipped, inv_scale, column_bits, x, top, left, height, width, row_stride, column_stride, flipped_width,
-            flipped_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, TILE, HALF, INDEX,
+            flipped_width, flipped_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, TILE, HALF, INDEX,
         )  # fmt: skip
     else:
         top += part % 2 * HALF
         inv_scale = straight_inverse
         if not GIVEN:
             inv_scale += (tile % across).to(tl.int64) * straight_block_stride
-        _write_straight(
+        write_straight(
             straight, inv_scale, row_bits, x, top, left, height, width, row_stride, column_stride, straight_width,
             straight_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, HALF, TILE, INDEX,
         )  # fmt: skip
@@ -195,7 +195,7 @@ def _squares_kernel(
         store_straight(straight, a, b, c, d, top, left, height, straight_width, TILE, TILE, INDEX)
     if FLIPPED:
         tl.store(flipped_inverse + right.to(tl.int64) * tl.cdiv(flipped_width, TILE) + down, inverse(scale))
-        store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, TILE, TILE, INDEX)
+        store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, flipped_width, TILE, TILE, INDEX)
 
 
 def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool) -> Copies:
