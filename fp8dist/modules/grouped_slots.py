@@ -154,10 +154,16 @@ class GroupedSlots(LinearSlots):
         if recorded is not False:
             _record(self._amaxes(x.detach(), offsets, state), state, recorded)
 
-    def observe_weight(self, weight: Tensor, state: SlotState, recorded: Some) -> None:
-        """Record the amaxes of a weight [E, n, k] of these experts."""
-        if recorded is not False:
-            _record(self._amaxes(weight.detach(), None, state), state, recorded)
+    def record_weight(self, amaxes: Tensor | None, offsets: Tensor, state: SlotState) -> None:
+        """Record the weights' amaxes, float32[E], of the experts that have rows: the others have not run."""
+        recorded = self.recorded(Role.WEIGHT, offsets.device)
+        if recorded is not False and amaxes is not None:
+            used = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
+            _record(amaxes, state, used if recorded is True else used & recorded)
+
+    def weight_amaxes(self, weight: Tensor, state: SlotState) -> Tensor:
+        """Return the amaxes of a weight [E, n, k], any strides: float32[E]."""
+        return self._amaxes(weight.detach(), None, state)
 
     def _amaxes(self, x: Tensor, offsets: Tensor | None, state: SlotState) -> Tensor:
         """Return float32[E]: the amaxes of the experts' parts, -1 for experts without rows."""
@@ -185,12 +191,14 @@ class GroupedSlots(LinearSlots):
                 (cold & warm_up) | unfit
             )
             warm_up = True
-        partly = isinstance(recorded, Tensor)
-        place = _like(state, DID_NOT_RUN) if partly else state.pending
+        apart = offsets is None or isinstance(recorded, Tensor)
+        place = _like(state, DID_NOT_RUN) if apart else state.pending
         fp8, fp8_t, inv_scale = self._call(
             x, offsets, state, cold, place, recorded is not False, warm_up, rows, columns, outgrown
         )
-        if partly:
+        if offsets is None:  # ``record_weight`` records which experts have run.
+            return Cast(fp8, inv_scale, fp8_t, inv_scale, None if recorded is False else place)
+        if apart:
             _record(place, state, recorded)
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
 
@@ -233,24 +241,26 @@ class GroupedSlots(LinearSlots):
         outgrown: Outgrown,
         pending: Tensor | None = None,
     ) -> Cast:
-        """See ``LinearSlots``. weight: [E, out_features, in_features]. ``pending``: given, if nothing is recorded."""
+        """See ``LinearSlots``. weight: [E, out_features, in_features]. With ``record``, ``amaxes`` are returned, not yet
+        recorded. ``pending`` is not used."""
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
         if transposed:  # Cast the weights as they lie in memory.
             stored, rows, columns = stored.mT, columns, rows
         recorded = self.recorded(Role.WEIGHT, weight.device) if record else False
+        amaxes = None
+        if recorded is not False and (self.recipe.by != "tensor" or not (rows or columns)):
+            amaxes = self.weight_amaxes(stored, state)
         if not (rows or columns):
-            self.observe_weight(stored, state, recorded)
             nothing = weight.new_empty(0)
-            return Cast(nothing, nothing, nothing, nothing)
+            return Cast(nothing, nothing, nothing, nothing, amaxes)
         if self.recipe.by == "tensor":
-            unfit = shrunk(self._amaxes(stored, None, state), state, self.recipe) if outgrown.written else None
+            unfit = shrunk(self.weight_amaxes(stored, state), state, self.recipe) if outgrown.written else None
             cast = self._grouped_by_tensor(stored, None, state, recorded, rows, columns, outgrown.weight, unfit)
         else:
-            self.observe_weight(stored, state, recorded)
-            cast = self._weight_by_parts(stored, state.format.dtype, rows, columns)
+            cast = self._weight_by_parts(stored, state.format.dtype, rows, columns)._replace(amaxes=amaxes)
         if record and (self.job.measuring or self.sync.arena.lanes):
             self._measure_weight(stored, cast, state, rows)
-        return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
+        return Cast(*cast[2:4], *cast[:2], cast.amaxes) if transposed else cast
 
     def _weight_by_parts(self, weight: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> Cast:
         """Cast a weight [E, n, k] with scales for each row, or each block of 128 x 128."""

@@ -80,7 +80,9 @@ class Case:
             return (2.0 ** torch.randint(-2, 2, shape, generator=self.generator)).to(DEVICE)
         return (torch.rand(shape, generator=self.generator) + 0.01).to(DEVICE)
 
-    def rows(self, version: Any, out_dtype: torch.dtype, fast: bool = True, bias: bool = True, **options: Any) -> Tensor:
+    def rows(
+        self, version: Any, out_dtype: torch.dtype, fast: bool = True, bias: bool = True, **options: Any
+    ) -> Tensor:
         added = self.bias if bias else None
         return version.matmul_grouped(self.a, self.b, *self.scales, self.offsets, out_dtype, fast, added, **options)
 

@@ -56,7 +56,6 @@ def _casts(compiler: Compiler) -> None:
                     rows=True, columns=columns, outgrown=outgrown,
                 )  # fmt: skip
 
-
     both = {"rows": True, "columns": True}
     for name, x, offsets, _, dtype in inputs:
         for in_blocks in (False, True) if offsets is not None and len(x) == TOKENS else ():
