@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from fp8dist_kernels import host, ops, traced
+from fp8dist_kernels import grouped_ops, host, ops, traced
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 
 __all__ = [
@@ -25,10 +25,14 @@ __all__ = [
     "is_eager",
     "is_plain",
     "matmul",
+    "matmul_grouped",
+    "matmul_grouped_columns",
     "measure",
     "observe",
     "quantize",
     "quantize_blocks",
+    "quantize_grouped",
+    "quantize_grouped_lines",
     "quantize_rowwise",
 ]
 
@@ -63,7 +67,7 @@ def is_plain(x: Tensor) -> bool:
 def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a function that calls ``op`` or its implementation. ``compiled``: what torch.compile shall see, if not
     the op."""
-    implementation = ops.IMPLEMENTATIONS[op._opname]
+    implementation = {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}[op._opname]
 
     @functools.wraps(implementation)
     def call(x: Tensor, *rest: Any, **options: Any) -> Any:
@@ -80,6 +84,10 @@ quantize_blocks = _directly(ops.quantize_blocks)
 observe = _directly(ops.observe, traced.observe)
 measure = _directly(ops.measure)
 matmul = _directly(ops.matmul)
+quantize_grouped = _directly(grouped_ops.quantize_grouped)
+quantize_grouped_lines = _directly(grouped_ops.quantize_grouped_lines)
+matmul_grouped = _directly(grouped_ops.matmul_grouped)
+matmul_grouped_columns = _directly(grouped_ops.matmul_grouped_columns)
 
 
 class StateUpdates:

@@ -51,6 +51,7 @@ __all__ = [
     "quantize_rowwise",
     "register_flops",
     "require_backend",
+    "version_of_backend",
 ]
 
 _LIBRARY = torch.library.Library("fp8dist", "DEF")
@@ -106,7 +107,7 @@ def require_backend(backend: str, device: torch.device) -> None:
 
 
 @functools.cache
-def _version(backend: str, device: torch.device, of: Any) -> Any:
+def version_of_backend(backend: str, device: torch.device, of: Any) -> Any:
     """Return the module with this backend's version of the functions in module ``of``."""
     if not runs_fused(backend, device):
         return of
@@ -120,14 +121,14 @@ def _version(backend: str, device: torch.device, of: Any) -> Any:
 def _quantize(
     x: Tensor, *slot: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = _version(backend, x.device, casts).quantize(x, *slot, **options)
+    results = version_of_backend(backend, x.device, casts).quantize(x, *slot, **options)
     if tap is not None:
         tell(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
     return results
 
 
 def _choose_scale(amax: Tensor | None, scale: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> Tensor:
-    chosen: Tensor = _version(backend, scale.device, casts).choose_scale(amax, scale, *slot, **options)
+    chosen: Tensor = version_of_backend(backend, scale.device, casts).choose_scale(amax, scale, *slot, **options)
     return chosen
 
 
@@ -140,7 +141,7 @@ def _quantize_rowwise(
     tap: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _version(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
+    results = version_of_backend(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
     if tap is not None:
         tell(tap, "quantize_rowwise", site, (x, dtype), {**options, "backend": backend}, *results)
     return results
@@ -156,7 +157,7 @@ def _quantize_blocks(
     tap: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _version(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
+    results = version_of_backend(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
     if tap is not None:
         told = {**options, "block": tuple(block), "backend": backend}
         tell(tap, "quantize_blocks", site, (x, dtype), told, *results)
@@ -164,7 +165,7 @@ def _quantize_blocks(
 
 
 def _observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
-    _version(backend, x.device, magnitude).observe(x, pending)
+    version_of_backend(backend, x.device, magnitude).observe(x, pending)
 
 
 def _measure(
@@ -177,7 +178,7 @@ def _measure(
     block: Sequence[int],
     backend: str = "auto",
 ) -> None:
-    version = _version(backend, x.device, shares)
+    version = version_of_backend(backend, x.device, shares)
     if version is shares and backend != "reference" and x.device.type == "cpu" and tuple(block) == shares.WHOLE:
         version = host_shares
     version.measure(x, inv_scale, dtype, saturated, underflow, block=tuple(block))
@@ -260,7 +261,7 @@ def multiplier_name(
 
 def _launch(arrays: Sequence[Tensor], hold: Tensor | None, *, drop_nonfinite: bool, backend: str = "auto") -> None:
     state = StateArrays(*arrays)
-    _version(backend, state.pending.device, update).launch(state, hold, drop_nonfinite)
+    version_of_backend(backend, state.pending.device, update).launch(state, hold, drop_nonfinite)
 
 
 def _commit(
@@ -276,7 +277,7 @@ def _commit(
     backend: str = "auto",
 ) -> Tensor:
     rule = UpdateRule(length, margin, power_of_two, just_in_time, algorithm)  # type: ignore[arg-type]
-    return _version(backend, reduced.device, update).commit(StateArrays(*arrays), rule, reduced, hold)
+    return version_of_backend(backend, reduced.device, update).commit(StateArrays(*arrays), rule, reduced, hold)
 
 
 def _padded(tokens: Any) -> Any:

@@ -48,7 +48,7 @@ def bad_products(share: float = 1.0, seed: int = 0, steady: bool = True) -> Iter
 @contextlib.contextmanager
 def bad_casts() -> Iterator[None]:
     """A device whose casts have a wrong bit."""
-    original = ops._version
+    original = ops.version_of_backend
 
     def version(backend: str, device: torch.device, of: Any) -> Any:
         real = original(backend, device, of)
@@ -64,5 +64,5 @@ def bad_casts() -> Iterator[None]:
 
         return mock.Mock(wraps=real, **{name: spoiled(name) for name in names})
 
-    with mock.patch.object(ops, "_version", version):
+    with mock.patch.object(ops, "version_of_backend", version):
         yield

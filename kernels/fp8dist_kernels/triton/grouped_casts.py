@@ -338,12 +338,12 @@ def quantize_grouped_lines(
     transposed = torch.empty(column_shape if columns else (0,), dtype=dtype, device=device)
     of_rows = of_columns = torch.empty(0, device=device)
     # Filled, because scales that no row has are not written.
-    if rows:
-        of_rows = torch.ones(ceil_div(features, BLOCK) if in_blocks else 1, tokens, device=device).t()
-    if columns and in_blocks:
-        of_columns = torch.ones(blocks_bound(tokens, groups), features, device=device).t()
-    elif columns:
-        of_columns = torch.ones(groups, features, 1, device=device)
+    if in_blocks:
+        of_rows = torch.ones(ceil_div(features, BLOCK), tokens, device=device).t() if rows else of_rows
+        of_columns = torch.ones(blocks_bound(tokens, groups), features, device=device).t() if columns else of_columns
+    else:
+        of_rows = torch.ones(tokens, 1, device=device) if rows else of_rows
+        of_columns = torch.ones(groups, features, 1, device=device) if columns else of_columns
     bits = torch.zeros(0 if in_blocks else tokens * rows + groups * features * columns, dtype=torch.int32, device=device)
     row_bits, column_bits = bits[: tokens * rows], bits[tokens * rows :]
     tiles = _down(page, offsets, groups, BLOCK) * ceil_div(features, BLOCK)

@@ -49,8 +49,10 @@ def _add(
         of_a = tl.load(scale_a, mask=line_m, other=0.0)
         of_b = tl.load(scale_b, mask=line_n, other=0.0)
         product += tl.dot(x, y.T) * of_a[:, None] * of_b[None, :]
+    elif FAST:
+        product = tl.dot(x, y.T, product)
     else:
-        product = tl.dot(x, y.T, product, max_num_imprecise_acc=None if FAST else TILE_K)
+        product += tl.dot(x, y.T)
     return product
 
 
