@@ -21,8 +21,6 @@ from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist_kernels import direct
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
-from fp8dist_kernels.reference.grouped_casts import quantize_grouped, quantize_grouped_lines
-from fp8dist_kernels.reference.grouped_matmuls import matmul_grouped, matmul_grouped_columns
 from fp8dist_kernels.reference.grouped_shares import expert_of_rows, measure_grouped
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN, DID_NOT_RUN_BITS
 
@@ -130,7 +128,7 @@ class GroupedSlots(LinearSlots):
             self.observe_rows(x, offsets, state, recorded)
             in_blocks, exact = self.recipe.by == "block", self.recipe.power_of_two
             cast = Cast(
-                *quantize_grouped_lines(
+                *direct.quantize_grouped_lines(
                     x,
                     offsets,
                     state.format.dtype,
@@ -138,6 +136,7 @@ class GroupedSlots(LinearSlots):
                     power_of_two=exact,
                     rows=rows,
                     columns=columns,
+                    backend=self.job.backend,
                 )
             )
         if record and (self.job.measuring or self.sync.arena.lanes):
@@ -215,7 +214,7 @@ class GroupedSlots(LinearSlots):
         columns: bool,
         outgrown: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return quantize_grouped(
+        copies: tuple[Tensor, Tensor, Tensor] = direct.quantize_grouped(
             x,
             offsets,
             state.scale,
@@ -229,7 +228,9 @@ class GroupedSlots(LinearSlots):
             rows=rows,
             columns=columns,
             outgrown=outgrown,
+            backend=self.job.backend,
         )
+        return copies
 
     def _cast_weight(
         self,
@@ -241,8 +242,8 @@ class GroupedSlots(LinearSlots):
         outgrown: Outgrown,
         pending: Tensor | None = None,
     ) -> Cast:
-        """See ``LinearSlots``. weight: [E, out_features, in_features]. With ``record``, ``amaxes`` are returned, not yet
-        recorded. ``pending`` is not used."""
+        """See ``LinearSlots``. weight: [E, out_features, in_features]. With ``record``, the result has ``amaxes``, which
+        are not recorded yet. ``pending`` is not used."""
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
         if transposed:  # Cast the weights as they lie in memory.
             stored, rows, columns = stored.mT, columns, rows
@@ -300,10 +301,12 @@ class GroupedSlots(LinearSlots):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Return the product of each expert's rows, or for wgrad, of their transposed copies. See the kernels."""
-        fast = gemm in self.recipe.fast_accumulation
+        how: dict[str, Any] = {"fast_accumulation": gemm in self.recipe.fast_accumulation, "backend": self.job.backend}
         if gemm == "wgrad":
-            return matmul_grouped_columns(a, b, inv_scale_a, inv_scale_b, offsets, dtype, fast)
-        return matmul_grouped(a, b, inv_scale_a, inv_scale_b, offsets, dtype, fast, bias)
+            product: Tensor = direct.matmul_grouped_columns(a, b, inv_scale_a, inv_scale_b, offsets, dtype, **how)
+        else:
+            product = direct.matmul_grouped(a, b, inv_scale_a, inv_scale_b, offsets, dtype, bias=bias, **how)
+        return product
 
     # Measuring -------------------------------------------------------------------------------------
 

@@ -34,9 +34,7 @@ def experts(x: Tensor, dy: Tensor, weight: Tensor, offsets: Tensor, backend: str
     state = [slots() for _ in range(3)]
     rows, columns, inv_x = direct.quantize_grouped(x, offsets, *state[0], E4M3, columns=True, backend=backend, **CAST)
     of_w, of_wt, inv_w = direct.quantize_grouped(weight, None, *state[1], E4M3, columns=True, backend=backend, **CAST)
-    of_dy, of_dyt, inv_dy = direct.quantize_grouped(
-        dy, offsets, *state[2], E5M2, columns=True, backend=backend, **CAST
-    )
+    of_dy, of_dyt, inv_dy = direct.quantize_grouped(dy, offsets, *state[2], E5M2, columns=True, backend=backend, **CAST)
     options = {"fast_accumulation": False, "backend": backend}
     y = direct.matmul_grouped(rows, of_w, inv_x, inv_w, offsets, torch.bfloat16, bias=weight[:, :, 0], **options)
     dx = direct.matmul_grouped(of_dy, of_wt, inv_dy, inv_w, offsets, torch.bfloat16, **options)
