@@ -37,6 +37,11 @@ class FP8Experts(nn.Module):
     fp8_products: dict[str, GroupedSlots]
     converted_from: ClassVar[type[nn.Module]]
 
+    @property
+    def fp8_enabled(self) -> bool:
+        """False if FP8 is switched off for the whole model."""
+        return all(slots.job.enabled for slots in self.fp8_products.values())
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs: [tokens, hidden]. Local; does not wait for the
         device.
@@ -48,7 +53,7 @@ class FP8Experts(nn.Module):
             top_k_weights: [tokens, k].
         """
         up, down = self.fp8_products.values()
-        if not up.job.enabled:
+        if not self.fp8_enabled:
             return self.converted_from.forward(self, hidden_states, top_k_index, top_k_weights)
         module: Any = self
         tokens, k = top_k_index.shape

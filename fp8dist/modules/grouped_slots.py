@@ -242,8 +242,8 @@ class GroupedSlots(LinearSlots):
         outgrown: Outgrown,
         pending: Tensor | None = None,
     ) -> Cast:
-        """See ``LinearSlots``. weight: [E, out_features, in_features]. With ``record``, the result has ``amaxes``, which
-        are not recorded yet. ``pending`` is not used."""
+        """See ``LinearSlots``. weight: [E, out_features, in_features]. With ``record``, the cast has ``amaxes``, not yet
+        recorded. ``pending`` is not used."""
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
         if transposed:  # Cast the weights as they lie in memory.
             stored, rows, columns = stored.mT, columns, rows
