@@ -18,11 +18,11 @@ from fp8dist.offline.failures import reading
 from fp8dist.offline.slices import FileSlice
 from fp8dist.state.storage import FILE_FORMAT, from_bytes, read_file, validated_slots
 
-__all__ = ["SUFFIX", "is_state", "safetensors_source", "state_items", "state_source"]
+__all__ = ["DTYPES", "SUFFIX", "is_state", "safetensors_source", "state_items", "state_source"]
 
 SUFFIX = ".safetensors"
 _SHARDED = "DCP_SHARDING_INFO"
-_DTYPES: Mapping[str, str] = MappingProxyType(
+DTYPES: Mapping[str, str] = MappingProxyType(
     {
         **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
         "BF16": "bfloat16",
@@ -68,9 +68,9 @@ def safetensors_source(path: str, files: list[str]) -> Source:
 def _item(file: Any, name: str) -> Item:
     described = file.get_slice(name)
     dtype = described.get_dtype()
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{name} is of dtype {dtype}, expected one of {', '.join(_DTYPES)}")
-    return Entry(name, "parameter", tuple(described.get_shape()), _DTYPES[dtype]), partial(file.get_tensor, name)
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name} is of dtype {dtype}, expected one of {', '.join(DTYPES)}")
+    return Entry(name, "parameter", tuple(described.get_shape()), DTYPES[dtype]), partial(file.get_tensor, name)
 
 
 # fp8dist state -------------------------------------------------------------------------------------

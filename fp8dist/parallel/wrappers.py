@@ -26,6 +26,7 @@ from fp8dist.sync.groups import is_dtensor
 __all__ = [
     "awaits_reduction",
     "compute_device",
+    "fsdp2_axes",
     "fsdp2_cut",
     "is_sharded",
     "managed_from_outside",
@@ -88,7 +89,7 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
         return (linear.out_features, linear.in_features)
     shape = list(weight.shape)
     placements = weight.placements
-    own = _fsdp2_axes(weight) if resharded else 0
+    own = fsdp2_axes(weight) if resharded else 0
     for axis in range(own, len(placements)):
         for dim in range(len(shape)):
             if placements[axis].is_shard(dim):
@@ -99,11 +100,11 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
 def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
     """Return (dim along which FSDP2 shards the weight, number of shards)."""
     weight: Any = linear.weight
-    axis = _fsdp2_axes(weight) - 1
+    axis = fsdp2_axes(weight) - 1
     return weight.placements[axis].dim, weight.device_mesh.size(axis)
 
 
-def _fsdp2_axes(weight: Any) -> int:
+def fsdp2_axes(weight: Any) -> int:
     """Return the number of mesh axes of FSDP2, which come first: Shard, or Replicate and Shard."""
     return 2 if weight.placements[0].is_replicate() else 1
 

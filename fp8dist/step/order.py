@@ -88,6 +88,12 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Activity.JOINED: _LEAVE_JOIN,
             Activity.CAPTURING: _REPLAYED,
         },
+        "export()": {
+            Tie.PREPARED: _ATTACH_FIRST,
+            Tie.RESTORED: _AGAIN,
+            Activity.JOINED: _LEAVE_JOIN,
+            Activity.CAPTURING: _OUTSIDE_GRAPH,
+        },
         "watch()": {
             Tie.ATTACHED: "call it before attach(), where ranks agree on it",
             Tie.RESTORED: _AGAIN,

@@ -1,0 +1,173 @@
+"""The FP8 bytes and inverse scales with which an eval forward multiplies, put together from the parts on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8dist.checkpoint.export_formats import Grid
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.fp8_weight import FP8Weight, Gathered
+from fp8dist.modules.linear_slots import Cast
+from fp8dist.parallel.sharded_weight import ShardedWeight
+from fp8dist.parallel.wrappers import fsdp2_axes
+from fp8dist.sync.groups import is_dtensor, local_part
+from fp8dist_kernels.formats import Role
+from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
+
+__all__ = ["Stored", "cast_of", "dequantised", "grid_of", "whole"]
+
+
+class Stored(NamedTuple):
+    """A tensor of a model, as it is stored now.
+
+    Args:
+        value: a tensor of its shape and dtype, or the DTensor of which this rank has a part.
+        load: returns it. Local.
+        device: where forwards compute with it.
+        computed_in: dtype in which FSDP2 gathers it.
+        fsdp: True if FSDP2 shards it.
+        sharded: the weight, if FSDP2 gathers it in FP8.
+        gathered: True if a job gathered it in FP8, of which this process has a checkpoint.
+    """
+
+    name: str
+    value: Tensor
+    load: Callable[[], Tensor]
+    device: torch.device
+    computed_in: torch.dtype
+    fsdp: bool = False
+    sharded: ShardedWeight | None = None
+    gathered: bool = False
+
+
+def whole(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the whole tensor, in its own dtype or in ``dtype``. COLLECTIVE if it is sharded."""
+    tensor: Tensor = stored.load()
+    local = local_part(tensor).detach().to(stored.device, dtype)
+    return _joined(local, tensor, _placements(tensor), tensor.shape) if is_dtensor(tensor) else local
+
+
+def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
+    """Return the parts of a whole weight that share a scale. Local.
+
+    Raises:
+        ConfigurationError: tensor parallelism cuts rows or blocks that have one scale each.
+    """
+    recipe, shape = linear.fp8_slots.recipe, stored.value.shape
+    grid = {"tensor": Grid(*shape), "row": Grid(1, shape[1]), "block": Grid(BLOCK, BLOCK)}[recipe.by]
+    for dim, ranks in _cuts(stored):
+        part = blocks_along(shape[dim], ranks)
+        if recipe.by == "tensor" and not (recipe.delayed or stored.sharded):
+            grid = grid._replace(**{("height", "width")[dim]: part})
+        if grid[dim] > part or part % grid[dim]:
+            if recipe.by == "tensor":
+                continue  # Its parts share a scale.
+            kind = "row" if recipe.by == "row" else f"block of {BLOCK} x {BLOCK}"
+            raise ConfigurationError(
+                f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: tensor parallelism cuts its weight {tuple(shape)} along "
+                f"dim {dim} over {ranks} ranks, and each rank casts its part of a {kind} with a scale of its own: no "
+                "format holds such scales. Give it another recipe (overrides)"
+            )
+    return grid
+
+
+def cast_of(linear: FP8Linear, stored: Stored, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Return the whole weight as an eval forward multiplies with it: (FP8 [out_features, in_features], inverse scales,
+    float32, one for each part of ``grid``). COLLECTIVE if the weight is sharded.
+
+    Raises:
+        ConfigurationError: the parts of a weight that should share a scale were cast with different ones.
+    """
+    tensor: Tensor = stored.load()
+    if not is_dtensor(tensor):
+        local = tensor.detach().to(stored.device, stored.computed_in)
+        cast = linear.fp8_slots.eval_cast(linear, local, stored.gathered)
+        return cast.rows, cast.rows_inv_scale
+    placements = _placements(tensor)
+    if stored.sharded is not None:
+        cast = stored.sharded.cast(local_part(tensor).detach().to(stored.device))
+    else:
+        multiplied, placements = _multiplied(tensor, stored)
+        cast = linear.fp8_slots.eval_cast(linear, multiplied)
+    rows = _joined(cast.rows.view(torch.uint8), tensor, placements, tensor.shape).view(cast.rows.dtype)
+    return rows, _joined_scales(linear, cast, tensor, placements, grid, stored)
+
+
+def dequantised(linear: FP8Linear, stored: Stored, grid: Grid) -> Tensor:
+    """Return the weight that a forward in high precision multiplies with, if FSDP2 gathers it in FP8. COLLECTIVE."""
+    rows, inv_scale = cast_of(linear, stored, grid)
+    return FP8Weight(Gathered(rows, inv_scale), stored.computed_in).high_precision()
+
+
+def _placements(tensor: Any) -> list[Any]:
+    return list(tensor.placements)
+
+
+def _cuts(stored: Stored) -> list[tuple[int, int]]:
+    """Return (dim, ranks) of the cuts that remain in a forward: those of tensor parallelism."""
+    value: Any = stored.value
+    if not is_dtensor(value):
+        return []
+    begin = fsdp2_axes(value) if stored.fsdp else 0
+    cuts = []
+    for axis in range(begin, len(value.placements)):
+        placement = value.placements[axis]
+        cuts += [(dim, value.device_mesh.size(axis)) for dim in range(2) if placement.is_shard(dim)]
+    return [(dim, ranks) for dim, ranks in cuts if ranks > 1]
+
+
+def _multiplied(tensor: Any, stored: Stored) -> tuple[Tensor, list[Any]]:
+    """Return (the weight that this rank multiplies with, its placements), as FSDP2 would gather it."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    local = local_part(tensor).detach().to(stored.device, stored.computed_in)
+    placements = _placements(tensor)
+    if not stored.fsdp:
+        return local, placements
+    axes = fsdp2_axes(tensor)
+    after = [Replicate()] * axes + placements[axes:]
+    mesh, shape = tensor.device_mesh, tensor.shape
+    stride = torch.empty(shape, device="meta").stride()
+    part = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return part.redistribute(placements=after).to_local().contiguous(), after
+
+
+def _joined(local: Tensor, like: Any, placements: list[Any], shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Return the whole tensor of ``shape`` from the parts of all ranks. COLLECTIVE."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = like.device_mesh
+    joined = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return joined.full_tensor().contiguous()
+
+
+def _joined_scales(
+    linear: FP8Linear, cast: Cast, like: Any, placements: list[Any], grid: Grid, stored: Stored
+) -> Tensor:
+    """Return the inverse scales of the whole weight from those of this rank's part. COLLECTIVE."""
+    from torch.distributed.tensor import Replicate
+
+    inv_scale = cast.rows_inv_scale
+    if linear.fp8_slots.recipe.by != "tensor":
+        shape = tuple(blocks_along(size, part) for size, part in zip(like.shape, grid))
+        return _joined(inv_scale.contiguous(), like, placements, shape)
+    axes = fsdp2_axes(like) if stored.fsdp else 0
+    cut = [Replicate()] * axes + placements[axes:]
+    shape = (1, 1)
+    for dim, ranks in _cuts(stored):
+        shape = (ranks, 1) if dim == 0 else (1, ranks)
+    parts = _joined(inv_scale.reshape(1, 1), like, cut, shape)
+    if grid != tuple(like.shape):
+        return parts
+    if not bool((parts == parts[0, 0]).all()):
+        raise ConfigurationError(
+            f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: the ranks that share its weight cast their parts with "
+            "different scales, because the weight does not fit its own: call manager.refresh_weights() first"
+        )
+    return parts[0, 0].clone()
