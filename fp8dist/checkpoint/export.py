@@ -41,9 +41,7 @@ from fp8dist.step.cycle import StepCycle
 from fp8dist.sync.groups import has_base, is_dtensor
 from fp8dist_kernels.formats import E4M3
 
-__all__ = ["Export", "ExportedTensor", "export_of", "write_folder"]
-
-ROLES = ("weight", "weight_scale", "input_scale", "high")
+__all__ = ["Export", "ExportedTensor", "config_of", "export_of", "fill", "write_folder"]
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,7 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
         cycle.sharded.fit_scales()
     found = Export(format, moment=lambda: job.boundaries)
     linears = {clean_fqn(name): module for name, module in inner.named_modules() if isinstance(module, nn.Linear)}
-    others = {clean_fqn(name): each for name, each in inner.named_modules() if isinstance(each, FP8Linear)}
-    fill(found, _stored(inner, cycle), {**linears, **others})
+    fill(found, _stored(inner, cycle), linears)
     return found
 
 
@@ -214,7 +211,7 @@ def fill(found: Export, tensors: Iterable[Stored], modules: Mapping[str, nn.Modu
     grids: dict[str, tuple[Grid, torch.Size]] = {}
     for stored in once:
         linear = modules.get(_module_of(stored))
-        if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded is not None):
+        if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded or stored.gathered):
             grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape
     for stored in once:
         name = _module_of(stored)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,18 +30,23 @@ Strategy = Literal["tensor", "channel", "block"]
 Inputs = Literal["static", "tensor", "token"]
 """How inputs are cast: with a fixed scale, or with a scale from the amax of each tensor or token."""
 
-FORMATS: Mapping[str, tuple[Strategy, ...]] = {
-    "compressed-tensors": ("tensor", "channel"),
-    "compressed-tensors-channel": ("channel",),
-    "block": ("block",),
-}
+FORMATS: Mapping[str, tuple[Strategy, ...]] = MappingProxyType(
+    {
+        "compressed-tensors": ("tensor", "channel"),
+        "compressed-tensors-channel": ("channel",),
+        "block": ("block",),
+    }
+)
 """By format, the layouts of scales that it has. The first that fits a weight is used."""
 
-SCALE_NAMES: Mapping[str, str] = {
-    "compressed-tensors": "weight_scale",
-    "compressed-tensors-channel": "weight_scale",
-    "block": "weight_scale_inv",
-}
+SCALE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "compressed-tensors": "weight_scale",
+        "compressed-tensors-channel": "weight_scale",
+        "block": "weight_scale_inv",
+    }
+)
+"""By format, the name of a weight's scales, after the module's."""
 
 
 class Grid(NamedTuple):

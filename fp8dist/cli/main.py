@@ -22,6 +22,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import fp8dist
 from fp8dist.cli.doctor import examine
+from fp8dist.cli.export import add_flags as add_export_flags
+from fp8dist.cli.export import export
 from fp8dist.cli.launch import launch
 from fp8dist.cli.report import add_flags as add_report_flags
 from fp8dist.cli.report import report as write_report
@@ -78,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
-        description="Compare and inspect FP8 training state, draw and watch runs, test this machine, predict the cost "
-        "of syncs, start jobs.",
+        description="Compare, inspect and export FP8 training state, draw and watch runs, test this machine, predict "
+        "the cost of syncs, start jobs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -123,6 +125,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_report_flags(drawing)
     drawing.set_defaults(run=_report)
+    serving = commands.add_parser(
+        "export",
+        help="write a checkpoint's FP8 weights and scales as inference servers read them",
+        description="Write the model of a DCP checkpoint with the FP8 bytes and scales that the job would multiply "
+        "with in eval(). Nothing in the checkpoint is executed.",
+    )
+    add_export_flags(serving)
+    serving.set_defaults(run=_export)
     live = commands.add_parser(
         "watch",
         help="show a running job: loss, soundness, slots near trouble, waits, events",
@@ -241,7 +251,7 @@ def _outcome(report: DivergenceReport) -> int:
     return UNREADABLE if any(f.kind == "error" for f in report.findings) else DIVERGED
 
 
-# inspect, doctor, simulate, watch ---------------------------------------------------------------------
+# inspect, doctor, simulate, export, watch ---------------------------------------------------------------------
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -270,6 +280,14 @@ def _simulate(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     try:
         write_report(options)
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from error
+    return CONSISTENT
+
+
+def _export(options: argparse.Namespace) -> int:
+    try:
+        print(export(options), flush=True)
     except ConfigurationError as error:
         raise _Usage(str(error)) from error
     return CONSISTENT

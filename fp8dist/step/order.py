@@ -91,6 +91,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
         "export()": {
             Tie.PREPARED: _ATTACH_FIRST,
             Tie.RESTORED: _AGAIN,
+            Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: _LEAVE_JOIN,
             Activity.CAPTURING: _OUTSIDE_GRAPH,
         },

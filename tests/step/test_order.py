@@ -53,7 +53,7 @@ poll()                 .     x   .    .    .     .    x   x   x
 check()                -     x   .    .    .     x    x   x   x
 calibrate()            .     x   .    .    x     x    x   x   x
 refresh_weights()      .     x   .    .    .     x    x   x   x
-exported()             .     x   .    .    .     x    x   .   x
+exported()             .     x   .    .    x     x    x   .   x
 watch()                .     .   x    x    x     x    x   .   x
 set_precision()        .     .   .    .    .     .    x   .   x
 set_scale()            .     .   .    .    .     .    x   .   x
