@@ -191,7 +191,7 @@ def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
                 value,
                 partial(_same, value),
                 compute_device(value, model),
-                dtypes.get(key, value.dtype) if key not in sharded else value.dtype,
+                dtypes.get(key, value.dtype),
                 fsdp=key in under_fsdp,
                 sharded=sharded.get(key),
             )

@@ -29,7 +29,8 @@ class Stored(NamedTuple):
         value: a tensor of its shape and dtype, or the DTensor of which this rank has a part.
         load: returns it. Local.
         device: where forwards compute with it.
-        computed_in: dtype in which FSDP2 gathers it.
+        computed_in: dtype in which FSDP2 gathers it. A weight gathered in FP8 is cast from its own dtype, and
+            dequantised to this one.
         fsdp: True if FSDP2 shards it.
         sharded: the weight, if FSDP2 gathers it in FP8.
         gathered: True if a job gathered it in FP8, of which this process has a checkpoint.
@@ -56,24 +57,20 @@ def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
     """Return the parts of a whole weight that share a scale. Local.
 
     Raises:
-        ConfigurationError: tensor parallelism cuts rows or blocks that have one scale each.
+        ConfigurationError: tensor parallelism cuts rows that have one scale each.
     """
     recipe, shape = linear.fp8_slots.recipe, stored.value.shape
     grid = {"tensor": Grid(*shape), "row": Grid(1, shape[1]), "block": Grid(BLOCK, BLOCK)}[recipe.by]
     for dim, ranks in _cuts(stored):
-        part = blocks_along(shape[dim], ranks)
-        if recipe.by == "tensor" and not (recipe.delayed or stored.sharded):
-            grid = grid._replace(**{("height", "width")[dim]: part})
-        if grid[dim] > part or part % grid[dim]:
-            if recipe.by == "tensor":
-                continue  # Its parts share a scale.
-            kind = "row" if recipe.by == "row" else f"block of {BLOCK} x {BLOCK}"
+        if recipe.by == "row" and dim == 1:
             raise ConfigurationError(
                 f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}: tensor parallelism cuts its weight {tuple(shape)} along "
-                f"dim {dim} over {ranks} ranks, and each rank casts its part of a {kind} with a scale of its own: no "
-                "format holds such scales. Give it another recipe (overrides)"
+                f"dim 1 over {ranks} ranks, and each rank casts its part of a row with a scale of its own: no format "
+                "holds such scales. Give it another recipe (overrides)"
             )
-    return grid
+        if recipe.by == "tensor" and not (recipe.delayed or stored.sharded):
+            grid = grid._replace(**{("height", "width")[dim]: blocks_along(shape[dim], ranks)})
+    return grid  # ``attach`` refuses cuts of blocks.
 
 
 def cast_of(linear: FP8Linear, stored: Stored, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -85,7 +82,7 @@ def cast_of(linear: FP8Linear, stored: Stored, grid: Grid) -> tuple[Tensor, Tens
     """
     tensor: Tensor = stored.load()
     if not is_dtensor(tensor):
-        local = tensor.detach().to(stored.device, stored.computed_in)
+        local = tensor.detach().to(stored.device, None if stored.gathered else stored.computed_in)
         cast = linear.fp8_slots.eval_cast(linear, local, stored.gathered)
         return cast.rows, cast.rows_inv_scale
     placements = _placements(tensor)

@@ -172,7 +172,6 @@ def _stored(
 ) -> Iterator[Stored]:
     for name, (place, shape) in shapes.items():
         own = getattr(torch, source.entries[place].dtype)
-        # Weights that FSDP2 gathers in FP8 are cast from their shards.
-        computed = own if gathered or dtype is None or not own.is_floating_point else getattr(torch, dtype)
+        computed = own if dtype is None or not own.is_floating_point else getattr(torch, dtype)
         value = torch.empty(shape, dtype=own, device="meta")
         yield Stored(name, value, partial(source.read, place), torch.device("cpu"), computed, gathered=gathered)

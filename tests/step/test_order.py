@@ -69,7 +69,12 @@ REFUSED = {
     for phase, mark in zip(WHERE, marks, strict=True)
     if mark != "-"
 }
-GROUPS = {"load_state_dict()": "loading state", "reset()": "loading state", "state_dict()": "saving state", "exported()": "export()"}
+GROUPS = {
+    "load_state_dict()": "loading state",
+    "reset()": "loading state",
+    "state_dict()": "saving state",
+    "exported()": "export()",
+}
 """Calls that a message names together."""
 
 
