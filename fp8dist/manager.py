@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.optim import Optimizer
 
 from fp8dist.arguments import is_module_name, require_attachable
+from fp8dist.checkpoint.certificate import Origin
 from fp8dist.checkpoint.export import config_of, export_of, write_folder
 from fp8dist.checkpoint.state import Checkpoint, with_rank
 from fp8dist.checkpoint.transformer_engine import ImportReport, NameMap, import_state
@@ -47,7 +48,7 @@ from fp8dist.step.calibration import calibration
 from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import StepWatch
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import SyncGroup, own_rank
+from fp8dist.sync.groups import SyncGroup, own_rank, world_size
 from fp8dist_kernels import ops
 from fp8dist_kernels.formats import FORMATS, Role
 
@@ -825,13 +826,15 @@ class StateManager(Joinable):
         model: nn.Module | None = None,
         format: str = "compressed-tensors",
         shard_bytes: int = 5_000_000_000,
+        run: str | None = None,
     ) -> None:
         """Write the model as inference servers read it, with the FP8 bytes and scales with which an eval forward
         multiplies now. COLLECTIVE where weights are sharded (FSDP2, tensor parallelism); otherwise the lowest rank of
         the group writes, and the other ranks may call it or not.
 
         Nothing is quantised again, and training continues as if nothing had been exported. The folder has
-        ``model-…-of-….safetensors``, ``model.safetensors.index.json`` and ``config.json``. It gets its name when it is
+        ``model-…-of-….safetensors``, ``model.safetensors.index.json``, ``config.json`` and
+        ``fp8dist-certificate.json``, with which ``fp8dist verify`` compares what is served. It gets its name when it is
         complete. One tensor is in memory at a time.
 
         Args:
@@ -840,6 +843,7 @@ class StateManager(Joinable):
             format: "compressed-tensors" (a scale per tensor or per row; fixed ``input_scale`` with delayed scaling),
                 "compressed-tensors-channel" (the same, always a scale per row), or "block" (128 x 128, as DeepSeek-V3).
             shard_bytes: size of a file from which on the next tensor goes to a new one.
+            run: a name of this run for the certificate, any text.
 
         Raises:
             ConfigurationError: a recipe has finer scales than the format; nothing is in FP8; weights are stored in a
@@ -853,7 +857,10 @@ class StateManager(Joinable):
             group = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
         writes = own_rank() == (0 if group is None else min(group.ranks))
         gather = group.gather if found.sharded and group is not None else None
-        write_folder(path, found, config_of(whole), writes, gather, shard_bytes)
+        origin = Origin(
+            self.steps, None if run is None else str(run), world_size(), self.proven_step, self.checked_step
+        )
+        write_folder(path, found, config_of(whole), writes, gather, shard_bytes, origin)
 
     @check_keywords("manager.exported")
     def exported(

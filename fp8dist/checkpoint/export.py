@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp8dist.checkpoint.certificate import Origin, certificate_of
 from fp8dist.checkpoint.export_casts import Stored, cast_of, dequantised, grid_of, whole
 from fp8dist.checkpoint.export_files import Folder
 from fp8dist.checkpoint.export_formats import (
@@ -36,6 +37,7 @@ from fp8dist.names import require_choice
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_gathered_dtypes, fsdp2_modules
 from fp8dist.parallel.wrappers import compute_device, reshard, resharded_modules
+from fp8dist.recipe import Recipe
 from fp8dist.state.slots import clean_fqn
 from fp8dist.step.cycle import StepCycle
 from fp8dist.sync.groups import has_base, is_dtensor
@@ -76,7 +78,7 @@ class _Part:
 class Export:
     """All tensors of an exported model, in an order that is the same on all ranks.
 
-    ``schemes``: by name, the modules whose weights are in FP8. ``ignored``: the other modules with matmul weights.
+    ``schemes``, ``recipes``: by name, those of the modules whose weights are in FP8. ``ignored``: the other modules with matmul weights.
     ``tied``: names of tensors that are left out, because they are the tensor of another name.
     """
 
@@ -85,6 +87,7 @@ class Export:
     schemes: dict[str, Scheme] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
+    recipes: dict[str, Recipe] = field(default_factory=dict)
     sharded: bool = False
     moment: Callable[[], object] = lambda: None
     """Returns the same as long as no optimizer step has ended."""
@@ -292,6 +295,7 @@ def _of_linear(
     if slots.recipe.delayed and not bool(input_state.cold):
         inputs = "static"
     scheme = found.schemes[name] = Scheme(strategy, inputs)
+    found.recipes[name] = slots.recipe
     entries = [
         ExportedTensor(f"{name}.weight", "weight", name, state.format.dtype, tuple(shape)),
         ExportedTensor(
@@ -336,8 +340,9 @@ def write_folder(
     writes: bool,
     gather: Callable[[str], Sequence[str]] | None,
     shard_bytes: int,
+    origin: Origin,
 ) -> None:
-    """Write an export to a new folder. COLLECTIVE if ``gather`` is given.
+    """Write an export to a new folder, with a certificate. COLLECTIVE if ``gather`` is given.
 
     Args:
         config: the contents of config.json, without ``quantization_config``.
@@ -364,7 +369,11 @@ def write_folder(
             if folder is not None and not failure:  # After a failure, the other ranks still gather.
                 failure = _failure_of(lambda: folder.write(tensor, value))  # noqa: B023
         if folder is not None and not failure:
-            failure = _failure_of(lambda: folder.finish({**config, "quantization_config": found.quantization_config()}))
+            served = {**config, "quantization_config": found.quantization_config()}
+            certificate = partial(
+                certificate_of, found.format, found.tensors, found.recipes, found.tied, served, origin
+            )
+            failure = _failure_of(lambda: folder.finish(served, certificate))
         agree(failure)
     finally:
         if folder is not None:

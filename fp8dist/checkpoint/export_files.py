@@ -1,15 +1,16 @@
-"""The folder of an exported model: sharded safetensors, their index, and config.json.
+"""The folder of an exported model: sharded safetensors, their index, config.json, and the certificate.
 
-Files are written tensor by tensor into ``NAME.partial`` beside the folder, index and config last. The folder gets its
+Files are written tensor by tensor into ``NAME.partial`` beside the folder, index, config and certificate last. The folder gets its
 name at the very end, so a folder of that name is whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -17,12 +18,11 @@ import torch
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.offline.safetensor_files import DTYPES
+from fp8dist.offline.certificates import CERTIFICATE
+from fp8dist.offline.safetensor_files import dtype_text
+from fp8dist.offline.served import CONFIG, INDEX
 
-__all__ = ["CONFIG", "INDEX", "Folder"]
-
-INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
+__all__ = ["Folder"]
 
 
 class Described(Protocol):
@@ -59,6 +59,7 @@ class Folder:
         self._file: IO[bytes] | None = None
         self._number = 0
         self._places: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
 
     def begin(self) -> None:
         """Make the partial folder.
@@ -79,17 +80,26 @@ class Folder:
         assert self._file is not None
         assert (tensor.name, value.dtype, tuple(value.shape)) == (expected.name, expected.dtype, expected.shape)
         flat = value.detach().cpu().contiguous().reshape(-1)
-        self._file.write(flat.view(torch.uint8).numpy().data)
+        data = flat.view(torch.uint8).numpy().data
+        self._file.write(data)
+        self._digests[tensor.name] = hashlib.sha256(data).hexdigest()
 
-    def finish(self, config: Mapping[str, Any]) -> None:
-        """Write index and config, and give the folder its name."""
+    def finish(self, config: Mapping[str, Any], certificate: Callable[[Mapping[str, str]], bytes]) -> None:
+        """Write index, config and certificate, and give the folder its name.
+
+        Args:
+            certificate: returns its bytes, from the SHA-256 of the bytes of each tensor, by name.
+        """
         self._close_file()
         total = sum(tensor.nbytes for shard in self._shards for tensor in shard)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self._places.items()))}
-        for name, content in ((INDEX, index), (CONFIG, config)):
-            with open(self._partial / name, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=2)
-                file.write("\n")
+        for name, content in (
+            (INDEX, _json(index)),
+            (CONFIG, _json(config)),
+            (CERTIFICATE, certificate(self._digests)),
+        ):
+            with open(self._partial / name, "wb") as file:
+                file.write(content)
                 _sync(file)
         _sync_folder(self._partial)
         os.replace(self._partial, self._path)
@@ -131,13 +141,12 @@ def _shards(tensors: Sequence[Described], shard_bytes: int) -> Iterator[list[Des
 def _header(tensors: Sequence[Described], tied: Mapping[str, str]) -> bytes:
     """Return the head of a safetensors file (https://github.com/huggingface/safetensors, section Format): its length,
     uint64, and JSON with dtype, shape and place of each tensor. Padded, so that data begins at a multiple of 8."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
     here = {tensor.name for tensor in tensors}
     described: dict[str, Any] = {"__metadata__": {"format": "pt", **{a: b for a, b in tied.items() if b in here}}}
     place = 0
     for tensor in tensors:
         described[tensor.name] = {
-            "dtype": names[str(tensor.dtype).removeprefix("torch.")],
+            "dtype": dtype_text(tensor.dtype),
             "shape": list(tensor.shape),
             "data_offsets": [place, place + tensor.nbytes],
         }
@@ -145,6 +154,10 @@ def _header(tensors: Sequence[Described], tied: Mapping[str, str]) -> bytes:
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _sync(file: IO[Any]) -> None:

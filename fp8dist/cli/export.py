@@ -7,6 +7,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import fp8dist
+from fp8dist.checkpoint.certificate import Origin
 from fp8dist.checkpoint.export import Export, fill, write_folder
 from fp8dist.checkpoint.export_casts import Stored
 from fp8dist.checkpoint.export_formats import FORMATS
@@ -27,7 +29,7 @@ from fp8dist.state.storage import from_bytes, validated_slots
 from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
 
-__all__ = ["add_flags", "export"]
+__all__ = ["add_flags", "add_model_flags", "export", "exported", "read_config"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -42,19 +44,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="the model's config.json, to which quantization_config is added"
     )
-    parser.add_argument("--model", metavar="KEY", default="model", help="the checkpoint's key of the model")
-    parser.add_argument(
-        "--gathered-in",
-        choices=_DTYPES,
-        help="param_dtype of FSDP's mixed precision, from which weights are cast; default: what the example job noted, "
-        "else the stored dtype",
-    )
+    add_model_flags(parser)
     parser.add_argument(
         "--shard-bytes",
         type=int,
         default=5_000_000_000,
         metavar="BYTES",
         help="size of a file, unless a tensor is larger",
+    )
+    parser.add_argument("--run", metavar="NAME", help="a name of the run for the certificate, any text")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what the model of a checkpoint is."""
+    parser.add_argument("--model", metavar="KEY", default="model", help="the checkpoint's key of the model")
+    parser.add_argument(
+        "--gathered-in",
+        choices=_DTYPES,
+        help="param_dtype of FSDP's mixed precision, from which weights are cast; default: what the example job noted, "
+        "else the stored dtype",
     )
 
 
@@ -65,33 +73,53 @@ def export(options: argparse.Namespace) -> str:
         CheckpointError: the checkpoint cannot be read, or has no FP8 state that all ranks share.
         ConfigurationError: the format does not fit, or the folder cannot be written.
     """
-    path = options.checkpoint
-    if not os.path.isfile(os.path.join(path, METADATA)):
-        raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, with {METADATA}")
     if options.shard_bytes < 1:
         raise ConfigurationError(f"--shard-bytes must be above 0, got {options.shard_bytes}")
-    config = {} if options.config is None else _config(options.config)
+    config = {} if options.config is None else read_config(options.config)
+    with exported(options.checkpoint, options.format, options.model, options.gathered_in) as (found, step):
+        write_folder(options.out, found, config, True, None, options.shard_bytes, Origin(step, options.run))
+    fp8 = sum(tensor.role == "weight" for tensor in found.tensors)
+    return f"{options.out}: {len(found.tensors)} tensors, {fp8} weights in FP8, after step {step}"
+
+
+@contextmanager
+def exported(path: str, format: str, key: str, gathered_in: str | None) -> Iterator[tuple[Export, int]]:
+    """Open a checkpoint, for (what its job would export, steps of its FP8 state).
+
+    Args:
+        key: the checkpoint's key of the model.
+        gathered_in: dtype in which FSDP gathered weights; None: what the example job noted, else the stored dtype.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or has no FP8 state that all ranks share.
+        ConfigurationError: the format does not fit.
+    """
+    if not os.path.isfile(os.path.join(path, METADATA)):
+        raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, with {METADATA}")
     data = _shared_state(path)
     state, info = from_bytes(data, path)
     with open_source(path) as source:
-        shapes = _parameters(source, options.model)
+        shapes = _parameters(source, key)
         skeleton = _skeleton(path, state, shapes)
         manager = _restored(skeleton, state, data)
-        found = Export(options.format)
+        found = Export(format)
         settings = info.get("settings") or {}
         if settings.get("eval_precision") == "high":
             raise ConfigurationError('nothing to export in FP8: the job evaluates with eval_precision="high"')
         modules = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.Linear)}
         matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
         others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
-        dtype = options.gathered_in or _noted(source)
+        dtype = gathered_in or _noted(source)
         fill(found, _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype), {**others, **modules})
-        write_folder(options.out, found, config, True, None, options.shard_bytes)
-    fp8 = sum(tensor.role == "weight" for tensor in found.tensors)
-    return f"{options.out}: {len(found.tensors)} tensors, {fp8} weights in FP8, after step {manager.steps}"
+        yield found, manager.steps
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a model's config.json.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from fp8dist.offline.failures import reading
 from fp8dist.offline.slices import FileSlice
 from fp8dist.state.storage import FILE_FORMAT, from_bytes, read_file, validated_slots
 
-__all__ = ["DTYPES", "SUFFIX", "is_state", "safetensors_source", "state_items", "state_source"]
+__all__ = ["DTYPES", "SUFFIX", "dtype_text", "is_state", "safetensors_source", "state_items", "state_source"]
 
 SUFFIX = ".safetensors"
 _SHARDED = "DCP_SHARDING_INFO"
@@ -33,6 +34,12 @@ DTYPES: Mapping[str, str] = MappingProxyType(
         **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
     }
 )
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in safetensors files."""
+    name = dtype_name(dtype)
+    return next(text for text, known in DTYPES.items() if known == name)
 
 
 def is_state(path: str) -> bool:
