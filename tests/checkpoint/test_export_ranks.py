@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError
+from fp8dist.checkpoint import export_casts
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool
@@ -129,6 +131,18 @@ def test_uneven_shards(three_ranks: RankPool, tmp_path: Path) -> None:
         assert three_ranks.run(_after_resume, str(tmp_path), "delayed", parallel) == [expected] * 3
         for path in (tmp_path / "out").iterdir():
             path.unlink()
+
+
+def _in_pieces(folder: str, parallel: str) -> Tensors:
+    with mock.patch.object(export_casts, "_PIECE", 3000):
+        return _after_resume(folder, "delayed", parallel)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "gather", "hsdp"])
+def test_large_tensors_are_gathered_in_pieces(four_ranks: RankPool, tmp_path: Path, parallel: str) -> None:
+    """Some rows of each rank at a time, to save memory on a CPU; the last piece is smaller."""
+    expected = reference(tmp_path, "delayed")
+    assert four_ranks.run(_in_pieces, str(tmp_path), parallel) == [expected] * 4
 
 
 # At any moment of a training -------------------------------------------------------------------------
