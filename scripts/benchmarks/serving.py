@@ -102,11 +102,11 @@ def served(tensors: dict[str, Tensor], floats: dict[str, Tensor], kind: str, aga
 def evaluated(model: GPT, windows: Tensor) -> tuple[float, Tensor]:
     """Return (mean loss in nats per byte, logarithms of the probabilities of the next bytes)."""
     seen: list[Tensor] = []
-    handle = model.lm_head.register_forward_hook(lambda module, args, y: seen.append(y.float().log_softmax(-1)))
+    handle = model.lm_head.register_forward_hook(lambda module, args, y: seen.append(y.double().log_softmax(-1)))
     with torch.no_grad():
         loss = float(model(windows[:, :-1], windows[:, 1:]))
     handle.remove()
-    return loss, seen[0].double()
+    return loss, seen[0]
 
 
 def measure(kind: str, steps: int, folder: Path, power_of_two: bool = False) -> dict[str, Any]:

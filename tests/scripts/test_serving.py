@@ -9,7 +9,7 @@ import pytest
 from scripts.benchmarks.serving import measure
 from scripts.pages.serving import parts_of, write_results
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 
 def test_a_server_has_the_trainers_loss_bit_for_bit(tmp_path: Path) -> None:
