@@ -851,6 +851,11 @@ class StateManager(Joinable):
         """
         require_int("shard_bytes", shard_bytes, 1, what="a number of bytes")
         whole = self._exportable(model)
+        if len({group.identity for group in self._cycle.groups if group is not None}) > 1:
+            raise ConfigurationError(
+                "export(): several groups of ranks share FP8 state (groups=), so ranks may hold different modules, such "
+                "as experts: collect manager.exported() of all ranks yourself"
+            )
         found = export_of(self._cycle, whole, format)
         group = next((group for group in self._cycle.groups if group is not None), None)
         if found.sharded and group is None:

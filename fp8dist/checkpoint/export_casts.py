@@ -22,6 +22,10 @@ from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 __all__ = ["Stored", "cast_of", "dequantised", "grid_of", "whole"]
 
 
+_PIECE = 1 << 20
+"""Bytes of a rank's part that are gathered at a time on a CPU."""
+
+
 class Stored(NamedTuple):
     """A tensor of a model, as it is stored now.
 
@@ -83,16 +87,35 @@ def cast_of(linear: FP8Linear, stored: Stored, grid: Grid) -> tuple[Tensor, Tens
     tensor: Tensor = stored.load()
     if not is_dtensor(tensor):
         local = tensor.detach().to(stored.device, None if stored.gathered else stored.computed_in)
-        cast = linear.fp8_slots.eval_cast(linear, local, stored.gathered)
-        return cast.rows, cast.rows_inv_scale
+        return _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part, stored.gathered), linear, local)
     placements = _placements(tensor)
     if stored.sharded is not None:
-        cast = stored.sharded.cast(local_part(tensor).detach().to(stored.device))
+        local = local_part(tensor).detach().to(stored.device)
+        rows, inv_scale = _by_rows(stored.sharded.cast, linear, local)
     else:
-        multiplied, placements = _multiplied(tensor, stored)
-        cast = linear.fp8_slots.eval_cast(linear, multiplied)
-    rows = _joined(cast.rows.view(torch.uint8), tensor, placements, tensor.shape).view(cast.rows.dtype)
-    return rows, _joined_scales(linear, cast, tensor, placements, grid, stored)
+        local, placements = _multiplied(tensor, stored)
+        rows, inv_scale = _by_rows(lambda part: linear.fp8_slots.eval_cast(linear, part), linear, local)
+    del local
+    whole_rows = _joined(rows.view(torch.uint8), tensor, placements, tensor.shape).view(rows.dtype)
+    return whole_rows, _joined_scales(linear, inv_scale, tensor, placements, grid, stored)
+
+
+def _by_rows(cast: Callable[[Tensor], Cast], linear: FP8Linear, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (FP8 weight, inverse scales). On a CPU, rows that have scales of their own are cast a block of rows at a
+    time: the same bytes in less memory, because these casts make several float32 copies."""
+    if linear.fp8_slots.recipe.by == "tensor" or weight.is_cuda or len(weight) <= BLOCK:
+        together = cast(weight)
+        return together.rows, together.rows_inv_scale
+    first = cast(weight[:BLOCK])
+    # Written in place: results that outlive the copies around them would keep the allocator from reusing their memory.
+    rows = torch.empty(weight.shape, dtype=first.rows.dtype)
+    height = BLOCK // len(first.rows_inv_scale)
+    inv_scale = torch.empty(blocks_along(len(weight), height), first.rows_inv_scale.shape[1])
+    for begin in range(0, len(weight), BLOCK):
+        part = cast(weight[begin : begin + BLOCK])
+        rows[begin : begin + BLOCK] = part.rows
+        inv_scale[begin // height :][: len(part.rows_inv_scale)] = part.rows_inv_scale
+    return rows, inv_scale
 
 
 def dequantised(linear: FP8Linear, stored: Stored, grid: Grid) -> Tensor:
@@ -120,7 +143,7 @@ def _cuts(stored: Stored) -> list[tuple[int, int]]:
 
 def _multiplied(tensor: Any, stored: Stored) -> tuple[Tensor, list[Any]]:
     """Return (the weight that this rank multiplies with, its placements), as FSDP2 would gather it."""
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     local = local_part(tensor).detach().to(stored.device, stored.computed_in)
     placements = _placements(tensor)
@@ -128,29 +151,44 @@ def _multiplied(tensor: Any, stored: Stored) -> tuple[Tensor, list[Any]]:
         return local, placements
     axes = fsdp2_axes(tensor)
     after = [Replicate()] * axes + placements[axes:]
-    mesh, shape = tensor.device_mesh, tensor.shape
-    stride = torch.empty(shape, device="meta").stride()
-    part = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return part.redistribute(placements=after).to_local().contiguous(), after
+    if axes == len(placements):
+        return _joined(local, tensor, placements, tensor.shape), after
+    return _dtensor(local, tensor, placements, tensor.shape).redistribute(
+        placements=after
+    ).to_local().contiguous(), after
 
 
 def _joined(local: Tensor, like: Any, placements: list[Any], shape: torch.Size | tuple[int, ...]) -> Tensor:
     """Return the whole tensor of ``shape`` from the parts of all ranks. COLLECTIVE."""
+    ranks = [like.device_mesh.size(axis) for axis, each in enumerate(placements) if not each.is_replicate()]
+    rows = _PIECE // max(1, local.nbytes // max(1, len(local)))
+    even = ranks == [shape[0] // len(local)] and shape[0] % len(local) == 0 if len(local) else False
+    if local.is_cuda or not even or not 0 < rows < len(local):
+        return _dtensor(local, like, placements, shape).full_tensor().contiguous()
+    # Gloo's gathers take three times the memory of the whole tensor, so gather some rows of each rank at a time.
+    joined = torch.empty(shape, dtype=local.dtype)
+    by_rank = joined.view(ranks[0], *local.shape)
+    for begin in range(0, len(local), rows):
+        piece = local[begin : begin + rows]
+        gathered = _dtensor(piece, like, placements, (ranks[0] * len(piece), *shape[1:])).full_tensor()
+        by_rank[:, begin : begin + rows] = gathered.view(ranks[0], *piece.shape)
+    return joined
+
+
+def _dtensor(local: Tensor, like: Any, placements: list[Any], shape: torch.Size | tuple[int, ...]) -> Any:
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
     mesh = like.device_mesh
-    joined = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    return joined.full_tensor().contiguous()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _joined_scales(
-    linear: FP8Linear, cast: Cast, like: Any, placements: list[Any], grid: Grid, stored: Stored
+    linear: FP8Linear, inv_scale: Tensor, like: Any, placements: list[Any], grid: Grid, stored: Stored
 ) -> Tensor:
     """Return the inverse scales of the whole weight from those of this rank's part. COLLECTIVE."""
     from torch.distributed.tensor import Replicate
 
-    inv_scale = cast.rows_inv_scale
     if linear.fp8_slots.recipe.by != "tensor":
         shape = tuple(blocks_along(size, part) for size, part in zip(like.shape, grid))
         return _joined(inv_scale.contiguous(), like, placements, shape)

@@ -148,7 +148,7 @@ def _arguments(strategy: str, inputs: Inputs | Literal[False]) -> dict[str, Any]
 
 def _require_distinct(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
     """Transformers 5.23 also ignores modules whose names end with an ignored name, or match it as a regular expression
-    up to a dot (``should_convert_module`` in quantizers/quantizers_utils.py)."""
+    up to a dot (``transformers.quantizers.quantizers_utils.should_convert_module``)."""
     for other in ignored:
         pattern = re.compile(rf"(?:{other})(?:(?<=\.)|(?=\.|$))")
         for name in schemes:

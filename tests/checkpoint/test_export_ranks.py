@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError
+from fp8dist.checkpoint import export_casts
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool
-from tests.support.serving import NATIVE, RECIPES, as_bits, multiplied, read, served, tensor_bits
+from tests.support.serving import NATIVE, RECIPES, as_bits, multiplied, read, served, spread, tensor_bits
 from tests.support.sharded import Mlp, shard, wide
 from tests.support.training import batch, bits
 
@@ -129,6 +131,18 @@ def test_uneven_shards(three_ranks: RankPool, tmp_path: Path) -> None:
         assert three_ranks.run(_after_resume, str(tmp_path), "delayed", parallel) == [expected] * 3
         for path in (tmp_path / "out").iterdir():
             path.unlink()
+
+
+def _in_pieces(folder: str, parallel: str) -> Tensors:
+    with mock.patch.object(export_casts, "_PIECE", 3000):
+        return _after_resume(folder, "delayed", parallel)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "gather", "hsdp"])
+def test_large_tensors_are_gathered_in_pieces(four_ranks: RankPool, tmp_path: Path, parallel: str) -> None:
+    """Some rows of each rank at a time, to save memory on a CPU; the last piece is smaller."""
+    expected = reference(tmp_path, "delayed")
+    assert four_ranks.run(_in_pieces, str(tmp_path), parallel) == [expected] * 4
 
 
 # At any moment of a training -------------------------------------------------------------------------
@@ -326,6 +340,55 @@ def _outgrown(folder: str) -> None:
 def test_parts_that_have_outgrown_their_scale_differently(two_ranks: RankPool, tmp_path: Path) -> None:
     """Each rank casts its part with its own amax then. Nothing is left behind."""
     two_ranks.run(_outgrown, str(tmp_path))
+
+
+def _on_two_axes(recipe: str, fp8_all_gather: bool, bf16: bool) -> None:
+    torch.manual_seed(0)
+    model = Mlp((256, 512, 256, 512))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    manager = fp8dist.prepare(model, RECIPES[recipe], group=mesh, fp8_all_gather=fp8_all_gather)
+    plan = {f"layers.{i}": [ColwiseParallel, RowwiseParallel][i % 2]() for i in range(4)}
+    parallelize_module(model, mesh["tp"], plan)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
+    called = shard(model, mesh=mesh["dp"], mp_policy=policy)
+    optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
+    manager.attach(called, optimizer=optimizer)
+    for step in range(2):
+        called(batch(0, step)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    given = served({name: tensor.clone() for name, tensor in manager.exported(called, format=NATIVE[recipe])})
+    for name, (b, scale) in multiplied(called, batch(0, 9)[0]).items():
+        each = spread(scale, b.shape).contiguous()
+        placement = Shard(int(name[-1]) % 2)
+        parts = [DTensor.from_local(part, mesh["tp"], [placement]) for part in (b.view(torch.uint8), each)]
+        assert given[name] == tuple(bits(part.full_tensor()) for part in parts), name
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("recipe", "gather"), [("delayed", False), ("delayed", True), ("block", False)])
+def test_fsdp2_and_tensor_parallelism_together(four_ranks: RankPool, recipe: str, gather: bool, bf16: bool) -> None:
+    four_ranks.run(_on_two_axes, recipe, gather, bf16)
+
+
+def _refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model, manager = _prepared("delayed", "ddp")
+    called = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    manager.attach(called, optimizer=torch.optim.SGD(called.parameters(), lr=0.01))
+    with pytest.raises(ConfigurationError, match=r"FSDP1 keeps weights in flat parameters.*export a checkpoint"):
+        manager.exported(called)
+    other = Tail()
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    manager = fp8dist.prepare(other, group=dist.group.WORLD, groups={"body.layers.1": alone})
+    manager.attach(other)
+    with pytest.raises(ConfigurationError, match="several groups of ranks share FP8 state"):
+        manager.export("nowhere")
+
+
+def test_layouts_that_are_refused(two_ranks: RankPool) -> None:
+    two_ranks.run(_refused)
 
 
 # Communication and failures --------------------------------------------------------------------------
