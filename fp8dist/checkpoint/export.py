@@ -78,8 +78,8 @@ class _Part:
 class Export:
     """All tensors of an exported model, in an order that is the same on all ranks.
 
-    ``schemes``, ``recipes``: by name, those of the modules whose weights are in FP8. ``ignored``: the other modules with matmul weights.
-    ``tied``: names of tensors that are left out, because they are the tensor of another name.
+    ``schemes``, ``recipes``: by name, those of modules whose weights are in FP8. ``ignored``: the other modules with
+    matmul weights. ``tied``: names of tensors that are left out, because they are the tensor of another name.
     """
 
     format: str

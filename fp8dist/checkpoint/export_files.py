@@ -1,7 +1,7 @@
 """The folder of an exported model: sharded safetensors, their index, config.json, and the certificate.
 
-Files are written tensor by tensor into ``NAME.partial`` beside the folder, index, config and certificate last. The folder gets its
-name at the very end, so a folder of that name is whole.
+Files are written tensor by tensor into ``NAME.partial`` beside the folder, index, config and certificate last. The
+folder gets its name at the very end, so a folder of that name is whole.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="size of a file, unless a tensor is larger",
     )
-    parser.add_argument("--run", metavar="NAME", help="a name of the run for the certificate, any text")
+    parser.add_argument("--run", dest="name", metavar="NAME", help="a name of the run for the certificate, any text")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def export(options: argparse.Namespace) -> str:
         raise ConfigurationError(f"--shard-bytes must be above 0, got {options.shard_bytes}")
     config = {} if options.config is None else read_config(options.config)
     with exported(options.checkpoint, options.format, options.model, options.gathered_in) as (found, step):
-        write_folder(options.out, found, config, True, None, options.shard_bytes, Origin(step, options.run))
+        write_folder(options.out, found, config, True, None, options.shard_bytes, Origin(step, options.name))
     fp8 = sum(tensor.role == "weight" for tensor in found.tensors)
     return f"{options.out}: {len(found.tensors)} tensors, {fp8} weights in FP8, after step {step}"
 

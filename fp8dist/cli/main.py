@@ -309,7 +309,7 @@ def _verify(options: argparse.Namespace) -> int:
     except ConfigurationError as error:
         raise _Usage(str(error)) from error
     _print(options.json, verification.to_json(), str(verification))
-    return CONSISTENT if verification.same else DIVERGED
+    return CONSISTENT if verification.report.consistent else DIVERGED
 
 
 def _watch(options: argparse.Namespace) -> int:

@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from fp8dist.checkpoint.export import Export
 from fp8dist.checkpoint.export_formats import FORMATS
 from fp8dist.cli.export import add_model_flags, exported, read_config
+from fp8dist.consistency.report import DivergenceReport
+from fp8dist.divergence import Finding, Participant
 from fp8dist.errors import CheckpointError, ConfigurationError
-from fp8dist.offline.certificates import CERTIFICATE, Certified, model_digest, read_certificate
+from fp8dist.offline.certificates import CERTIFICATE, Certificate, Certified, model_digest, read_certificate
+from fp8dist.offline.comparison import Progress, bytes_in
+from fp8dist.offline.failures import reading
 from fp8dist.offline.safetensor_files import dtype_text
-from fp8dist.offline.served import Mismatch, Served, served_model
-from fp8dist.offline.verification import QUANTIZATION, Reference, Verification, compare_configs, compare_tensors
+from fp8dist.offline.served import CONFIG, Served, mismatch, served_model
+from fp8dist.offline.verification import Reference, compare_configs, compare_tensors, sha256_of
 
-__all__ = ["add_flags", "verify"]
+__all__ = ["Verification", "add_flags", "verify"]
 
-Progress = Callable[[int], None]
+QUANTIZATION = "quantization_config"
+
+
+class Verification(NamedTuple):
+    """What differs between file 0, a checkpoint or a certificate, and file 1, what is served.
+
+    ``step``: steps of the FP8 state. ``model``: the digest over all tensors that must be served.
+    """
+
+    report: DivergenceReport
+    files: tuple[str, str]
+    step: int | None
+    in_fp8: int
+    model: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the report, and the others, as JSON values."""
+        rest = {"files": self.files, "step": self.step, "in_fp8": self.in_fp8, "model": self.model}
+        return {**self.report.to_json(), **rest}
+
+    def __str__(self) -> str:
+        if not self.report.consistent:
+            return str(self.report)
+        reference, served = self.files
+        what = f"{self.report.compared['parameter']} tensors, {self.in_fp8} in FP8, after step {self.step}"
+        notes = [f"note: {note}" for note in self.report.notes]
+        return "\n".join([f"{served}: the same bytes as {reference}", what, f"model {self.model}", *notes])
+
+
+class _Expected(NamedTuple):
+    """What must be served. ``config``: keys that config.json must have; all keys if there is more than one."""
+
+    step: Any
+    config: Mapping[str, Any]
+    differing: list[Finding]
+    listed: list[Certified]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--certificate", metavar="FILE", help="compare with this certificate of an export; needs no checkpoint"
     )
-    parser.add_argument(
-        "--format", choices=tuple(FORMATS), help="format of the export; default: that of the served tensors"
-    )
+    parser.add_argument("--format", choices=tuple(FORMATS), help="format of the export; default: as served")
     parser.add_argument("--config", metavar="FILE", type=Path, help="the config.json that was given to the export")
     add_model_flags(parser)
 
@@ -51,98 +85,78 @@ def verify(options: argparse.Namespace, bar: Callable[[int], Any]) -> Verificati
 
     Raises:
         CheckpointError: one of the sides cannot be read.
-        ConfigurationError: wrong usage.
+        ConfigurationError: wrong usage, or the checkpoint cannot be exported.
     """
     if len(options.paths) != (2 if options.certificate is None else 1):
-        raise ConfigurationError("needs CHECKPOINT and SERVED_DIR, or --certificate FILE and SERVED_DIR")
-    served = served_model(options.paths[-1])
-    with bar(served.nbytes) as shown:
-        if options.certificate is not None:
-            return _against_certificate(options.certificate, served, shown.update)
-        config = None if options.config is None else read_config(options.config)
-        return _against_checkpoint(options, served, config, shown.update)
+        raise ConfigurationError("expected CHECKPOINT and SERVED_DIR, or --certificate FILE and SERVED_DIR")
+    with served_model(options.paths[-1]) as served, bar(bytes_in(served.source)) as shown:
+        against = _by_checkpoint if options.certificate is None else _by_certificate
+        expected = against(options, served, shown.update)
+        whole = len(expected.config) > 1
+        keys = expected.config.keys() | served.config.keys() if whole else {QUANTIZATION}
+        with reading(os.path.join(served.path, CONFIG)):
+            configs = list(compare_configs(expected.config, served.config, keys))
+    reference = options.certificate or options.paths[0]
+    notes = [] if whole else [f"of {CONFIG} only {QUANTIZATION} is compared: the export had no config of the model"]
+    findings = [*served.faults, *expected.differing, *configs]
+    return Verification(
+        DivergenceReport(
+            tuple(finding.located([Participant(1, served.path)]) for finding in findings),
+            {"parameter": len(expected.listed)},
+            notes=(*notes, *([f"file 0: {reference}"] if findings else [])),
+            noun="file",
+        ),
+        (reference, served.path),
+        expected.step,
+        sum(one.dtype == "F8_E4M3" for one in expected.listed),
+        model_digest(expected.listed),
+    )
 
 
-def _against_certificate(path: str, served: Served, progress: Progress) -> Verification:
-    certificate = read_certificate(path)
-    mismatches, listed = compare_tensors(served, map(Reference, certificate.tensors.values()), progress)
-    configs, notes = _configs(certificate.config, served)
-    return _verification(path, served, certificate.content.get("step"), listed, [*mismatches, *configs], notes)
+def _by_certificate(options: argparse.Namespace, served: Served, progress: Progress) -> _Expected:
+    certificate = read_certificate(options.certificate)
+    differing, listed = compare_tensors(served, map(Reference, certificate.tensors.values()), progress)
+    return _Expected(certificate.content.get("step"), certificate.config, differing, listed)
 
 
-def _against_checkpoint(
-    options: argparse.Namespace, served: Served, config: Mapping[str, Any] | None, progress: Progress
-) -> Verification:
-    path = options.paths[0]
-    format = options.format or _format_of(served)
+def _by_checkpoint(options: argparse.Namespace, served: Served, progress: Progress) -> _Expected:
+    certificate, wrong = _certificate_inside(served)
+    config = certificate.config if certificate and not options.config else {}
+    if options.config:
+        config = read_config(options.config)
+    with exported(options.paths[0], options.format or _format_of(served), options.model, options.gathered_in) as (
+        found,
+        step,
+    ):
+        differing, listed = compare_tensors(served, _references(found), progress)
+        config = {**config, QUANTIZATION: found.quantization_config()}
+    if certificate and (certificate.model, certificate.content.get("step")) != (model_digest(listed), step):
+        text = f"is of model {certificate.model} after step {certificate.content.get('step')}"
+        wrong = [mismatch("certificate", CERTIFICATE, f"{text}, expected {model_digest(listed)} after step {step}")]
+    return _Expected(step, config, [*differing, *wrong], listed)
+
+
+def _certificate_inside(served: Served) -> tuple[Certificate | None, list[Finding]]:
+    """Return (the certificate that is served, what is wrong with it)."""
+    path = os.path.join(served.path, CERTIFICATE)
+    if not os.path.lexists(path):
+        return None, []
     try:
-        with exported(path, format, options.model, options.gathered_in) as (found, step):
-            mismatches, listed = compare_tensors(served, _references(found), progress)
-            expected = {**(config or {}), QUANTIZATION: found.quantization_config()}
-    except ConfigurationError as error:  # Such a folder cannot be an export of this checkpoint.
-        return _verification(path, served, None, [], [Mismatch("layout", f"format {format}", str(error))], ())
-    configs, notes = _configs(expected, served)
-    certified, model_config = _certificate_inside(served, model_digest(listed), step)
-    if config is None and model_config is not None:
-        notes = ()
-        configs = [*configs, *(m for m in model_config if m not in configs)]
-    return _verification(path, served, step, listed, [*mismatches, *configs, *certified], notes)
-
-
-def _verification(
-    path: str,
-    served: Served,
-    step: int | None,
-    listed: Iterable[Certified],
-    mismatches: Iterable[Mismatch],
-    notes: tuple[str, ...],
-) -> Verification:
-    tensors = list(listed)
-    in_fp8 = sum(tensor.dtype == "F8_E4M3" for tensor in tensors)
-    found = (*served.faults, *mismatches)
-    return Verification(path, served.path, step, len(tensors), in_fp8, model_digest(tensors), found, notes)
+        return read_certificate(path), []
+    except CheckpointError as error:
+        return None, [mismatch("certificate", CERTIFICATE, str(error).removeprefix(f"{path}: "))]
 
 
 def _references(found: Export) -> Iterator[Reference]:
     for tensor, value in found.stream():
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        digest = hashlib.sha256(data.numpy().data).hexdigest()
-        yield Reference(Certified(tensor.name, dtype_text(tensor.dtype), tensor.shape, digest), data)
+        yield Reference(Certified(tensor.name, dtype_text(tensor.dtype), tensor.shape, sha256_of(value)), value)
 
 
 def _format_of(served: Served) -> str:
     """Return the format that the names and shapes of served scales have."""
-    if any(name.endswith(".weight_scale_inv") for name in served.tensors):
+    entries = served.source.entries
+    if any(entry.name.endswith(".weight_scale_inv") for entry in entries):
         return "block"
-    scales = [tensor for name, tensor in served.tensors.items() if name.endswith(".weight_scale")]
-    rows_only = bool(scales) and all(len(scale.shape) == 2 for scale in scales)
-    return "compressed-tensors-channel" if rows_only else "compressed-tensors"
-
-
-def _configs(expected: Mapping[str, Any], served: Served) -> tuple[list[Mismatch], tuple[str, ...]]:
-    """Return (what differs in config.json, notes). An export without a config knows quantization_config only."""
-    whole = len(expected) > 1
-    keys = expected.keys() | served.config.keys() if whole else expected.keys()
-    note = f"of config.json, only {QUANTIZATION} is compared: the export had no config of the model"
-    return list(compare_configs(expected, served.config, keys)), () if whole else (note,)
-
-
-def _certificate_inside(served: Served, model: str, step: int) -> tuple[list[Mismatch], list[Mismatch] | None]:
-    """Return (what is wrong with the certificate that is served, what differs from its config, if it has one)."""
-    path = os.path.join(served.path, CERTIFICATE)
-    if not os.path.lexists(path):
-        return [], None
-    try:
-        certificate = read_certificate(path)
-    except CheckpointError as error:
-        return [Mismatch("certificate", CERTIFICATE, str(error).removeprefix(f"{path}: "))], None
-    wrong = []
-    if certificate.model != model:
-        wrong.append(
-            Mismatch("certificate", CERTIFICATE, f"is of another model: {certificate.model}, expected {model}")
-        )
-    if certificate.content.get("step") != step:
-        text = f"is of step {certificate.content.get('step')}, and the checkpoint of step {step}"
-        wrong.append(Mismatch("certificate", CERTIFICATE, text))
-    configs, notes = _configs(certificate.config, served)
-    return wrong, None if notes else configs
+    scales = [entry for entry in entries if entry.name.endswith(".weight_scale")]
+    by_row = bool(scales) and all(len(scale.shape) == 2 for scale in scales)
+    return "compressed-tensors-channel" if by_row else "compressed-tensors"

@@ -117,10 +117,10 @@ def read_certificate(path: str) -> Certificate:
 
 
 def _certified(item: Any) -> Certified:
-    fields = [item.get(name) for name in Certified._fields] if isinstance(item, dict) else []
-    if len(fields) == 4:
-        name, dtype, shape, sha256 = fields
-        texts = all(isinstance(text, str) for text in (name, dtype, sha256)) and _SHA256.fullmatch(sha256)
-        if texts and isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape):
-            return Certified(name, dtype, tuple(shape), sha256)
+    if isinstance(item, dict):
+        name, dtype, shape, sha256 = (item.get(field) for field in Certified._fields)
+        texts = all(isinstance(text, str) for text in (name, dtype, sha256))
+        sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        if texts and sizes and _SHA256.fullmatch(str(sha256)):
+            return Certified(str(name), str(dtype), tuple(shape or ()), str(sha256))
     raise CheckpointError(f"has a malformed tensor: {json.dumps(item)[:100]}")
