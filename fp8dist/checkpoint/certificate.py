@@ -63,10 +63,11 @@ def certificate_of(
         config: the content of config.json.
         digests: by name, SHA-256 of the bytes of each tensor.
     """
-    certified = [Certified(t.name, dtype_text(t.dtype), t.shape, digests[t.name]) for t in tensors]
-    kinds = list(dict.fromkeys(recipes.values()))
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    certified = [Certified(t.name, dtype_text(t.dtype), t.shape, digests[t.name]) for t in ordered]
+    kinds = list(dict.fromkeys(recipe for _, recipe in sorted(recipes.items(), key=lambda item: item[0])))
     roles = [
-        {"role": t.role, **({"recipe": kinds.index(recipes[t.module])} if t.role == "weight" else {})} for t in tensors
+        {"role": t.role, **({"recipe": kinds.index(recipes[t.module])} if t.role == "weight" else {})} for t in ordered
     ]
     return sealed(
         {

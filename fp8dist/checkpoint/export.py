@@ -79,7 +79,7 @@ class Export:
     """All tensors of an exported model, in an order that is the same on all ranks.
 
     ``schemes``, ``recipes``: by name, those of modules whose weights are in FP8. ``ignored``: the other modules with
-    matmul weights. ``tied``: names of tensors that are left out, because they are the tensor of another name.
+    weights of two dimensions. ``tied``: names of tensors that are left out, because they are the tensor of another name.
     """
 
     format: str
@@ -115,7 +115,7 @@ class Export:
 
     def quantization_config(self) -> dict[str, Any]:
         """Return the value of ``quantization_config`` in config.json."""
-        return quantization_config(self.format, self.schemes, self.ignored)
+        return quantization_config(self.format, dict(sorted(self.schemes.items())), sorted(self.ignored))
 
 
 # What a model exports --------------------------------------------------------------------------------
@@ -142,9 +142,15 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
     if cycle.sharded is not None:
         cycle.sharded.fit_scales()
     found = Export(format, moment=lambda: job.boundaries)
-    linears = {clean_fqn(name): module for name, module in inner.named_modules() if isinstance(module, nn.Linear)}
-    fill(found, _stored(inner, cycle), linears)
+    modules = {clean_fqn(name): module for name, module in inner.named_modules() if _has_matrix(module)}
+    fill(found, _stored(inner, cycle), modules)
     return found
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return True for a Linear, and for what a checkpoint cannot tell from one, such as an embedding."""
+    weight = module._parameters.get("weight")
+    return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -204,7 +210,7 @@ def fill(found: Export, tensors: Iterable[Stored], modules: Mapping[str, nn.Modu
     """List the tensors of a model in ``found``.
 
     Args:
-        modules: by name, all modules with matmul weights.
+        modules: by name, all modules with weights of two dimensions.
 
     Raises:
         ConfigurationError: see ``export_of``.

@@ -104,7 +104,7 @@ def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Seq
 
     Args:
         schemes: by name, the modules whose weights are in FP8.
-        ignored: names of the other modules with matmul weights.
+        ignored: names of the other modules with weights of two dimensions.
 
     Raises:
         ConfigurationError: a reader of the block format would take a module in FP8 for an ignored one.

@@ -115,23 +115,21 @@ def verify(options: argparse.Namespace, bar: Callable[[int], Any]) -> Verificati
 
 def _by_certificate(options: argparse.Namespace, served: Served, progress: Progress) -> _Expected:
     certificate = read_certificate(options.certificate)
-    differing, listed = compare_tensors(served, map(Reference, certificate.tensors.values()), progress)
-    return _Expected(certificate.content.get("step"), certificate.config, differing, listed)
+    differing, listed = compare_tensors(served, map(Reference, certificate.tensors.values()), {}, progress)
+    return _Expected(certificate.step, certificate.config, differing, listed)
 
 
 def _by_checkpoint(options: argparse.Namespace, served: Served, progress: Progress) -> _Expected:
     certificate, wrong = _certificate_inside(served)
-    config = certificate.config if certificate and not options.config else {}
+    config, tied = (certificate.config, certificate.tied) if certificate else ({}, served.tied)
     if options.config:
         config = read_config(options.config)
-    with exported(options.paths[0], options.format or _format_of(served), options.model, options.gathered_in) as (
-        found,
-        step,
-    ):
-        differing, listed = compare_tensors(served, _references(found), progress)
+    format = options.format or _format_of(served)
+    with exported(options.paths[0], format, options.model, options.gathered_in) as (found, step):
+        differing, listed = compare_tensors(served, _references(found), tied, progress)
         config = {**config, QUANTIZATION: found.quantization_config()}
-    if certificate and (certificate.model, certificate.content.get("step")) != (model_digest(listed), step):
-        text = f"is of model {certificate.model} after step {certificate.content.get('step')}"
+    if certificate and (certificate.model, certificate.step) != (model_digest(listed), step):
+        text = f"is of model {certificate.model} after step {certificate.step}"
         wrong = [mismatch("certificate", CERTIFICATE, f"{text}, expected {model_digest(listed)} after step {step}")]
     return _Expected(step, config, [*differing, *wrong], listed)
 

@@ -46,13 +46,13 @@ class Certified(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """A certificate that was read. ``content``: all of it."""
+    """A certificate that was read. docs/reference/files.md describes the fields."""
 
-    path: str
+    step: Any
     tensors: dict[str, Certified]
-    model: str
+    tied: dict[str, Any]
     config: dict[str, Any]
-    content: dict[str, Any]
+    model: str
 
 
 def model_digest(tensors: Iterable[Certified]) -> str:
@@ -105,15 +105,14 @@ def read_certificate(path: str) -> Certificate:
         seal = _SEAL.search(data)
         if seal is None or seal[1].decode() != _seal_of(data):
             raise CheckpointError("was changed after it was written: its digest does not match")
-        listed = content.get("tensors")
-        config = content.get("config")
-        if not isinstance(listed, list) or not isinstance(config, dict):
-            raise CheckpointError("has no list of tensors, or no config")
+        listed, tied, config = map(content.get, ("tensors", "tied", "config"))
+        if not isinstance(listed, list) or not isinstance(tied, dict) or not isinstance(config, dict):
+            raise CheckpointError("has no list of tensors, no tied tensors, or no config")
         tensors = [_certified(item) for item in listed]
         by_name = {tensor.name: tensor for tensor in tensors}
         if len(by_name) < len(tensors) or model_digest(tensors) != content.get("model"):
             raise CheckpointError("contradicts itself: the digest of the model is not that of its tensors")
-        return Certificate(path, by_name, content["model"], config, content)
+        return Certificate(content.get("step"), by_name, tied, config, content["model"])
 
 
 def _certified(item: Any) -> Certified:

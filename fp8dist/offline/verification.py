@@ -39,9 +39,12 @@ def sha256_of(tensor: Tensor) -> str:
 
 
 def compare_tensors(
-    served: Served, references: Iterable[Reference], progress: Progress
+    served: Served, references: Iterable[Reference], tied: Mapping[str, Any], progress: Progress
 ) -> tuple[list[Finding], list[Certified]]:
     """Return (what differs, the reference's tensors that must be served). Two tensors are in memory.
+
+    Args:
+        tied: by name, tensors that may be left out, if the reference has the same bytes under the other name.
 
     Raises:
         CheckpointError: a file of the served model cannot be read.
@@ -54,24 +57,25 @@ def compare_tensors(
     digester = Digester()
     for certified, value in references:
         name, dtype, shape, sha256 = certified
-        place = places.get(name, places.get(str(served.tied.get(name))))
-        entry = None if place is None else served.source.entries[place]
-        if place is None or entry is None:
+        listed.append(certified)
+        if name not in places:
             missing.append(certified)
-        elif (entry.dtype, entry.shape) != (DTYPES.get(dtype), shape):
+            continue
+        entry = served.source.entries[places[name]]
+        if (entry.dtype, entry.shape) != (DTYPES.get(dtype), shape):
             is_there = f"{entry.dtype}{list(entry.shape)}"
             found.append(mismatch("layout", name, f"is {is_there}, expected {DTYPES.get(dtype, dtype)}{list(shape)}"))
-        else:
-            tensor = served.source.read(place)
-            digest = sha256_of(tensor)
-            if digest != sha256:
-                known = value is not None
-                differs = first_difference(tensor, value, digester.leaves(value), digester) if known else None  # type: ignore[arg-type]
-                differing.append((certified, digest, differs))
-            elif name not in places:  # A tied tensor: the file names the one that is served.
-                continue
-            progress(tensor.nbytes)
-        listed.append(certified)
+            continue
+        tensor = served.source.read(places[name])
+        digest = sha256_of(tensor)
+        if digest != sha256:
+            known = None if value is None else first_difference(tensor, value, digester.leaves(value), digester)
+            differing.append((certified, digest, known))
+        progress(tensor.nbytes)
+    looks = {one.name: _look(one) for one in listed if one.name not in tied}
+    copies = {one for one in missing if looks.get(str(tied.get(one.name))) == _look(one)}
+    listed = [one for one in listed if one not in copies]
+    missing = [one for one in missing if one not in copies]
     owners: dict[_Look, list[str]] = defaultdict(list)
     for certified in listed:
         owners[_look(certified)].append(certified.name)
