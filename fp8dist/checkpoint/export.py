@@ -79,7 +79,7 @@ class Export:
     """All tensors of an exported model, in an order that is the same on all ranks.
 
     ``schemes``, ``recipes``: by name, those of modules whose weights are in FP8. ``ignored``: the other modules with
-    weights of two dimensions. ``tied``: names of tensors that are left out, because they are the tensor of another name.
+    weights of two dimensions. ``tied``: by name, tensors that are left out: the name of the same tensor.
     """
 
     format: str
