@@ -304,7 +304,9 @@ class StateManager(Joinable):
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
-        self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer)
+        order = {row.fqn: place for place, row in enumerate(self._coverage)}
+        self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer, order)
+        self._cycle.checker.amaxes = self._cycle.watch
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Register a function that is called with each Event. Local."""
@@ -360,6 +362,11 @@ class StateManager(Joinable):
         require_choice("policy", policy, ("raise", "warn", "repair"))
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
         return self._cycle.check(Scope(parameters, gradients, buffers, optimizers, compute=compute), policy)
+
+    @property
+    def _called_module(self) -> nn.Module:
+        """The model as the training loop calls it, which ``attach`` was given; before, the prepared model."""
+        return self._attachment.module or self._require_model()
 
     def _checkable(self) -> StepCycle:
         """Return the cycle for ``fp8dist.check``, with any pending sync committed. Local."""
