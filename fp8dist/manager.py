@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fp8dist.arguments import is_module_name, require_attachable
 from fp8dist.checkpoint.export import config_of, export_of, write_folder
+from fp8dist.checkpoint.export_files import destination
 from fp8dist.checkpoint.state import Checkpoint, with_rank
 from fp8dist.checkpoint.transformer_engine import ImportReport, NameMap, import_state
 from fp8dist.consistency.checker import Event
@@ -853,11 +854,12 @@ class StateManager(Joinable):
                 way that no format has; or the folder exists or cannot be written. The message says what to do.
         """
         require_int("shard_bytes", shard_bytes, 1, what="a number of bytes")
+        path = destination(path)
         whole = self._exportable(model)
         if len({group.identity for group in self._cycle.groups if group is not None}) > 1:
             raise ConfigurationError(
-                "export(): several groups of ranks share FP8 state (groups=), so ranks may hold different modules, such "
-                "as experts: collect manager.exported() of all ranks yourself"
+                "export(): several groups of ranks share FP8 state (groups=), so ranks may hold different modules, "
+                "such as experts: collect manager.exported() of all ranks yourself"
             )
         found = export_of(self._cycle, whole, format)
         group = next((group for group in self._cycle.groups if group is not None), None)
