@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from fp8dist import ddp, errors, fsdp
 from fp8dist.checkpoint.transformer_engine import ImportReport
-from fp8dist.consistency.checker import Event
+from fp8dist.consistency.checker import Event, Replayed
+from fp8dist.consistency.replay_report import ReplayFinding, ReplayReport
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage, CoverageRow
 from fp8dist.divergence import Finding
@@ -29,7 +30,10 @@ from fp8dist.errors import (
 )
 from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
+from fp8dist.model_replay import replay
+from fp8dist.model_trace import trace
 from fp8dist.modules.overrides import first_and_last
+from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.exporter import Exporter
 from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
@@ -37,6 +41,8 @@ from fp8dist.monitoring.recorder import Recorder
 from fp8dist.monitoring.watch import Observation, RankTimes
 from fp8dist.prepare import prepare, restore
 from fp8dist.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from fp8dist.replays.buffer import ReplayBuffer
+from fp8dist.replays.triggers import replay_on
 from fp8dist.state.fallback import Fallback
 from fp8dist.state.slots import Slot
 from fp8dist.sync.roll_call import Attendance, roll_call
@@ -46,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attendance",
     "BlockScaling",
+    "Cause",
     "CheckpointError",
     "ConfigurationError",
     "Coverage",
@@ -70,6 +77,10 @@ __all__ = [
     "RankTimes",
     "Recipe",
     "Recorder",
+    "ReplayBuffer",
+    "ReplayFinding",
+    "ReplayReport",
+    "Replayed",
     "RowwiseScaling",
     "ScaleJump",
     "Slot",
@@ -84,6 +95,9 @@ __all__ = [
     "fsdp",
     "get_manager",
     "prepare",
+    "replay",
+    "replay_on",
     "restore",
     "roll_call",
+    "trace",
 ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8dist.text import columns, plural, printable, ranks_text, wrapped
 
-__all__ = ["MORE", "Divergence", "Finding", "Participant"]
+__all__ = ["MORE", "Divergence", "Finding", "Participant", "plain_values", "word_for"]
 
 MORE = "…"
 """Name of a finding that counts the things that are not named."""
@@ -164,7 +164,10 @@ class Divergence:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {"consistent": self.consistent, **_plain({**asdict(self), "compared": tuple(self.compared.items())})}
+        return {
+            "consistent": self.consistent,
+            **plain_values({**asdict(self), "compared": tuple(self.compared.items())}),
+        }
 
     def summary(self) -> str:
         """Return the first findings as text for an error message."""
@@ -229,19 +232,19 @@ def _rows(f: Finding, noun: str) -> list[dict[str, str]]:
         ranks: ranks_text(f.ranks),
         "reference": "no majority" if f.reference_rank is None else str(f.reference_rank),
         "index": ", ".join(map(str, f.index or ())),
-        value: _word(f.value) if located else "",
-        "expected": _word(f.expected) if located and not by_side else "",
+        value: word_for(f.value) if located else "",
+        "expected": word_for(f.expected) if located and not by_side else "",
         "ULP": "" if f.ulp is None else str(f.ulp),
         "what": _what(f),
     }
     if not by_side:
         return [first]
-    sides = [{ranks: ranks_text(side), value: _word(one)} for side, one in zip(f.sides, f.values)]
+    sides = [{ranks: ranks_text(side), value: word_for(one)} for side, one in zip(f.sides, f.values)]
     others = sorted(rank for side in f.sides[len(f.values) :] for rank in side)
     return [{**first, **sides[0]}, *sides[1:], *([{ranks: ranks_text(others), value: "…"}] if others else [])]
 
 
-def _word(value: Any) -> str:
+def word_for(value: Any) -> str:
     """Return an element as text. Words that were compared, such as shapes, are text already. A number that is one of
     float32 has as many digits as tell it from all others of float32."""
     if isinstance(value, float):
@@ -273,7 +276,7 @@ def _what(f: Finding) -> str:
         return f.detail
     lone = f.detail.startswith(f"{f.field or 'first element'}: ") and ", " not in f.detail
     if f.reference_rank is None:
-        lone = len(set(map(_word, f.values))) > 1 and (lone or f.index is None)
+        lone = len(set(map(word_for, f.values))) > 1 and (lone or f.index is None)
     return f.detail if not lone else "" if f.field == f.kind else f.field
 
 
@@ -299,7 +302,7 @@ def _sentence(f: Finding, noun: str) -> str:
     good = "" if f.last_good_step is None else f", last good step {f.last_good_step}"
     if f.reference_rank is None and f.values:
         sides = [
-            f"{_word(value)} on {_who(side, noun)}{_in_brackets(places.get(side[0]))}"
+            f"{word_for(value)} on {_who(side, noun)}{_in_brackets(places.get(side[0]))}"
             for side, value in zip(f.sides[:SHOWN_SIDES], f.values)
         ]
         more = f"; and {len(f.sides) - SHOWN_SIDES} more values" if len(f.sides) > SHOWN_SIDES else ""
@@ -307,7 +310,9 @@ def _sentence(f: Finding, noun: str) -> str:
         return f"{f.subject}, no majority:{field} {'; '.join(sides)}{more}{at}{step}{good}"
     against = "no majority" if f.reference_rank is None else f"against {noun} {f.reference_rank}"
     where = _in_brackets(next((place for place in places.values() if place), ""))
-    values = "" if f.index is None else f", {f.field or 'element'} {_word(f.value)} against {_word(f.expected)}{at}"
+    values = (
+        "" if f.index is None else f", {f.field or 'element'} {word_for(f.value)} against {word_for(f.expected)}{at}"
+    )
     detail = f" ({f.detail})" if f.detail and f.index is None else ""
     return f"{f.subject} of {_who(f.ranks, noun)}{where}, {against}{values}{step}{good}{detail}"
 
@@ -325,10 +330,11 @@ def _quoted(f: Finding) -> str:
     return f.name if f.kind == "error" or f.name in (f.kind, MORE, ALL_NAMES) else f"'{printable(f.name)}'"
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
+    """Return a value as JSON values: tuples as lists, NaN, infinities and complex numbers as text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain_values(item) for item in value]
     no_json = isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value))
     return repr(value) if no_json else value  # JSON has no NaN and no infinity.

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from fp8dist.arguments import is_module_name, require_attachable
 from fp8dist.checkpoint.certificate import Origin
 from fp8dist.checkpoint.export import config_of, export_of, write_folder
+from fp8dist.checkpoint.export_files import destination
 from fp8dist.checkpoint.state import Checkpoint, with_rank
 from fp8dist.checkpoint.transformer_engine import ImportReport, NameMap, import_state
 from fp8dist.consistency.checker import Event
@@ -305,7 +306,9 @@ class StateManager(Joinable):
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
-        self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer)
+        order = {row.fqn: place for place, row in enumerate(self._coverage)}
+        self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer, order)
+        self._cycle.checker.amaxes = self._cycle.watch
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Register a function that is called with each Event. Local."""
@@ -361,6 +364,11 @@ class StateManager(Joinable):
         require_choice("policy", policy, ("raise", "warn", "repair"))
         optimizers = () if optimizer is None else tuple(unwrap_optimizers(optimizer))
         return self._cycle.check(Scope(parameters, gradients, buffers, optimizers, compute=compute), policy)
+
+    @property
+    def _called_module(self) -> nn.Module:
+        """The model as the training loop calls it, which ``attach`` was given; before, the prepared model."""
+        return self._attachment.module or self._require_model()
 
     def _checkable(self) -> StepCycle:
         """Return the cycle for ``fp8dist.check``, with any pending sync committed. Local."""
@@ -850,11 +858,12 @@ class StateManager(Joinable):
                 way that no format has; or the folder exists or cannot be written. The message says what to do.
         """
         require_int("shard_bytes", shard_bytes, 1, what="a number of bytes")
+        path = destination(path)
         whole = self._exportable(model)
         if len({group.identity for group in self._cycle.groups if group is not None}) > 1:
             raise ConfigurationError(
-                "export(): several groups of ranks share FP8 state (groups=), so ranks may hold different modules, such "
-                "as experts: collect manager.exported() of all ranks yourself"
+                "export(): several groups of ranks share FP8 state (groups=), so ranks may hold different modules, "
+                "such as experts: collect manager.exported() of all ranks yourself"
             )
         found = export_of(self._cycle, whole, format)
         group = next((group for group in self._cycle.groups if group is not None), None)

@@ -7,6 +7,7 @@ exported tensors, such as the writer of folders, looks at this stream.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fp8dist.checkpoint.certificate import Origin, certificate_of
 from fp8dist.checkpoint.export_casts import Stored, cast_of, dequantised, grid_of, whole
@@ -30,6 +32,7 @@ from fp8dist.checkpoint.export_formats import (
     shape_of,
     strategy_of,
 )
+from fp8dist.checkpoint.export_names import require_storable
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.foreign import is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
@@ -142,8 +145,8 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
     if cycle.sharded is not None:
         cycle.sharded.fit_scales()
     found = Export(format, moment=lambda: job.boundaries)
-    modules = {clean_fqn(name): module for name, module in inner.named_modules() if _has_matrix(module)}
-    fill(found, _stored(inner, cycle), modules)
+    modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
+    fill(found, _stored(inner, cycle), {name: module for name, module in modules.items() if _has_matrix(module)})
     return found
 
 
@@ -177,14 +180,16 @@ def _require_readable(model: nn.Module) -> None:
             continue
         base = linear_base(module.converted_from)
         why = ""
-        if module.transposed:
+        if not name:
+            why = "the model is a Linear itself, which has no name: put it into a module"
+        elif module.transposed:
             why = "its weight is stored as [in_features, out_features], for which no format has a place"
         elif base is not None and is_parallel(base):
             why = "a parallel Linear of Megatron-Core holds this rank's part under names that no server reads"
         elif module._parameters.get("weight") is None:
             why = "its weight is computed by a parametrization: remove that first"
         if why:
-            raise ConfigurationError(f"{clean_fqn(name)}: {why}")
+            raise ConfigurationError(f"{clean_fqn(name) or 'the root'}: {why}")
 
 
 def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
@@ -193,7 +198,9 @@ def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
     sharded = {} if cycle.sharded is None else {id(weight.parameter): weight for weight in cycle.sharded.weights}
     under_fsdp = {id(p) for module in resharded_modules(model) for p in module.parameters(recurse=False)}
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):  # Not an extra state.
+        if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            if value.is_meta:
+                raise ConfigurationError(f"{clean_fqn(name)} is on the meta device, which stores no values")
             key = id(value)
             yield Stored(
                 clean_fqn(name),
@@ -238,6 +245,7 @@ def fill(found: Export, tensors: Iterable[Stored], modules: Mapping[str, nn.Modu
     found.ignored = [name for name in modules if name not in in_fp8]
     if not in_fp8 - tied:
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
+    require_storable(found.tensors)
     found.quantization_config()
 
 
@@ -359,6 +367,11 @@ def write_folder(
         ConfigurationError: on all ranks, if the folder exists or cannot be written. It then does not exist, or is as it
             was.
     """
+
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"the model's config cannot be written as JSON: {error}") from None
 
     def agree(failure: str) -> None:
         failures = [text for text in ([failure] if gather is None else gather(failure)) if text]

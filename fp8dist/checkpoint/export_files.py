@@ -22,7 +22,23 @@ from fp8dist.offline.certificates import CERTIFICATE
 from fp8dist.offline.safetensor_files import dtype_text
 from fp8dist.offline.served import CONFIG, INDEX
 
-__all__ = ["Folder"]
+__all__ = ["Folder", "destination"]
+
+
+def destination(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a folder to write, through symbolic links.
+
+    Raises:
+        ConfigurationError: ``path`` is not the name of a folder.
+    """
+    try:
+        name = os.fsdecode(path)
+        whole = Path(os.path.realpath(name))
+    except (TypeError, ValueError):
+        name, whole = "", Path()
+    if not whole.name or os.path.normpath(name) == os.curdir:
+        raise ConfigurationError(f"expected the name of a new folder, got {path!r}")
+    return whole
 
 
 class Described(Protocol):
@@ -50,8 +66,9 @@ class Folder:
     def __init__(
         self, path: str | os.PathLike[str], tensors: Sequence[Described], tied: Mapping[str, str], shard_bytes: int
     ) -> None:
-        self._path = Path(path).absolute()
+        self._path = destination(path)
         self._partial = self._path.with_name(f"{self._path.name}.partial")
+        self._begun = False
         self._shards = list(_shards(tensors, shard_bytes))
         self._tied = dict(tied)
         self._files = iter(self._shards)
@@ -69,8 +86,12 @@ class Folder:
         """
         if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
             raise ConfigurationError(f"{self._path} exists: export to a new folder")
-        shutil.rmtree(self._partial, ignore_errors=True)  # Of an export that was killed.
+        if self._partial.is_dir():
+            if any(file.suffix not in (".safetensors", ".json") for file in self._partial.iterdir()):
+                raise ConfigurationError(f"{self._partial} exists and is not of an export: move it away")
+            shutil.rmtree(self._partial, ignore_errors=True)  # Of an export that was killed.
         self._partial.mkdir(parents=True)
+        self._begun = True
 
     def write(self, tensor: Described, value: Tensor) -> None:
         """Write the next tensor."""
@@ -109,7 +130,8 @@ class Folder:
         """Remove what is left of an export that did not finish."""
         if self._file is not None:
             self._file.close()
-        shutil.rmtree(self._partial, ignore_errors=True)
+        if self._begun:
+            shutil.rmtree(self._partial, ignore_errors=True)
 
     def _open_next(self) -> None:
         self._close_file()

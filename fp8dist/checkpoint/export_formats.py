@@ -13,7 +13,6 @@ rounds or recomputes anything. A scale is only repeated, so a recipe with finer 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -21,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8dist.errors import ConfigurationError
+from fp8dist.checkpoint.export_names import require_distinct, require_names
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
 __all__ = ["FORMATS", "SCALE_NAMES", "Grid", "Inputs", "Scheme", "laid_out", "quantization_config", "strategy_of"]
@@ -107,10 +106,10 @@ def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Seq
         ignored: names of the other modules with weights of two dimensions.
 
     Raises:
-        ConfigurationError: a reader of the block format would take a module in FP8 for an ignored one.
+        ConfigurationError: readers would mistake a module's name.
     """
     if format == "block":
-        _require_distinct(schemes, ignored)
+        require_distinct(schemes, ignored)
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -118,6 +117,7 @@ def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Seq
             "activation_scheme": "dynamic",
             "modules_to_not_convert": list(ignored),
         }
+    require_names([*schemes, *ignored])
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(name)
@@ -144,16 +144,3 @@ def quantization_config(format: str, schemes: Mapping[str, Scheme], ignored: Seq
 def _arguments(strategy: str, inputs: Inputs | Literal[False]) -> dict[str, Any]:
     dynamic = inputs in ("tensor", "token")
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
-
-
-def _require_distinct(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
-    """Transformers 5.23 also ignores modules whose names end with an ignored name, or match it as a regular expression
-    up to a dot (``transformers.quantizers.quantizers_utils.should_convert_module``)."""
-    for other in ignored:
-        pattern = re.compile(rf"(?:{other})(?:(?<=\.)|(?=\.|$))")
-        for name in schemes:
-            if name.endswith(other) or pattern.match(name):
-                raise ConfigurationError(
-                    f"{name} is in FP8 and {other} is not, but Transformers would ignore both in the block format: "
-                    "use compressed-tensors, or put both into the same precision"
-                )

@@ -38,7 +38,9 @@ from fp8dist.consistency.report import DivergenceReport
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.offline.comparison import SourceContent, bytes_in, compare_sources
 from fp8dist.offline.inspection import inspect_source
+from fp8dist.offline.partings import compare_traces, compare_traces_of_ranks, traces_text
 from fp8dist.offline.sources import open_source
+from fp8dist.offline.traces import is_trace
 from fp8dist.sync.groups import SyncGroup
 
 __all__ = ["CONSISTENT", "DIVERGED", "UNREADABLE", "USAGE", "main"]
@@ -91,8 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check",
-        help="compare files or checkpoints of several ranks that should be equal",
-        description="Compare files that should be equal: FP8 state, safetensors, torch.save files, DCP folders.",
+        help="compare files or checkpoints of several ranks that should be equal, or traces of a step",
+        description="Compare files that should be equal: FP8 state, safetensors, torch.save files, DCP folders. Of "
+        "traces, say where they first part.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -179,6 +182,8 @@ def _check(options: argparse.Namespace) -> int:
     paths = [path for given in options.paths for path in _expanded(given)]
     if len(paths) < 2:
         raise _Usage("needs at least two paths to compare")
+    if any(is_trace(path) for path in paths):
+        return _check_traces(paths, options.json)
     with ExitStack() as stack:
         sources = [stack.enter_context(open_source(path)) for path in paths]
         families = {source.family: source.path for source in sources}
@@ -191,6 +196,22 @@ def _check(options: argparse.Namespace) -> int:
     _require_compared(report)
     _print(options.json, {**report.to_json(), "files": paths}, str(report))
     return CONSISTENT if report.consistent else DIVERGED
+
+
+def _check_traces(paths: list[str], as_json: bool) -> int:
+    for path in paths:
+        _require_trace(path)
+    report = compare_traces(paths)
+    _require_compared(report)
+    _print(as_json, {**report.to_json(), "files": paths}, traces_text(report))
+    return CONSISTENT if report.consistent else DIVERGED
+
+
+def _require_trace(path: str) -> None:
+    """Raise _Usage if the path is a checkpoint, and CheckpointError if it is neither that nor a trace."""
+    if not is_trace(path):
+        open_source(path).close()
+        raise _Usage(f"{path} is a checkpoint, and others are traces: compare files of one kind")
 
 
 def _bar(total: int, hidden: bool) -> Any:
@@ -226,6 +247,8 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
     try:
         anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
         path = options.paths[0].replace("{rank}", str(anchor.rank))
+        if any(anchor.gather(_seems_trace(path))):
+            return _check_traces_across_ranks(path, anchor, options.json)
         with ExitStack() as stack:
 
             def build() -> Holdings:
@@ -247,6 +270,38 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
         return code
     finally:
         dist.destroy_process_group()
+
+
+def _seems_trace(path: str) -> bool:
+    with contextlib.suppress(CheckpointError):  # It is told later, on all ranks.
+        return is_trace(path)
+    return False
+
+
+def _check_traces_across_ranks(path: str, group: SyncGroup, as_json: bool) -> int:
+    """Compare one trace per rank. COLLECTIVE."""
+    usage = ""
+    try:
+        _require_trace(path)
+    except _Usage as error:
+        usage = f"rank {group.rank}: {error}"
+    except CheckpointError:  # ``compare_traces_of_ranks`` says it, on all ranks.
+        pass
+    found = [text for text in group.gather(usage) if text]
+    if found:
+        raise _Usage(found[0])
+    try:
+        report = compare_traces_of_ranks(path, group)
+    except CheckpointError as error:
+        if group.rank == 0:
+            print(f"fp8dist check: {error}", file=sys.stderr)
+        dist.barrier()  # As below.
+        return UNREADABLE
+    _require_compared(report)
+    if group.rank == 0:
+        _print(as_json, report.to_json(), traces_text(report))
+    dist.barrier()
+    return CONSISTENT if report.consistent else DIVERGED
 
 
 def _require_compared(report: DivergenceReport) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,15 @@ class Audits:
         work = taken(op, site, args, options, results, self._limit, self._step, self._digester)
         if work is not None:
             self._taken[place] = work
+
+    def kept(self) -> Callable[[], None]:
+        """Return a function that forgets what is taken down from now on. Local."""
+        before = dict(self._taken)
+
+        def put_back() -> None:
+            self._taken = dict(before)
+
+        return put_back
 
     def settle(self, place: int, sync: ArenaSync) -> DivergenceReport:
         """Compare the work of an arena's ranks with what others get. COLLECTIVE over the sync's group, if it has one:

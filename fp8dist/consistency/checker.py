@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,15 @@ from fp8dist.consistency.headers import localise
 from fp8dist.consistency.inventory import Holdings, Inventory, Scope
 from fp8dist.consistency.protocol import check_replicas
 from fp8dist.consistency.repair import mended_texts, repair
+from fp8dist.consistency.replay_report import ReplayReport
 from fp8dist.consistency.report import DivergenceReport, announce, save_evidence
 from fp8dist.consistency.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.divergence import Finding
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
+from fp8dist.monitoring.cause import Cause
+from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.settings import Policy, Settings
 from fp8dist.state.arena import NONFINITE, SATURATED, TAKEN, Arena
@@ -34,9 +37,28 @@ from fp8dist.sync.roll_call import failing_by_name
 from fp8dist.text import first_few
 from fp8dist_kernels.header import WORD_MANIFEST, WORD_STEP
 
-__all__ = ["Checker", "Event", "run_check"]
+__all__ = ["Checker", "Event", "Replayed", "run_check"]
 
 logger = logging.getLogger("fp8dist")
+
+
+class Replayed(NamedTuple):
+    """A replay of a kept batch. ``trigger``: kind of the event that it follows. ``step``, ``microbatch``: what was
+    replayed."""
+
+    trigger: str
+    step: int
+    microbatch: int
+    report: ReplayReport
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a line of events.jsonl says, as JSON values."""
+        place = {"trigger": self.trigger, "replayed_step": self.step, "microbatch": self.microbatch}
+        who = {}
+        if self.report.findings:
+            first = self.report.findings[0]
+            who = {"rank": first.ranks[0], "module": first.module, "what": first.what}
+        return {**place, **who, "sentence": self.report.sentence, "replay": self.report.to_json()}
 
 
 @dataclass(frozen=True)
@@ -45,14 +67,20 @@ class Event:
 
     ``kind`` is "nonfinite" (``slots`` saw a NaN or Inf amax; their scales did not change), "saturated" (weights that
     are gathered in FP8 exceeded the range of their scale in ``slots``), "fallback" (the modules that cast ``slots`` run
-    in high precision for some steps), "jump" (the scales of ``slots`` jumped since the last watched step) or "diverged"
-    (see ``report``). Callbacks get events at boundaries and in ``check()``, the same ones on all ranks.
+    in high precision for some steps), "jump" (the scales of ``slots`` jumped since the last watched step), "diverged"
+    (see ``report``) or "replayed" (see ``replay``). Callbacks get events at boundaries and in ``check()``, the same
+    ones on all ranks.
+
+    ``cause``: of "nonfinite" and "jump", which cast recorded the first bad amax: its step, rank, microbatch, module and
+    role. None: the watch did not observe it.
     """
 
-    kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged"]
+    kind: Literal["nonfinite", "saturated", "fallback", "jump", "diverged", "replayed"]
     step: int
     slots: tuple[Slot, ...] = ()
     report: DivergenceReport | None = None
+    cause: Cause | None = None
+    replay: Replayed | None = None
 
 
 _NOTHING_TO_COMPARE = (
@@ -68,7 +96,7 @@ class Checker:
     """Consistency checker of one manager.
 
     ``callbacks`` are called with each ``Event``. ``checked``: the newest step after which a check found everything
-    equal; None: none.
+    equal; None: none. ``amaxes``: the watch that tells which cast went wrong first; None: there is none.
     """
 
     def __init__(
@@ -80,6 +108,7 @@ class Checker:
         control: PrecisionControl,
     ) -> None:
         self.callbacks: list[Callable[[Event], None]] = []
+        self.amaxes: Watch | None = None
         self.checks = 0
         self.seconds = 0.0
         self.checked: int | None = None
@@ -190,7 +219,7 @@ class Checker:
 
     def _tell_nonfinite(self, sync: ArenaSync, step: int, slots: tuple[Slot, ...]) -> None:
         """Queue a "nonfinite" event on all ranks. One rank warns once: ``attach`` may lack the job's loss scaler."""
-        self._untold.append(Event("nonfinite", step, slots))
+        self._untold.append(Event("nonfinite", step, slots, cause=self.cause_of_nonfinite()))
         if not self._said_nonfinite and sync.speaks:
             self._said_nonfinite = True
             logger.warning(
@@ -199,6 +228,10 @@ class Checker:
                 step,
                 first_few(slots),
             )
+
+    def cause_of_nonfinite(self) -> Cause | None:
+        """Return the first non-finite amax of the step that ended last, if the watch observed it. Local."""
+        return None if self.amaxes is None else self.amaxes.nonfinite(self.job.step)[0]
 
     def _tell_fallback(self, sync: ArenaSync, step: int) -> None:
         """Switch the modules of tripped slots to high precision. All ranks take the tripped slots from the sync."""
@@ -288,7 +321,7 @@ class Checker:
         start = time.perf_counter()
         module = None if self._module is None else self._module()
         default = self.syncs[self._default]
-        anchor = self._anchor(module)
+        anchor = self.anchor()
         if anchor is None:
             return DivergenceReport(skipped=("there is one rank, or no process group",))
         try:
@@ -322,8 +355,9 @@ class Checker:
             if anchor.rank == min(anchor.ranks):
                 logger.warning("fp8dist: no parameters are compared: %s", "; ".join(skipped))
 
-    def _anchor(self, module: nn.Module | None) -> SyncGroup | None:
+    def anchor(self) -> SyncGroup | None:
         """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
+        module = None if self._module is None else self._module()
         group = self._groups[self._default]
         if group is not None:
             return group
@@ -335,6 +369,11 @@ class Checker:
     def tell(self, event: Event) -> None:
         """Queue an event for the callbacks, which run at the end of this boundary. Local."""
         self._untold.append(event)
+
+    def tell_at_once(self, event: Event) -> None:
+        """Queue an event, and run the callbacks. Local."""
+        self.tell(event)
+        self._tell_all()
 
     def tell_report(self, report: DivergenceReport) -> None:
         """Queue a check's report as an event, and run the callbacks. Local."""

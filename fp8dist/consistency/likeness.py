@@ -6,13 +6,17 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from fp8dist.consistency.outputs import is_compiled
 from fp8dist.state.manifest import NUMERICS_VERSION
 
-__all__ = ["likeness"]
+__all__ = ["kernel_flags", "likeness", "unsteady_settings"]
 
 _PACKAGES = ("triton", "nvidia-cublas", "nvidia-cublas-cu12")
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET")
@@ -38,6 +42,37 @@ def likeness(device: torch.device) -> str:
     settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
     settings.append(f"float32 products {torch.get_float32_matmul_precision()}")
     return "; ".join([hardware, *versions, *settings])
+
+
+def kernel_flags() -> dict[str, bool | int | str | None]:
+    """Return the flags of torch that choose kernels for ops other than this library's, as JSON values. Local."""
+    of: Any = torch.backends  # Some of its names are made as it is imported, which mypy does not see.
+    return {
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "mkldnn": of.mkldnn.enabled,
+        "mkldnn float32 products": of.mkldnn.matmul.fp32_precision,
+        "cuDNN": of.cudnn.version() if of.cudnn.enabled else None,
+        "cuDNN benchmark": of.cudnn.benchmark,
+        "cuDNN deterministic": of.cudnn.deterministic,
+        "cuDNN float32 convolutions": of.cudnn.conv.fp32_precision,
+        "CUDA float32 products": of.cuda.matmul.fp32_precision,
+        "bfloat16 reduction": str(of.cuda.matmul.allow_bf16_reduced_precision_reduction),
+        "float16 reduction": str(of.cuda.matmul.allow_fp16_reduced_precision_reduction),
+        "flash attention": of.cuda.flash_sdp_enabled(),
+        "memory-efficient attention": of.cuda.mem_efficient_sdp_enabled(),
+        "cuDNN attention": of.cuda.cudnn_sdp_enabled(),
+    }
+
+
+def unsteady_settings(device: torch.device, model: nn.Module) -> list[str]:
+    """Return the settings by which ranks may choose other kernels for equal work, as reasons not to compare them."""
+    found = []
+    if device.type == "cuda" and torch.backends.cudnn.benchmark:
+        found.append("torch.backends.cudnn.benchmark=True chooses kernels by their time, on each rank for itself")
+    inductor = sys.modules.get("torch._inductor.config")
+    if any(map(is_compiled, model.modules())) and inductor is not None and inductor.max_autotune:
+        found.append("Inductor's max_autotune chooses kernels by their time, on each rank for itself")
+    return found
 
 
 def _processor() -> str:

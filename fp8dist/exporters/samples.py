@@ -19,7 +19,7 @@ __all__ = [
 
 KINDS = (
     *("start", "nonfinite", "saturated", "fallback", "jump", "diverged", "checked", "saved", "spike"),
-    *("nonfinite_loss", "end"),
+    *("nonfinite_loss", "replayed", "end"),
 )
 """Kinds of events that are counted by name. All others count as "other", so that their number is bounded."""
 

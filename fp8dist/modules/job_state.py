@@ -37,6 +37,7 @@ class Activity(enum.Enum):
     CALIBRATING = "inside calibrate()"
     JOINED = "inside a Join context"
     CAPTURING = "while a CUDA graph is captured"
+    REPLAYING = "inside replay()"
 
 
 @dataclass
@@ -64,6 +65,7 @@ class JobState:
     launches_early: bool = False
     """True if a communication hook launches syncs."""
     calibrating: bool = False
+    replaying: bool = False
     join_config: _JoinConfig = field(default_factory=_JoinConfig.construct_disabled_join_config)
     join_hook: weakref.ref[JoinHook] | None = None
     """The hook that the Join context holds. A context that ends with an exception calls no hook, but drops it."""

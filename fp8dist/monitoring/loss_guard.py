@@ -109,6 +109,23 @@ class LossGuard:
         self._step = 0
         self._guarded = None if optimizer is None else GuardedSteps(optimizer, drops=action == "skip")
         self._told_late = False
+        self._listeners: list[Callable[[LossAlarm | None], None]] = []
+
+    def on_observe(self, callback: Callable[[LossAlarm | None], None]) -> None:
+        """Register a function that each ``observe`` calls with its alarm, or None, before it acts. Local."""
+        if not callable(callback):
+            raise ConfigurationError(f"callback must be a function of a LossAlarm or None, got {callback!r}")
+        self._listeners.append(callback)
+
+    @property
+    def stops(self) -> bool:
+        """True if an alarm ends the run."""
+        return self._action == "stop"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks whose losses ``observe`` averages, which so get the same alarms; empty: not known."""
+        return () if self._group is None else tuple(self._group.ranks)
 
     def observe(self, loss: float | Tensor, step: int | None = None) -> LossAlarm | None:
         """Check the loss of a step. Return the alarm, or None. COLLECTIVE with ``mean_over=``, else local.
@@ -136,6 +153,8 @@ class LossGuard:
         alarm = self._judge(value)
         if self._guarded is not None:
             self._guarded.drop(self._action == "skip" and alarm is not None)
+        for listener in self._listeners:
+            listener(alarm)
         if alarm is None:
             self._streak = None
             return None
@@ -186,7 +205,7 @@ class LossGuard:
                 "a LossGuard with optimizer= cannot be copied or pickled, because its hooks belong to that optimizer: "
                 "save its state_dict()"
             )
-        return self.__dict__
+        return {**self.__dict__, "_listeners": []}  # They belong to the run.
 
     def _begin_anew(self, losses: Iterable[float]) -> None:
         self._losses.clear()

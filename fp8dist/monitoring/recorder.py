@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.monitoring.exporter import Exporter
-from fp8dist.monitoring.monitor import SlotStatistics
 from fp8dist.monitoring.run_files import RunFiles
 from fp8dist.monitoring.run_format import EVENTS, METRICS, RANKS, SCALES
 from fp8dist.monitoring.run_header import header
@@ -107,7 +106,6 @@ class Recorder:
         self._last_step, self._last_log = 0, math.nan
         self._synced = 0, 0.0  # Step and fp8/sync_wait_ms of the last due line.
         self._checked: int | None = None
-        self._seen: Observation | None = None
         self._said_ahead = False
         if manager is not None and self.writes:
             manager.on_event(self._hear)
@@ -223,7 +221,6 @@ class Recorder:
         if self._files is None:
             return
         self._describe()
-        self._seen = seen
         slots = ({"step": seen.step, "slot": str(one.slot), **dict(one.numbers())} for one in seen.slots)
         self._files.add(SCALES, slots)
         if seen.ranks:
@@ -240,27 +237,13 @@ class Recorder:
         if event.report is not None:
             fields["report"] = event.report.to_json()
             step += any(finding.kind == "audit" for finding in event.report.findings)
-        if event.kind == "nonfinite" and self._seen is not None and self._seen.step == step:
-            fields |= self._first_nonfinite(self._seen.slots)
+        if event.cause is not None:
+            fields |= {name: value for name, value in event.cause._asdict().items() if value is not None}
+            fields["cause_step"] = fields.pop("step")
+        if event.replay is not None:
+            fields |= event.replay.fields()
+            step = event.step
         self.event(event.kind, step, **fields)
-
-    def _first_nonfinite(self, slots: Sequence[SlotStatistics]) -> dict[str, Any]:
-        """Return who held the non-finite amax that was probably the first: the earliest microbatch; there, forwards
-        before backwards, in the order of the model's modules, which backwards reverse."""
-        order = {row["module"]: place for place, row in enumerate(self._manager.describe()["modules"])}
-
-        def age(one: SlotStatistics) -> tuple[Any, ...]:
-            place, backward = order.get(one.slot.fqn, len(order)), one.slot.role == "grad_output"
-            microbatch = math.inf if one.amax_microbatch is None else one.amax_microbatch
-            return microbatch, backward, -place if backward else place, one.slot.role != "weight"
-
-        found = [one for one in slots if one.amax is not None and not math.isfinite(one.amax)]
-        if not found:
-            return {}
-        first = min(found, key=age)
-        who = {"rank": first.amax_rank, "microbatch": first.amax_microbatch}
-        known = {name: value for name, value in who.items() if value is not None}
-        return {**known, "module": first.slot.fqn, "role": first.slot.role}
 
     def _fp8(self, step: int) -> Iterator[tuple[str, float | None]]:
         if step > self._manager.run_step + 1 and not self._said_ahead:  # A loop may log before its step ends.

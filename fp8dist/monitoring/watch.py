@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8dist.monitoring.cause import Cause, earliest
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.state.arena import Arena
+from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync, all_reduce_max
 from fp8dist.sync.groups import SyncGroup, own_rank
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
@@ -57,7 +60,7 @@ class Watch:
 
     ``resume_after``: the step number to count from, until a step has ended. None: count from the step counter of the
     FP8 state, which includes calibrations, but not steps without FP8. ``observer``: called with each Observation, on
-    all ranks.
+    all ranks. ``order``: place of each module in the model, by fqn.
     """
 
     def __init__(
@@ -67,9 +70,12 @@ class Watch:
         monitor: Monitor,
         resume_after: int | None = None,
         observer: Observer | None = None,
+        order: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.every, self.ranks, self.resume_after = every, ranks, resume_after
-        self._monitor, self._observer = monitor, observer
+        self._monitor, self._observer, self._order = monitor, observer, order
+        self.seen: Observation | None = None  # The last one, and the one before it.
+        self._before: Observation | None = None
         self.start(0)
 
     def describe(self) -> dict[str, Any]:
@@ -79,6 +85,7 @@ class Watch:
     def start(self, step: int) -> None:
         """Time steps from now on. ``step``: number of steps that have ended."""
         self._since = step, time.perf_counter()
+        self.seen = self._before = None
 
     def is_due(self, step: int) -> bool:
         """True if the casts of this step are measured."""
@@ -113,9 +120,40 @@ class Watch:
                 start = part.stop
         statistics.sort(key=lambda one: one.slot)
         jumps = self._monitor.observe(step, statistics)
+        self._before, self.seen = self.seen, Observation(step, tuple(statistics), dict(sorted(times.items())))
         if self._observer is not None:
-            self._observer(Observation(step, tuple(statistics), dict(sorted(times.items()))))
+            self._observer(self.seen)
         return jumps
+
+    def nonfinite(self, step: int) -> tuple[Cause | None, tuple[Slot, ...]]:
+        """Return the first amax of a step that was not finite, and the slots of all. Nothing if all were finite, or the
+        step was not observed. Local."""
+        observed = () if self.seen is None or self.seen.step != step else self.seen.slots
+        found = [one for one in observed if one.amax is not None and not math.isfinite(one.amax)]
+        return earliest(step, found, self._order), tuple(one.slot for one in found)
+
+    def outlier(self, jumps: Sequence[ScaleJump], syncs: Sequence[ArenaSync]) -> Cause | None:
+        """Return the first amax that made a scale jump in the last observation. Local.
+
+        A delayed scale is made from amaxes of earlier steps. So the amax is looked for in the step before, and None is
+        returned if that was not observed, or if an older amax has left the history.
+        """
+        assert self.seen is not None
+        jumped = {jump.slot: jump.after for jump in jumps}
+        step, before = self.seen.step, self._before
+        followed = before is not None and before.step == step - 1
+        causes = []
+        for sync in syncs:
+            arena = sync.arena
+            delayed = arena.recipe.delayed
+            if delayed and not followed:
+                continue
+            observed = before if delayed and before is not None else self.seen
+            slots = [one for one in observed.slots if one.slot in jumped and one.slot in arena.index]
+            if delayed:
+                slots = [one for one in slots if _made(arena, one, jumped[one.slot])]
+            causes.append(earliest(observed.step, slots, self._order))
+        return min([cause for cause in causes if cause is not None], key=lambda cause: cause.step, default=None)
 
     def _step_ms(self, step: int) -> float:
         (before, start), now = self._since, time.perf_counter()
@@ -192,6 +230,17 @@ def _statistics(arena: Arena, seen: Tensor, held: Tensor | None) -> list[SlotSta
         one = SlotStatistics(spec.slot, amax, scales[i], saturated, underflow, *by_rank, *known)
         found.append(one._replace(fp8_max=spec.format.max))
     return found
+
+
+def _made(arena: Arena, one: SlotStatistics, scale: float) -> bool:
+    """True if this amax alone gives this scale."""
+    if one.amax is None or one.fp8_max is None or not 0 < one.amax < math.inf:
+        return False
+    amax, largest = (torch.tensor([value], dtype=torch.float32, device="cpu") for value in (one.amax, one.fp8_max))
+    made = scale_from_amax(
+        amax, torch.full_like(amax, torch.nan), largest, arena.recipe.margin, arena.recipe.power_of_two
+    )
+    return float(made) == scale
 
 
 def _scales(arena: Arena, amax: Tensor) -> Tensor:

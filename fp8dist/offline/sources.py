@@ -24,6 +24,7 @@ from fp8dist.offline.entries import PARAMETERS, Source
 from fp8dist.offline.failures import reading
 from fp8dist.offline.safetensor_files import SUFFIX, is_state, safetensors_source, state_source
 from fp8dist.offline.slices import FileSlice
+from fp8dist.offline.traces import BEGIN
 
 __all__ = ["open_source"]
 
@@ -77,6 +78,8 @@ def _strange(path: str, head: bytes) -> str:
     """Return a description of a file that is not a checkpoint."""
     if head.startswith(b"version https://git-lfs"):
         return "is a git-lfs pointer, not the file itself: run git lfs pull"
+    if head.startswith(BEGIN):
+        return "is a trace, not a checkpoint: compare it with other traces by fp8dist check"
     if head[:1] == b"\x80":
         return "is a pickle, but not one of torch.save: pickles can run code and are not opened"
     if head[257:262] == b"ustar":

@@ -29,6 +29,7 @@ __all__ = [
     "fsdp2_axes",
     "fsdp2_cut",
     "is_sharded",
+    "is_tensor_parallel",
     "managed_from_outside",
     "mesh_ranks",
     "multiplied_shape",
@@ -102,6 +103,18 @@ def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
     weight: Any = linear.weight
     axis = fsdp2_axes(weight) - 1
     return weight.placements[axis].dim, weight.device_mesh.size(axis)
+
+
+def is_tensor_parallel(whole: nn.Module) -> bool:
+    """True if ranks hold other parts of a parameter than FSDP's shards."""
+    # Of modules that share a parameter, FSDP2 marks one.
+    marked = {id(p) for module in whole.modules() if has_fsdp2_hook(module) for p in module._parameters.values()}
+    for parameter in whole.parameters():
+        if is_dtensor(parameter):
+            own = fsdp2_axes(parameter) if id(parameter) in marked else 0
+            if any(placement.is_shard() for placement in parameter.placements[own:]):
+                return True
+    return False
 
 
 def fsdp2_axes(weight: Any) -> int:

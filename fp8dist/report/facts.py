@@ -22,6 +22,7 @@ __all__ = [
     "goals",
     "odd_rank",
     "repaired",
+    "replayed_text",
     "shortened",
     "story",
     "straggler",
@@ -41,6 +42,7 @@ _WHAT: Mapping[str, str] = MappingProxyType(
         "spike": "the loss spikes",
         "nonfinite_loss": "the loss is not finite",
         "diverged": "ranks differ",
+        "replayed": "a replay",
         "start": "the run starts",
         "checked": "a check finds everything equal",
         "saved": "a checkpoint is saved",
@@ -209,8 +211,23 @@ def story(run: Run) -> list[Point]:
     return sorted(points, key=lambda point: point.step)
 
 
+def replayed_text(run: Run, step: int) -> str:
+    """Return what a replay of the trouble of a step found; "" if there was none."""
+    about = [event for event in run.events if event.kind == "replayed" and not event.undone and event.step == step]
+    return _told(about[0]) if about else ""
+
+
+def _told_replay(data: Mapping[str, Any]) -> str:
+    """Return which batch was replayed after what, and the sentence of the replay."""
+    trigger, step, microbatch = (shortened(str(data.get(key))) for key in ("trigger", "replayed_step", "microbatch"))
+    sentence = shortened(str(data.get("sentence") or "nothing is known of its result"), 400).rstrip(".")
+    return f"replay of step {step}, microbatch {microbatch}, after {trigger}: {sentence}"
+
+
 def _told(event: Event) -> str:
     data = event.data
+    if event.kind == "replayed":
+        return _told_replay(data)
     parts = [_WHAT.get(event.kind, shortened(event.kind, 40))]
     if event.kind == "diverged":
         return diverged_text(event).rstrip(".")
@@ -220,8 +237,11 @@ def _told(event: Event) -> str:
     if isinstance(slots, list) and slots:
         named = first_few([shortened(str(slot)) for slot in slots[:3]], 3)
         parts.append(named + (f" and {data['slots_count'] - 3} more" if data["slots_count"] > 3 else ""))
-    for key, text in (("module", ""), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")):
-        if isinstance(data.get(key), (int, str)) and not (isinstance(slots, list) and key in ("module", "role")):
+    about = type(data.get("cause_step")) is int and data["cause_step"] != event.step
+    first = "first in " if isinstance(slots, list) else ""
+    keys = [("module", first), ("role", ""), ("rank", "rank "), ("microbatch", "microbatch "), ("path", "")]
+    for key, text in [*keys, ("cause_step", "of step ")] if about else keys:
+        if isinstance(data.get(key), (int, str)):
             parts.append(f"{text}{shortened(str(data[key]), 100)}")
     for key in ("loss", "median", "digest", "error"):
         if isinstance(data.get(key), (int, float, str)):

@@ -348,14 +348,16 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
     """Return what happened, without step and kind."""
     if kind == "diverged":
         return _divergence(line.get("report"))
+    if kind == "replayed":
+        return f"after {line.get('trigger')}: {line.get('sentence')}"[:MAX_TEXT]
     slots = line.get("slots")
     names = [name for name in slots if isinstance(name, str)] if isinstance(slots, list) else []
     if kind == "start":
         after = line.get("resumed_after")
         return "" if after is None else f"resumed after step {str(after)[:20]}"
     parts = _first(names, "slot") if names else []
-    if isinstance(line.get("module"), str) and not names:
-        parts.append(f"{line['module']} ({line.get('role')})"[:MAX_TEXT])
+    if isinstance(line.get("module"), str):
+        parts.append(f"{'first in ' * bool(names)}{line['module']} ({line.get('role')})"[:MAX_TEXT])
     parts += [f"{unit} {line[unit]}" for unit in ("rank", "microbatch") if type(line.get(unit)) is int]
     for name in ("loss", "median"):
         number = _number(line, name)

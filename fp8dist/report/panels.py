@@ -163,6 +163,8 @@ def _first(run: Run) -> Iterator[str | Plot]:
     trouble = [point for point in points if point.kind in facts.TROUBLE and not point.undone]
     if trouble:
         yield f"<p>First: step {trouble[0].step}, {escape(trouble[0].text)}.</p>"
+        replayed = facts.replayed_text(run, trouble[0].step)
+        yield f"<p><strong>{escape(replayed[0].upper() + replayed[1:])}.</strong></p>" if replayed else ""
     else:
         yield "<p>No trouble is recorded: all values are finite; no fallback, jump, spike or divergence.</p>"
     share = None
@@ -193,7 +195,7 @@ def _first(run: Run) -> Iterator[str | Plot]:
 
 
 def _lane(kind: str) -> tuple[int, str]:
-    order = ("start", *facts.TROUBLE, "checked", "saved", "end")
+    order = ("start", *facts.TROUBLE, "replayed", "checked", "saved", "end")
     return (order.index(kind) if kind in order else len(order), kind)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -84,6 +84,7 @@ class StepCycle:
             sync.waits = self.waits
         self.control = PrecisionControl(self.precisions, self.settings, self.job, self.syncs, self.groups)
         self.checker = Checker(self.syncs, self.groups, self.settings, self.job, self.control)
+        self.listeners: list[Callable[[bool], None]] = []  # Called as a training step ends; False: it was skipped.
         self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
         self._renews = False  # An attached optimizer has stepped: gathered weights need new scales.
         self._since = self.job.boundaries  # Boundaries passed before attach().
@@ -112,6 +113,7 @@ class StepCycle:
         """Activities in progress besides plain training."""
         found = (
             (Activity.CAPTURING, self.captures),
+            (Activity.REPLAYING, self.job.replaying),
             (Activity.CALIBRATING, self.job.calibrating),
             (Activity.JOINED, self.job.joined),
             (Activity.IN_STEP, any(sync.phase is Phase.IN_FLIGHT for sync in self.syncs)),
@@ -201,6 +203,12 @@ class StepCycle:
             self._look(calibrated, in_graph)
             self._commit(hold, in_graph)
             self._end_boundary(calibrated, in_graph)
+            if not (calibrated or in_graph or self.job.joined):
+                self._tell_listeners(True)
+
+    def _tell_listeners(self, took_place: bool) -> None:
+        for listener in self.listeners:
+            listener(took_place)
 
     def _begin_boundary(self) -> bool:
         """Refuse a step out of order, and commit the last step. Return True if a CUDA graph captures this step."""
@@ -282,7 +290,24 @@ class StepCycle:
             waited = self.waits.mean() if synced and self.waits.averaged else math.nan
             jumps = self.watch.collect(step, self.syncs, waited, self._microbatches_known())
             if jumps:
-                self.checker.tell(Event("jump", step, tuple(jump.slot for jump in jumps)))
+                cause = self.watch.outlier(jumps, self.syncs)
+                self.checker.tell(Event("jump", step, tuple(jump.slot for jump in jumps), cause=cause))
+            self._tell_nonfinite(step)
+
+    def _tell_nonfinite(self, step: int) -> None:
+        """Send an event for non-finite amaxes of recipes without a sync, which would find them. Local."""
+        assert self.watch is not None
+        cause, slots = self.watch.nonfinite(step)
+        unsynced = {slot for sync in self.syncs if not sync.every_step for slot in sync.arena.index}
+        bad = tuple(slot for slot in slots if slot in unsynced)
+        if bad:
+            self.checker.tell(Event("nonfinite", step, bad, cause=cause))
+
+    def found_nonfinite(self) -> bool:
+        """True if the sync of the step that has just ended saw a non-finite amax, and no event has told so yet. Local.
+        Commits that sync now, and waits for the device."""
+        self.settle()
+        return any(sync.verdict is not None and sync.verdict.read().nonfinite for sync in self.syncs)
 
     def _microbatches_known(self) -> bool:
         """True if this rank knows which microbatch recorded what: every FP8Linear that recorded an amax did so in
@@ -511,6 +536,7 @@ class StepCycle:
         self.settle()
         for sync in self.syncs:
             sync.drop_nonfinite()
+        self._tell_listeners(False)
 
     # Launches of communication hooks and of Join -----------------------------------------------------
 

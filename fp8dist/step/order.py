@@ -20,6 +20,7 @@ _LEAVE = "leave it first"
 _LEAVE_JOIN = "ranks without data would not take part: call it outside of the context"
 _OUTSIDE_GRAPH = "call it before the capture, or after it"
 _REPLAYED = "each replay would do it again: call it before the capture, or after it"
+_IN_REPLAY = "what it changes could not be put back: the replayed step(batch) runs a forward and a backward only"
 
 _UNSHARED_ONLY = (Tie.PREPARED, Tie.DETACHED)
 """Phases in which a manager may take steps only if no other rank shares its state."""
@@ -31,6 +32,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: _LEAVE_JOIN,
             Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "detach()": {
             Tie.RESTORED: _AGAIN,
@@ -38,18 +40,21 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: "ranks without data would wait for this one: call it outside of the context",
             Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "restore()": {
             Tie.RESTORED: _AGAIN,
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: "ranks without data would wait for this one: call it outside of the context",
             Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "a step": {
             Tie.PREPARED: _ATTACH_FIRST,
             Tie.DETACHED: _ATTACH_FIRST,
             Tie.RESTORED: _AGAIN,
             Activity.CALIBRATING: "a calibration changes no parameter: step after it",
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "comm_hook": {
             Tie.PREPARED: _ATTACH_FIRST,
@@ -58,6 +63,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
                 "the graph may end before the step does: leave the hook out; the sync is then in the graph with the "
                 "optimizer's step"
             ),
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "comm_hook(manager)": {Tie.RESTORED: _AGAIN},
         "poll()": {
@@ -65,6 +71,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Tie.DETACHED: _ATTACH_FIRST,
             Tie.RESTORED: _AGAIN,
             Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "check()": {
             Tie.PREPARED: _ATTACH_FIRST,
@@ -72,6 +79,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Tie.RESTORED: _AGAIN,
             Activity.JOINED: _LEAVE_JOIN,
             Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "calibrate()": {
             Tie.PREPARED: _ATTACH_FIRST,
@@ -80,6 +88,16 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Activity.CALIBRATING: "one calibration takes any number of batches",
             Activity.JOINED: _LEAVE_JOIN,
             Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
+        },
+        "replay()": {
+            Tie.PREPARED: _ATTACH_FIRST,
+            Tie.DETACHED: _ATTACH_FIRST,
+            Tie.RESTORED: _AGAIN,
+            Activity.CALIBRATING: _LEAVE,
+            Activity.JOINED: _LEAVE_JOIN,
+            Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "refresh_weights()": {
             Tie.PREPARED: _ATTACH_FIRST,
@@ -87,6 +105,7 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Tie.RESTORED: _AGAIN,
             Activity.JOINED: _LEAVE_JOIN,
             Activity.CAPTURING: _REPLAYED,
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "export()": {
             Tie.PREPARED: _ATTACH_FIRST,
@@ -94,15 +113,32 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Activity.CALIBRATING: _LEAVE,
             Activity.JOINED: _LEAVE_JOIN,
             Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
         },
         "watch()": {
             Tie.ATTACHED: "call it before attach(), where ranks agree on it",
             Tie.RESTORED: _AGAIN,
         },
-        "set_precision()": {Tie.RESTORED: _AGAIN, Activity.CAPTURING: _REPLAYED},
-        "set_scale()": {Tie.RESTORED: _AGAIN, Activity.CAPTURING: _REPLAYED},
-        "swapped_weights()": {Tie.RESTORED: _AGAIN, Activity.CAPTURING: _OUTSIDE_GRAPH},
-        "loading state": {Tie.RESTORED: _AGAIN, Activity.CAPTURING: _REPLAYED},
+        "set_precision()": {
+            Tie.RESTORED: _AGAIN,
+            Activity.CAPTURING: _REPLAYED,
+            Activity.REPLAYING: _IN_REPLAY,
+        },
+        "set_scale()": {
+            Tie.RESTORED: _AGAIN,
+            Activity.CAPTURING: _REPLAYED,
+            Activity.REPLAYING: _IN_REPLAY,
+        },
+        "swapped_weights()": {
+            Tie.RESTORED: _AGAIN,
+            Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
+        },
+        "loading state": {
+            Tie.RESTORED: _AGAIN,
+            Activity.CAPTURING: _REPLAYED,
+            Activity.REPLAYING: _IN_REPLAY,
+        },
         "saving state": {Activity.CAPTURING: _OUTSIDE_GRAPH},
     }
 )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -214,6 +214,20 @@ class ArenaSync:
         else:
             self._held.masked_fill_(seen.view(torch.int32) > self._seen.view(torch.int32), self.microbatch)
             self._seen = larger(self._seen, seen)
+
+    def kept_records(self) -> Callable[[], None]:
+        """Return a function that puts back what this rank has recorded in this step so far. Local."""
+        arena = self.arena
+        tensors = [(tensor, tensor.clone()) for tensor in (arena.pending, arena.shares, arena.shards)]
+        before = self.microbatch, self._seen, None if self._held is None else self._held.clone()
+
+        def put_back() -> None:
+            for tensor, value in tensors:
+                tensor.copy_(value)
+            self.microbatch, self._seen, held = before
+            self._held = None if held is None else held.clone()
+
+        return put_back
 
     def recorded(self) -> Iterator[Slot]:
         """Iterate over the slots that this rank recorded an amax for in this measured step. Reads the device."""

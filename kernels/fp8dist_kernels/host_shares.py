@@ -54,16 +54,19 @@ def _bits(limit: float) -> int | None:
 
 def _count(x: Tensor, most: int | None, least: int | None) -> tuple[int, int]:
     """Return how many finite elements have magnitudes above ``most``, and above 0 and at most ``least``."""
-    bits = x.numpy().view(np.uint32).reshape(-1)
-    magnitudes = np.empty(min(PIECE, bits.size), dtype=np.uint32)
+    bits = x.view(-1).view(torch.int32)
+    # Not x.numpy(): FSDP2 frees a weight by resizing its memory, which torch refuses once numpy has seen it.
+    scratch = torch.empty(min(PIECE, bits.numel()), dtype=torch.int32, device="cpu")
+    magnitudes = scratch.numpy().view(np.uint32)
     found = np.empty(magnitudes.size, dtype=np.bool_)
     above = below = 0
-    for start in range(0, bits.size, PIECE):
+    for start in range(0, bits.numel(), PIECE):
         part = bits[start : start + PIECE]
-        piece = np.bitwise_and(part, np.uint32(0x7FFFFFFF), out=magnitudes[: part.size])
+        torch.bitwise_and(part, 0x7FFFFFFF, out=scratch[: part.numel()])
+        piece = magnitudes[: part.numel()]
         if most is not None and piece.max() > most:
             above += np.count_nonzero((piece > np.uint32(most)) & (piece < np.uint32(INFINITY_BITS)))
         if least is not None:  # 0 becomes the largest number.
             np.subtract(piece, np.uint32(1), out=piece)
-            below += np.count_nonzero(np.less(piece, np.uint32(least), out=found[: part.size]))
+            below += np.count_nonzero(np.less(piece, np.uint32(least), out=found[: piece.size]))
     return int(above), int(below)

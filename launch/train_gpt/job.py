@@ -49,12 +49,13 @@ from launch.train_gpt.exits import DIVERGED, FAILED_COLLECTIVE, LOSS_DIVERGED, U
 from launch.train_gpt.faults.divergence import ErrorFile, forget_report, write_report
 from launch.train_gpt.faults.failures import CheckpointFailed, CollectiveFailed, Whereabouts, outlive_torchrun
 from launch.train_gpt.faults.guard import Guard
-from launch.train_gpt.faults.injection import Injection
+from launch.train_gpt.faults.injection import MARK, Injection
 from launch.train_gpt.measure.checks import Checks
 from launch.train_gpt.measure.exporting import exporters_of
 from launch.train_gpt.measure.progress import Progress
 from launch.train_gpt.measure.skew import lines_of
 from launch.train_gpt.model import GPT
+from launch.train_gpt.options.flags import NAN_SAMPLE
 from launch.train_gpt.options.options import Options, parse, prepare_input
 from launch.train_gpt.parallel import Parallel, parallel_of
 from launch.train_gpt.ranks import Ranks, digest_of, digest_of_state, joined_ranks, meet_at_the_end
@@ -88,6 +89,7 @@ class Job:
     checks: Checks
     injection: Injection
     recorder: fp8dist.Recorder
+    buffer: fp8dist.ReplayBuffer | None  # Of --replay-on.
     training: Tensor  # uint8 [bytes], on the CPU
     validation: Tensor  # uint8 [bytes], on the CPU
 
@@ -95,6 +97,11 @@ class Job:
     def done(self) -> int:
         """The step of the loaded checkpoint, or 0."""
         return self.loaded.step
+
+    @property
+    def in_fp8(self) -> bool:
+        """True if there is FP8 state, which counts the steps and sends events."""
+        return self.manager is not None and self.manager.settings.enabled
 
 
 def start(arguments: list[str]) -> int:
@@ -152,6 +159,7 @@ def main(arguments: list[str]) -> None:
 
 def build(options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> Job:
     """Build model, optimizer and, for FP8, the state manager, and load the checkpoint if there is one. COLLECTIVE."""
+    _require_unmarked(options, text)
     checkpoints = Checkpoints(options, ranks)
     with watch.during("starting"):
         folder = checkpoints.find()
@@ -178,8 +186,14 @@ def build(options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> Job
     injection = Injection(options, ranks, model, manager)
     checkpoints.written = injection.files_written
     checkpoints.finished = lambda step, path, digest: recorder.event("saved", step, path=str(path), **digest)
+    buffer = fp8dist.ReplayBuffer(model if manager is None else manager) if options.replay_on else None
     made = (parallel, model, module, optimizer, manager, checkpoints, loaded, guard, watch, checks, injection, recorder)
-    return Job(options, ranks, *made, _bytes(text.training), _bytes(text.validation))
+    return Job(options, ranks, *made, buffer, _bytes(text.training), _bytes(text.validation))
+
+
+def _require_unmarked(options: Options, text: Text) -> None:
+    if MARK in text.training and any(fault.kind == NAN_SAMPLE for fault in options.inject):
+        raise BadInput(f"--inject {NAN_SAMPLE}: the text has the byte {MARK}, which marks the sample: use other --data")
 
 
 def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.StateManager:
@@ -247,6 +261,7 @@ def run(job: Job) -> None:
     if job.done and job.options.parallel == "ddp":
         with job.watch.during("a backward to warm up"):
             settle_buckets(job)
+    _replay_on_events(job)
     before = job.manager.metrics() if job.manager is not None else {}
     progress = Progress(job.options, job.ranks, job.recorder, job.manager, job.parallel.waiting, job.done)
     with job.recorder:
@@ -355,8 +370,29 @@ def gradients(job: Job, step: int) -> Tensor:
     for microbatch in range(microbatches):
         last = microbatch == microbatches - 1
         with nullcontext() if last else job.parallel.local(job.module), job.parallel.calls():
-            total += _backward(job, *training_batch(job, step, microbatch))
+            batch = job.injection.batch(step, microbatch, training_batch(job, step, microbatch))
+            if job.buffer is not None:
+                job.buffer.keep(batch, None if job.in_fp8 else step)
+            total += _backward(job, *batch)
     return total
+
+
+def _replay_on_events(job: Job) -> None:
+    """Begin what ``--replay-on`` asks for. Local."""
+
+    def record_replay(event: fp8dist.Event) -> None:
+        if event.replay is not None and not job.in_fp8:  # With FP8 state the recorder hears of it.
+            job.recorder.event(event.kind, event.step, **event.replay.fields())
+
+    if job.buffer is not None:
+        fp8dist.replay_on(
+            job.module if job.manager is None else job.manager,
+            job.buffer,
+            lambda batch: _backward(job, *batch),
+            job.options.replay_on,
+            guard=job.guard.losses,
+            callback=record_replay,
+        )
 
 
 def update(job: Job, step: int) -> Tensor:

@@ -36,6 +36,7 @@ class Command(NamedTuple):
         first: the pattern of the first line to show; "": start at the beginning.
         last: the pattern of the last line to show; "": show all lines to the end.
         in_checkout: run the command in the checkout itself, because it sets up ``.venv``.
+        brief: further words for a run that only looks whether the output still has this form.
     """
 
     words: tuple[str, ...]
@@ -45,6 +46,7 @@ class Command(NamedTuple):
     first: str = ""
     last: str = ""
     in_checkout: bool = False
+    brief: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
@@ -84,7 +86,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "straggler": _STRAGGLER,
         "example-job-straggler": _STRAGGLER,
-        "demo": Command(("scripts/demo",), masks=(NUMBERS, SPACES), first="^ +fp32 +fp8$", in_checkout=True),
+        "demo": Command(
+            ("scripts/demo",),
+            masks=(NUMBERS, SPACES),
+            first="^ +fp32 +fp8$",
+            in_checkout=True,
+            brief=("--steps", "40"),
+        ),
         "doctor": Command(("fp8dist", "doctor"), masks=((r"on Linux-.*", "on #"), VERSIONS, NUMBERS, SPACES)),
         "check-help": Command(("fp8dist", "check", "--help")),
         "launch-help": Command(("fp8dist", "launch", "--help")),
@@ -92,9 +100,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 )
 
 
-def block(name: str) -> str:
+def block(name: str, brief: bool = False) -> str:
     """Run the command and return its command line and output, as a Markdown block."""
-    return f"```text\n$ {COMMANDS[name].line}\n{output_of(name)}\n```"
+    return f"```text\n$ {COMMANDS[name].line}\n{output_of(name, brief)}\n```"
 
 
 def masked(name: str, text: str) -> str:
@@ -104,8 +112,11 @@ def masked(name: str, text: str) -> str:
     return text
 
 
-def output_of(name: str) -> str:
+def output_of(name: str, brief: bool = False) -> str:
     """Run a command and return the output to show, without names of this machine, its folders and its kernel.
+
+    Args:
+        brief: True to run it for its form only, with ``Command.brief``.
 
     Raises:
         CommandFailed: the exit status is unexpected, or a line to show is missing.
@@ -116,7 +127,7 @@ def output_of(name: str) -> str:
             if path.name != "runs" and not command.in_checkout:
                 (Path(folder) / path.name).symlink_to(path)
         done = subprocess.run(
-            _argv(command.words),
+            _argv((*command.words, *(command.brief if brief else ()))),
             cwd=ROOT if command.in_checkout else folder,
             env=_environment(command.environment),
             stdout=subprocess.PIPE,

@@ -126,6 +126,69 @@ def test_modules_in_high_precision_are_exported_as_they_are() -> None:
     assert config["ignore"] == ["layers.0", "layers.3"]
 
 
+class Odd(nn.Module):
+    """Weights and buffers as models have them: of several dtypes, empty, without dims, not contiguous, not saved."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48, dtype=dtype), nn.Linear(48, 32, bias=False, dtype=dtype)
+        self.up.weight = nn.Parameter(self.up.weight.detach().t().contiguous().t())
+        self.again = self.up  # One module under two names.
+        self.down.weight.requires_grad_(False)
+        for number, value in enumerate(BUFFERS):
+            self.register_buffer(f"buffer{number}", value)
+        self.register_buffer("unsaved", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x.to(self.up.weight.dtype)))
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        pass
+
+
+BUFFERS = (
+    torch.ones(()),
+    torch.zeros(0, 3),
+    torch.tensor([True, False]),
+    torch.arange(12.0).reshape(3, 4).t(),
+    torch.ones(4, 1).expand(4, 5),
+    torch.ones(3, dtype=torch.complex64),
+    torch.ones(3).to(torch.float8_e5m2),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_odd_tensors_are_exported_as_they_are(tmp_path: Path, recipe: str, dtype: torch.dtype) -> None:
+    net, manager, _ = trained(recipe, model=Odd(dtype))
+    manager.export(tmp_path / "out")
+    tensors = read(tmp_path / "out")
+    assert served(tensors) == as_bits(multiplied(net, batch(0, 9)[0]))
+    buffers = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    assert tensor_bits(buffers) == tensor_bits({f"buffer{i}": value for i, value in enumerate(BUFFERS)})
+    assert served(tensors).keys() == {"up", "down"}
+    assert tensors["up.bias"].dtype == dtype
+
+
+def test_swapped_weights_are_exported_while_they_are_in_place() -> None:
+    net, manager, _ = trained()
+    before = _exported(manager)
+    with torch.no_grad(), manager.swapped_weights():
+        for parameter in net.parameters():
+            parameter.mul_(3)
+        assert served(_exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0])) != served(before)
+
+
+def test_weights_that_are_not_finite() -> None:
+    net, manager, _ = trained()
+    with torch.no_grad():
+        net.layers[0].weight[0, 0], net.layers[1].weight[0, 0] = torch.nan, torch.inf
+    assert served(_exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0]))
+
+
 def test_a_step_between_two_tensors_is_noticed() -> None:
     _, manager, step = trained()
     stream = manager.exported()
@@ -248,6 +311,57 @@ def test_ignored_names_that_also_match_modules_in_fp8() -> None:
     assert served(_exported(manager)).keys() == {"q_proj"}
 
 
+def _chain(*names: str) -> nn.Module:
+    net = nn.Sequential()
+    for name in names:
+        net.add_module(name, nn.Linear(32, 32))
+    return net
+
+
+def _with_buffer(module: str, name: str, value: Tensor) -> nn.Module:
+    net = _chain("a", "b")
+    net.get_submodule(module).register_buffer(name, value)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "high", "format", "why"),
+    [
+        (_chain("a(b", "b"), "a(b", "block", r"names of ignored modules as regular expressions, and 'a\(b' is none"),
+        (_chain("Linear", "b"), "Linear", "compressed-tensors", "takes the name of module 'Linear' for a class"),
+        (_chain("re:x", "b"), "b", "compressed-tensors", "takes the name of module 're:x' for a regular expression"),
+        (_chain("a\udc80", "b"), "b", "block", "safetensors needs names in UTF-8"),
+        (nn.Linear(32, 32), "", "block", "the model is a Linear itself"),
+        (
+            _with_buffer("a", "weight_scale", torch.ones(3)),
+            "",
+            "compressed-tensors",
+            r"'a\.weight_scale': .* to a scale",
+        ),
+        (_with_buffer("", "__metadata__", torch.ones(3)), "", "block", "safetensors uses this name itself"),
+        (
+            _with_buffer("", "c", torch.ones(3, dtype=torch.complex128)),
+            "",
+            "block",
+            "safetensors has no torch.complex128",
+        ),
+        (_with_buffer("", "c", torch.ones(3, device="meta")), "", "block", "c is on the meta device"),
+    ],
+)
+def test_what_files_and_readers_would_mistake_is_refused(net: nn.Module, high: str, format: str, why: str) -> None:
+    _, manager, _ = trained(steps=0, model=net)
+    if high:
+        manager.set_precision(high, "high")
+    with pytest.raises(ConfigurationError, match=why):
+        manager.exported(format=format)
+
+
+def test_names_with_any_other_letters(tmp_path: Path) -> None:
+    net, manager, _ = trained(model=_chain("größe", "a b", "a/b", "c(d", "<b>", "\n", "x" * 3000))
+    manager.export(tmp_path / "out")
+    assert served(read(tmp_path / "out")) == as_bits(multiplied(net, batch(0, 9)[0]))
+
+
 # Folders ---------------------------------------------------------------------------------------------
 
 
@@ -284,6 +398,49 @@ def test_a_folder_that_exists_stays(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
         manager.export(tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
+@pytest.mark.parametrize("path", ["", ".", "/", "a\0b", 3, None])
+def test_paths_that_name_no_folder(path: Any) -> None:
+    _, manager, _ = trained(steps=0)
+    with pytest.raises(ConfigurationError, match="expected the name of a new folder, got"):
+        manager.export(path)
+
+
+def test_through_a_link_and_into_folders_that_are_made(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    _, manager, _ = trained(steps=0)
+    manager.export(os.fsencode(tmp_path / "link"))
+    manager.export(tmp_path / "c")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a" / "b").iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()
+    }
+
+
+def test_other_folders_called_partial_stay(tmp_path: Path) -> None:
+    """Those of the user, and those of an export that runs now, if the folder exists."""
+    _, manager, _ = trained(steps=0)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "notes.txt").touch()
+    with pytest.raises(ConfigurationError, match=r"out\.partial exists and is not of an export: move it away"):
+        manager.export(tmp_path / "out")
+    (tmp_path / "out.partial" / "notes.txt").rename(tmp_path / "out.partial" / "model-00001-of-00001.safetensors")
+    (tmp_path / "out").touch()
+    with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
+        manager.export(tmp_path / "out")
+    assert len(list((tmp_path / "out.partial").iterdir())) == 1
+
+
+def test_a_config_that_is_not_json(tmp_path: Path) -> None:
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return {"dtype": torch.float32}
+
+    net, manager, _ = trained(steps=0)
+    net.config = Config()
+    with pytest.raises(ConfigurationError, match="the model's config cannot be written as JSON"):
+        manager.export(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import ConfigurationError
-from fp8dist.checkpoint import export_casts
+from fp8dist.checkpoint import export_casts, export_files
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool
@@ -411,6 +411,37 @@ def _failing(folder: str) -> None:
 
 def test_all_ranks_hear_of_a_failure_of_the_writing_one(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(_failing, str(tmp_path))
+
+
+def _full_disk(folder: str, parallel: str) -> None:
+    model, manager = _prepared("delayed", parallel)
+    called = shard(model)
+    manager.attach(called, optimizer=torch.optim.SGD(called.parameters(), lr=0.01))
+    written = []
+
+    def write(self: Any, tensor: Any, value: Tensor) -> None:
+        written.append(tensor.name)
+        if len(written) == 5:
+            raise OSError(28, "No space left on device", "model-00001")
+
+    with (
+        mock.patch.object(export_files.Folder, "write", write),
+        pytest.raises(ConfigurationError, match=r"^model-00001 cannot be written: No space left on device$"),
+    ):
+        manager.export(Path(folder, "out"), called)
+    assert len(written) == (5 if dist.get_rank() == 0 else 0)
+    dist.barrier()
+    assert list(Path(folder).iterdir()) == []
+    dist.barrier()
+    manager.export(Path(folder, "out"), called)
+    dist.barrier()
+    assert tensor_bits(read(Path(folder, "out"))) == tensor_bits(dict(manager.exported(called)))
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "gather"])
+def test_a_disk_that_is_full_in_the_middle(two_ranks: RankPool, tmp_path: Path, parallel: str) -> None:
+    """All ranks raise the one error, none waits, and the next export works."""
+    two_ranks.run(_full_disk, str(tmp_path), parallel)
 
 
 def _only_the_first(folder: str) -> None:

@@ -161,7 +161,6 @@ def test_a_flipped_bit_is_found_and_named_wherever_it_is(four_ranks: RankPool) -
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_thousand_flipped_bits_are_all_found_and_named(four_ranks: RankPool, seed: int) -> None:
     _assert_all_found(four_ranks, seed, 500)

@@ -63,3 +63,10 @@ def test_the_op_calls_it_for_one_scale_on_a_cpu() -> None:
         for block, scales in (([0, 0], torch.ones(1)), ([1, 4], torch.ones(2, 1))):
             ops.measure(torch.ones(2, 4), scales, E4M3, place[0], place[1], block=block, backend="auto")
     assert called.call_count == 1
+
+
+def test_the_memory_of_a_tensor_that_was_measured_can_be_freed() -> None:
+    """FSDP2 frees gathered weights by resizing their memory; torch refuses that once numpy has seen it."""
+    x, places = torch.randn(16, 16), torch.full((2,), -1.0)
+    host_shares.measure(x, torch.ones(1), E4M3, places[0], places[1], block=(0, 0))
+    x.untyped_storage().resize_(0)

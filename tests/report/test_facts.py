@@ -207,6 +207,21 @@ def test_a_checkpoint_with_a_divergence_in_it_is_not_good(events: list[Any], goo
     assert f"known to be good is of <strong>step {good}</strong>" in text
 
 
+def test_the_first_trouble_is_told_with_its_replay(tmp_path: Path) -> None:
+    nonfinite = {"step": 3, "kind": "nonfinite", "slots": ["loud:input", "m:input"], "module": "m", "role": "input"}
+    replayed = {"step": 3, "kind": "replayed", "trigger": "nonfinite", "replayed_step": 3, "microbatch": 1}
+    sentence = "the data of rank 1 gives the first non-finite value in module 'embedding', output"
+    run = _run(tmp_path, [], [nonfinite, {**replayed, "sentence": sentence}, {**replayed, "step": 4}])
+    first, replay, damaged = facts.story(run)
+    assert first.text == "an amax is not finite, loud:input, m:input, first in m, input"
+    assert replay.text == f"replay of step 3, microbatch 1, after nonfinite: {sentence}"
+    assert damaged.text.endswith(": nothing is known of its result")
+    assert facts.replayed_text(run, 3) == replay.text
+    assert facts.replayed_text(run, 5) == ""
+    again = {"step": 2, "kind": "start", "resumed_after": 2}
+    assert facts.replayed_text(_run(tmp_path / "again", [], [replayed, again]), 3) == ""
+
+
 def test_the_story_without_events_comes_from_the_numbers(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run")
     (folder / "events.jsonl").unlink()

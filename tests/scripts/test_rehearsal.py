@@ -56,7 +56,7 @@ def _start(tree: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
 def _run(tree: Path, out: Path, *arguments: str) -> list[str]:
     process = _start(tree, out, *arguments)
     try:
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=500)
     finally:
         _kill(process)
     assert process.returncode == 0, output[-12_000:]
@@ -113,7 +113,7 @@ def test_tune(tree: Path, tmp_path: Path) -> None:
     TileTable.from_json(json.dumps(table))
 
 
-@pytest.mark.alone  # Its parts have time limits.
+@pytest.mark.timeout(600)
 def test_benchmark(tree: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     lines = _run(tree, out, "benchmark", "--smoke", *(f"--part={name}" for name in results.PARTS))

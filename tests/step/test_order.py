@@ -36,31 +36,33 @@ WHERE = {
     "calibrating": "inside calibrate()",
     "joined": "inside a Join context",
     "capturing": "while a CUDA graph is captured",
+    "replaying": "inside replay()",
     "detached": "after detach()",
     "restored": "after restore()",
 }
 
 # x: raises. -: not applicable.
-#                    alone prep att step calib join capt det rest
+#                    alone prep att step calib join capt repl det rest
 TABLE = """
-attach()               .     .   .    .    x     x    x   .   x
-detach()               .     .   .    x    x     x    x   .   x
-restore()              .     .   .    .    x     x    x   .   x
-a step                 .     x   .    .    x     .    .   x   x
-comm_hook              .     x   .    .    .     x    x   .   .
-comm_hook(manager)     .     .   .    .    .     .    .   .   x
-poll()                 .     x   .    .    .     .    x   x   x
-check()                -     x   .    .    .     x    x   x   x
-calibrate()            .     x   .    .    x     x    x   x   x
-refresh_weights()      .     x   .    .    .     x    x   x   x
-exported()             .     x   .    .    x     x    x   .   x
-watch()                .     .   x    x    x     x    x   .   x
-set_precision()        .     .   .    .    .     .    x   .   x
-set_scale()            .     .   .    .    .     .    x   .   x
-swapped_weights()      .     .   .    .    .     .    x   .   x
-load_state_dict()      .     .   .    .    .     .    x   .   x
-reset()                .     .   .    .    .     .    x   .   x
-state_dict()           .     .   .    .    .     .    x   .   .
+attach()               .     .   .   .    x     x    x    x    .   x
+detach()               .     .   .   x    x     x    x    x    .   x
+restore()              .     .   .   .    x     x    x    x    .   x
+a step                 .     x   .   .    x     .    .    x    x   x
+comm_hook              .     x   .   .    .     x    x    x    .   .
+comm_hook(manager)     .     .   .   .    .     .    .    .    .   x
+poll()                 .     x   .   .    .     .    x    x    x   x
+check()                -     x   .   .    .     x    x    x    x   x
+replay()               -     x   .   .    x     x    x    x    x   -
+calibrate()            .     x   .   .    x     x    x    x    x   x
+refresh_weights()      .     x   .   .    .     x    x    x    x   x
+exported()             .     x   .   .    x     x    x    x    .   x
+watch()                .     .   x   x    x     x    x    x    .   x
+set_precision()        .     .   .   .    .     .    x    x    .   x
+set_scale()            .     .   .   .    .     .    x    x    .   x
+swapped_weights()      .     .   .   .    .     .    x    x    .   x
+load_state_dict()      .     .   .   .    .     .    x    x    .   x
+reset()                .     .   .   .    .     .    x    x    .   x
+state_dict()           .     .   .   .    .     .    x    .    .   .
 """
 REFUSED = {
     (call.strip(), phase): mark == "x"
@@ -110,6 +112,17 @@ class _Job:
         with context:
             return self.phase
 
+    def replay(self) -> str:
+        """Return the phase inside a replay."""
+        phases = []
+
+        def step(index: int) -> None:
+            phases.append(self.phase)
+            nn.functional.mse_loss(self.net(batch(0, index)[0]), batch(0, index)[1]).backward()
+
+        fp8dist.replay(self.net, step, 0)
+        return phases[0]
+
     def quiet_hook(self) -> Any:
         """A communication hook that launches the sync but reduces no gradients."""
         return fp8dist.ddp.comm_hook(self.manager, lambda *_: None)  # type: ignore[arg-type, return-value]
@@ -125,6 +138,7 @@ class _Job:
             "comm_hook": lambda: (self.hook or self.quiet_hook())(None, bucket),
             "poll()": manager.poll,
             "check()": manager.check,
+            "replay()": self.replay,
             "calibrate()": lambda: self.inside(manager.calibrate()),
             "refresh_weights()": manager.refresh_weights,
             "comm_hook(manager)": self.quiet_hook,
@@ -163,6 +177,10 @@ def _in_phase(phase: str) -> Iterator[_Job]:
     elif phase == "joined":
         with Join([job.ddp, job.manager]):
             yield job
+    elif phase == "replaying":
+        job.manager._job.replaying = True
+        yield job
+        job.manager._job.replaying = False
     elif phase == "capturing":
         job.manager.poll()
         with EmulatedGraph().capture():

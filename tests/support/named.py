@@ -142,6 +142,7 @@ def known_calls() -> frozenset[str]:
     places += [torch.optim.Optimizer, torch.amp.GradScaler, DistributedDataParallel, tensor.DTensor, join]
     places += [FSDPModule, parallel, fp8dist, fp8dist.StateManager, fp8dist.LossGuard, fp8dist.DivergenceReport]
     places += [fp8dist.Recipe, fp8dist.Recorder, fp8dist.ddp, fp8dist.exporters, fp8dist.Exporter, torch.serialization]
+    places += [fp8dist.ReplayBuffer]
     theirs = (
         *("convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "Float8LinearConfig"),
         *("sync_float8_amax_and_scale_history", "fp8_autocast", "filter_fn", "weight", "DistributedDataParallel"),

@@ -49,6 +49,11 @@ class Guard:
             )
 
     @property
+    def losses(self) -> fp8dist.LossGuard | None:
+        """The library's guard, or None if it is off."""
+        return self._guard
+
+    @property
     def alarms(self) -> int:
         """Alarms so far, including those of the runs that this run resumed from."""
         return 0 if self._guard is None else self._guard.alarms

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import random
 import signal
@@ -21,11 +23,19 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import ops
 from fp8dist_kernels.taps import listener_of, tap_on
-from launch.train_gpt.options.flags import BAD_DEVICE, PRODUCT, SLOW, Fault
+from launch.train_gpt.options.flags import (
+    BAD_DEVICE,
+    HIDDEN_STATE,
+    NAN_SAMPLE,
+    NONDETERMINISM,
+    PRODUCT,
+    SLOW,
+    Fault,
+)
 from launch.train_gpt.options.options import Options
 from launch.train_gpt.ranks import Ranks
 
-__all__ = ["Injection"]
+__all__ = ["MARK", "Injection"]
 
 WEIGHT = "blocks.0.mlp_in.weight"
 """The parameter that ``weight`` damages, and whose gradient ``gradient`` does: the middle element of the rank's local
@@ -33,6 +43,9 @@ part."""
 
 OUTLIER, SPIKE = 1e6, 1e3
 """Factor of ``outlier`` on the largest element, beyond the range of both FP8 formats, and of ``spike`` on all."""
+
+MARK = 255
+"""The byte of ``nan-sample``. No text in UTF-8 has it."""
 
 MANTISSA_BIT: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 11, torch.bfloat16: 3})
 """The bit that is flipped: in the middle of the mantissa. A relative error of about 1/4096 in float32."""
@@ -58,6 +71,12 @@ class Injection:
             blocks = model.get_submodule("blocks")
             middle = blocks.get_submodule(str(options.layers // 2))
             middle.register_forward_hook(self._in_the_forward)
+        self._middle = f"blocks.{options.layers // 2}"
+        self._hook_block(model.get_submodule(self._middle))
+        if ranks.restarts == 0 and any(fault.kind == NAN_SAMPLE for fault in options.inject):
+            # On all ranks, because the model is the same: only the data differs.
+            model.get_submodule("embedding").register_forward_hook(_spoil_marked)
+        self._last_microbatch = options.accumulate - 1
         if any(fault.kind == "outlier" for fault in self._faults):
             self._place = f"blocks.{options.layers // 2}.mlp_in"
             model.get_submodule(self._place).register_forward_pre_hook(self._plant_outlier)
@@ -74,6 +93,16 @@ class Injection:
         needs_sync = [fault for fault in options.inject if fault.kind in ("scale", "nan", "kill-sync", "stop-sync")]
         if needs_sync and manager is not None and not (manager.settings.enabled and manager.settings.amax_sync):
             raise ConfigurationError(f"--inject {needs_sync[0]}: FP8 or its amax sync is switched off")
+
+    def batch(self, step: int, microbatch: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the batch of a microbatch, with a marked sample if ``nan-sample`` says so. Local."""
+        if not self._has(NAN_SAMPLE) or microbatch != self._last_microbatch:
+            return batch
+        tokens, targets = batch[0].clone(), batch[1]
+        place = tokens.shape[1] // 2
+        tokens[0, place] = MARK
+        self._say(NAN_SAMPLE, f"byte {place} of the first sample of microbatch {microbatch} is {MARK}")
+        return tokens, targets
 
     def before_step(self, step: int) -> None:
         """Inject faults at the start of a step. Local."""
@@ -118,6 +147,19 @@ class Injection:
             self._die("kill-forward", self._step)
         if self._has("kill-backward"):
             output.register_hook(lambda gradient: self._die("kill-backward", self._step))
+
+    def _hook_block(self, block: nn.Module) -> None:
+        """Install ``nondeterminism`` and ``hidden-state``, which last for the whole run."""
+        fresh, calls = random.SystemRandom(), itertools.count()
+        factors: dict[str, Callable[[], float]] = {
+            NONDETERMINISM: lambda: 1 + 1e-3 * fresh.random(),  # No seed restores it.
+            HIDDEN_STATE: lambda: 1 + 1e-3 * (next(calls) % 8),
+        }
+        for fault in self._faults:
+            if fault.kind in factors:
+                block.register_forward_hook(functools.partial(_scaled, factors[fault.kind]))
+                text = f"--inject {fault}: each output of {self._middle} is scaled by another factor"
+                print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
 
     def _plant_outlier(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if not (torch.is_grad_enabled() and self._has("outlier")):
@@ -244,6 +286,15 @@ class Injection:
     def _first_slot(self, role: str) -> tuple[Slot, StateManager]:
         assert self._manager is not None  # Options require --precision fp8.
         return next(slot for slot in self._manager.slots if slot.role == role), self._manager
+
+
+def _scaled(factor: Callable[[], float], module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+    return output * factor() if torch.is_grad_enabled() else None  # Validation is left alone.
+
+
+def _spoil_marked(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    (tokens,) = arguments
+    return output.masked_fill((tokens == MARK)[..., None], torch.nan) if torch.is_grad_enabled() else None
 
 
 @torch.no_grad()

@@ -17,9 +17,14 @@ __all__ = [
     "BAD_DEVICE",
     "EXPORTS",
     "FAULTS",
+    "HIDDEN_STATE",
     "HIGH",
+    "NAN_SAMPLE",
+    "NONDETERMINISM",
     "PRODUCT",
+    "RANKED",
     "RECIPES",
+    "REPLAYS",
     "SHARDED",
     "SLOW",
     "Export",
@@ -52,6 +57,9 @@ EXPORTS: Mapping[str, str | None] = MappingProxyType(
 NEED_ARGUMENTS = ("prometheus", "textfile")
 """Those whose argument has no default."""
 
+REPLAYS = ("nonfinite", "jump", "spike")
+"""The values of ``--replay-on``."""
+
 NONE = "none"
 """The value of ``--fast-gemms`` for no GEMM at all."""
 
@@ -60,8 +68,12 @@ PRODUCT, BAD_DEVICE = "product", "bad-device"
 DAMAGES = ("scale", "weight", "nan", "skip", "outlier", "spike", "gradient", PRODUCT, BAD_DEVICE)
 DEATHS = ("kill-forward", "kill-backward", "kill-sync", "kill-save", "hang")
 SLOW = "slow"
+NONDETERMINISM, HIDDEN_STATE, NAN_SAMPLE = "nondeterminism", "hidden-state", "nan-sample"
+RANKED = (NONDETERMINISM, HIDDEN_STATE)
+"""The kinds of ``--inject`` that last for the whole run: they have a rank and no step."""
+
 STOPS = ("stop-update", "stop-sync", "stop-step")
-FAULTS = (*DAMAGES, *DEATHS, *STOPS, SLOW)
+FAULTS = (*DAMAGES, *DEATHS, *STOPS, SLOW, *RANKED, NAN_SAMPLE)
 """The kinds of ``--inject``: damage the state, kill or hang a rank, stop it temporarily, or slow it down."""
 
 
@@ -98,7 +110,8 @@ _positive = _number("positive and finite", lambda value: value > 0)
 
 class Fault(NamedTuple):
     """One ``--inject``: the kind of fault, its rank, and its step (counted from 1). For SLOW, ``step`` is the delay of
-    each forward in milliseconds, for BAD_DEVICE it is 0. ``gemm``: of PRODUCT. ``probability``: of BAD_DEVICE."""
+    each forward in milliseconds, for BAD_DEVICE and RANKED it is 0. ``gemm``: of PRODUCT. ``probability``: of
+    BAD_DEVICE."""
 
     kind: str
     rank: int
@@ -107,6 +120,8 @@ class Fault(NamedTuple):
     probability: float = 0.01
 
     def __str__(self) -> str:
+        if self.kind in RANKED:
+            return f"{self.kind}:{self.rank}"
         last = {PRODUCT: f"{self.step}:{self.gemm}", BAD_DEVICE: f"{self.probability:g}"}
         return f"{self.kind}:{self.rank}:{last.get(self.kind, self.step)}"
 
@@ -118,6 +133,10 @@ def _fault(text: str) -> Fault:
         raise argparse.ArgumentTypeError(f"KIND must be one of {', '.join(FAULTS)}, got {text!r}")
     if kind == BAD_DEVICE:
         return _bad_device(place, text)
+    if kind in RANKED:
+        if len(place) != 1 or not place[0].isdecimal():
+            raise argparse.ArgumentTypeError(f"expected {kind}:RANK, got {text!r}")
+        return Fault(kind, int(place[0]), 0)
     named = place.pop() if kind == PRODUCT and len(place) == 3 else "wgrad"
     gemm = next((gemm for gemm in GEMMS if gemm == named), None)
     if gemm is None:
@@ -403,6 +422,15 @@ def _add_watch_flags(group: argparse._ArgumentGroup) -> None:
         "share the loss, and waits for it",
     )
     add(
+        "--replay-on",
+        type=_replays,
+        metavar="EVENT,…",
+        help="keep the batches of the last two steps, and run one again when one of these events names it, before the "
+        "update, at most every 100 steps; the log and events.jsonl tell which module was the first to differ or to be "
+        "not finite. nonfinite: an amax, or the loss that --loss-guard sees; jump: needs --scale-jump; spike: needs "
+        "--loss-guard. Not with fsdp1 (default: none)",
+    )
+    add(
         "--loss-factor",
         type=_number("finite and at least 1", lambda factor: factor >= 1),
         metavar="X",
@@ -458,8 +486,10 @@ def _add_check_flags(group: argparse._ArgumentGroup) -> None:
         "kill-forward, kill-backward, kill-sync, kill-save: SIGKILL in the middle of the forward, the backward, the "
         "FP8 sync or the writing of a checkpoint. hang: sleep forever at the start of the step. stop-update, "
         "stop-sync, stop-step: SIGSTOP before the FP8 sync, after it has started, or after the update; kill -CONT "
-        "resumes the rank. slow:RANK:MILLISECONDS: sleep this long in each training forward. A job that torchrun "
-        "restarted ignores this flag",
+        "resumes the rank. slow:RANK:MILLISECONDS: sleep this long in each training forward. nondeterminism:RANK: an "
+        "op of the middle block gives another result each time. hidden-state:RANK: the middle block counts its calls, "
+        "and the count changes its output. nan-sample:RANK:STEP: one sample of the step's last microbatch has a byte "
+        "that makes the embedding give NaN. A job that torchrun restarted ignores this flag",
     )
 
 
@@ -520,6 +550,13 @@ def _override(text: str) -> Override:
         kinds = ", ".join((*RECIPES, HIGH))
         raise argparse.ArgumentTypeError(f"expected PATTERN=RECIPE, where RECIPE is one of {kinds}, got {text!r}")
     return Override(pattern, recipe)
+
+
+def _replays(text: str) -> tuple[str, ...]:
+    named = text.split(",")
+    if not set(named) <= set(REPLAYS):
+        raise argparse.ArgumentTypeError(f"expected any of {', '.join(REPLAYS)}, separated by commas, got {text!r}")
+    return tuple(event for event in REPLAYS if event in named)
 
 
 def _gemms(text: str) -> tuple[str, ...]:

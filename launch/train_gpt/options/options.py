@@ -11,7 +11,18 @@ from typing import Literal
 from fp8dist_kernels import BLOCK
 from launch.train_gpt.checkpoints import folders
 from launch.train_gpt.data import BadInput, Text, read_text
-from launch.train_gpt.options.flags import BAD_DEVICE, HIGH, PRODUCT, SHARDED, SLOW, Export, Fault, Override, parser
+from launch.train_gpt.options.flags import (
+    BAD_DEVICE,
+    HIGH,
+    PRODUCT,
+    RANKED,
+    SHARDED,
+    SLOW,
+    Export,
+    Fault,
+    Override,
+    parser,
+)
 
 __all__ = ["FOR_DELAYED", "Options", "parse", "prepare_input", "require_usable_checkpoints"]
 
@@ -53,6 +64,7 @@ class Options:
     export: tuple[Export, ...]
     loss_guard: Literal["off", "warn", "stop", "skip", "fallback", "lower-lr"]
     loss_factor: float | None
+    replay_on: tuple[Literal["nonfinite", "jump", "spike"], ...]
     amax_sync: bool | None
     fp8_all_gather: bool | None
     backend: Literal["auto", "triton", "torch", "reference"] | None
@@ -128,7 +140,7 @@ def parse(arguments: Sequence[str]) -> Options:
     values = parser().parse_args(arguments)
     if values.parallel is None:
         values.parallel = "ddp" if ranks > 1 else "none"
-    for several in ("export", "inject", "override", "high_gemms"):
+    for several in ("export", "inject", "override", "high_gemms", "replay_on"):
         setattr(values, several, tuple(getattr(values, several) or ()))
     values.shard_size = _shard_size(values.shard_size, values.parallel, ranks)
     values.stop_after = values.stop_after or 0
@@ -143,6 +155,7 @@ def parse(arguments: Sequence[str]) -> Options:
         raise BadInput(f"--precision fp8 needs a --width that is a multiple of 16, got {options.width}")
     _require_consistent_recipes(options)
     _require_consistent_fp8(options)
+    _require_replayable(options)
     if options.stop_after > options.steps:
         raise BadInput(f"--stop-after {options.stop_after} is beyond --steps {options.steps}")
     if options.stop_after and not options.save_every:
@@ -201,6 +214,17 @@ def _require_consistent_fp8(options: Options) -> None:
         raise BadInput(f"--loss-guard fallback needs --precision fp8, got {options.precision}")
 
 
+def _require_replayable(options: Options) -> None:
+    if options.replay_on and options.parallel == "fsdp1":
+        raise BadInput("--replay-on is not for --parallel fsdp1, which keeps gradients in flat parameters; use fsdp2")
+    if "jump" in options.replay_on and (options.precision != "fp8" or options.scale_jump is None):
+        raise BadInput("--replay-on jump needs --precision fp8, --watch-every and --scale-jump")
+    if "spike" in options.replay_on and options.loss_guard == "off":
+        raise BadInput("--replay-on spike needs --loss-guard")
+    if "nonfinite" in options.replay_on and options.loss_guard == "off" and options.precision != "fp8":
+        raise BadInput(f"--replay-on nonfinite needs --loss-guard, or --precision fp8, got {options.precision}")
+
+
 def _given(options: Options, names: Sequence[str]) -> list[str]:
     """Return those of these flags that were given. They have no defaults."""
     given = [name for name in names if getattr(options, name) is not None and getattr(options, name) is not False]
@@ -212,7 +236,7 @@ def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
         raise BadInput(f"--inject {fault}: there is no rank {fault.rank}, ranks are 0 to {ranks - 1}")
     if fault.kind == SLOW and fault.step < 1:
         raise BadInput(f"--inject {fault}: the number of milliseconds must be at least 1")
-    if fault.kind not in (SLOW, BAD_DEVICE) and not 1 <= fault.step <= options.steps:
+    if fault.kind not in (SLOW, BAD_DEVICE, *RANKED) and not 1 <= fault.step <= options.steps:
         raise BadInput(f"--inject {fault}: there is no step {fault.step}, steps are 1 to {options.steps}")
     if fault.kind in ("scale", PRODUCT, BAD_DEVICE, "nan", "kill-sync", "stop-sync") and options.precision != "fp8":
         raise BadInput(f"--inject {fault}: needs --precision fp8, got {options.precision}")

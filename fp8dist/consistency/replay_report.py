@@ -1,0 +1,241 @@
+"""ReplayReport: what a replay has found, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from fp8dist.consistency.differences import Difference, unravel
+from fp8dist.consistency.outputs import Place
+from fp8dist.divergence import plain_values, word_for
+from fp8dist.text import aligned, ranks_text
+
+__all__ = ["ReplayFinding", "ReplayReport", "Told", "judge"]
+
+Kind = Literal["not deterministic", "ranks differ", "nonfinite"]
+
+
+@dataclass(frozen=True)
+class ReplayFinding:
+    """One thing that a replay has found. All ranks are global.
+
+    ``kind``: "not deterministic" (``ranks`` got another result from their own batch the second time), "ranks differ"
+    (they got another result than ``reference_rank`` from the same batch; without a reference these are two ranks, and
+    none can be blamed), or "nonfinite" (their data gives a NaN or an infinity, on the next rank as well).
+
+    ``module`` is the first in execution order, "" for the model itself, ``what`` "output" or "gradient", of its
+    ``call``-th call (counted from 0), and ``place`` counts all outputs and gradients before it. ``index``, ``value``
+    (on the first of ``ranks``), ``expected`` (on the other rank) and ``ulp`` describe the first element that differs,
+    if it is known.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    module: str
+    what: str
+    call: int
+    place: int
+    reference_rank: int | None = None
+    index: tuple[int, ...] | None = None
+    value: Any = None
+    expected: Any = None
+    ulp: int | None = None
+    detail: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The finding in one sentence."""
+        again = f", call {self.call + 1}" if self.call else ""
+        where = f"{self._module}, {self.what}{again}"
+        who = f"rank{'s' * (len(self.ranks) > 1)} {ranks_text(self.ranks)}"
+        detail = f" ({self.detail})" if self.detail else ""
+        if self.kind == "not deterministic":
+            return f"not deterministic on {who}, first in {where}{detail}"
+        if self.kind == "nonfinite":
+            return f"the data of {who} gives the first non-finite value in {where}{detail}"
+        against = "" if self.reference_rank is None else f" from rank {self.reference_rank}"
+        verb = "differs" if len(self.ranks) == 1 else "differ"
+        return f"{who} {verb}{against} on the same data, first in {where}{self._element}{detail}"
+
+    @property
+    def _module(self) -> str:
+        return f"module '{self.module}'" if self.module else "the model's own forward"
+
+    @property
+    def _element(self) -> str:
+        if self.index is None:
+            return ""
+        ulp = "" if self.ulp is None else f", {self.ulp} ULP"
+        values = f"{word_for(self.value)} against {word_for(self.expected)}"
+        if self.reference_rank is None:
+            values = (
+                f"{word_for(self.value)} on rank {self.ranks[0]}, {word_for(self.expected)} on rank {self.ranks[1]}"
+            )
+        return f", element [{', '.join(map(str, self.index))}]: {values}{ulp}"
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """The result of ``fp8dist.replay``, the same on all ranks. ``str()`` is a sentence and a table.
+
+    ``findings``: the most telling first. ``compared``: outputs and gradients that the lowest rank compared.
+    ``skipped``: what was not compared, and why.
+    """
+
+    findings: tuple[ReplayFinding, ...] = ()
+    ranks: tuple[int, ...] = (0,)
+    compared: int = 0
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def reproducible(self) -> bool:
+        """True if equal data gave equal results: on each rank twice, and on the next rank."""
+        return all(finding.kind == "nonfinite" for finding in self.findings)
+
+    @property
+    def sentence(self) -> str:
+        """The most telling finding in one sentence."""
+        if self.findings:
+            return self.findings[0].sentence
+        runs = "two runs"
+        if len(self.ranks) > 1 and not self.skipped:
+            runs = "two runs on each rank and one on the next"
+        return f"reproducible: {self.compared} outputs and gradients are the same in {runs}, bit for bit, and finite"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        data: dict[str, Any] = plain_values({**asdict(self), "sentence": self.sentence})
+        return {"reproducible": self.reproducible, **data}
+
+    def __str__(self) -> str:
+        lines = [self.sentence]
+        if self.findings:
+            head = [
+                "kind",
+                "ranks",
+                "reference",
+                "module",
+                "what",
+                "call",
+                "place",
+                "index",
+                "value",
+                "expected",
+                "ULP",
+            ]
+            lines += aligned([head, *(_row(finding) for finding in self.findings)])
+        return "\n".join([*lines, *(f"not compared: {text}" for text in self.skipped)])
+
+
+def _row(f: ReplayFinding) -> list[str]:
+    located = f.index is not None
+    return [
+        f.kind,
+        ranks_text(f.ranks),
+        "-" if f.reference_rank is None else str(f.reference_rank),
+        f.module or "(the model)",
+        f.what,
+        str(f.call + 1),
+        str(f.place),
+        ", ".join(map(str, f.index or ())),
+        word_for(f.value) if located else "",
+        word_for(f.expected) if located else "",
+        "" if f.ulp is None else str(f.ulp),
+    ]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has found. Places are those of its own batch, but ``differs``, of the next rank's batch.
+
+    ``difference``: the first element; None if a repetition found none. ``note``: more about it, for people.
+    """
+
+    rank: int
+    next: int
+    unsteady: tuple[int, Place] | None = None
+    ops: tuple[str, ...] = ()
+    differs: tuple[int, Place] | None = None
+    difference: Difference | None = None
+    note: str = ""
+    nonfinite: tuple[int, Place] | None = None
+    compared: int = 0
+
+
+def judge(everyone: Sequence[Told], skipped: Sequence[str] = ()) -> ReplayReport:
+    """Return the report from what all ranks have told. Pure."""
+    unsteady = [_unsteady(told) for told in everyone if told.unsteady is not None]
+    by_rank = {told.rank: told for told in everyone}
+    # A rank that does not repeat itself differs from any other.
+    odd = {told.rank for told in everyone if told.unsteady is not None}
+    pairs = [t for t in everyone if t.differs is not None and not {t.rank, t.next} & odd]
+    nonfinite = _nonfinite([told for told in everyone if told.nonfinite is not None and _is_of_data(told, everyone)])
+    findings = [*sorted(unsteady, key=_order), *sorted(_differing(pairs, by_rank), key=_order), *nonfinite]
+    return ReplayReport(tuple(findings), tuple(sorted(by_rank)), everyone[0].compared, tuple(skipped))
+
+
+def _order(finding: ReplayFinding) -> tuple[int, tuple[int, ...]]:
+    return finding.place, finding.ranks
+
+
+def _unsteady(told: Told) -> ReplayFinding:
+    assert told.unsteady is not None
+    index, place = told.unsteady
+    detail = "no op there is known to torch as non-deterministic; a module with state in Python looks the same"
+    if told.ops:
+        detail = f"torch.use_deterministic_algorithms(True) would forbid {', '.join(told.ops)}"
+    return ReplayFinding("not deterministic", (told.rank,), place.module, place.what, place.call, index, detail=detail)
+
+
+def _is_of_data(told: Told, everyone: Sequence[Told]) -> bool:
+    """True if the rank's first non-finite value came again, also on the rank that repeated its batch."""
+    assert told.nonfinite is not None
+    repeated = [told.unsteady, *(other.differs for other in everyone if other.next == told.rank)]
+    return all(found is None or found[0] > told.nonfinite[0] for found in repeated)
+
+
+def _nonfinite(told: Sequence[Told]) -> list[ReplayFinding]:
+    """Return one finding for each first place, the earliest first."""
+    by_place: dict[tuple[int, Place], list[int]] = {}
+    for one in told:
+        assert one.nonfinite is not None
+        index, place = one.nonfinite
+        by_place.setdefault((index, place._replace(shape=())), []).append(one.rank)
+    return [
+        ReplayFinding("nonfinite", tuple(ranks), place.module, place.what, place.call, index)
+        for (index, place), ranks in sorted(by_place.items(), key=lambda item: item[0][0])
+    ]
+
+
+def _differing(pairs: Sequence[Told], by_rank: Mapping[int, Told]) -> list[ReplayFinding]:
+    """Return findings from the pairs of ranks that differ on one batch. Of three ranks and more, the rank in two such
+    pairs is to blame, if the others agree."""
+    asking, asked = {told.rank for told in pairs}, {told.next for told in pairs}
+    to_blame = asking & asked if len(by_rank) > 2 else set()
+    if len(to_blame) == len(by_rank):
+        to_blame = set()
+    found: dict[tuple[int, ...], ReplayFinding] = {}
+    for told in pairs:
+        if told.next in to_blame:
+            continue  # The same, from the side of the good rank; or both are to blame, and other pairs tell more.
+        finding = _difference(told, told.rank in to_blame)
+        earlier = found.get(finding.ranks)
+        if earlier is None or finding.place < earlier.place:
+            found[finding.ranks] = finding
+    return list(found.values())
+
+
+def _difference(told: Told, blamed: bool) -> ReplayFinding:
+    assert told.differs is not None
+    index, place = told.differs
+    both = (told.rank,) if blamed else tuple(sorted((told.rank, told.next)))
+    reference = told.next if blamed else None
+    finding = ReplayFinding("ranks differ", both, place.module, place.what, place.call, index, reference)
+    finding = replace(finding, detail=told.note)
+    if told.difference is None:
+        return finding
+    values = told.difference.value, told.difference.expected
+    value, expected = values if both[0] == told.rank else values[::-1]
+    at = unravel(told.difference.place, place.shape)
+    return replace(finding, index=at, value=value, expected=expected, ulp=told.difference.ulp)

@@ -1,0 +1,363 @@
+"""``fp8dist.replay``: run a forward and a backward again, on this rank and on the next, and find the first module that
+differs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace as changed
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fp8dist.consistency.contents import Digester, on_device
+from fp8dist.consistency.differences import Difference, block_of, compare_block, first_differing_block
+from fp8dist.consistency.likeness import kernel_flags, likeness, unsteady_settings
+from fp8dist.consistency.neighbours import from_next, require_sendable
+from fp8dist.consistency.outputs import Outputs, Place, Taken
+from fp8dist.consistency.random_state import RandomState, random_state, set_random_state
+from fp8dist.consistency.replay_report import ReplayReport, Told, judge
+from fp8dist.errors import ConfigurationError, Fp8DistError
+from fp8dist.manager import managers_in
+from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.optimizer_hooks import untraced
+from fp8dist.parallel.kept_model import KeptModel, require_replayable
+from fp8dist.parallel.wrappers import compute_device, is_tensor_parallel
+from fp8dist.step.kept_state import kept_fp8_state
+from fp8dist.sync.accord import Accord
+from fp8dist.sync.groups import GroupLike, SyncGroup, own_rank, world_size
+from fp8dist.sync.roll_call import failing_by_name
+from fp8dist_kernels.reference.content import as_bytes
+
+__all__ = ["replay"]
+
+Step = Callable[[Any], Any]
+
+
+def replay(
+    model: nn.Module,
+    step: Step,
+    batch: Any,
+    *,
+    group: GroupLike | None = None,
+    random_state: RandomState | None = None,
+    scaler: Any = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> ReplayReport:
+    """Run a forward and a backward again, and name the first module whose output or gradient is not the same.
+    COLLECTIVE.
+
+    Each rank runs its own batch twice, then the next rank's batch, with that rank's random numbers. Of each module's
+    outputs and their gradients it takes digests, in execution order. If any differ, two or three more runs find the
+    first element, or the op. Works on any model, prepared or not: plain, in DDP, FSDP2 or tensor parallel, with
+    activation checkpointing, and with compiled blocks, which show as a whole. What cannot be replayed is refused with a
+    reason: see docs/replays.md.
+
+    Afterwards everything is as before: gradients, buffers, FP8 state, random numbers, the scaler. State that a module
+    keeps in Python is not put back, but shows: its second run differs from its first. The memory that it takes is that
+    of one set of gradients and of the buffers.
+
+    Args:
+        model: as the training loop calls it.
+        step: runs forward and backward on a batch, as the loop does, and no optimizer step. DDP reduces no gradients
+            in it, FSDP2 reduces them as always.
+        batch: of this rank: tensors and plain values, in tuples, lists and dicts.
+        group: the ranks that call this, each with whole copies and data of its own: a ProcessGroup or a DeviceMesh.
+            With tensor parallelism, the data-parallel axis. None: all ranks of the job.
+        random_state: what ``ReplayBuffer`` has kept with the batch. None: that of now.
+        scaler: a GradScaler that ``step`` uses.
+        timeout: how long ranks wait for each other between the runs.
+
+    Returns:
+        The same report on all ranks of the group.
+
+    Raises:
+        ConfigurationError: on all ranks: something cannot be replayed or sent, or ``step`` called an optimizer.
+        Fp8DistError: on all ranks: ``step`` raised on one of them. The message has its text.
+        SyncError: a rank did not come. If ``step`` raises on one rank of a model that communicates in its forward, the
+            others time out there, and the message has the text.
+    """
+    everyone = None if world_size() == 1 and group is None else SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+    if everyone is not None and everyone.size == 1:
+        everyone = None
+    return _Replay(model, step, batch, everyone, group is not None, scaler, timeout).report(random_state)
+
+
+class _Replay:
+    """One call of ``replay`` on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        batch: Any,
+        group: SyncGroup | None,
+        chosen: bool,
+        scaler: Any,
+        timeout: timedelta,
+    ) -> None:
+        self._model, self._step, self._batch, self._scaler = model, step, batch, scaler
+        self._group, self._chosen = group, chosen
+        self._accord = None if group is None else Accord(group, "replay()", timeout)
+        self._digester = Digester()
+
+    def report(self, given: RandomState | None) -> ReplayReport:
+        self._all(self._require)
+        parameter = next(self._model.parameters())
+        self._device = compute_device(parameter, self._model)
+        with on_device(self._device):
+            now = random_state(self._device)
+            put_back = self._kept()
+            try:
+                found = self._found(now if given is None else given)
+            finally:
+                set_random_state(now, self._device)
+                put_back()
+            self._all(self._held.require_unwritten)
+            return found
+
+    def _require(self) -> None:
+        require_replayable(self._model)
+        if self._group is not None:
+            require_sendable(self._batch)
+            if not self._chosen and is_tensor_parallel(self._model):
+                raise ConfigurationError(
+                    "replay(): the model is tensor parallel: pass group=mesh[…], the data-parallel axis, whose ranks "
+                    "hold the same parts and other data"
+                )
+        if next(self._model.parameters(), None) is None:
+            raise ConfigurationError("replay(): the model has no parameters")
+        for manager in managers_in(self._model):
+            manager._checkable().require("replay()")
+
+    def _kept(self) -> Callable[[], None]:
+        """Take what is put back, and return a function that does it."""
+        self._held = KeptModel(self._model)
+        cycles = [manager._checkable() for manager in managers_in(self._model)]
+        slots = {id(c.job): [m.fp8_slots for m in fp8_linears(self._model) if m.fp8_slots.job is c.job] for c in cycles}
+        self._puts = [kept_fp8_state(cycle, slots[id(cycle.job)]) for cycle in cycles]
+        if self._scaler is not None:
+            self._puts.append(_kept_scaler(self._scaler))
+        for cycle in cycles:
+            cycle.job.replaying = True
+
+        def put_back() -> None:
+            for cycle in cycles:
+                cycle.job.replaying = False
+            for put in self._puts:
+                put()
+            self._held.put_back()
+
+        return put_back
+
+    def _found(self, state: RandomState) -> ReplayReport:
+        group = self._group
+        skipped = self._unsteady()
+        run, again = self._run("the first run", self._batch, state), self._run("the second run", self._batch, state)
+        first = run.taken()
+        told = Told(own_rank(), own_rank(), compared=len(first.places))
+        unsteady = first.first_difference(again.taken())
+        told = changed(told, unsteady=_at(first, unsteady), nonfinite=_at(first, first.first_nonfinite))
+        if group is None:
+            return judge([self._with_ops(told, [told], state)])
+        place = list(group.ranks).index(own_rank())
+        told = changed(told, next=group.ranks[(place + 1) % group.size])
+        theirs: Any = None
+        if not skipped:
+            theirs = from_next((self._batch, state), group, self._device)
+            other = self._run(f"the run with the batch of rank {told.next}", *theirs).taken()
+            expected = Taken.of_message(from_next(first.message(), group, self._device))
+            told = changed(told, differs=_at(expected, expected.first_difference(other)))
+        everyone = group.gather(told)
+        told = self._with_ops(told, everyone, state)
+        told = self._with_element(told, everyone, state, theirs)
+        return judge(group.gather(told), skipped)
+
+    def _with_ops(self, told: Told, everyone: list[Told], state: RandomState) -> Told:
+        """Name the ops at this rank's first place that differs from run to run. Another run on all ranks, if any has
+        one."""
+        if all(one.unsteady is None for one in everyone):
+            return told
+        with warnings.catch_warnings(record=True) as caught, _only_warning():
+            warnings.simplefilter("always")
+            run = self._run("the run that looks for ops", self._batch, state, mark=lambda: len(caught))
+        if told.unsteady is None:
+            return told
+        taken, index = run.taken(), told.unsteady[0]
+        window = _window(taken, index)
+        if told.unsteady[1].what == "gradient" and not _ops(caught[window]):
+            # GPUs run the backward on a thread of its own, which tells its warnings at the end.
+            window = slice(window.start, None)
+        return changed(told, ops=_ops(caught[window]))
+
+    def _with_element(self, told: Told, everyone: list[Told], state: RandomState, theirs: Any) -> Told:
+        """Find the first element that differs. Two more runs on all ranks, if any has found a difference."""
+        group = self._group
+        assert group is not None
+        if all(one.differs is None for one in everyone):
+            return told
+        asking = next(one for one in everyone if one.next == told.rank)
+        own = self._run("the run for the elements", self._batch, state, keep=_index(asking.differs)).kept
+        other = self._run("the run for the elements", theirs[0], theirs[1], keep=_index(told.differs)).kept
+        nothing = torch.empty(0, device=self._device)
+        expected = from_next((nothing if own is None else own, self._like()), group, self._device)
+        if told.differs is None:
+            return told
+        found = None if other is None else _first_element(other, expected[0], self._digester)
+        return changed(told, difference=found, note=_note(self._like(), expected[1], told.next, found))
+
+    def _like(self) -> str:
+        return "; ".join([likeness(self._device), *(f"{name} {value}" for name, value in kernel_flags().items())])
+
+    def _unsteady(self) -> list[str]:
+        """Return why ranks cannot be compared; the same on all ranks. COLLECTIVE."""
+        mine = unsteady_settings(self._device, self._model)
+        everyone = [mine] if self._group is None else self._group.gather(mine)
+        return list(dict.fromkeys(f"ranks with each other: {text}" for texts in everyone for text in texts))
+
+    def _run(
+        self,
+        what: str,
+        batch: Any,
+        state: RandomState,
+        keep: int | None = None,
+        mark: Callable[[], Any] | None = None,
+    ) -> Outputs:
+        """Run ``step`` once from the kept state. COLLECTIVE: all ranks leave it, or all raise."""
+        outputs = Outputs(self._model, self._digester, keep, mark)
+        for put in self._puts:
+            put()
+        set_random_state(state, self._device)
+        leaves, spec = tree_flatten(batch)
+
+        def run() -> None:
+            with self._held.running(), outputs.taking(), _refusing_optimizers():
+                self._step(tree_unflatten(leaves, spec))  # New containers, because a step may pop from them.
+            outputs.taken()
+
+        self._all(run, what)
+        return outputs
+
+    def _all(self, act: Callable[[], None], what: str = "") -> None:
+        """Run ``act`` on all ranks. If it raises on one, raise on all. COLLECTIVE.
+
+        Args:
+            what: the run, for the message. "": ``act`` only looks, and its message says all.
+        """
+        error: Exception | None = None
+        try:
+            with self._failing_by_name(what):
+                act()
+        except Exception as raised:
+            error = raised
+        failure = error if self._accord is None else None
+        if self._accord is not None:
+            told = self._accord.reach(None if error is None else _told(error, what))
+            failure = None if told is None else _error(*json.loads(told))
+        if failure is not None:
+            raise failure from (None if failure is error else error)
+
+    def _failing_by_name(self, what: str) -> contextlib.AbstractContextManager[None]:
+        if self._group is None:
+            return contextlib.nullcontext()
+        return failing_by_name("fp8dist", lambda: f"{what} of replay()", self._group.ranks)
+
+
+def _at(taken: Taken, index: int | None) -> tuple[int, Place] | None:
+    """Return (index, place). A run that is longer than ``taken`` differs after its end."""
+    return None if index is None else (index, taken.places[min(index, len(taken.places) - 1)])
+
+
+def _index(found: tuple[int, Place] | None) -> int | None:
+    return None if found is None else found[0]
+
+
+def _window(taken: Taken, index: int) -> slice:
+    """Return which warnings came between the last place before ``index``, and ``index``."""
+    start = taken.marks[index - 1] if 0 < index <= len(taken.marks) else 0
+    return slice(start, taken.marks[index] if index < len(taken.marks) else None)
+
+
+def _ops(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
+    """Return the names of the ops that torch's deterministic mode has warned of."""
+    texts = [str(warning.message) for warning in caught]
+    return tuple(dict.fromkeys(text.split(" ")[0] for text in texts if "deterministic implementation" in text))
+
+
+def _first_element(mine: Tensor, theirs: Tensor, digester: Digester) -> Difference | None:
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return None
+    ours, expected = digester.leaves(mine), digester.leaves(theirs)
+    found = first_differing_block(ours, expected)
+    if found is None:
+        return None
+    block, blocks = found
+    a, b = (block_of(as_bytes(tensor), block).cpu() for tensor in (mine, theirs))
+    return compare_block(a, b, mine.dtype, block, blocks, len(ours))
+
+
+def _note(mine: str, theirs: str, rank: int, found: Difference | None) -> str:
+    """Return what else to say of a difference: the ranks are not alike, or it did not come again."""
+    notes = []
+    if found is None:
+        notes.append("transient: repeated, both got the same")
+    for ours, others in zip(mine.split("; "), theirs.split("; ")):
+        if ours != others:
+            notes.append(f"the ranks are not alike: {ours} against {others} on rank {rank}")
+    return "; ".join(notes[:3])
+
+
+def _told(error: Exception, what: str) -> str:
+    rank, refused = f"rank {own_rank()}", isinstance(error, ConfigurationError) or not what
+    if refused:
+        return json.dumps([True, f"{error} ({rank})"])
+    return json.dumps([False, f"replay(): {rank} raised in {what}: {type(error).__name__}: {error}"])
+
+
+def _error(refused: bool, text: str) -> Fp8DistError:
+    return ConfigurationError(text) if refused else Fp8DistError(text)
+
+
+@contextlib.contextmanager
+def _only_warning() -> Iterator[None]:
+    """torch warns of non-deterministic ops in the block."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def _refusing_optimizers() -> Iterator[None]:
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        raise ConfigurationError(
+            f"replay(): step(batch) called {type(optimizer).__name__}.step(), whose update is not put back: pass a "
+            "function that runs the forward and the backward only"
+        )
+
+    handle = register_optimizer_step_pre_hook(untraced(refuse))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _kept_scaler(scaler: Any) -> Callable[[], None]:
+    """Return a function that puts back a GradScaler's notes about its optimizers. update() alone changes its scale."""
+    notes = {optimizer: dict(state) for optimizer, state in scaler._per_optimizer_states.items()}
+
+    def put_back() -> None:
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update({optimizer: dict(state) for optimizer, state in notes.items()})
+
+    return put_back

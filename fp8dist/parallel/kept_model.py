@@ -1,0 +1,163 @@
+"""KeptModel: puts back what a forward and a backward leave in a model: gradients, buffers, states of DDP and FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.parallel.partitioned import is_partitioned
+from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_groups, fsdp2_modules
+from fp8dist.sync.groups import has_base
+from fp8dist_kernels.graphs import capturing
+
+__all__ = ["KeptModel", "require_replayable"]
+
+_REPLAY = "replay()"
+_INSTEAD = "replay the model before it is sharded"
+
+
+class KeptModel:
+    """A model whose gradients and buffers are put back. Local.
+
+    Gradients are set aside, not copied. Of buffers there is one copy. Writes to parameters are found, not undone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._gradients: list[tuple[Any, str, Any]] = []
+        for holder, name in _holders(model):
+            self._gradients.append((holder, name, getattr(holder, name)))
+        self._versions = [(name, p, p._version) for name, p in model.named_parameters()]
+        self._buffers = [
+            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run a forward and a backward in the block, from the kept buffers and without gradients. DDP reduces none."""
+        self._clear()
+        with contextlib.ExitStack() as stack:
+            for wrapper in _ddp_modules(self._model):
+                stack.enter_context(_unsynced(wrapper))
+            yield
+        self._clear()
+
+    def _clear(self) -> None:
+        for holder, name in _holders(self._model):  # Some were made by a run.
+            setattr(holder, name, None)
+        self._put_back_buffers()
+
+    def put_back(self) -> None:
+        """Put everything back."""
+        self._clear()
+        for holder, name, gradient in self._gradients:
+            setattr(holder, name, gradient)
+
+    def require_unwritten(self) -> None:
+        """Raise ConfigurationError if a parameter was written to."""
+        for name, parameter, version in self._versions:
+            if parameter._version != version:
+                raise ConfigurationError(
+                    f"{_REPLAY}: step(batch) wrote to the parameter {name}, which is not put back: it may run a "
+                    "forward and a backward only"
+                )
+
+    @torch.no_grad()
+    def _put_back_buffers(self) -> None:
+        for module, name, buffer, value in self._buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield (object, name of its attribute that holds a gradient)."""
+    seen = set()
+    for module in fsdp2_modules(model):
+        for group in fsdp2_groups(module, _REPLAY, _INSTEAD):
+            yield group, "_partial_reduce_output"
+            for sharded in group.fsdp_params:
+                yield sharded, "unsharded_accumulated_grad"
+                for parameter in (sharded.sharded_param, getattr(sharded, "_unsharded_param", None)):
+                    if parameter is not None:
+                        seen.add(id(parameter))
+                        yield parameter, "grad"
+    for parameter in model.parameters():
+        if id(parameter) not in seen:
+            yield parameter, "grad"
+
+
+def _ddp_modules(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if has_base(module, "DistributedDataParallel")]
+
+
+@contextlib.contextmanager
+def _unsynced(wrapper: Any) -> Iterator[None]:
+    """DDP without any communication: neither gradients nor buffers."""
+    before = wrapper.require_forward_param_sync
+    wrapper.require_forward_param_sync = False
+    try:
+        with wrapper.no_sync():
+            yield
+    finally:
+        wrapper.require_forward_param_sync = before
+
+
+def require_replayable(model: nn.Module) -> None:
+    """Raise ConfigurationError if what a forward and a backward leave in the model cannot be put back. Local."""
+    if any(m._join_config.enable for m in model.modules() if isinstance(m, Joinable)):
+        raise ConfigurationError(f"{_REPLAY} inside a Join context: ranks without data do not reach it")
+    for parameter in model.parameters():
+        _require_plain_gradient(parameter)
+    if any(has_base(module, "DeepSpeedEngine") for module in model.modules()):
+        raise ConfigurationError(f"{_REPLAY}: DeepSpeed keeps gradients in buffers of its own: pass the model in it")
+    if fsdp1_modules(model):
+        raise ConfigurationError(f"{_REPLAY}: FSDP1 keeps gradients in flat parameters. Use FSDP2 (fully_shard)")
+    for wrapper in _ddp_modules(model):
+        _require_settled(wrapper)
+    for module in fsdp2_modules(model):
+        for group in fsdp2_groups(module, _REPLAY, _INSTEAD):
+            if getattr(group, "_all_reduce_hook", None) is not None:
+                raise ConfigurationError(
+                    f"{_REPLAY}: FSDP2 would call the hook of set_all_reduce_hook(), whose state is not put back"
+                )
+
+
+def _require_settled(wrapper: Any) -> None:
+    """Raise ConfigurationError if a backward would change how DDP reduces later ones, even without a reduction."""
+    if wrapper.find_unused_parameters and not wrapper.static_graph:
+        raise ConfigurationError(
+            f"{_REPLAY}: DDP(find_unused_parameters=True) would take the parameters that a replay uses for used ones"
+        )
+    rebuilt = getattr(wrapper, "_has_rebuilt_buckets", None)  # Since torch 2.13. The log has it a step later.
+    if not (wrapper._get_ddp_logging_data().get("has_rebuilt_buckets", 0) if rebuilt is None else rebuilt):
+        raise ConfigurationError(
+            f"{_REPLAY}: DDP arranges its buckets in the first step, and would arrange them by the replay: call it "
+            "after the second forward has begun"
+        )
+    if wrapper._delay_all_reduce_all_params or wrapper._use_python_reducer:
+        raise ConfigurationError(
+            f"{_REPLAY}: this DDP reduces in any backward, also under no_sync(): use neither the Python reducer nor "
+            "delay_all_reduce_named_params"
+        )
+
+
+def _require_plain_gradient(parameter: Tensor) -> None:
+    if parameter.device.type == "meta":
+        raise ConfigurationError(f"{_REPLAY}: the model is on the meta device: materialise it first")
+    if capturing(parameter.device):
+        raise ConfigurationError(f"{_REPLAY} while a CUDA graph is captured: call it before the capture, or after")
+    if is_partitioned(parameter):
+        raise ConfigurationError(f"{_REPLAY}: DeepSpeed's ZeRO keeps gradients in buffers of its own: {_INSTEAD}")
+    if hasattr(parameter, "main_grad"):
+        raise ConfigurationError(
+            f"{_REPLAY}: Megatron-Core adds gradients to buffers of its own (main_grad), which are not put back"
+        )

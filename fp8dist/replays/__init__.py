@@ -1,0 +1,1 @@
+"""Replays of batches that a training loop keeps, when an event asks for one."""

@@ -1,0 +1,166 @@
+"""ReplayBuffer: the batches of the last steps, on the host, with the random numbers that their forwards began with."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from fp8dist.consistency.neighbours import require_sendable
+from fp8dist.consistency.random_state import RandomState, random_state
+from fp8dist.errors import ConfigurationError
+from fp8dist.manager import StateManager
+from fp8dist.names import require_int
+from fp8dist.parallel.wrappers import compute_device
+from fp8dist.sync.groups import world_size
+
+__all__ = ["KeptBatch", "ReplayBuffer"]
+
+
+class KeptBatch(NamedTuple):
+    """A batch on the host. ``leaves``: those of the pytree; tensors have a copy on the CPU. ``devices``: where they
+    were; None: not a tensor."""
+
+    leaves: list[Any]
+    devices: list[torch.device | None]
+    spec: TreeSpec
+    random_state: RandomState
+
+    def batch(self) -> Any:
+        """Return a new copy of the batch, its tensors where they were. Local."""
+        return tree_unflatten([_back(leaf, device) for leaf, device in zip(self.leaves, self.devices)], self.spec)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        tensors = [leaf for leaf in (*self.leaves, *self.random_state) if isinstance(leaf, Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+class ReplayBuffer:
+    """Keeps the batches of the last steps on the host, for ``replay_on``. Local.
+
+        recorder = fp8dist.ReplayBuffer(manager, last=2)
+        for batch in loader:
+            recorder.keep(batch)
+            loss = model(batch)
+
+    It holds at most ``last`` steps of this rank's batches, and some 20 kB for each microbatch, the state of the random
+    number generators. Each ``keep`` copies the batch. If it is on a GPU, the copy waits for the GPU; call ``keep``
+    before you move the batch there, and let the ``step`` of ``replay_on`` move it. Kept batches are not saved in
+    checkpoints.
+
+    Args:
+        manager: the StateManager of the model, or a model that was not prepared.
+        last: number of steps, at least 1. Two are needed for jumps of delayed scales, which show one step later.
+    """
+
+    def __init__(self, manager: StateManager | nn.Module, last: int = 2) -> None:
+        require_int("last", last, 1, what="a number of steps")
+        if not isinstance(manager, (StateManager, nn.Module)):
+            raise ConfigurationError(f"manager must be a StateManager or a model, got {type(manager).__name__}")
+        self._manager = manager if isinstance(manager, StateManager) and manager.settings.enabled else None
+        self._last = last
+        self._steps: dict[int, list[KeptBatch]] = {}
+        self._open: int | None = None  # The step in progress.
+        self._paused = False
+        self._owner = manager
+        if self._manager is not None:
+            self._manager._cycle.listeners.append(self._end_step)
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        """The device that computes. Found at the first ``keep``, when the model is where it trains."""
+        model = self._owner if isinstance(self._owner, nn.Module) else self._owner._called_module
+        parameter = next(model.parameters(), None)
+        return torch.device("cpu") if parameter is None else compute_device(parameter, model)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps whose batches are kept, oldest first."""
+        return tuple(self._steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the kept tensors take on the host."""
+        return sum(kept.nbytes for batches in self._steps.values() for kept in batches)
+
+    def keep(self, batch: Any, step: int | None = None) -> None:
+        """Copy a batch to the host, with the present state of the random number generators. Local.
+
+        Call it once per microbatch, right before its forward. Do not call it for evaluations.
+
+        Args:
+            batch: a pytree. Its tensors are copied, everything else is copied with ``copy.deepcopy``. With several
+                ranks, tensors and plain values only, because a replay sends it to another rank.
+            step: number of the step that the batch is for. A manager knows it, so give it only without FP8.
+
+        Raises:
+            ConfigurationError: ``step`` is missing without FP8, or given with it. Or a step was captured into a CUDA
+                graph, whose replays end no step on the host; or ``batch`` cannot be sent.
+        """
+        if self._paused:  # The user's step may contain this call.
+            return
+        if self._manager is None and step is None:
+            raise ConfigurationError("without FP8 nothing counts the steps: pass keep(batch, step), from 1")
+        if self._manager is not None and step is not None:
+            raise ConfigurationError("keep(batch, step): the manager counts the steps: leave step= out")
+        if step is None:
+            assert self._manager is not None
+            if self._manager._job.captured:
+                raise ConfigurationError("keep(): steps in a CUDA graph are not seen one by one: capture no step")
+            step = self._manager.run_step + 1
+        else:
+            require_int("step", step, 0, what="the number of a step")
+        if world_size() > 1:
+            require_sendable(batch)
+        if step != self._open:
+            self._begin(step)
+        leaves, spec = tree_flatten(batch)
+        devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
+        copies = [_copied(leaf) for leaf in leaves]
+        self._steps[step].append(KeptBatch(copies, devices, spec, random_state(self._device)))
+
+    def counts_for(self, manager: object) -> bool:
+        """True if this is the manager that counts the steps."""
+        return self._manager is manager
+
+    def of(self, step: int) -> list[KeptBatch]:
+        """Return the kept batches of a step, in the order of its microbatches; none if it is not kept."""
+        return self._steps.get(step, [])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which ``keep`` does nothing. Local."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _begin(self, step: int) -> None:
+        self._steps.pop(step, None)  # Of a step that a loss scaler has skipped, or that is run again after a load.
+        for old in list(self._steps)[: len(self._steps) - self._last + 1]:
+            del self._steps[old]
+        self._steps[step], self._open = [], step
+
+    def _end_step(self, took_place: bool) -> None:
+        self._open = None
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)
+    return leaf.detach().to("cpu", copy=True).requires_grad_(leaf.requires_grad)
+
+
+def _back(leaf: Any, device: torch.device | None) -> Any:
+    if device is None:
+        return copy.deepcopy(leaf)
+    return leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)

@@ -1,0 +1,300 @@
+"""``replay_on``: replays the kept batch that an event of the training names."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8dist.consistency.checker import Event, Replayed
+from fp8dist.consistency.replay_report import ReplayReport
+from fp8dist.errors import ConfigurationError, LossAlarm, SyncError
+from fp8dist.manager import StateManager
+from fp8dist.model_replay import replay
+from fp8dist.monitoring.loss_guard import LossGuard
+from fp8dist.names import check_keywords, require_choice, require_int
+from fp8dist.parallel.wrappers import is_tensor_parallel
+from fp8dist.replays.buffer import KeptBatch, ReplayBuffer
+from fp8dist.sync.groups import GroupLike, SyncGroup, own_rank, world_size
+from fp8dist.sync.roll_call import failing_by_name
+
+__all__ = ["replay_on"]
+
+logger = logging.getLogger("fp8dist")
+
+Trigger = Literal["nonfinite", "jump", "spike"]
+
+_KINDS: tuple[Trigger, ...] = ("nonfinite", "jump", "spike")
+"""The events, the most telling first."""
+
+_UNKNOWN = -1
+
+
+class _Wish(NamedTuple):
+    """What a rank wants replayed. ``kind``: of the event. ``microbatch``: None: all of the step, until one of them
+    shows something."""
+
+    kind: Trigger
+    step: int
+    microbatch: int | None = None
+    rank: int | None = None
+
+
+@check_keywords("fp8dist.replay_on")
+def replay_on(
+    manager: StateManager | nn.Module,
+    recorder: ReplayBuffer,
+    step: Callable[[Any], object],
+    events: Sequence[Trigger] = _KINDS,
+    at_most_every: int = 100,
+    *,
+    guard: LossGuard | None = None,
+    group: GroupLike | None = None,
+    scaler: Any = None,
+    callback: Callable[[Event], None] | None = None,
+) -> None:
+    """From now on, replay a kept batch when an event names it, and tell what the replay found. Local: on all ranks
+    alike. Then each boundary is COLLECTIVE: one all-reduce of 96 bytes more, with which the ranks agree. On GPUs it
+    waits for the device, because the amaxes of a step are judged at its own boundary, before the update.
+
+    A replay begins at the end of the boundary of the step, in the optimizer's step before the update: weights are those
+    of the step. With delayed scaling, the scales are those that the step has just made. It replays the microbatch that
+    the event names, on each rank its own; if the event names none, the step's microbatches in order, until a replay
+    finds something. If ranks do not agree on the event, nothing is replayed, and one rank warns once.
+
+    What a replay finds is logged once, and is an Event "replayed" for the callbacks of the manager, and so a line in
+    the events of a ``Recorder``. A replay that raises does not end the training: one rank warns.
+
+    - "nonfinite": an amax, or the loss that the guard sees, is not finite.
+    - "jump": a scale jumped, see ``StateManager.watch(jump=…)``. A delayed scale jumps one step after its amax: the
+      batch of that step is replayed, with the weights of the next. Without an observation of that step nothing is.
+    - "spike": the guard saw a spike. A guard that stops the run, and one without a manager, have the replay inside
+      ``observe``, so call that between the backward and the update.
+
+    Args:
+        manager: the StateManager of the model, or a model without FP8, where only the guard tells of events.
+        recorder: keeps the batches.
+        step: runs forward and backward of a batch, as the training does, with its own autocast. See
+            ``fp8dist.replay``.
+        events: which events. Those that nobody sends never come.
+        at_most_every: least number of steps from one replay to the next.
+        guard: the LossGuard of the run, for "spike" and losses that are not finite.
+        group: see ``fp8dist.replay``. None: the ranks that share the FP8 state, or all ranks of the job, which also
+            agree on each replay. A tensor parallel model needs it.
+        scaler: the GradScaler, see ``fp8dist.replay``.
+        callback: also called with the Event, on all ranks. Without a manager there is no other.
+
+    Raises:
+        ConfigurationError: an argument is invalid, or none of ``events`` can come. In the first step, if a tensor
+            parallel model has no ``group``.
+    """
+    if not isinstance(recorder, ReplayBuffer):
+        raise ConfigurationError(f"recorder must be a ReplayBuffer, which keeps batches, got {type(recorder).__name__}")
+    for kind in events:
+        require_choice("events", kind, _KINDS)
+    require_int("at_most_every", at_most_every, 1, what="a number of steps")
+    fp8 = isinstance(manager, StateManager) and manager.settings.enabled
+    if not events or (guard is None and (not fp8 or set(events) == {"spike"})):
+        raise ConfigurationError(
+            f"none of events={tuple(events)!r} can come: pass guard=, the LossGuard, for losses that spike or are not "
+            "finite; amaxes and scales have events only in FP8"
+        )
+    if fp8 and not recorder.counts_for(manager):
+        raise ConfigurationError("recorder keeps the batches of another model: pass ReplayBuffer(manager)")
+    _Replays(manager, recorder, step, tuple(events), at_most_every, guard, group, scaler, callback).begin()
+
+
+class _Replays:
+    """The replays of one run. Its hooks keep it alive as long as the manager or the guard."""
+
+    def __init__(
+        self,
+        manager: StateManager | nn.Module,
+        recorder: ReplayBuffer,
+        step: Callable[[Any], object],
+        events: tuple[Trigger, ...],
+        every: int,
+        guard: LossGuard | None,
+        group: GroupLike | None,
+        scaler: Any,
+        callback: Callable[[Event], None] | None,
+    ) -> None:
+        self._owner, self._recorder, self._step = manager, recorder, step
+        self._manager = manager if isinstance(manager, StateManager) and manager.settings.enabled else None
+        self._events, self._every, self._guard = events, every, guard
+        self._given, self._scaler, self._callback = group, scaler, callback
+        self._wishes: dict[str, _Wish] = {}
+        self._rest = 0  # Steps until the next replay may begin.
+        self._said: set[str] = set()  # Warnings that are not repeated.
+
+    def begin(self) -> None:
+        """Register for the events. Local."""
+        if self._manager is not None:
+            self._manager.on_event(self._hear)
+            self._manager._cycle.listeners.append(self._end_step)
+        if self._guard is not None:
+            self._guard.on_observe(self._judge)
+
+    # Events --------------------------------------------------------------------------------------
+
+    def _hear(self, event: Event) -> None:
+        assert self._manager is not None
+        cause = event.cause
+        if event.kind == "jump" and cause is None and "jump" in self._events:
+            self._warn_once("a jump names no batch, unless manager.watch(every=1, ranks=True) observes each step")
+        elif cause is not None:
+            self._note(event.kind, cause.step, cause.microbatch, cause.rank)
+        elif event.kind == "nonfinite":
+            self._note(event.kind, self._manager.run_step)
+
+    def _judge(self, alarm: LossAlarm | None) -> None:
+        """Handle what the guard sees of a loss. COLLECTIVE if it replays."""
+        if alarm is not None:
+            self._note(alarm.kind, self._now(alarm.step))
+        assert self._guard is not None
+        if self._manager is None or self._guard.stops:
+            if alarm is not None or self._ranks is None or self._guard.ranks != tuple(self._ranks.ranks):
+                self._replay_if_agreed()
+            if self._manager is None:
+                self._rest = max(0, self._rest - 1)
+
+    def _note(self, kind: str, step: int, microbatch: int | None = None, rank: int | None = None) -> None:
+        for wanted in self._events:
+            if wanted == kind:
+                before = self._wishes.get(kind)
+                if before is None or before.microbatch is None:
+                    self._wishes[kind] = _Wish(wanted, step, microbatch, rank)
+
+    def _end_step(self, took_place: bool) -> None:
+        """Replay at the end of a boundary. COLLECTIVE, unless a loss scaler skipped the step."""
+        assert self._manager is not None
+        if not took_place:
+            self._wishes.clear()
+            return
+        now = self._manager.run_step
+        told = self._wishes.get("nonfinite")
+        if told is not None and told.step < now:  # The event of an earlier step, which had its replay there.
+            del self._wishes["nonfinite"]
+        if "nonfinite" in self._events and self._manager._cycle.found_nonfinite():
+            cause = self._manager._cycle.checker.cause_of_nonfinite()
+            self._note("nonfinite", now, *((None, None) if cause is None else (cause.microbatch, cause.rank)))
+        self._replay_if_agreed()
+        self._rest = max(0, self._rest - 1)
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._owner if isinstance(self._owner, nn.Module) else self._owner._called_module
+
+    # Agreement -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _ranks(self) -> SyncGroup | None:
+        """The ranks that begin a replay together; None for one. With tensor parallelism more than ``group``."""
+        if self._given is None and is_tensor_parallel(self._model):
+            raise ConfigurationError(
+                "fp8dist.replay_on: the model is tensor parallel: pass group=mesh[…], the data-parallel axis, whose "
+                "ranks hold the same parts and other data"
+            )
+        if self._manager is not None:
+            return self._manager._cycle.checker.anchor()
+        return None if world_size() == 1 else SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
+
+    def _extremes(self, *values: int) -> tuple[list[int], list[int]]:
+        """Return the least and the greatest of each value over the ranks. COLLECTIVE: one all-reduce."""
+        ranks = self._ranks
+        if ranks is None or ranks.size == 1:
+            return list(values), list(values)
+        sent = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=ranks.device)
+        with failing_by_name("fp8dist.replay_on", lambda: "the agreement on a replay", ranks.ranks):
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=ranks.process_group)
+        found = sent.tolist()
+        return [-value for value in found[len(values) :]], found[: len(values)]
+
+    def _replay_if_agreed(self) -> None:
+        """Replay what all ranks wish. COLLECTIVE, whatever this rank wishes: it cannot know what the others do."""
+        wish = next((self._wishes[kind] for kind in _KINDS if kind in self._wishes), None)
+        self._wishes.clear()
+        mine, kept = (0, 0, 0, 0), 0
+        if wish is not None:
+            microbatch, rank = (_UNKNOWN if one is None else one for one in (wish.microbatch, wish.rank))
+            mine = (1 + _KINDS.index(wish.kind), wish.step, microbatch, rank)
+            kept = len(self._recorder.of(wish.step))
+        (*least, kept, _), (*most, _, rests) = self._extremes(*mine, kept, int(self._rest > 0))
+        if rests or not most[0]:
+            return
+        if wish is None or least != most:
+            self._warn_once("the ranks do not agree on an event, so its batch is not replayed")
+        elif kept <= (wish.microbatch or 0):
+            self._warn_once(
+                f"not every rank has kept the batch of step {wish.step} that a {wish.kind!r} names: call keep(batch) "
+                "for each microbatch, and ReplayBuffer(last=2) or more"
+            )
+        else:
+            self._rest = self._every
+            with self._recorder.paused():
+                self._replay(wish, range(kept) if wish.microbatch is None else (wish.microbatch,))
+
+    # Replays -------------------------------------------------------------------------------------
+
+    def _replay(self, wish: _Wish, microbatches: Iterable[int]) -> None:
+        """Replay microbatches until one shows something, and tell what it showed. COLLECTIVE."""
+        report: ReplayReport | None = None
+        for microbatch in microbatches:
+            try:
+                report = self._replay_one(self._recorder.of(wish.step)[microbatch])
+            except SyncError:  # A rank is gone: the training cannot go on either.
+                raise
+            except Exception as error:  # The user's step may raise anything. Then all ranks raise.
+                what = " ".join(f"{type(error).__name__}: {error}".split())
+                self._warn(f"the replay of microbatch {microbatch} of step {wish.step} failed: {what}")
+                return
+            if report.findings:
+                break
+        if report is not None:
+            self._tell(Replayed(wish.kind, wish.step, microbatch, report))
+
+    def _replay_one(self, kept: KeptBatch) -> ReplayReport:
+        batch, failed = None, None
+        try:
+            batch = kept.batch()
+        except Exception as error:  # Such as no memory on the GPU, which the other ranks must hear of.
+            failed = error
+        if self._extremes(int(failed is not None))[1][0]:
+            raise failed or RuntimeError("another rank could not put its batch back on its device")
+        given = {"group": self._group(), "random_state": kept.random_state, "scaler": self._scaler}
+        with torch.enable_grad():
+            return replay(self._model, self._step, batch, **given)
+
+    def _group(self) -> GroupLike | None:
+        if self._given is not None or self._ranks is None:
+            return self._given
+        return self._ranks.mesh or self._ranks.process_group
+
+    def _tell(self, replayed: Replayed) -> None:
+        event = Event("replayed", self._now(replayed.step), replay=replayed)
+        self._warn(
+            f"after a {replayed.trigger!r}, microbatch {replayed.microbatch} of step {replayed.step} was replayed: "
+            f"{replayed.report}"
+        )
+        if self._manager is not None:
+            self._manager._cycle.checker.tell_at_once(event)
+        if self._callback is not None:
+            self._callback(event)
+
+    def _warn(self, message: str) -> None:
+        if own_rank() == (0 if self._ranks is None else min(self._ranks.ranks)):
+            logger.warning("fp8dist: step %d: %s", self._now(0), message)
+
+    def _now(self, otherwise: int) -> int:
+        """Return the step whose batches were kept last; ``otherwise`` if none are kept."""
+        return self._recorder.steps[-1] if self._recorder.steps else otherwise
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._warn(message)

@@ -1,0 +1,188 @@
+"""``fp8dist.replay``: everything is as it was after it, and each planted cause gets its sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fp8dist import Fp8DistError
+from tests.support.answers import flipping
+from tests.support.ranks import RankPool
+from tests.support.replayed import Training
+
+pytestmark = pytest.mark.slow
+
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp": {"kind": "ddp"},
+    "ddp, plain": {"kind": "ddp", "fp8": False},
+    "fsdp2": {"kind": "fsdp2"},
+    "fsdp2, fp8 gather": {"kind": "fsdp2", "gathers": True},
+    "fsdp2, plain": {"kind": "fsdp2", "fp8": False},
+    "tp": {"kind": "tp"},
+    "compiled block": {"compiled": True},
+    "compiled block, plain": {"compiled": True, "fp8": False},
+}
+
+
+def _trained(options: dict[str, Any], replays: bool) -> Any:
+    """Train, replay in the middle of an accumulation, and train on."""
+    training = Training(**options)
+    found: list[Any] = []
+
+    def inside(step: int) -> None:
+        if step != 3 or not replays:
+            return
+        gradients = [parameter.grad for parameter in training.model.parameters()]
+        before = training.everything()
+        report = training.replay(6)
+        after = training.everything()
+        same = all(g is p.grad for g, p in zip(gradients, training.model.parameters(), strict=True))
+        found.append(
+            (report, [name for name in before if before[name] != after.get(name)], before.keys() == after.keys(), same)
+        )
+
+    training.train(13, inside)
+    return training.everything(), found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_as_if_there_had_been_no_replay(kind: str, two_ranks: RankPool, four_ranks: RankPool) -> None:
+    ranks = four_ranks if kind == "tp" else two_ranks
+    replayed, plain = ranks.run(_trained, KINDS[kind], True), ranks.run(_trained, KINDS[kind], False)
+    for (after, found), (expected, _) in zip(replayed, plain, strict=True):
+        ((report, changed, same_names, same_gradients),) = found
+        assert report.reproducible, str(report)
+        assert not report.findings
+        assert changed == []
+        assert same_names
+        assert same_gradients
+        assert [name for name in expected if expected[name] != after[name]] == []
+
+
+# Causes -------------------------------------------------------------------------------------------------
+
+
+def _put(y: Tensor) -> Tensor:
+    """An op that torch's deterministic mode forbids, and that is not deterministic here."""
+    place = torch.zeros(1, dtype=torch.int64)
+    return y.flatten().put(place, torch.tensor([time.perf_counter() % 1]), accumulate=False).view_as(y)
+
+
+class _Counted:
+    """State that a module hides in Python."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        return y * (1 + self.calls / 64)
+
+
+def _attended(y: Tensor) -> Tensor:
+    heads = y.view(1, 4, -1, y.shape[1] // 4)
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads).reshape(y.shape)
+
+
+def _caused(cause: str, options: dict[str, Any], odd: int) -> Any:
+    """Return (the report, its module, ranks and kind)."""
+    training = Training(**options)
+    fault = training.net.blocks[1]
+    fault.fault = _attended if cause == "flag" else fault.fault
+    training.train(2)
+    here = dist.get_rank() == odd
+    also: dict[str, Any] = {}
+    context: Any = contextlib.nullcontext()
+    if cause == "nan":
+        also = {"poison": torch.tensor(math.nan if here else 0.0)}
+        fault.fault = lambda y: y + training.seen["poison"]
+    elif here and cause in ("op", "hidden"):
+        fault.fault = {"op": _put, "hidden": _Counted()}[cause]
+    elif here and cause == "flag":
+        context = sdpa_kernel(SDPBackend.MATH)
+    elif here and cause == "product":
+        context = _bad_product(fault.down)
+    with context:
+        report = training.replay(also=also)
+    return report, training.group is dist.group.WORLD
+
+
+@contextlib.contextmanager
+def _bad_product(linear: Any) -> Iterator[None]:
+    """Flip a bit of what one FP8Linear multiplies, as a damaged multiplier would."""
+    forward = linear.forward
+
+    def faulty(x: Tensor) -> Tensor:
+        with flipping("matmul", tuple(x.shape), byte=70, bit=3):
+            return forward(x)
+
+    linear.forward = faulty
+    try:
+        yield
+    finally:
+        del linear.forward
+
+
+CAUSES = {
+    "op": ("not deterministic", "blocks.1", "would forbid put_"),
+    "hidden": ("not deterministic", "blocks.1", "state in Python"),
+    "nan": (
+        "nonfinite",
+        "blocks.1",
+        "the data of rank 1 gives the first non-finite value in module 'blocks.1', output",
+    ),
+    "flag": ("ranks differ", "blocks.1", "ULP"),
+    "product": ("ranks differ", "blocks.1.down", "ULP"),
+}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2, fp8 gather"])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_has_its_sentence(cause: str, kind: str, two_ranks: RankPool, three_ranks: RankPool) -> None:
+    wanted, module, words = CAUSES[cause]
+    for ranks, size in ((two_ranks, 2), (three_ranks, 3)):
+        (report, _), *others = ranks.run(_caused, cause, KINDS[kind], 1)
+        assert all(other == report for other, _ in others)
+        first = report.findings[0]
+        assert (first.kind, first.module, first.what) == (wanted, module, "output"), str(report)
+        blamed = wanted != "ranks differ" or size == 3
+        assert first.ranks == ((1,) if blamed else (0, 1)), str(report)
+        assert words in report.sentence
+        if wanted == "ranks differ":
+            assert first.index is not None
+            assert first.ulp
+            assert first.reference_rank == (2 if size == 3 else None)
+        assert len(report.findings) == 1
+        assert report.reproducible == (wanted == "nonfinite")
+
+
+def _raising(kind: str) -> list[str]:
+    options = {**KINDS[kind], **({"timeout": timedelta(seconds=4)} if "fsdp2" in kind else {})}
+    training = Training(**options)
+    training.train(2)
+    if dist.get_rank() == 1:
+        training.net.blocks[1].fault = lambda y: y.no_such_attribute
+    before = training.everything()
+    with pytest.raises(Fp8DistError) as raised:
+        training.replay()
+    after = before if "fsdp2" in kind else training.everything()  # FSDP2 was left in the middle of a forward.
+    return [str(raised.value), *(name for name in before if before[name] != after.get(name))]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_step_that_raises_on_one_rank_is_one_error_on_all(kind: str, two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_raising, kind)
+    two_ranks.close()
+    assert first == second
+    assert first[0].startswith("replay(): rank 1 raised in the first run: AttributeError: 'Tensor' object has no")
+    assert first[1:] == []

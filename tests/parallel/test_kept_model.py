@@ -1,0 +1,216 @@
+"""What a replay refuses, with a reason, and what DDP's hooks see of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist import ConfigurationError
+from tests.support.fsdp1 import quiet
+from tests.support.ranks import RankPool
+from tests.support.training import batch, gradient_bits, make_net, parameter_bits
+
+
+def _step_of(model: Any) -> Callable[[Any], None]:
+    def step(index: int) -> None:
+        x, y = batch(0, index)  # Equal data on all ranks.
+        nn.functional.mse_loss(model(x), y).backward()
+
+    return step
+
+
+def _settled(model: Any) -> Any:
+    """DDP arranges its buckets in the second forward."""
+    for index in range(2):
+        _step_of(model)(index)
+    return model
+
+
+def _ddp(**options: Any) -> Any:
+    return DistributedDataParallel(make_net(), **options)
+
+
+def _fsdp1() -> Any:
+    with quiet():
+        return FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))
+
+
+def _stepping() -> None:
+    model = _settled(_ddp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fp8dist.replay(model, lambda index: (_step_of(model)(index), optimizer.step()), 0)
+
+
+def _ending_a_step() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD).attach(boundary="manual")
+    fp8dist.replay(net, lambda index: (_step_of(net)(index), manager.step()), 0)
+
+
+def _writing() -> None:
+    net = make_net()
+
+    def step(index: int) -> None:
+        _step_of(net)(index)
+        with torch.no_grad():
+            net.last.bias.add_(1)
+
+    fp8dist.replay(net, step, 0)
+
+
+def _joined() -> None:
+    model = _settled(_ddp())
+    with Join([model]):
+        fp8dist.replay(model, _step_of(model), 0)
+
+
+def _hooked() -> None:
+    net = make_net()
+    for module in (net.first, net):
+        fully_shard(module)
+    net.set_all_reduce_hook(lambda reduced: None)  # type: ignore[operator]
+    fp8dist.replay(net, _step_of(net), 0)
+
+
+def _split() -> None:
+    net = make_net()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    net.last.weight = nn.Parameter(distribute_tensor(net.last.weight.detach(), mesh, [Shard(0)]))
+    net.first.weight = nn.Parameter(distribute_tensor(net.first.weight.detach(), mesh, [Replicate()]))
+    fp8dist.replay(net, _step_of(net), 0)
+
+
+def _in_main_gradients() -> None:
+    net = make_net()
+    net.last.weight.main_grad = torch.zeros(16, 48)  # type: ignore[attr-defined]
+    fp8dist.replay(net, _step_of(net), 0)
+
+
+def _compiled_whole() -> None:
+    net = make_net()
+    fp8dist.replay(net, torch.compile(_step_of(net), backend="eager"), 0)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "an optimizer": (_stepping, "called SGD.step()"),
+    "the end of a step": (_ending_a_step, "a step inside replay()"),
+    "a parameter": (_writing, "wrote to the parameter last.bias"),
+    "join": (_joined, "inside a Join context"),
+    "no buckets yet": (lambda: fp8dist.replay(model := _ddp(), _step_of(model), 0), "arranges its buckets"),
+    "unused": (
+        lambda: fp8dist.replay(model := _settled(_ddp(find_unused_parameters=True)), _step_of(model), 0),
+        "find_unused_parameters",
+    ),
+    "fsdp1": (lambda: fp8dist.replay(model := _fsdp1(), _step_of(model), 0), "FSDP1"),
+    "fsdp2's hook": (_hooked, "set_all_reduce_hook"),
+    "parts": (_split, "the data-parallel axis"),
+    "objects": (lambda: fp8dist.replay(net := make_net(), _step_of(net), [torch.device("cpu")]), "holds a device"),
+    "meta": (lambda: fp8dist.replay(net := make_net().to("meta"), _step_of(net), 0), "materialise"),
+    "main_grad": (_in_main_gradients, "main_grad"),
+    "nothing seen": (_compiled_whole, "no module of the model was called in Python"),
+    "nothing there": (lambda: fp8dist.replay(net := nn.ReLU(), _step_of(net), 0), "no parameters"),
+}
+
+
+def _message(what: str) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        REFUSED[what][0]()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_refused_with_a_reason_on_all_ranks(what: str, two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_message, what)
+    assert first == second
+    assert REFUSED[what][1] in first
+
+
+def _refused_on_one_rank() -> tuple[str, bool]:
+    net = make_net()
+    before = parameter_bits(net)
+    with pytest.raises(ConfigurationError) as raised:
+        fp8dist.replay(net, _step_of(net), 0 if dist.get_rank() == 0 else object())
+    return str(raised.value), parameter_bits(net) == before
+
+
+def test_what_one_rank_refuses_all_refuse(two_ranks: RankPool) -> None:
+    (first, same), (second, also) = two_ranks.run(_refused_on_one_rank)
+    assert first == second
+    assert first.endswith("(rank 1)")
+    assert same
+    assert also
+
+
+def _with_a_stateful_hook() -> tuple[int, bool, bool]:
+    """DDP's hook does not run without a reduction, so its state stays."""
+    model = _ddp()
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    _settled(model)
+    before, gradients = state.iter, gradient_bits(model)
+    report = fp8dist.replay(model, _step_of(model), 0)
+    return state.iter - before, report.reproducible, gradient_bits(model) == gradients
+
+
+def test_a_communication_hook_of_ddp_is_not_called(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_with_a_stateful_hook) == [(0, True, True)] * 2
+
+
+def test_notes_of_a_gradient_scaler_are_put_back() -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(index: int) -> None:
+        x, y = batch(0, index)
+        scaler.scale(nn.functional.mse_loss(net(x), y)).backward()
+        scaler.unscale_(optimizer)
+
+    for _ in range(2):
+        assert fp8dist.replay(net, step, 0, scaler=scaler).reproducible
+    step(0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+_IN_A_PROCESS_OF_ITS_OWN = """
+import resource, torch, fp8dist
+from torch import nn
+
+torch.set_num_threads(1)
+model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+model.register_buffer("table", torch.ones(2048, 4096))
+
+def step(x):
+    model(x).square().mean().backward()
+
+x = torch.randn(8, 2048)
+for _ in range(2):
+    step(x)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+fp8dist.replay(model, step, x)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) / 1024)
+"""
+
+
+def test_memory_is_that_of_gradients_and_buffers_once() -> None:
+    """64 MiB of gradients and 32 MiB of buffers, beside some for digests and for one activation."""
+    command = [sys.executable, "-c", _IN_A_PROCESS_OF_ITS_OWN]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert 48 < float(found.stdout) < 64 + 32 + 24
