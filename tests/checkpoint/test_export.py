@@ -482,7 +482,7 @@ manager.export(out, shard_bytes=100_000)
 def test_a_kill_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
     """At each write and each fsync. The next export removes what was left. The last kill comes after the rename."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    for place in (1, 9, 16, 23, 24):  # 16 tensors, 5 files, index, config, and two folders.
+    for place in (1, 9, 16, 23, 24, 25):  # 16 tensors, 5 files, index, config, certificate, and two folders.
         done = subprocess.run(
             [sys.executable, "-c", KILLED, str(place), str(tmp_path / "out")],
             cwd=ROOT,
@@ -495,6 +495,7 @@ def test_a_kill_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
         left = {path.name for path in tmp_path.iterdir()}
         assert left == {"out.partial"}
         assert not (place < 22 and (tmp_path / "out.partial" / "config.json").exists())
+        assert (tmp_path / "out.partial" / "fp8dist-certificate.json").exists() is (place >= 24)
     _, manager, _ = trained()
     manager.export(tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
