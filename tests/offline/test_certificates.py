@@ -18,7 +18,7 @@ from tests.support.pages import pages
 
 PAGE = pages()["docs/verify.md"]
 VECTORS = re.findall(r"^\| `([^`]+)` \| `(\w+)` \| `([\w]+)` \|(?: `(\w+)`)? +\| `(\w{64})` \|$", PAGE, re.M)
-(MODEL,) = re.findall(r"^([0-9a-f]{64})$", PAGE, re.M)
+(MODEL,) = re.findall(r"^`([0-9a-f]{64})`\.$", PAGE, re.M)
 
 
 def test_the_manual_has_the_digests_that_hashlib_computes() -> None:
