@@ -55,7 +55,7 @@ class Verification(NamedTuple):
 class _Expected(NamedTuple):
     """What must be served. ``config``: keys that config.json must have; all keys if there is more than one."""
 
-    step: Any
+    step: int | None
     config: Mapping[str, Any]
     differing: list[Finding]
     listed: list[Certified]
@@ -125,9 +125,15 @@ def _by_checkpoint(options: argparse.Namespace, served: Served, progress: Progre
     if options.config:
         config = read_config(options.config)
     format = options.format or _format_of(served)
-    with exported(options.paths[0], format, options.model, options.gathered_in) as (found, step):
-        differing, listed = compare_tensors(served, _references(found), tied, progress)
-        config = {**config, QUANTIZATION: found.quantization_config()}
+    try:
+        with exported(options.paths[0], format, options.model, options.gathered_in) as (found, step):
+            differing, listed = compare_tensors(served, _references(found), tied, progress)
+            config = {**config, QUANTIZATION: found.quantization_config()}
+    except ConfigurationError as error:
+        if options.format:
+            raise
+        differing = [mismatch("layout", "format", f"is {format}, but the checkpoint has no such export: {error}")]
+        return _Expected(None, served.config, differing, [])
     if certificate and (certificate.model, certificate.step) != (model_digest(listed), step):
         text = f"is of model {certificate.model} after step {certificate.step}"
         wrong = [mismatch("certificate", CERTIFICATE, f"{text}, expected {model_digest(listed)} after step {step}")]

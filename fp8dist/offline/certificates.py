@@ -48,7 +48,7 @@ class Certified(NamedTuple):
 class Certificate(NamedTuple):
     """A certificate that was read. docs/reference/files.md describes the fields."""
 
-    step: Any
+    step: int
     tensors: dict[str, Certified]
     tied: dict[str, Any]
     config: dict[str, Any]
@@ -105,14 +105,16 @@ def read_certificate(path: str) -> Certificate:
         seal = _SEAL.search(data)
         if seal is None or seal[1].decode() != _seal_of(data):
             raise CheckpointError("was changed after it was written: its digest does not match")
-        listed, tied, config = map(content.get, ("tensors", "tied", "config"))
-        if not isinstance(listed, list) or not isinstance(tied, dict) or not isinstance(config, dict):
-            raise CheckpointError("has no list of tensors, no tied tensors, or no config")
+        kinds = {"step": int, "tensors": list, "tied": dict, "config": dict}
+        wrong = [name for name, kind in kinds.items() if type(content.get(name)) is not kind]
+        if wrong:
+            raise CheckpointError(f"has a malformed field {wrong[0]!r}")
+        step, listed, tied, config = (content[name] for name in kinds)
         tensors = [_certified(item) for item in listed]
         by_name = {tensor.name: tensor for tensor in tensors}
         if len(by_name) < len(tensors) or model_digest(tensors) != content.get("model"):
             raise CheckpointError("contradicts itself: the digest of the model is not that of its tensors")
-        return Certificate(content.get("step"), by_name, tied, config, content["model"])
+        return Certificate(step, by_name, tied, config, content["model"])
 
 
 def _certified(item: Any) -> Certified:

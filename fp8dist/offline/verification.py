@@ -64,7 +64,8 @@ def compare_tensors(
         entry = served.source.entries[places[name]]
         if (entry.dtype, entry.shape) != (DTYPES.get(dtype), shape):
             is_there = f"{entry.dtype}{list(entry.shape)}"
-            found.append(mismatch("layout", name, f"is {is_there}, expected {DTYPES.get(dtype, dtype)}{list(shape)}"))
+            expected = f"{DTYPES.get(dtype) or printable(dtype)}{list(shape)}"
+            found.append(mismatch("layout", name, f"is {is_there}, expected {expected}"))
             continue
         tensor = served.source.read(places[name])
         digest = sha256_of(tensor)

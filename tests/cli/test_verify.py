@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 import fp8dist
 from fp8dist.cli.main import CONSISTENT, DIVERGED, UNREADABLE, USAGE, main
+from fp8dist.offline.certificates import Certified, model_digest
 from tests.support.serving import RECIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -302,6 +303,33 @@ def test_another_checkpoint(made: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["verify", str(other / "checkpoint"), str(made / "served"), "--format", "block"]) == DIVERGED
 
 
+def test_a_format_that_the_checkpoint_does_not_fit(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = _made(tmp_path / "other", "block", "block")
+    assert main(["verify", str(other / "checkpoint"), str(made / "served"), "--json"]) == DIVERGED
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["detail"].startswith("is compressed-tensors, but the checkpoint has no such export: b: BlockScaling")
+    assert (
+        main(["verify", *map(str, (other / "checkpoint", made / "served")), "--format", "compressed-tensors"]) == USAGE
+    )
+
+
+@pytest.mark.parametrize("dtype", ["F32", "\x1b[2J"])
+def test_a_certificate_of_another_layout(made: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    def change(content: dict[str, Any]) -> None:
+        for tensor in content["tensors"]:
+            if tensor["name"] == "a.weight":
+                tensor["dtype"] = dtype
+        content["model"] = model_digest(Certified(*map(t.get, Certified._fields)) for t in content["tensors"])
+
+    _resealed(made / "served" / CERTIFICATE, change)
+    assert main([*_by_certificate(made)]) == DIVERGED
+    text = capsys.readouterr().out
+    assert "'a.weight'" in text
+    assert "\x1b" not in text
+
+
 # Certificates that are not sound ---------------------------------------------------------------------
 
 
@@ -323,7 +351,8 @@ def _resealed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         (lambda c: c["tensors"].append(c["tensors"][0]), "contradicts itself"),
         (lambda c: c["tensors"][0].update(shape=[-1]), "has a malformed tensor"),
         (lambda c: c["tensors"][0].update(sha256="x"), "has a malformed tensor"),
-        (lambda c: c.update(tensors={}), "has no list of tensors, no tied tensors, or no config"),
+        (lambda c: c.update(tensors={}), "has a malformed field 'tensors'"),
+        (lambda c: c.update(step="\x1b[2J"), "has a malformed field 'step'"),
     ],
 )
 def test_a_certificate_that_contradicts_itself(
