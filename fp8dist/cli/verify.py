@@ -89,7 +89,8 @@ def verify(options: argparse.Namespace, bar: Callable[[int], Any]) -> Verificati
     """
     if len(options.paths) != (2 if options.certificate is None else 1):
         raise ConfigurationError("expected CHECKPOINT and SERVED_DIR, or --certificate FILE and SERVED_DIR")
-    with served_model(options.paths[-1]) as served, bar(bytes_in(served.source)) as shown:
+    served = served_model(options.paths[-1])
+    with bar(bytes_in(served.source)) as shown:
         against = _by_checkpoint if options.certificate is None else _by_certificate
         expected = against(options, served, shown.update)
         whole = len(expected.config) > 1

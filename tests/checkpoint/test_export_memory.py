@@ -1,16 +1,20 @@
-"""Host memory of an export of 1 GB: a few times its largest tensor, on one process and under FSDP2."""
+"""Host memory of an export of 1 GB, and of its comparison: a few times its largest tensor, also under FSDP2."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fp8dist
+from fp8dist.cli.main import main
 from tests.support import forked
 from tests.support.ranks import RankPool
 from tests.support.serving import NATIVE, RECIPES
@@ -61,6 +65,33 @@ def test_a_model_of_1_gb_takes_three_tensors_at_most(tmp_path: Path, recipe: str
     done = forked.run([recipe, str(tmp_path / "out")], None, {}, main=_alone)
     assert done.returncode == 0, done.stderr
     assert 0 < float(done.stdout) <= 3
+
+
+def _make(words: list[str]) -> int:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    manager = fp8dist.prepare(model, RECIPES["delayed"])
+    manager.attach(model)
+    dcp.save({"model": model, "fp8": manager}, checkpoint_id=Path(words[0], "checkpoint"))
+    manager.export(Path(words[0], "served"), model)
+    return 0
+
+
+def _verify(words: list[str]) -> int:
+    codes = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        grown = above_the_start(lambda: codes.append(main(["verify", *words])))
+    print(grown / LARGEST)
+    return codes[0]
+
+
+def test_verifying_1_gb_takes_three_tensors_at_most(tmp_path: Path) -> None:
+    checkpoint, out = str(tmp_path / "checkpoint"), tmp_path / "served"
+    made = forked.run([str(tmp_path)], None, {}, main=_make)
+    assert made.returncode == 0, made.stderr
+    for words in ([checkpoint, str(out)], ["--certificate", str(out / "fp8dist-certificate.json"), str(out)]):
+        done = forked.run(words, None, {}, main=_verify)
+        assert done.returncode == 0, done.stderr
+        assert 0 < float(done.stdout) <= 3
 
 
 @pytest.mark.parametrize(("recipe", "parallel"), [("delayed", "fsdp2"), ("delayed", "gather"), ("rowwise", "fsdp2")])
