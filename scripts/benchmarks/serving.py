@@ -59,7 +59,8 @@ class ServedLinear(nn.Module):
             amax = groups.abs().amax() if self._inputs == "tensor" else groups.abs().amax(-1, keepdim=True)
             scale = torch.where(amax > 0, amax / LIMIT, torch.ones_like(amax))
         cast = (groups / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn)
-        return F.linear((cast.float() * scale).reshape(x.shape), self.weight, self.bias)
+        y = F.linear((cast.float() * scale).reshape(x.shape), self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 def spread(scale: Tensor, shape: torch.Size) -> Tensor:
