@@ -73,17 +73,20 @@ def compare_tensors(
             known = None if value is None else first_difference(tensor, value, digester.leaves(value), digester)
             differing.append((certified, digest, known))
         progress(tensor.nbytes)
-    looks = {one.name: _look(one) for one in listed if one.name not in tied}
-    copies = {one for one in missing if looks.get(str(tied.get(one.name))) == _look(one)}
-    listed = [one for one in listed if one not in copies]
-    missing = [one for one in missing if one not in copies]
+    looks = {one.name: _look(one) for one in listed}
+    copies = {one for one in missing if _is_copy(one, tied, looks)}
     owners: dict[_Look, list[str]] = defaultdict(list)
-    for certified in listed:
-        owners[_look(certified)].append(certified.name)
+    for name, look in looks.items():
+        owners[look].append(name)
     found += [_differs(*one, owners) for one in differing]
-    strangers = [place for name, place in places.items() if name not in {one.name for one in listed}]
-    found += _one_sided(served, strangers, missing, progress)
-    return sorted(found, key=lambda finding: finding.name), listed
+    strangers = [place for name, place in places.items() if name not in looks]
+    found += _one_sided(served, strangers, [one for one in missing if one not in copies])
+    return sorted(found, key=lambda finding: finding.name), [one for one in listed if one not in copies]
+
+
+def _is_copy(certified: Certified, tied: Mapping[str, Any], looks: Mapping[str, _Look]) -> bool:
+    owner = str(tied.get(certified.name))
+    return owner not in tied and looks.get(owner) == _look(certified)
 
 
 def _look(certified: Certified) -> _Look:
@@ -109,9 +112,7 @@ def _differs(
     )
 
 
-def _one_sided(
-    served: Served, strangers: Iterable[int], missing: Iterable[Certified], progress: Progress
-) -> Iterator[Finding]:
+def _one_sided(served: Served, strangers: Iterable[int], missing: Iterable[Certified]) -> Iterator[Finding]:
     """Yield the tensors that only one side has. Those with the same bytes are called renamed."""
     gone: dict[_Look, list[str]] = defaultdict(list)
     for certified in missing:
@@ -122,7 +123,6 @@ def _one_sided(
         names: list[str] = []
         if (entry.dtype, entry.shape) in shapes:
             names = gone[entry.dtype, entry.shape, sha256_of(served.source.read(place))]
-            progress(0)
         if names:
             yield mismatch("layout", names.pop(0), f"is called '{printable(entry.name)}'")
         else:

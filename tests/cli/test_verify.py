@@ -153,6 +153,26 @@ def test_one_file_without_an_index(made: Path) -> None:
     assert main([*_by_certificate(made)]) == CONSISTENT
 
 
+def test_without_a_certificate_the_files_say_what_is_tied(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tied tensors must have the same bytes, and one of them must be there."""
+    (made / "served" / CERTIFICATE).unlink()
+    assert main([*_verify(made)]) == CONSISTENT
+    capsys.readouterr()
+    path = _file_of(made, "b.bias")
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name != "b.bias"}
+    save_file(tensors, path, {"head.weight": "embedding.weight", "b.bias": "a.bias"})
+    _edit_json(made / "served" / INDEX, lambda content: content["weight_map"].pop("b.bias"))
+    assert main([*_verify(made), "--json"]) == DIVERGED
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["name"], finding["detail"]) == ("b.bias", "is missing")
+    save_file(tensors, path, {"head.weight": "embedding.weight", "embedding.weight": "head.weight"})
+    _edit(_file_of(made, "embedding.weight"), lambda tensors: tensors.pop("embedding.weight"))
+    _edit_json(made / "served" / INDEX, lambda content: content["weight_map"].pop("embedding.weight"))
+    assert main([*_verify(made), "--json"]) == DIVERGED
+    names = {finding["name"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert names == {"b.bias", "embedding.weight", "head.weight"}
+
+
 def test_links_are_followed(made: Path) -> None:
     """Caches of models link to their files."""
     for path in (made / "served").iterdir():
