@@ -98,7 +98,9 @@ def verify(options: argparse.Namespace, bar: Callable[[int], Any]) -> Verificati
         with reading(os.path.join(served.path, CONFIG)):
             configs = list(compare_configs(expected.config, served.config, keys))
     reference = options.certificate or options.paths[0]
-    notes = [] if whole else [f"of {CONFIG} only {QUANTIZATION} is compared: the rest of the export's config is unknown"]
+    notes = (
+        [] if whole else [f"of {CONFIG} only {QUANTIZATION} is compared: the rest of the export's config is unknown"]
+    )
     findings = [*served.faults, *expected.differing, *configs]
     return Verification(
         DivergenceReport(
