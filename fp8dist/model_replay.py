@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fp8dist.consistency.contents import Digester, on_device
 from fp8dist.consistency.differences import Difference, block_of, compare_block, first_differing_block
 from fp8dist.consistency.likeness import kernel_flags, likeness, unsteady_settings
-from fp8dist.consistency.neighbours import from_next, require_sendable
+from fp8dist.consistency.neighbours import copy_of, from_next, require_sendable
 from fp8dist.consistency.outputs import Outputs, Place, Taken
 from fp8dist.consistency.random_state import RandomState, random_state, set_random_state
 from fp8dist.consistency.replay_report import ReplayReport, Told, judge
@@ -236,11 +235,10 @@ class _Replay:
         for put in self._puts:
             put()
         set_random_state(state, self._device)
-        leaves, spec = tree_flatten(batch)
 
         def run() -> None:
             with self._held.running(), outputs.taking(), _refusing_optimizers():
-                self._step(tree_unflatten(leaves, spec))  # New containers, because a step may pop from them.
+                self._step(copy_of(batch))
             outputs.taken()
 
         self._all(run, what)
