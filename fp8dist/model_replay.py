@@ -21,7 +21,7 @@ from fp8dist.consistency.contents import Digester, on_device
 from fp8dist.consistency.differences import Difference, block_of, compare_block, first_differing_block
 from fp8dist.consistency.likeness import kernel_flags, likeness, unsteady_settings
 from fp8dist.consistency.neighbours import copy_of, from_next, require_sendable
-from fp8dist.consistency.outputs import Outputs, Place, Taken
+from fp8dist.consistency.outputs import Outputs, Place, Taken, any_nonfinite
 from fp8dist.consistency.random_state import RandomState, random_state, set_random_state
 from fp8dist.consistency.replay_report import ReplayReport, Told, judge
 from fp8dist.errors import ConfigurationError, Fp8DistError
@@ -30,9 +30,10 @@ from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.optimizer_hooks import untraced
 from fp8dist.parallel.kept_model import KeptModel, require_replayable
 from fp8dist.parallel.wrappers import compute_device, is_tensor_parallel
+from fp8dist.state.slots import clean_fqn
 from fp8dist.step.kept_state import kept_fp8_state
 from fp8dist.sync.accord import Accord
-from fp8dist.sync.groups import GroupLike, SyncGroup, own_rank, world_size
+from fp8dist.sync.groups import GroupLike, SyncGroup, local_part, own_rank, world_size
 from fp8dist.sync.roll_call import failing_by_name
 from fp8dist_kernels.reference.content import as_bytes
 
@@ -165,6 +166,7 @@ class _Replay:
         told = Told(own_rank(), own_rank(), compared=len(first.places))
         unsteady = first.first_difference(again.taken())
         told = changed(told, unsteady=_at(first, unsteady), nonfinite=_at(first, first.first_nonfinite))
+        told = changed(told, spoilt="" if told.nonfinite is None else _spoilt(self._model))
         if group is None:
             return judge([self._with_ops(told, [told], state)])
         place = list(group.ranks).index(own_rank())
@@ -206,12 +208,12 @@ class _Replay:
         asking = next(one for one in everyone if one.next == told.rank)
         own = self._run("the run for the elements", self._batch, state, keep=_index(asking.differs)).kept
         other = self._run("the run for the elements", theirs[0], theirs[1], keep=_index(told.differs)).kept
-        nothing = torch.empty(0, device=self._device)
-        expected = from_next((nothing if own is None else own, self._like()), group, self._device)
+        expected = from_next((own, self._like()), group, self._device)
         if told.differs is None:
             return told
         found = None if other is None else _first_element(other, expected[0], self._digester)
-        return changed(told, difference=found, note=_note(self._like(), expected[1], told.next, found))
+        how = "" if found is not None else _how(other, expected[0], told.next)
+        return changed(told, difference=found, note=_note(self._like(), expected[1], told.next, how))
 
     def _like(self) -> str:
         return "; ".join([likeness(self._device), *(f"{name} {value}" for name, value in kernel_flags().items())])
@@ -302,11 +304,28 @@ def _first_element(mine: Tensor, theirs: Tensor, digester: Digester) -> Differen
     return compare_block(a, b, mine.dtype, block, blocks, len(ours))
 
 
-def _note(mine: str, theirs: str, rank: int, found: Difference | None) -> str:
-    """Return what else to say of a difference: the ranks are not alike, or it did not come again."""
-    notes = []
-    if found is None:
-        notes.append("transient: repeated, both got the same")
+def _how(mine: Tensor | None, theirs: Tensor | None, rank: int) -> str:
+    """Return how the results of two ranks differ, if not in an element."""
+    if mine is None or theirs is None:
+        return "other modules run on them"
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return f"{_kind(mine)} against {_kind(theirs)} on rank {rank}"
+    return "transient: repeated, both got the same"
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _spoilt(model: nn.Module) -> str:
+    """Return the name of the first parameter with a NaN or an infinity on this rank, or ""."""
+    parts = ((name, local_part(parameter.detach())) for name, parameter in model.named_parameters())
+    return next((clean_fqn(name) for name, part in parts if any_nonfinite(part)), "")
+
+
+def _note(mine: str, theirs: str, rank: int, how: str) -> str:
+    """Return what else to say of a difference: how it shows but in an element, and in what the ranks are not alike."""
+    notes = [how] if how else []
     for ours, others in zip(mine.split("; "), theirs.split("; ")):
         if ours != others:
             notes.append(f"the ranks are not alike: {ours} against {others} on rank {rank}")

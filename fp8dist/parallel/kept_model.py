@@ -161,6 +161,8 @@ def _require_settled(wrapper: Any) -> None:
 
 
 def _require_plain_gradient(parameter: Tensor) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ConfigurationError(f"{_REPLAY}: the model has lazy parameters: run a forward first")
     if parameter.device.type == "meta":
         raise ConfigurationError(f"{_REPLAY}: the model is on the meta device: materialise it first")
     if capturing(parameter.device):

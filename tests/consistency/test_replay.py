@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fp8dist
 from fp8dist import Fp8DistError
+from fp8dist.sync.groups import local_part
 from tests.support.answers import flipping
 from tests.support.ranks import RankPool
 from tests.support.replayed import Training
@@ -186,3 +188,51 @@ def test_a_step_that_raises_on_one_rank_is_one_error_on_all(kind: str, two_ranks
     assert first == second
     assert first[0].startswith("replay(): rank 1 raised in the first run: AttributeError: 'Tensor' object has no")
     assert first[1:] == []
+
+
+class _Folding(nn.Module):
+    def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        folded = y.mean(0, keepdim=True) if dist.get_rank() == 1 else y
+        return folded, folded.to_sparse()
+
+
+class _Folded(nn.Module):
+    """A module has another shape on rank 1. It also returns a sparse tensor, of which no digest is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear, self.fold = nn.Linear(8, 8), _Folding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fold(self.linear(x))[0]
+
+
+def _of_another_shape() -> fp8dist.ReplayReport:
+    net = _Folded()
+    return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+
+
+def test_another_shape_is_named(two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_of_another_shape):
+        assert report.sentence == (
+            "ranks 0, 1 differ on the same data, first in module 'fold', output "
+            "(float32[4, 8] against float32[1, 8] on rank 1)"
+        )
+
+
+def _with_a_spoilt_weight(kind: str) -> fp8dist.ReplayReport:
+    training = Training(**KINDS[kind])
+    training.train(2)
+    with torch.no_grad():
+        local_part(training.net.blocks[1].down.weight)[0, 0] = math.nan
+    return training.replay()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2, plain"])
+def test_the_data_is_not_blamed_for_a_parameter(kind: str, two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_with_a_spoilt_weight, kind):
+        assert report.sentence == (
+            "a parameter gives ranks 0, 1 the first non-finite value in module 'blocks.1.down', output "
+            "(the parameter blocks.1.down.weight is not finite)"
+        )

@@ -121,6 +121,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: fp8dist.replay(net := make_net().to("meta"), _step_of(net), 0), "materialise"),
     "main_grad": (_in_main_gradients, "main_grad"),
     "nothing seen": (_compiled_whole, "no module of the model was called in Python"),
+    "lazy": (
+        lambda: fp8dist.replay(net := nn.LazyLinear(4), lambda index: net(torch.ones(2, 8)), 0),
+        "lazy parameters",
+    ),
     "nothing there": (lambda: fp8dist.replay(net := nn.ReLU(), _step_of(net), 0), "no parameters"),
 }
 
