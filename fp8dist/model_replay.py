@@ -177,6 +177,7 @@ class _Replay:
             other = self._run(f"the run with the batch of rank {told.next}", *theirs).taken()
             expected = Taken.of_message(from_next(first.message(), group, self._device))
             told = changed(told, differs=_at(expected, expected.first_difference(other)))
+            told = changed(told, here=_here(other, told.differs))
         everyone = group.gather(told)
         told = self._with_ops(told, everyone, state)
         told = self._with_element(told, everyone, state, theirs)
@@ -211,9 +212,11 @@ class _Replay:
         expected = from_next((own, self._like()), group, self._device)
         if told.differs is None:
             return told
-        found = None if other is None else _first_element(other, expected[0], self._digester)
-        how = "" if found is not None else _how(other, expected[0], told.next)
-        return changed(told, difference=found, note=_note(self._like(), expected[1], told.next, how))
+        found = None
+        if other is not None and expected[0] is not None and told.here == told.differs[1]:
+            found = _first_element(other, expected[0], self._digester)
+        note = _note(self._like(), expected[1], told.next, _how(told, found))
+        return changed(told, difference=found, note=note)
 
     def _like(self) -> str:
         return "; ".join([likeness(self._device), *(f"{name} {value}" for name, value in kernel_flags().items())])
@@ -276,6 +279,11 @@ def _at(taken: Taken, index: int | None) -> tuple[int, Place] | None:
     return None if index is None else (index, taken.places[min(index, len(taken.places) - 1)])
 
 
+def _here(taken: Taken, found: tuple[int, Place] | None) -> Place | None:
+    """Return what this rank has at the place; None if its run was shorter."""
+    return None if found is None or found[0] >= len(taken.places) else taken.places[found[0]]
+
+
 def _index(found: tuple[int, Place] | None) -> int | None:
     return None if found is None else found[0]
 
@@ -304,17 +312,22 @@ def _first_element(mine: Tensor, theirs: Tensor, digester: Digester) -> Differen
     return compare_block(a, b, mine.dtype, block, blocks, len(ours))
 
 
-def _how(mine: Tensor | None, theirs: Tensor | None, rank: int) -> str:
-    """Return how the results of two ranks differ, if not in an element."""
-    if mine is None or theirs is None:
-        return "other modules run on them"
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return f"{_kind(mine)} against {_kind(theirs)} on rank {rank}"
-    return "transient: repeated, both got the same"
+def _how(told: Told, found: Difference | None) -> str:
+    """Return how this rank's result differs from the next one's, if not in an element."""
+    assert told.differs is not None
+    expected, here = told.differs[1], told.here
+    if here is None or here[:4] != expected[:4]:
+        if here is None:
+            return f"the run on rank {told.rank} is over there"
+        module = f"module '{here.module}'" if here.module else "the model's own forward"
+        return f"rank {told.rank} has {module}, {here.what} there"
+    if here != expected:
+        return f"{_kind(here)} on rank {told.rank}, {_kind(expected)} on rank {told.next}"
+    return "" if found is not None else "transient: repeated, both got the same"
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _kind(place: Place) -> str:
+    return f"{place.dtype}{list(place.shape)}"
 
 
 def _spoilt(model: nn.Module) -> str:

@@ -151,7 +151,8 @@ def _row(f: ReplayFinding) -> list[str]:
 class Told:
     """What one rank has found. Places are those of its own batch, but ``differs``, of the next rank's batch.
 
-    ``difference``: the first element; None if a repetition found none. ``note``: more about it, for people.
+    ``here``: this rank's own place there; None if its run was shorter. ``difference``: the first element; None if a
+    repetition found none. ``note``: more about it, for people.
     ``spoilt``: the first parameter of which this rank holds a value that is not finite.
     """
 
@@ -160,6 +161,7 @@ class Told:
     unsteady: tuple[int, Place] | None = None
     ops: tuple[str, ...] = ()
     differs: tuple[int, Place] | None = None
+    here: Place | None = None
     difference: Difference | None = None
     note: str = ""
     nonfinite: tuple[int, Place] | None = None

@@ -38,7 +38,7 @@ class KeptModel:
         # Outside of inference mode nothing can write to an inference tensor.
         written = [buffer for buffer in model.buffers() if not buffer.is_inference()]
         self._values = [(_each_once(buffer), _each_once(buffer).clone()) for buffer in written]
-        self._of_buffers = torch.autograd._unsafe_preserve_version_counter(tuple(written))
+        self._of_buffers = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(written))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

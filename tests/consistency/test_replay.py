@@ -217,7 +217,7 @@ def test_another_shape_is_named(two_ranks: RankPool) -> None:
     for report in two_ranks.run(_of_another_shape):
         assert report.sentence == (
             "ranks 0, 1 differ on the same data, first in module 'fold', output "
-            "(float32[4, 8] against float32[1, 8] on rank 1)"
+            "(float32[4, 8] on rank 0, float32[1, 8] on rank 1)"
         )
 
 
@@ -236,3 +236,29 @@ def test_the_data_is_not_blamed_for_a_parameter(kind: str, two_ranks: RankPool) 
             "a parameter gives ranks 0, 1 the first non-finite value in module 'blocks.1.down', output "
             "(the parameter blocks.1.down.weight is not finite)"
         )
+
+
+def _with_other_modules(more: str) -> fp8dist.ReplayReport:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    if dist.get_rank() == 1 and more == "module":
+        net.append(nn.Identity())
+    calls = 2 if dist.get_rank() == 1 and more == "call" else 1
+
+    def step(x: Tensor) -> None:
+        for _ in range(calls):
+            net(x).square().mean().backward()
+
+    return fp8dist.replay(net, step, torch.ones(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("module", "in module '2', output (rank 0 has the model's own forward, output there)"),
+        ("call", "in module '0', output, call 2 (the run on rank 0 is over there)"),
+    ],
+)
+def test_ranks_that_run_other_modules(more: str, sentence: str, two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_with_other_modules, more):
+        assert sentence in report.sentence
