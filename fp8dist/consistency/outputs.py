@@ -99,7 +99,7 @@ class Outputs:
         self._modules = _visible(model)
         self._calls: Counter[str] = Counter()
         self._places: list[Place] = []
-        self._digests: list[Tensor] = []
+        self._leaves: list[Tensor] = []  # Digests are made of them at the end, at once: small ops are slow.
         self._nonfinite: list[Tensor] = []
         self._marks: list[Any] = []
         self._handles: list[Any] = []
@@ -129,8 +129,16 @@ class Outputs:
                 "no module of the model was called in Python. Pass what torch.compile(model) returned. If the whole "
                 "step is compiled, pass the step that is not, with the model or its blocks compiled"
             )
-        digests = torch.cat([digest.cpu() for digest in self._digests])
-        nonfinite = torch.stack([flag.cpu() for flag in self._nonfinite])
+        count = len(self._places)
+        digests = torch.empty(count, 2, dtype=torch.int64, device="cpu")
+        nonfinite = torch.empty(count, dtype=torch.bool, device="cpu")
+        for device in {flag.device for flag in self._nonfinite}:
+            here = [place for place, flag in enumerate(self._nonfinite) if flag.device == device]
+            leaves = [self._leaves[place] for place in here]
+            seeds = torch.zeros(len(here), 2, dtype=torch.int64, device="cpu")
+            counts = [len(part) for part in leaves]
+            digests[here] = self._digester.on(device).digests(torch.cat(leaves), counts, seeds).cpu()
+            nonfinite[here] = torch.stack([self._nonfinite[place] for place in here]).cpu()
         return Taken(tuple(self._places), digests, nonfinite, tuple(self._marks))
 
     def _forward(self, fqn: str, output: Any) -> None:
@@ -149,20 +157,13 @@ class Outputs:
             self.kept = local.clone()
         dtype = str(local.dtype).removeprefix("torch.")
         self._places.append(Place(fqn, what, call, part, tuple(local.shape), dtype))
-        self._digests.append(_digest(local, self._digester))
+        self._leaves.append(self._digester.leaves(local))
         self._nonfinite.append(any_nonfinite(local))
         self._marks.append(None if self._mark is None else self._mark())
 
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _digest(tensor: Tensor, digester: Digester) -> Tensor:
-    """Return int64[1, 2] on the tensor's device."""
-    on = digester.on(tensor.device)
-    leaves, counts = on.many_leaves([tensor])
-    return on.digests(leaves, counts, torch.zeros(1, 2, dtype=torch.int64, device="cpu"))
 
 
 def any_nonfinite(tensor: Tensor) -> Tensor:
