@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace as changed
 from datetime import timedelta
 from typing import Any
@@ -33,7 +33,7 @@ from fp8dist.parallel.wrappers import compute_device, is_tensor_parallel
 from fp8dist.state.slots import clean_fqn
 from fp8dist.step.kept_state import kept_fp8_state
 from fp8dist.sync.accord import Accord
-from fp8dist.sync.groups import GroupLike, SyncGroup, local_part, own_rank, world_size
+from fp8dist.sync.groups import GroupLike, SyncGroup, is_dtensor, local_part, own_rank, world_size
 from fp8dist.sync.roll_call import failing_by_name
 from fp8dist_kernels.reference.content import as_bytes
 
@@ -114,6 +114,7 @@ class _Replay:
         parameter = next(self._model.parameters())
         self._device = compute_device(parameter, self._model)
         with on_device(self._device):
+            self._sharing = _sharing(self._model, self._group)
             now = random_state(self._device)
             put_back = self._kept()
             try:
@@ -186,7 +187,7 @@ class _Replay:
     def _with_ops(self, told: Told, everyone: list[Told], state: RandomState) -> Told:
         """Name the ops at this rank's first place that differs from run to run. Another run on all ranks, if any has
         one."""
-        if all(one.unsteady is None for one in everyone):
+        if not self._any(one.unsteady is not None for one in everyone):
             return told
         with warnings.catch_warnings(record=True) as caught, _only_warning():
             warnings.simplefilter("always")
@@ -204,7 +205,7 @@ class _Replay:
         """Find the first element that differs. Two more runs on all ranks, if any has found a difference."""
         group = self._group
         assert group is not None
-        if all(one.differs is None for one in everyone):
+        if not self._any(one.differs is not None for one in everyone):
             return told
         asking = next(one for one in everyone if one.next == told.rank)
         own = self._run("the run for the elements", self._batch, state, keep=_index(asking.differs)).kept
@@ -217,6 +218,16 @@ class _Replay:
             found = _first_element(other, expected[0], self._digester)
         note = _note(self._like(), expected[1], told.next, _how(told, found))
         return changed(told, difference=found, note=note)
+
+    def _any(self, ours: Iterable[bool]) -> bool:
+        """True if this group has any, or another whose ranks hold other parts of the model: its runs communicate with
+        ours. COLLECTIVE."""
+        found = any(ours)
+        for group in self._sharing:
+            flag = torch.tensor(int(found), device=group.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group)
+            found = bool(flag)
+        return found
 
     def _like(self) -> str:
         return "; ".join([likeness(self._device), *(f"{name} {value}" for name, value in kernel_flags().items())])
@@ -282,6 +293,17 @@ def _at(taken: Taken, index: int | None) -> tuple[int, Place] | None:
 def _here(taken: Taken, found: tuple[int, Place] | None) -> Place | None:
     """Return what this rank has at the place; None if its run was shorter."""
     return None if found is None or found[0] >= len(taken.places) else taken.places[found[0]]
+
+
+def _sharing(model: nn.Module, group: SyncGroup | None) -> list[SyncGroup]:
+    """Return the groups that share out parameters and reach beyond ``group``, in the same order on all ranks. Local."""
+    found: dict[tuple[int, ...], Any] = {}
+    for parameter in model.parameters():
+        if is_dtensor(parameter):
+            for axis in parameter.device_mesh.get_all_groups():
+                found.setdefault(tuple(dist.get_process_group_ranks(axis)), axis)
+    own = {own_rank()} if group is None else set(group.ranks)
+    return [SyncGroup(axis) for ranks, axis in found.items() if not own.issuperset(ranks)]
 
 
 def _index(found: tuple[int, Place] | None) -> int | None:

@@ -253,7 +253,7 @@ class _Replays:
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 self._warn(f"the replay of microbatch {microbatch} of step {wish.step} failed: {what}")
                 return
-            if report.findings:
+            if self._extremes(int(bool(report.findings)))[1][0]:  # Also of ranks outside of the replay's group.
                 break
         if report is not None:
             self._tell(Replayed(wish.kind, wish.step, microbatch, report))

@@ -262,3 +262,29 @@ def _with_other_modules(more: str) -> fp8dist.ReplayReport:
 def test_ranks_that_run_other_modules(more: str, sentence: str, two_ranks: RankPool) -> None:
     for report in two_ranks.run(_with_other_modules, more):
         assert sentence in report.sentence
+
+
+def _other_gradient(kind: str) -> fp8dist.ReplayReport:
+    """The gradient of rank 1's BatchNorm is another. No collective of tensor parallelism comes after it."""
+    training = Training(kind="tp")
+    training.train(2)
+    if dist.get_rank() == 1:
+        factors = iter(1 + 1 / (call if kind == "unsteady" else 1) for call in range(1, 20))
+        tripled = training.net.norm.register_forward_hook(
+            lambda module, args, y: y.register_hook(lambda gradient: gradient * next(factors)) and None
+        )
+    report = training.replay(timeout=timedelta(seconds=20))
+    if dist.get_rank() == 1:
+        tripled.remove()
+    return report
+
+
+@pytest.mark.parametrize("kind", ["unsteady", "other"])
+def test_tensor_parallel_ranks_run_as_often_as_each_other(kind: str, four_ranks: RankPool) -> None:
+    """Ranks 1 and 3 look closer, so ranks 0 and 2, which hold other parts, run with them."""
+    zero, one, two, three = four_ranks.run(_other_gradient, kind, timeout=60)
+    assert zero == two
+    assert one == three
+    assert not zero.findings
+    found = one.findings[0]
+    assert (found.kind, found.module) == ("not deterministic" if kind == "unsteady" else "ranks differ", "norm")
