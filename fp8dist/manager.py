@@ -12,11 +12,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.optim import Optimizer
 
 from fp8dist.arguments import is_module_name, require_attachable
+from fp8dist.checkpoint.certificate import Origin
+from fp8dist.checkpoint.export import config_of, export_of, write_folder
+from fp8dist.checkpoint.export_files import destination
 from fp8dist.checkpoint.state import Checkpoint, with_rank
 from fp8dist.checkpoint.transformer_engine import ImportReport, NameMap, import_state
 from fp8dist.consistency.checker import Event
@@ -45,7 +49,7 @@ from fp8dist.step.calibration import calibration
 from fp8dist.step.cycle import StepCycle
 from fp8dist.step.step_watch import StepWatch
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import SyncGroup, own_rank
+from fp8dist.sync.groups import SyncGroup, own_rank, world_size
 from fp8dist_kernels import ops
 from fp8dist_kernels.formats import FORMATS, Role
 
@@ -823,6 +827,78 @@ class StateManager(Joinable):
             CheckpointError: the file is missing, damaged or of another kind, or does not fit. Nothing was changed.
         """
         Checkpoint(self._cycle).load(path, strict, convert)
+
+    @check_keywords("manager.export")
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        format: str = "compressed-tensors",
+        shard_bytes: int = 5_000_000_000,
+        run: str | None = None,
+    ) -> None:
+        """Write the model as inference servers read it, with the FP8 bytes and scales with which an eval forward
+        multiplies now. COLLECTIVE where weights are sharded (FSDP2, tensor parallelism); otherwise the lowest rank of
+        the group writes, and the other ranks may call it or not.
+
+        Nothing is quantised again, and training continues as if nothing had been exported. The folder has
+        ``model-…-of-….safetensors``, ``model.safetensors.index.json``, ``config.json`` and
+        ``fp8dist-certificate.json``, with which ``fp8dist verify`` compares what is served. It gets its name when it is
+        complete. One tensor is in memory at a time.
+
+        Args:
+            path: the folder, which must not exist or be empty.
+            model: the model as the training loop calls it, or as you prepared it. None: the prepared model.
+            format: "compressed-tensors" (a scale per tensor or per row; fixed ``input_scale`` with delayed scaling),
+                "compressed-tensors-channel" (the same, always a scale per row), or "block" (128 x 128, as DeepSeek-V3).
+            shard_bytes: size of a file from which on the next tensor goes to a new one.
+            run: a name of this run for the certificate, any text.
+
+        Raises:
+            ConfigurationError: a recipe has finer scales than the format; nothing is in FP8; weights are stored in a
+                way that no format has; or the folder exists or cannot be written. The message says what to do.
+        """
+        require_int("shard_bytes", shard_bytes, 1, what="a number of bytes")
+        path = destination(path)
+        whole = self._exportable(model)
+        if len({group.identity for group in self._cycle.groups if group is not None}) > 1:
+            raise ConfigurationError(
+                "export(): several groups of ranks share FP8 state (groups=), so ranks may hold different modules, "
+                "such as experts: collect manager.exported() of all ranks yourself"
+            )
+        found = export_of(self._cycle, whole, format)
+        group = next((group for group in self._cycle.groups if group is not None), None)
+        if found.sharded and group is None:
+            group = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        writes = own_rank() == (0 if group is None else min(group.ranks))
+        gather = group.gather if found.sharded and group is not None else None
+        origin = Origin(
+            self.steps, None if run is None else str(run), world_size(), self.proven_step, self.checked_step
+        )
+        write_folder(path, found, config_of(whole), writes, gather, shard_bytes, origin)
+
+    @check_keywords("manager.exported")
+    def exported(
+        self, model: nn.Module | None = None, format: str = "compressed-tensors"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over (name, tensor) of everything that ``export`` writes, for an inference engine in the
+        same job. COLLECTIVE where weights are sharded: iterate to the end on all ranks, between two steps.
+
+        Every rank gets every tensor, whole and on its own device, in the same order. One module's tensors are in memory
+        at a time. Tensors in high precision may be the model's own: copy them before you change them.
+
+        Raises:
+            ConfigurationError: as ``export``; or a step ended during the iteration.
+        """
+        found = export_of(self._cycle, self._exportable(model), format)
+        return ((tensor.name, value) for tensor, value in found.stream())
+
+    def _exportable(self, model: nn.Module | None) -> nn.Module:
+        if model is None:
+            return self._require_model()
+        if get_manager(model) is not self:
+            raise ConfigurationError("export(model): that module does not hold the model that was prepared")
+        return model
 
     def load_transformer_engine(
         self, state_dict: Mapping[str, object], name_map: NameMap | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace as changed
 from datetime import timedelta
 from typing import Any
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fp8dist.consistency.contents import Digester, on_device
 from fp8dist.consistency.differences import Difference, block_of, compare_block, first_differing_block
 from fp8dist.consistency.likeness import kernel_flags, likeness, unsteady_settings
-from fp8dist.consistency.neighbours import from_next, require_sendable
-from fp8dist.consistency.outputs import Outputs, Place, Taken
+from fp8dist.consistency.neighbours import copy_of, from_next, require_sendable
+from fp8dist.consistency.outputs import Outputs, Place, Taken, any_nonfinite
 from fp8dist.consistency.random_state import RandomState, random_state, set_random_state
 from fp8dist.consistency.replay_report import ReplayReport, Told, judge
 from fp8dist.errors import ConfigurationError, Fp8DistError
@@ -31,9 +30,10 @@ from fp8dist.modules.parts import fp8_parts
 from fp8dist.optimizer_hooks import untraced
 from fp8dist.parallel.kept_model import KeptModel, require_replayable
 from fp8dist.parallel.wrappers import compute_device, is_tensor_parallel
+from fp8dist.state.slots import clean_fqn
 from fp8dist.step.kept_state import kept_fp8_state
 from fp8dist.sync.accord import Accord
-from fp8dist.sync.groups import GroupLike, SyncGroup, own_rank, world_size
+from fp8dist.sync.groups import GroupLike, SyncGroup, is_dtensor, local_part, own_rank, world_size
 from fp8dist.sync.roll_call import failing_by_name
 from fp8dist_kernels.reference.content import as_bytes
 
@@ -114,6 +114,7 @@ class _Replay:
         parameter = next(self._model.parameters())
         self._device = compute_device(parameter, self._model)
         with on_device(self._device):
+            self._sharing = _sharing(self._model, self._group)
             now = random_state(self._device)
             put_back = self._kept()
             try:
@@ -166,6 +167,7 @@ class _Replay:
         told = Told(own_rank(), own_rank(), compared=len(first.places))
         unsteady = first.first_difference(again.taken())
         told = changed(told, unsteady=_at(first, unsteady), nonfinite=_at(first, first.first_nonfinite))
+        told = changed(told, spoilt="" if told.nonfinite is None else _spoilt(self._model))
         if group is None:
             return judge([self._with_ops(told, [told], state)])
         place = list(group.ranks).index(own_rank())
@@ -176,6 +178,7 @@ class _Replay:
             other = self._run(f"the run with the batch of rank {told.next}", *theirs).taken()
             expected = Taken.of_message(from_next(first.message(), group, self._device))
             told = changed(told, differs=_at(expected, expected.first_difference(other)))
+            told = changed(told, here=_here(other, told.differs))
         everyone = group.gather(told)
         told = self._with_ops(told, everyone, state)
         told = self._with_element(told, everyone, state, theirs)
@@ -184,7 +187,7 @@ class _Replay:
     def _with_ops(self, told: Told, everyone: list[Told], state: RandomState) -> Told:
         """Name the ops at this rank's first place that differs from run to run. Another run on all ranks, if any has
         one."""
-        if all(one.unsteady is None for one in everyone):
+        if not self._any(one.unsteady is not None for one in everyone):
             return told
         with warnings.catch_warnings(record=True) as caught, _only_warning():
             warnings.simplefilter("always")
@@ -202,17 +205,29 @@ class _Replay:
         """Find the first element that differs. Two more runs on all ranks, if any has found a difference."""
         group = self._group
         assert group is not None
-        if all(one.differs is None for one in everyone):
+        if not self._any(one.differs is not None for one in everyone):
             return told
         asking = next(one for one in everyone if one.next == told.rank)
         own = self._run("the run for the elements", self._batch, state, keep=_index(asking.differs)).kept
         other = self._run("the run for the elements", theirs[0], theirs[1], keep=_index(told.differs)).kept
-        nothing = torch.empty(0, device=self._device)
-        expected = from_next((nothing if own is None else own, self._like()), group, self._device)
+        expected = from_next((own, self._like()), group, self._device)
         if told.differs is None:
             return told
-        found = None if other is None else _first_element(other, expected[0], self._digester)
-        return changed(told, difference=found, note=_note(self._like(), expected[1], told.next, found))
+        found = None
+        if other is not None and expected[0] is not None and told.here == told.differs[1]:
+            found = _first_element(other, expected[0], self._digester)
+        note = _note(self._like(), expected[1], told.next, _how(told, found))
+        return changed(told, difference=found, note=note)
+
+    def _any(self, ours: Iterable[bool]) -> bool:
+        """True if this group has any, or another whose ranks hold other parts of the model: its runs communicate with
+        ours. COLLECTIVE."""
+        found = any(ours)
+        for group in self._sharing:
+            flag = torch.tensor(int(found), device=group.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group)
+            found = bool(flag)
+        return found
 
     def _like(self) -> str:
         return "; ".join([likeness(self._device), *(f"{name} {value}" for name, value in kernel_flags().items())])
@@ -236,11 +251,10 @@ class _Replay:
         for put in self._puts:
             put()
         set_random_state(state, self._device)
-        leaves, spec = tree_flatten(batch)
 
         def run() -> None:
             with self._held.running(), outputs.taking(), _refusing_optimizers():
-                self._step(tree_unflatten(leaves, spec))  # New containers, because a step may pop from them.
+                self._step(copy_of(batch))
             outputs.taken()
 
         self._all(run, what)
@@ -276,6 +290,22 @@ def _at(taken: Taken, index: int | None) -> tuple[int, Place] | None:
     return None if index is None else (index, taken.places[min(index, len(taken.places) - 1)])
 
 
+def _here(taken: Taken, found: tuple[int, Place] | None) -> Place | None:
+    """Return what this rank has at the place; None if its run was shorter."""
+    return None if found is None or found[0] >= len(taken.places) else taken.places[found[0]]
+
+
+def _sharing(model: nn.Module, group: SyncGroup | None) -> list[SyncGroup]:
+    """Return the groups that share out parameters and reach beyond ``group``, in the same order on all ranks. Local."""
+    found: dict[tuple[int, ...], Any] = {}
+    for parameter in model.parameters():
+        if is_dtensor(parameter):
+            for axis in parameter.device_mesh.get_all_groups():
+                found.setdefault(tuple(dist.get_process_group_ranks(axis)), axis)
+    own = {own_rank()} if group is None else set(group.ranks)
+    return [SyncGroup(axis) for ranks, axis in found.items() if not own.issuperset(ranks)]
+
+
 def _index(found: tuple[int, Place] | None) -> int | None:
     return None if found is None else found[0]
 
@@ -304,11 +334,33 @@ def _first_element(mine: Tensor, theirs: Tensor, digester: Digester) -> Differen
     return compare_block(a, b, mine.dtype, block, blocks, len(ours))
 
 
-def _note(mine: str, theirs: str, rank: int, found: Difference | None) -> str:
-    """Return what else to say of a difference: the ranks are not alike, or it did not come again."""
-    notes = []
-    if found is None:
-        notes.append("transient: repeated, both got the same")
+def _how(told: Told, found: Difference | None) -> str:
+    """Return how this rank's result differs from the next one's, if not in an element."""
+    assert told.differs is not None
+    expected, here = told.differs[1], told.here
+    if here is None or here[:4] != expected[:4]:
+        if here is None:
+            return f"the run on rank {told.rank} is over there"
+        module = f"module '{here.module}'" if here.module else "the model's own forward"
+        return f"rank {told.rank} has {module}, {here.what} there"
+    if here != expected:
+        return f"{_kind(here)} on rank {told.rank}, {_kind(expected)} on rank {told.next}"
+    return "" if found is not None else "transient: repeated, both got the same"
+
+
+def _kind(place: Place) -> str:
+    return f"{place.dtype}{list(place.shape)}"
+
+
+def _spoilt(model: nn.Module) -> str:
+    """Return the name of the first parameter with a NaN or an infinity on this rank, or ""."""
+    parts = ((name, local_part(parameter.detach())) for name, parameter in model.named_parameters())
+    return next((clean_fqn(name) for name, part in parts if any_nonfinite(part)), "")
+
+
+def _note(mine: str, theirs: str, rank: int, how: str) -> str:
+    """Return what else to say of a difference: how it shows but in an element, and in what the ranks are not alike."""
+    notes = [how] if how else []
     for ours, others in zip(mine.split("; "), theirs.split("; ")):
         if ours != others:
             notes.append(f"the ranks are not alike: {ours} against {others} on rank {rank}")

@@ -26,10 +26,10 @@ errors first_and_last fsdp get_manager prepare replay replay_on restore roll_cal
 """
 
 METHODS = """
-amax amax_history attach calibrate check checked_step coverage describe detach high_precision inv_scale join_device
-join_hook join_process_group load load_state_dict load_transformer_engine metrics no_fp8 on_event poll proven_step
-recipe_of record recording refresh_weights register reset run_step save scale set_precision set_scale slots state_dict
-step steps swapped_weights take_waits watch
+amax amax_history attach calibrate check checked_step coverage describe detach export exported high_precision
+inv_scale join_device join_hook join_process_group load load_state_dict load_transformer_engine metrics no_fp8
+on_event poll proven_step recipe_of record recording refresh_weights register reset run_step save scale set_precision
+set_scale slots state_dict step steps swapped_weights take_waits watch
 """
 
 RENAMED = re.findall(r"^\| `(.+)` \| `(.+)` \|$", CHANGELOG.split("### Renamed")[1].split("These names stay")[0], re.M)

@@ -20,7 +20,7 @@ import pytest
 from tests.support.reference_runs import CASES, DATA, machine, run_all
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_as_before() -> None:
     before: dict[str, Any] = json.loads(DATA.read_text())
     assert before["commit"] == "c45a5bf"

@@ -22,10 +22,14 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import fp8dist
 from fp8dist.cli.doctor import examine
+from fp8dist.cli.export import add_flags as add_export_flags
+from fp8dist.cli.export import export
 from fp8dist.cli.launch import launch
 from fp8dist.cli.report import add_flags as add_report_flags
 from fp8dist.cli.report import report as write_report
 from fp8dist.cli.simulate import add_flags, simulate
+from fp8dist.cli.verify import add_flags as add_verify_flags
+from fp8dist.cli.verify import verify
 from fp8dist.cli.watch import add_flags as add_watch_flags
 from fp8dist.cli.watch import watch
 from fp8dist.consistency.inventory import Holdings, ReplicaSet
@@ -80,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8dist",
-        description="Compare and inspect FP8 training state, draw and watch runs, test this machine, predict the cost "
-        "of syncs, start jobs.",
+        description="Compare, inspect, export and verify FP8 training state, draw and watch runs, test this machine, "
+        "predict the cost of syncs, start jobs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -126,6 +130,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_report_flags(drawing)
     drawing.set_defaults(run=_report)
+    serving = commands.add_parser(
+        "export",
+        help="write a checkpoint's FP8 weights and scales as inference servers read them",
+        description="Write the model of a DCP checkpoint with the FP8 bytes and scales that the job would multiply "
+        "with in eval(). Nothing in the checkpoint is executed.",
+    )
+    add_export_flags(serving)
+    serving.set_defaults(run=_export)
+    verifying = commands.add_parser(
+        "verify",
+        help="compare a served model with the checkpoint or the certificate that it comes from",
+        description="Compare every tensor of a served folder, and its config.json, with what fp8dist export makes of a "
+        "checkpoint, or with a certificate. Nothing from either side is executed.",
+    )
+    add_verify_flags(verifying)
+    verifying.set_defaults(run=_verify)
     live = commands.add_parser(
         "watch",
         help="show a running job: loss, soundness, slots near trouble, waits, events",
@@ -134,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add_watch_flags(live)
     live.set_defaults(run=_watch)
     commands.add_parser("launch", help="start a training program on every rank of this node, and join other nodes")
-    for command in (check, inspect, doctor, simulation):
+    for command in (check, inspect, doctor, simulation, verifying):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -296,7 +316,7 @@ def _outcome(report: DivergenceReport) -> int:
     return UNREADABLE if any(f.kind == "error" for f in report.findings) else DIVERGED
 
 
-# inspect, doctor, simulate, watch ---------------------------------------------------------------------
+# inspect, doctor, simulate, export, verify, watch -----------------------------------------------------
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -328,6 +348,23 @@ def _report(options: argparse.Namespace) -> int:
     except ConfigurationError as error:
         raise _Usage(str(error)) from error
     return CONSISTENT
+
+
+def _export(options: argparse.Namespace) -> int:
+    try:
+        print(export(options), flush=True)
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from error
+    return CONSISTENT
+
+
+def _verify(options: argparse.Namespace) -> int:
+    try:
+        verification = verify(options, lambda total: _bar(total, options.json))
+    except ConfigurationError as error:
+        raise _Usage(str(error)) from error
+    _print(options.json, verification.to_json(), str(verification))
+    return CONSISTENT if verification.report.consistent else DIVERGED
 
 
 def _watch(options: argparse.Namespace) -> int:

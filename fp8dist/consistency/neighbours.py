@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8dist.consistency.works import message_of
 from fp8dist.errors import ConfigurationError
 from fp8dist.sync.groups import SyncGroup, is_dtensor
+from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["from_next", "require_sendable"]
+__all__ = ["copy_of", "from_next", "require_sendable"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.Size)
 _ALIGNMENT = 16
@@ -23,9 +24,11 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class _Described:
-    """A tensor as described to the rank that gets it. ``moves``: it lies on the device that computes."""
+    """A tensor as described to the rank that gets it. ``strides``: of a copy, because kernels are chosen by them.
+    ``moves``: it lies on the device that computes."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     moves: bool
@@ -51,8 +54,19 @@ def require_sendable(batch: Any) -> None:
             )
 
 
+def copy_of(batch: Any) -> Any:
+    """Return new containers and tensors, so that a step may write to them. The tensors have no graph."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return plain.clone().requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, copied, batch)
+
+
 def from_next(given: Any, group: SyncGroup, device: torch.device) -> Any:
-    """Return the next rank's ``given``: a pytree of tensors and plain values. The last rank gets the first one's.
+    """Return a copy of the next rank's ``given``, as ``copy_of`` makes it: a pytree of tensors and plain values. The
+    last rank gets the first one's.
     COLLECTIVE: an all-gather of descriptions, and an all-to-all in which each rank sends its tensors to one other.
 
     Args:
@@ -75,22 +89,24 @@ def from_next(given: Any, group: SyncGroup, device: torch.device) -> Any:
 
     def made(one: _Described) -> Tensor:
         nonlocal start
-        part = received[start : start + one.nbytes].to(device if one.moves else "cpu")
+        part = received[start : start + one.nbytes].to(device if one.moves else "cpu").clone()
         start += one.room
-        return part.clone().view(one.dtype).view(one.shape).requires_grad_(one.requires_grad)
+        tensor = torch.empty_strided(one.shape, one.strides, dtype=one.dtype, device=part.device)
+        return tensor.copy_(part.view(one.dtype).view(one.shape)).requires_grad_(one.requires_grad)
 
     return tree_map_only(_Described, made, theirs)
 
 
 def _described(tensor: Tensor) -> _Described:
-    return _Described(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device.type != "cpu")
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return _Described(tuple(tensor.shape), strides, tensor.dtype, tensor.requires_grad, tensor.device.type != "cpu")
 
 
 def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
     message = message_of(sum(_described(tensor).room for tensor in tensors), device)
     start = 0
     for tensor in tensors:
-        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        raw = as_bytes(tensor)
         message[start : start + len(raw)] = raw.to(device)
         start += _described(tensor).room
     return message

@@ -22,7 +22,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.state.slots import clean_fqn
 from fp8dist.sync.groups import has_base, local_part
 
-__all__ = ["Outputs", "Place", "Taken", "is_compiled"]
+__all__ = ["Outputs", "Place", "Taken", "any_nonfinite", "is_compiled"]
 
 
 class Place(NamedTuple):
@@ -85,7 +85,7 @@ class Taken(NamedTuple):
 class Outputs:
     """Takes the outputs of a model's modules, and their gradients, inside ``taking()``.
 
-    Modules inside a compiled module do not show: the compiled module stands for them.
+    Modules inside a compiled module do not show: the compiled module stands for them. Sparse and nested outputs do not.
 
     Args:
         keep: index of a place whose tensor is copied into ``kept``.
@@ -99,7 +99,7 @@ class Outputs:
         self._modules = _visible(model)
         self._calls: Counter[str] = Counter()
         self._places: list[Place] = []
-        self._digests: list[Tensor] = []
+        self._leaves: list[Tensor] = []  # Digests are made of them at the end, at once: small ops are slow.
         self._nonfinite: list[Tensor] = []
         self._marks: list[Any] = []
         self._handles: list[Any] = []
@@ -126,17 +126,25 @@ class Outputs:
         """
         if not self._places:
             raise ConfigurationError(
-                "no module of the model was called in Python. If the whole step is compiled, pass the step that is "
-                "not, with the model or its blocks compiled"
+                "no module of the model was called in Python. Pass what torch.compile(model) returned. If the whole "
+                "step is compiled, pass the step that is not, with the model or its blocks compiled"
             )
-        digests = torch.cat([digest.cpu() for digest in self._digests])
-        nonfinite = torch.stack([flag.cpu() for flag in self._nonfinite])
+        count = len(self._places)
+        digests = torch.empty(count, 2, dtype=torch.int64, device="cpu")
+        nonfinite = torch.empty(count, dtype=torch.bool, device="cpu")
+        for device in {flag.device for flag in self._nonfinite}:
+            here = [place for place, flag in enumerate(self._nonfinite) if flag.device == device]
+            leaves = [self._leaves[place] for place in here]
+            seeds = torch.zeros(len(here), 2, dtype=torch.int64, device="cpu")
+            counts = [len(part) for part in leaves]
+            digests[here] = self._digester.on(device).digests(torch.cat(leaves), counts, seeds).cpu()
+            nonfinite[here] = torch.stack([self._nonfinite[place] for place in here]).cpu()
         return Taken(tuple(self._places), digests, nonfinite, tuple(self._marks))
 
     def _forward(self, fqn: str, output: Any) -> None:
         call = self._calls[fqn]
         self._calls[fqn] += 1
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and _is_dense(leaf)]
         for part, tensor in enumerate(tensors):
             self._take(fqn, "output", call, part, tensor)
             if tensor.requires_grad:
@@ -149,19 +157,17 @@ class Outputs:
             self.kept = local.clone()
         dtype = str(local.dtype).removeprefix("torch.")
         self._places.append(Place(fqn, what, call, part, tuple(local.shape), dtype))
-        self._digests.append(_digest(local, self._digester))
-        self._nonfinite.append(_any_nonfinite(local))
+        self._leaves.append(self._digester.leaves(local))
+        self._nonfinite.append(any_nonfinite(local))
         self._marks.append(None if self._mark is None else self._mark())
 
 
-def _digest(tensor: Tensor, digester: Digester) -> Tensor:
-    """Return int64[1, 2] on the tensor's device."""
-    on = digester.on(tensor.device)
-    leaves, counts = on.many_leaves([tensor])
-    return on.digests(leaves, counts, torch.zeros(1, 2, dtype=torch.int64, device="cpu"))
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _any_nonfinite(tensor: Tensor) -> Tensor:
+def any_nonfinite(tensor: Tensor) -> Tensor:
+    """Return bool[] on the tensor's device: it holds a NaN or an infinity. False for integers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
     wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

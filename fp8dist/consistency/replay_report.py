@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ class ReplayFinding:
 
     ``kind``: "not deterministic" (``ranks`` got another result from their own batch the second time), "ranks differ"
     (they got another result than ``reference_rank`` from the same batch; without a reference these are two ranks, and
-    none can be blamed), or "nonfinite" (their data gives a NaN or an infinity, on the next rank as well).
+    none can be blamed), or "nonfinite" (their data gives a NaN or an infinity, on the next rank as well; if a parameter
+    has one, ``detail`` names it).
 
     ``module`` is the first in execution order, "" for the model itself, ``what`` "output" or "gradient", of its
     ``call``-th call (counted from 0), and ``place`` counts all outputs and gradients before it. ``index``, ``value``
@@ -53,7 +54,8 @@ class ReplayFinding:
         if self.kind == "not deterministic":
             return f"not deterministic on {who}, first in {where}{detail}"
         if self.kind == "nonfinite":
-            return f"the data of {who} gives the first non-finite value in {where}{detail}"
+            source = f"a parameter gives {who}" if self.detail else f"the data of {who} gives"
+            return f"{source} the first non-finite value in {where}{detail}"
         against = "" if self.reference_rank is None else f" from rank {self.reference_rank}"
         verb = "differs" if len(self.ranks) == 1 else "differ"
         return f"{who} {verb}{against} on the same data, first in {where}{self._element}{detail}"
@@ -149,7 +151,9 @@ def _row(f: ReplayFinding) -> list[str]:
 class Told:
     """What one rank has found. Places are those of its own batch, but ``differs``, of the next rank's batch.
 
-    ``difference``: the first element; None if a repetition found none. ``note``: more about it, for people.
+    ``here``: this rank's own place there; None if its run was shorter. ``difference``: the first element; None if a
+    repetition found none. ``note``: more about it, for people.
+    ``spoilt``: the first parameter of which this rank holds a value that is not finite.
     """
 
     rank: int
@@ -157,22 +161,25 @@ class Told:
     unsteady: tuple[int, Place] | None = None
     ops: tuple[str, ...] = ()
     differs: tuple[int, Place] | None = None
+    here: Place | None = None
     difference: Difference | None = None
     note: str = ""
     nonfinite: tuple[int, Place] | None = None
+    spoilt: str = ""
     compared: int = 0
 
 
 def judge(everyone: Sequence[Told], skipped: Sequence[str] = ()) -> ReplayReport:
     """Return the report from what all ranks have told. Pure."""
     unsteady = [_unsteady(told) for told in everyone if told.unsteady is not None]
-    by_rank = {told.rank: told for told in everyone}
-    # A rank that does not repeat itself differs from any other.
     odd = {told.rank for told in everyone if told.unsteady is not None}
-    pairs = [t for t in everyone if t.differs is not None and not {t.rank, t.next} & odd]
-    nonfinite = _nonfinite([told for told in everyone if told.nonfinite is not None and _is_of_data(told, everyone)])
-    findings = [*sorted(unsteady, key=_order), *sorted(_differing(pairs, by_rank), key=_order), *nonfinite]
-    return ReplayReport(tuple(findings), tuple(sorted(by_rank)), everyone[0].compared, tuple(skipped))
+    spoilt = next((told.spoilt for told in everyone if told.spoilt), "")
+    from_data = [told for told in everyone if told.nonfinite is not None and _is_of_data(told, everyone)]
+    nonfinite = _nonfinite(from_data, f"the parameter {spoilt} is not finite" if spoilt else "")
+    findings = [*sorted(unsteady, key=_order), *sorted(_differing(everyone, odd), key=_order), *nonfinite]
+    return ReplayReport(
+        tuple(findings), tuple(sorted(told.rank for told in everyone)), everyone[0].compared, tuple(skipped)
+    )
 
 
 def _order(finding: ReplayFinding) -> tuple[int, tuple[int, ...]]:
@@ -195,7 +202,7 @@ def _is_of_data(told: Told, everyone: Sequence[Told]) -> bool:
     return all(found is None or found[0] > told.nonfinite[0] for found in repeated)
 
 
-def _nonfinite(told: Sequence[Told]) -> list[ReplayFinding]:
+def _nonfinite(told: Sequence[Told], detail: str) -> list[ReplayFinding]:
     """Return one finding for each first place, the earliest first."""
     by_place: dict[tuple[int, Place], list[int]] = {}
     for one in told:
@@ -203,34 +210,43 @@ def _nonfinite(told: Sequence[Told]) -> list[ReplayFinding]:
         index, place = one.nonfinite
         by_place.setdefault((index, place._replace(shape=())), []).append(one.rank)
     return [
-        ReplayFinding("nonfinite", tuple(ranks), place.module, place.what, place.call, index)
+        ReplayFinding("nonfinite", tuple(ranks), place.module, place.what, place.call, index, detail=detail)
         for (index, place), ranks in sorted(by_place.items(), key=lambda item: item[0][0])
     ]
 
 
-def _differing(pairs: Sequence[Told], by_rank: Mapping[int, Told]) -> list[ReplayFinding]:
-    """Return findings from the pairs of ranks that differ on one batch. Of three ranks and more, the rank in two such
-    pairs is to blame, if the others agree."""
-    asking, asked = {told.rank for told in pairs}, {told.next for told in pairs}
-    to_blame = asking & asked if len(by_rank) > 2 else set()
-    if len(to_blame) == len(by_rank):
-        to_blame = set()
+def _differing(everyone: Sequence[Told], odd: Set[int]) -> list[ReplayFinding]:
+    """Return findings from the pairs of neighbours that differ on one batch.
+
+    A rank that differs from both neighbours is to blame, if one of them agrees with its other neighbour.
+
+    Args:
+        odd: ranks that do not repeat themselves, so they differ from any other.
+    """
+    pairs = [told for told in everyone if told.differs is not None and not {told.rank, told.next} & odd]
+    agreeing = {rank for told in everyone if told.differs is None for rank in (told.rank, told.next)} - odd
+    both = {told.rank for told in pairs} & {told.next for told in pairs}
     found: dict[tuple[int, ...], ReplayFinding] = {}
+    blamed: set[int] = set()
     for told in pairs:
-        if told.next in to_blame:
-            continue  # The same, from the side of the good rank; or both are to blame, and other pairs tell more.
-        finding = _difference(told, told.rank in to_blame)
-        earlier = found.get(finding.ranks)
-        if earlier is None or finding.place < earlier.place:
-            found[finding.ranks] = finding
+        for rank, other in ((told.rank, told.next), (told.next, told.rank)):
+            if rank in both and other in agreeing and (rank == told.rank or rank not in blamed):
+                blamed.add(rank)
+                found[(rank,)] = _difference(told, rank)
+    for told in pairs:
+        if not {told.rank, told.next} & blamed:
+            finding = _difference(told, None)
+            earlier = found.get(finding.ranks)
+            if earlier is None or finding.place < earlier.place:
+                found[finding.ranks] = finding
     return list(found.values())
 
 
-def _difference(told: Told, blamed: bool) -> ReplayFinding:
+def _difference(told: Told, blamed: int | None) -> ReplayFinding:
     assert told.differs is not None
     index, place = told.differs
-    both = (told.rank,) if blamed else tuple(sorted((told.rank, told.next)))
-    reference = told.next if blamed else None
+    reference = None if blamed is None else told.next if blamed == told.rank else told.rank
+    both = tuple(sorted((told.rank, told.next))) if blamed is None else (blamed,)
     finding = ReplayFinding("ranks differ", both, place.module, place.what, place.call, index, reference)
     finding = replace(finding, detail=told.note)
     if told.difference is None:

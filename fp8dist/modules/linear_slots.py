@@ -373,9 +373,14 @@ class LinearSlots:
         note.cast_at(self.job.boundaries)
         if record and note.awaited:
             note.take(linear, self.resharded)
-        written = note.written(linear)
+        limits = self._limits(linear, saturating)
         if record:
             note.was_recorded()
+        return limits
+
+    def _limits(self, linear: nn.Module, saturating: float) -> Outgrown:
+        note = self.note
+        written = note.written(linear)
         changed = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
         factor = saturating * (changed if written or note.unfollowed else OUTGROWN)
         others = factor if written and note.of_copy else None
@@ -470,6 +475,19 @@ class LinearSlots:
         nothing = weight.rows.new_empty(0)
         return Cast(weight.rows, weight.inv_scale, nothing, nothing)
 
+    def eval_cast(self, linear: nn.Module, weight: Tensor, gathered: bool = False) -> Cast:
+        """Return the row-major cast with which an eval forward of ``linear`` multiplies now. Local; commits a pending
+        sync. Records nothing, and leaves no note of a forward.
+
+        Args:
+            weight: as the forward multiplies with it: [out_features, in_features] on this rank.
+            gathered: True if FSDP2 gathers the weight in FP8. Such a weight is not compared with its scale.
+        """
+        state = self.states(weight.device)[1]
+        no_limit = gathered or not self.recipe.delayed
+        limits = Outgrown(None) if no_limit else self._limits(linear, meant_to_saturate(self.recipe))
+        return self._cast_weight(weight, state, False, True, False, limits, role=None)
+
     def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
         """Return a key that stays equal while a cast can be reused. None under torch.compile (a guard on the cast would
         break), under a dispatch mode (selective checkpointing counts ops by position), and during capture (the graph
@@ -506,6 +524,7 @@ class LinearSlots:
         columns: bool,
         outgrown: Outgrown,
         pending: Tensor | None = None,
+        role: Role | None = Role.WEIGHT,
     ) -> Cast:
         unfit = shrunk(amax_of(weight), state, self.recipe) if outgrown.written else None
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.t().is_contiguous()
@@ -521,7 +540,7 @@ class LinearSlots:
             square=True,
             outgrown=outgrown.weight,
             unfit=unfit,
-            role=Role.WEIGHT,
+            role=role,
         )
         return Cast(cast.columns, cast.columns_inv_scale, cast.rows, cast.rows_inv_scale) if transposed else cast
 

@@ -15,7 +15,7 @@ from fp8dist.monitoring.run_format import FORMAT, VERSION
 from fp8dist.sync.groups import world_size
 from fp8dist.sync.roll_call import known_hosts
 
-__all__ = ["header", "peaks_of"]
+__all__ = ["header", "peaks_of", "version_of"]
 
 # Dense FLOP/s of one GPU: bfloat16, and FP8 with accumulation in float32. The first name that the device's name
 # contains counts. Vendors print sparse numbers, which are twice these. An A100 has no FP8.
@@ -63,7 +63,7 @@ def header(
         "recipe": described.get("recipe", ""),
         "every": every,
         "versions": {
-            **{name: _version_of(name) for name in ("fp8dist", "torch", "triton")},
+            **{name: version_of(name) for name in ("fp8dist", "torch", "triton")},
             "python": platform.python_version(),
         },
         "peaks": peaks_of(device) if peaks is None else dict(peaks),
@@ -79,7 +79,8 @@ def _device_name(device: str | None) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
-def _version_of(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

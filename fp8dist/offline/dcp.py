@@ -25,8 +25,9 @@ from fp8dist.offline.failures import Unsupported, reading
 from fp8dist.offline.pickles import Builder, Record, Unpickler
 from fp8dist.offline.slices import FileSlice
 from fp8dist.offline.values import COMMON, StoredTensor, sizes
+from fp8dist.state.storage import looks_like_state
 
-__all__ = ["METADATA", "dcp_source", "tiles"]
+__all__ = ["METADATA", "dcp_source", "dcp_states", "tiles"]
 
 METADATA = ".metadata"
 _LARGEST_INDEX = 1 << 30
@@ -81,6 +82,23 @@ def dcp_source(folder: str) -> Source:
             piece = _piece(pieces, (name, None))
         items += _value_items(name, piece)
     return Source(folder, PARAMETERS, items)
+
+
+def dcp_states(folder: str) -> dict[str, bytes]:
+    """Return the FP8 states in a folder with ``.metadata``, as ``manager.state_dict()`` returned them, by name."""
+    index = os.path.join(folder, METADATA)
+    with reading(index):
+        tensors, pieces = _load_index(index, folder)
+    states: dict[str, bytes] = {}
+    for name, description in tensors.items():
+        with reading(index):
+            piece = None if _is_tensor(description) else _piece(pieces, (name, None))
+        if piece is not None and piece.bytes_at(0, min(4, piece.length)).numpy().tobytes() == b"PK\x03\x04":
+            with _naming(piece, f"the value {name}"):
+                value, _ = Archive(piece).content()
+            if isinstance(value, bytes) and looks_like_state(value):
+                states[name] = value
+    return states
 
 
 def _load_index(path: str, folder: str) -> tuple[dict[str, Record], dict[Key, FileSlice]]:

@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -18,11 +19,11 @@ from fp8dist.offline.failures import reading
 from fp8dist.offline.slices import FileSlice
 from fp8dist.state.storage import FILE_FORMAT, from_bytes, read_file, validated_slots
 
-__all__ = ["SUFFIX", "is_state", "safetensors_source", "state_items", "state_source"]
+__all__ = ["DTYPES", "SUFFIX", "dtype_text", "is_state", "safetensors_source", "state_items", "state_source"]
 
 SUFFIX = ".safetensors"
 _SHARDED = "DCP_SHARDING_INFO"
-_DTYPES: Mapping[str, str] = MappingProxyType(
+DTYPES: Mapping[str, str] = MappingProxyType(
     {
         **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
         "BF16": "bfloat16",
@@ -33,6 +34,12 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
         **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
     }
 )
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in safetensors files."""
+    name = dtype_name(dtype)
+    return next(text for text, known in DTYPES.items() if known == name)
 
 
 def is_state(path: str) -> bool:
@@ -68,9 +75,9 @@ def safetensors_source(path: str, files: list[str]) -> Source:
 def _item(file: Any, name: str) -> Item:
     described = file.get_slice(name)
     dtype = described.get_dtype()
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{name} is of dtype {dtype}, expected one of {', '.join(_DTYPES)}")
-    return Entry(name, "parameter", tuple(described.get_shape()), _DTYPES[dtype]), partial(file.get_tensor, name)
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name} is of dtype {dtype}, expected one of {', '.join(DTYPES)}")
+    return Entry(name, "parameter", tuple(described.get_shape()), DTYPES[dtype]), partial(file.get_tensor, name)
 
 
 # fp8dist state -------------------------------------------------------------------------------------

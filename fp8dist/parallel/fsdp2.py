@@ -147,7 +147,20 @@ class ShardedWeights:
         if self._outermost is not None or settle is None or fit is None or in_backward():
             return
         settle()
-        weights = self._within[id(module)]
+        self._fit_scales(self._within[id(module)], fit)
+        self._outermost = id(module)
+        self._forward.in_forward, self._forward.grad_enabled = True, torch.is_grad_enabled()
+        self._forward.settled()
+
+    def fit_scales(self) -> None:
+        """Derive the scales that a forward of all weights would derive now, from which they can then be cast.
+        COLLECTIVE if there are any."""
+        settle, fit = self._settle(), self._fit()
+        if settle is not None and fit is not None:
+            settle()
+            self._fit_scales(self.weights, fit)
+
+    def _fit_scales(self, weights: Sequence[ShardedWeight], fit: Fit) -> None:
         for weight in weights:
             weight.prepare_forward()
         # Cold weights cannot be cast with their own amax: each rank would use the amax of its own shard.
@@ -157,9 +170,6 @@ class ShardedWeights:
             for weight in unfit:
                 weight.accept()
             self.reshard()  # Drops weights gathered with the old scales.
-        self._outermost = id(module)
-        self._forward.in_forward, self._forward.grad_enabled = True, torch.is_grad_enabled()
-        self._forward.settled()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._outermost == id(module):

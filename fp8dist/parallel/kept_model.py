@@ -34,11 +34,11 @@ class KeptModel:
         for holder, name in _holders(model):
             self._gradients.append((holder, name, getattr(holder, name)))
         self._versions = [(name, p, p._version) for name, p in model.named_parameters()]
-        self._buffers = [
-            (module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-        ]
+        self._buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        # Outside of inference mode nothing can write to an inference tensor.
+        written = [buffer for buffer in model.buffers() if not buffer.is_inference()]
+        self._values = [(_each_once(buffer), _each_once(buffer).clone()) for buffer in written]
+        self._of_buffers = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(written))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -72,10 +72,20 @@ class KeptModel:
 
     @torch.no_grad()
     def _put_back_buffers(self) -> None:
-        for module, name, buffer, value in self._buffers:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None:
+        for module, buffers in self._buffers:
+            for name in module._buffers.keys() - buffers.keys():  # Made by a run.
+                del module._buffers[name]
+            module._buffers.update(buffers)
+        with self._of_buffers:  # A graph from before the replay may have saved them: its backward compares versions.
+            for buffer, value in self._values:
                 buffer.copy_(value)
+
+
+def _each_once(tensor: Tensor) -> Tensor:
+    """Return a view without the repeats of an expanded tensor, which cannot be written to."""
+    if tensor.layout is not torch.strided:
+        return tensor.detach()
+    return tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[Any, str]]:
@@ -151,6 +161,8 @@ def _require_settled(wrapper: Any) -> None:
 
 
 def _require_plain_gradient(parameter: Tensor) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ConfigurationError(f"{_REPLAY}: the model has lazy parameters: run a forward first")
     if parameter.device.type == "meta":
         raise ConfigurationError(f"{_REPLAY}: the model is on the meta device: materialise it first")
     if capturing(parameter.device):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
-from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.modules.linear_slots import Cast, LinearSlots
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import is_dtensor, local_part
@@ -246,19 +246,7 @@ class ShardedWeight:
                 f"{self.slot.fqn}: the weight was changed since its FP8 scale was derived, and is gathered outside of "
                 "a forward of the model: call manager.refresh_weights() first"
             )
-        records = self._records()
-        state = slots.states(slots.weight_sync.arena.device)[1]
-        cast = slots.quantize(
-            shard,
-            state,
-            records,
-            rows=True,
-            columns=False,
-            pending=self._amax,
-            just_in_time=False,
-            square=True,
-            role=Role.WEIGHT,
-        )
+        cast = self.cast(shard, self._records(), Role.WEIGHT)
         rows = shard.shape[0]
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where shards may be uneven.
             rows = -(-size[0] // mesh.size())
@@ -266,6 +254,22 @@ class ShardedWeight:
         if self._has_scale or mesh.size() == 1:  # On one rank FSDP2 copies the first tensor, and drops the others.
             return (raw,), (cast.rows_inv_scale, size, cast.rows.dtype)
         return (raw, _with_rows(cast.rows_inv_scale, blocks_along(rows, BLOCK))), (None, size, cast.rows.dtype)
+
+    def cast(self, shard: Tensor, records: bool = False, role: Role | None = None) -> Cast:
+        """Return this rank's shard in FP8, row-major, with the scale that all ranks share. Local; commits a pending
+        sync. ``role``: of the cast whose tap is told."""
+        slots = self.slots
+        return slots.quantize(
+            shard,
+            slots.states(slots.weight_sync.arena.device)[1],
+            records,
+            rows=True,
+            columns=False,
+            pending=self._amax,
+            just_in_time=False,
+            square=True,
+            role=role,
+        )
 
     def _records(self) -> bool:
         """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""

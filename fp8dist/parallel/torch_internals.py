@@ -22,6 +22,7 @@ __all__ = [
     "TESTED",
     "fsdp1_ignored",
     "fsdp1_modules",
+    "fsdp2_gathered_dtypes",
     "fsdp2_groups",
     "fsdp2_modules",
     "has_fsdp1_mark",
@@ -39,6 +40,7 @@ TESTED = ("2.11", "2.12", "2.13", "2.14")
 
 _MARK = "_is_fsdp_managed_module"
 _GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_partial_reduce_output")
+_EXPORT = ("export() under FSDP2", "export a checkpoint with fp8dist export")
 _PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
 
 
@@ -97,6 +99,25 @@ def fsdp2_groups(module: nn.Module, what: str, instead: str) -> list[Any]:
     if missing is not None:
         raise refusal(what, missing, instead)
     return _groups(module._get_fsdp_state())  # type: ignore[operator]
+
+
+def fsdp2_gathered_dtypes(whole: nn.Module) -> dict[int, torch.dtype]:
+    """Return the dtype in which FSDP2 gathers a parameter, by the id of the sharded parameter, if a
+    MixedPrecisionPolicy changes it.
+
+    Raises:
+        ConfigurationError: a name is missing; see ``refusal``.
+    """
+    found: dict[int, torch.dtype] = {}
+    for module in fsdp2_modules(whole):
+        for group in fsdp2_groups(module, *_EXPORT):
+            missing = [name for name in ("mp_policy", "fsdp_params") if not hasattr(group, name)]
+            if missing:
+                raise refusal(_EXPORT[0], f"FSDPParamGroup.{missing[0]}", _EXPORT[1])
+            dtype = group.mp_policy.param_dtype
+            parameters = [parameter.sharded_param for parameter in group.fsdp_params]
+            found.update({id(each): dtype for each in parameters if dtype is not None and each.is_floating_point()})
+    return found
 
 
 def _groups(state: Any) -> list[Any]:

@@ -27,6 +27,7 @@ __all__ = [
     "awaits_reduction",
     "compute_device",
     "first_local_row",
+    "fsdp2_axes",
     "fsdp2_cut",
     "is_sharded",
     "is_tensor_parallel",
@@ -102,7 +103,7 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
         return (linear.out_features, linear.in_features)
     shape = list(weight.shape)
     placements = weight.placements
-    own = _fsdp2_axes(weight) if resharded else 0
+    own = fsdp2_axes(weight) if resharded else 0
     for axis in range(own, len(placements)):
         for dim in range(len(shape)):
             if placements[axis].is_shard(dim):
@@ -113,7 +114,7 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
 def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
     """Return (dim along which FSDP2 shards the weight, number of shards)."""
     weight: Any = linear.weight
-    axis = _fsdp2_axes(weight) - 1
+    axis = fsdp2_axes(weight) - 1
     return weight.placements[axis].dim, weight.device_mesh.size(axis)
 
 
@@ -123,13 +124,13 @@ def is_tensor_parallel(whole: nn.Module) -> bool:
     marked = {id(p) for module in whole.modules() if has_fsdp2_hook(module) for p in module._parameters.values()}
     for parameter in whole.parameters():
         if is_dtensor(parameter):
-            own = _fsdp2_axes(parameter) if id(parameter) in marked else 0
+            own = fsdp2_axes(parameter) if id(parameter) in marked else 0
             if any(placement.is_shard() for placement in parameter.placements[own:]):
                 return True
     return False
 
 
-def _fsdp2_axes(weight: Any) -> int:
+def fsdp2_axes(weight: Any) -> int:
     """Return the number of mesh axes of FSDP2, which come first: Shard, or Replicate and Shard."""
     return 2 if weight.placements[0].is_replicate() else 1
 

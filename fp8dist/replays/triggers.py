@@ -244,6 +244,7 @@ class _Replays:
     def _replay(self, wish: _Wish, microbatches: Iterable[int]) -> None:
         """Replay microbatches until one shows something, and tell what it showed. COLLECTIVE."""
         report: ReplayReport | None = None
+        failure = ""
         for microbatch in microbatches:
             try:
                 report = self._replay_one(self._recorder.of(wish.step)[microbatch])
@@ -251,11 +252,13 @@ class _Replays:
                 raise
             except Exception as error:  # The user's step may raise anything. Then all ranks raise.
                 what = " ".join(f"{type(error).__name__}: {error}".split())
-                self._warn(f"the replay of microbatch {microbatch} of step {wish.step} failed: {what}")
-                return
-            if report.findings:
+                failure = f"the replay of microbatch {microbatch} of step {wish.step} failed: {what}"
+            ended = bool(failure) or (report is not None and bool(report.findings))
+            if self._extremes(int(ended))[1][0]:  # Also on ranks outside of the replay's group, which run with it.
                 break
-        if report is not None:
+        if failure:
+            self._warn(failure)
+        elif report is not None:
             self._tell(Replayed(wish.kind, wish.step, microbatch, report))
 
     def _replay_one(self, kept: KeptBatch) -> ReplayReport:

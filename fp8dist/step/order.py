@@ -107,6 +107,14 @@ _REFUSED: Mapping[str, Mapping[Tie | Activity, str]] = MappingProxyType(
             Activity.CAPTURING: _REPLAYED,
             Activity.REPLAYING: _IN_REPLAY,
         },
+        "export()": {
+            Tie.PREPARED: _ATTACH_FIRST,
+            Tie.RESTORED: _AGAIN,
+            Activity.CALIBRATING: _LEAVE,
+            Activity.JOINED: _LEAVE_JOIN,
+            Activity.CAPTURING: _OUTSIDE_GRAPH,
+            Activity.REPLAYING: _IN_REPLAY,
+        },
         "watch()": {
             Tie.ATTACHED: "call it before attach(), where ranks agree on it",
             Tie.RESTORED: _AGAIN,

@@ -165,6 +165,7 @@ def build(options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> Job
         folder = checkpoints.find()
         torch.manual_seed(options.seed)
         parallel = parallel_of(options, ranks)
+        checkpoints.gathered_in = "bfloat16" if parallel.bf16 and not parallel.bf16_by_autocast else None
         model = GPT(options.layers, options.width, options.heads, options.context)
         manager = _prepare_fp8(model, options, parallel) if options.precision == "fp8" else None
         if manager is not None:

@@ -13,7 +13,7 @@ from scripts.convergence import accumulation_tables
 from scripts.convergence import results as convergence_results
 from scripts.convergence.accumulation_tables import ACCUMULATION_TABLES
 from scripts.convergence.tables import CONVERGENCE_TABLES
-from scripts.pages import audits, exit_codes, exported, flags, messages, runs, screens, variables
+from scripts.pages import audits, exit_codes, exported, flags, messages, runs, screens, serving, variables
 from scripts.pages.filling import ROOT, Parts
 
 __all__ = ["REFERENCE", "parts_of"]
@@ -51,5 +51,6 @@ def parts_of(root: Path = ROOT) -> Parts:
         "stacks": partial(runs.stacks, runs.rows_of(root, "stacks")),
         "hardware": partial(runs.hardware, measured, convergence, versions),
         **audits.parts_of(root),
+        **serving.parts_of(root),
         **REFERENCE,
     }

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fp8dist
 from fp8dist import Fp8DistError
+from fp8dist.sync.groups import local_part
 from tests.support.answers import flipping
 from tests.support.ranks import RankPool
 from tests.support.replayed import Training
@@ -186,3 +188,103 @@ def test_a_step_that_raises_on_one_rank_is_one_error_on_all(kind: str, two_ranks
     assert first == second
     assert first[0].startswith("replay(): rank 1 raised in the first run: AttributeError: 'Tensor' object has no")
     assert first[1:] == []
+
+
+class _Folding(nn.Module):
+    def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        folded = y.mean(0, keepdim=True) if dist.get_rank() == 1 else y
+        return folded, folded.to_sparse()
+
+
+class _Folded(nn.Module):
+    """A module has another shape on rank 1. It also returns a sparse tensor, of which no digest is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear, self.fold = nn.Linear(8, 8), _Folding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fold(self.linear(x))[0]
+
+
+def _of_another_shape() -> fp8dist.ReplayReport:
+    net = _Folded()
+    return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+
+
+def test_another_shape_is_named(two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_of_another_shape):
+        assert report.sentence == (
+            "ranks 0, 1 differ on the same data, first in module 'fold', output "
+            "(float32[4, 8] on rank 0, float32[1, 8] on rank 1)"
+        )
+
+
+def _with_a_spoilt_weight(kind: str) -> fp8dist.ReplayReport:
+    training = Training(**KINDS[kind])
+    training.train(2)
+    with torch.no_grad():
+        local_part(training.net.blocks[1].down.weight)[0, 0] = math.nan
+    return training.replay()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2, plain"])
+def test_the_data_is_not_blamed_for_a_parameter(kind: str, two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_with_a_spoilt_weight, kind):
+        assert report.sentence == (
+            "a parameter gives ranks 0, 1 the first non-finite value in module 'blocks.1.down', output "
+            "(the parameter blocks.1.down.weight is not finite)"
+        )
+
+
+def _with_other_modules(more: str) -> fp8dist.ReplayReport:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    if dist.get_rank() == 1 and more == "module":
+        net.append(nn.Identity())
+    calls = 2 if dist.get_rank() == 1 and more == "call" else 1
+
+    def step(x: Tensor) -> None:
+        for _ in range(calls):
+            net(x).square().mean().backward()
+
+    return fp8dist.replay(net, step, torch.ones(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("module", "in module '2', output (rank 0 has the model's own forward, output there)"),
+        ("call", "in module '0', output, call 2 (the run on rank 0 is over there)"),
+    ],
+)
+def test_ranks_that_run_other_modules(more: str, sentence: str, two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_with_other_modules, more):
+        assert sentence in report.sentence
+
+
+def _other_gradient(kind: str) -> fp8dist.ReplayReport:
+    """The gradient of rank 1's BatchNorm is another. No collective of tensor parallelism comes after it."""
+    training = Training(kind="tp")
+    training.train(2)
+    if dist.get_rank() == 1:
+        factors = iter(1 + 1 / (call if kind == "unsteady" else 1) for call in range(1, 20))
+        tripled = training.net.norm.register_forward_hook(
+            lambda module, args, y: y.register_hook(lambda gradient: gradient * next(factors)) and None
+        )
+    report = training.replay(timeout=timedelta(seconds=20))
+    if dist.get_rank() == 1:
+        tripled.remove()
+    return report
+
+
+@pytest.mark.parametrize("kind", ["unsteady", "other"])
+def test_tensor_parallel_ranks_run_as_often_as_each_other(kind: str, four_ranks: RankPool) -> None:
+    """Ranks 1 and 3 look closer, so ranks 0 and 2, which hold other parts, run with them."""
+    zero, one, two, three = four_ranks.run(_other_gradient, kind, timeout=60)
+    assert zero == two
+    assert one == three
+    assert not zero.findings
+    found = one.findings[0]
+    assert (found.kind, found.module) == ("not deterministic" if kind == "unsteady" else "ranks differ", "norm")

@@ -102,7 +102,7 @@ def test_a_work_says_where_it_was_done() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("torch", marks=pytest.mark.long)])
 def test_what_was_taken_down_repeats(name: str, backend: str) -> None:
     """Whole and in blocks: values of all sizes, NaN, infinities, ragged batches, no tokens, recomputation,
     accumulation, autocast, several calls."""
@@ -149,7 +149,9 @@ def test_20_000_audits_raise_no_alarm() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize("name", ["delayed", "row", "block"])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", *(pytest.param(c, marks=pytest.mark.long) for c in ("eager", "inductor"))]
+)
 def test_compiled_works_repeat_and_nothing_is_compiled_again(name: str, compiler: str) -> None:
     """Products, and casts that no compiler has fused, are heard. Which site is wanted changes no graph."""
     torch._dynamo.reset()

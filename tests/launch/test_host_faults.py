@@ -21,7 +21,7 @@ from tests.support.hosted_job import START, TIMEOUT, HostedJob, assert_same
 from tests.support.hosts import Host, Lab, lab_or_skip
 from tests.support.main_job import ROOT, Run, metrics
 
-pytestmark = [pytest.mark.long, pytest.mark.alone]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("hosts")]  # They mostly wait, so others may run beside them.
 
 SIZE = 3
 MARGIN = 20

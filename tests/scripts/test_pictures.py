@@ -80,7 +80,7 @@ def _luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_report_is_what_three_ranks_log_today() -> None:
     """If this fails, run ``python -m scripts.pictures --rerun report``."""
     program = "from scripts.pictures.report import logged\nif __name__ == '__main__':\n    print(logged(), end='')"

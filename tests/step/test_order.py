@@ -55,6 +55,7 @@ check()                -     x   .   .    .     x    x    x    x   x
 replay()               -     x   .   .    x     x    x    x    x   -
 calibrate()            .     x   .   .    x     x    x    x    x   x
 refresh_weights()      .     x   .   .    .     x    x    x    x   x
+exported()             .     x   .   .    x     x    x    x    .   x
 watch()                .     .   x   x    x     x    x    x    .   x
 set_precision()        .     .   .   .    .     .    x    x    .   x
 set_scale()            .     .   .   .    .     .    x    x    .   x
@@ -70,7 +71,12 @@ REFUSED = {
     for phase, mark in zip(WHERE, marks, strict=True)
     if mark != "-"
 }
-GROUPS = {"load_state_dict()": "loading state", "reset()": "loading state", "state_dict()": "saving state"}
+GROUPS = {
+    "load_state_dict()": "loading state",
+    "reset()": "loading state",
+    "state_dict()": "saving state",
+    "exported()": "export()",
+}
 """Calls that a message names together."""
 
 
@@ -136,6 +142,7 @@ class _Job:
             "calibrate()": lambda: self.inside(manager.calibrate()),
             "refresh_weights()": manager.refresh_weights,
             "comm_hook(manager)": self.quiet_hook,
+            "exported()": lambda: list(manager.exported()),
             "watch()": lambda: manager.watch(every=100),
             "set_precision()": lambda: manager.set_precision("last", "high"),
             "set_scale()": lambda: manager.set_scale(*slot, 2.0),

@@ -38,8 +38,8 @@ FOREIGN = (
 )
 """Flags of torchrun, SLURM, kubectl, pip, pytest and MkDocs, and of nobody's program."""
 
-THEIRS = ("train.py", "loop.py", "check.py", "launch.py", "job.py", "my_job.py", "X.py")
-"""Programs of a reader."""
+THEIRS = ("train.py", "loop.py", "check.py", "launch.py", "job.py", "my_job.py", "X.py", "config.json")
+"""Programs and files of a reader."""
 
 OF_TRANSFORMER_ENGINE = ("amax_history_len", "fp8_format")
 """Arguments of TransformerEngine's recipes, whose names are those of this library."""

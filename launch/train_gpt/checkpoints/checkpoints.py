@@ -59,6 +59,8 @@ class Checkpoints:
         """Callback with the step: this rank has written its file, but the checkpoint is not complete yet."""
         self.finished: Callable[[int, Path, dict[str, str]], None] = lambda step, folder, digest: None
         """Callback with step, folder and ``digest`` (of the FP8 state, if any) of a complete checkpoint, on rank 0."""
+        self.gathered_in: str | None = None
+        """Dtype in which FSDP gathers weights, if not in their own: ``fp8dist export`` must know it."""
         self._digest: dict[str, str] = {}
         self._options, self._ranks = options, ranks
         self._parent = folders.of(options.out)
@@ -102,6 +104,8 @@ class Checkpoints:
         }
         if guard is not None:
             state["run"]["guard"] = guard
+        if self.gathered_in is not None:
+            state["run"]["gathered_in"] = self.gathered_in
         if manager is not None:
             state["fp8"] = manager
             self._digest = {"digest": digest_of_state(manager)} if self._ranks.first else {}

@@ -1,0 +1,195 @@
+"""The folder of an exported model: sharded safetensors, their index, config.json, and the certificate.
+
+Files are written tensor by tensor into ``NAME.partial`` beside the folder, index, config and certificate last. The
+folder gets its name at the very end, so a folder of that name is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.offline.certificates import CERTIFICATE
+from fp8dist.offline.safetensor_files import dtype_text
+from fp8dist.offline.served import CONFIG, INDEX
+
+__all__ = ["Folder", "destination"]
+
+
+def destination(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a folder to write, through symbolic links.
+
+    Raises:
+        ConfigurationError: ``path`` is not the name of a folder.
+    """
+    try:
+        name = os.fsdecode(path)
+        whole = Path(os.path.realpath(name))
+    except (TypeError, ValueError):
+        name, whole = "", Path()
+    if not whole.name or os.path.normpath(name) == os.curdir:
+        raise ConfigurationError(f"expected the name of a new folder, got {path!r}")
+    return whole
+
+
+class Described(Protocol):
+    """What is known of a tensor before it is read."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Folder:
+    """A folder that is being written. Tensors must come in the given order.
+
+    Args:
+        tied: names that are left out: the name of the same tensor, by name. Written into the metadata of the files, as
+            ``safetensors.torch.save_model`` does.
+        shard_bytes: a file gets a further tensor as long as it stays below this size.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], tensors: Sequence[Described], tied: Mapping[str, str], shard_bytes: int
+    ) -> None:
+        self._path = destination(path)
+        self._partial = self._path.with_name(f"{self._path.name}.partial")
+        self._begun = False
+        self._shards = list(_shards(tensors, shard_bytes))
+        self._tied = dict(tied)
+        self._files = iter(self._shards)
+        self._left: list[Described] = []
+        self._file: IO[bytes] | None = None
+        self._number = 0
+        self._places: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Make the partial folder.
+
+        Raises:
+            ConfigurationError: the folder exists and is not empty.
+        """
+        if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
+            raise ConfigurationError(f"{self._path} exists: export to a new folder")
+        if self._partial.is_dir():
+            if any(file.suffix not in (".safetensors", ".json") for file in self._partial.iterdir()):
+                raise ConfigurationError(f"{self._partial} exists and is not of an export: move it away")
+            shutil.rmtree(self._partial, ignore_errors=True)  # Of an export that was killed.
+        self._partial.mkdir(parents=True)
+        self._begun = True
+
+    def write(self, tensor: Described, value: Tensor) -> None:
+        """Write the next tensor."""
+        if not self._left:
+            self._open_next()
+        expected = self._left.pop(0)
+        assert self._file is not None
+        assert (tensor.name, value.dtype, tuple(value.shape)) == (expected.name, expected.dtype, expected.shape)
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().data
+        self._file.write(data)
+        self._digests[tensor.name] = hashlib.sha256(data).hexdigest()
+
+    def finish(self, config: Mapping[str, Any], certificate: Callable[[Mapping[str, str]], bytes]) -> None:
+        """Write index, config and certificate, and give the folder its name.
+
+        Args:
+            certificate: returns its bytes, from the SHA-256 of the bytes of each tensor, by name.
+        """
+        self._close_file()
+        total = sum(tensor.nbytes for shard in self._shards for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self._places.items()))}
+        for name, content in (
+            (INDEX, _json(index)),
+            (CONFIG, _json(config)),
+            (CERTIFICATE, certificate(self._digests)),
+        ):
+            with open(self._partial / name, "wb") as file:
+                file.write(content)
+                _sync(file)
+        _sync_folder(self._partial)
+        os.replace(self._partial, self._path)
+        _sync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Remove what is left of an export that did not finish."""
+        if self._file is not None:
+            self._file.close()
+        if self._begun:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _open_next(self) -> None:
+        self._close_file()
+        shard = next(self._files)
+        self._number += 1
+        name = f"model-{self._number:05d}-of-{len(self._shards):05d}.safetensors"
+        self._file, self._left = open(self._partial / name, "wb"), list(shard)  # noqa: SIM115  (closed below)
+        self._places.update((tensor.name, name) for tensor in shard)
+        self._file.write(_header(shard, self._tied))
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            _sync(self._file)
+            self._file.close()
+
+
+def _shards(tensors: Sequence[Described], shard_bytes: int) -> Iterator[list[Described]]:
+    shard: list[Described] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.nbytes
+    yield shard
+
+
+def _header(tensors: Sequence[Described], tied: Mapping[str, str]) -> bytes:
+    """Return the head of a safetensors file (https://github.com/huggingface/safetensors, section Format): its length,
+    uint64, and JSON with dtype, shape and place of each tensor. Padded, so that data begins at a multiple of 8."""
+    here = {tensor.name for tensor in tensors}
+    described: dict[str, Any] = {"__metadata__": {"format": "pt", **{a: b for a, b in tied.items() if b in here}}}
+    place = 0
+    for tensor in tensors:
+        described[tensor.name] = {
+            "dtype": dtype_text(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + tensor.nbytes],
+        }
+        place += tensor.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,205 @@
+"""``fp8dist export``: its flags, and the model of a checkpoint as its job would export it."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp8dist
+from fp8dist.checkpoint.certificate import Origin
+from fp8dist.checkpoint.export import Export, fill, write_folder
+from fp8dist.checkpoint.export_casts import Stored
+from fp8dist.checkpoint.export_formats import FORMATS
+from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.offline.dcp import METADATA, dcp_states
+from fp8dist.offline.entries import Source
+from fp8dist.offline.sources import open_source
+from fp8dist.recipe import Recipe
+from fp8dist.state.storage import from_bytes, validated_slots
+from fp8dist.text import first_few
+from fp8dist_kernels.formats import Role
+
+__all__ = ["add_flags", "add_model_flags", "export", "exported", "read_config"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a DCP checkpoint with FP8 state")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write; it must be new")
+    parser.add_argument(
+        "--format", choices=tuple(FORMATS), default="compressed-tensors", help="how servers read weights and scales"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="the model's config.json, to which quantization_config is added"
+    )
+    add_model_flags(parser)
+    parser.add_argument(
+        "--shard-bytes",
+        type=int,
+        default=5_000_000_000,
+        metavar="BYTES",
+        help="size of a file, unless a tensor is larger",
+    )
+    parser.add_argument("--run", dest="name", metavar="NAME", help="a name of the run for the certificate, any text")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what the model of a checkpoint is."""
+    parser.add_argument("--model", metavar="KEY", default="model", help="the checkpoint's key of the model")
+    parser.add_argument(
+        "--gathered-in",
+        choices=_DTYPES,
+        help="param_dtype of FSDP's mixed precision, from which weights are cast; default: what the example job noted, "
+        "else the stored dtype",
+    )
+
+
+def export(options: argparse.Namespace) -> str:
+    """Write the folder, and return a line that says what is in it.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or has no FP8 state that all ranks share.
+        ConfigurationError: the format does not fit, or the folder cannot be written.
+    """
+    if options.shard_bytes < 1:
+        raise ConfigurationError(f"--shard-bytes must be above 0, got {options.shard_bytes}")
+    config = {} if options.config is None else read_config(options.config)
+    with exported(options.checkpoint, options.format, options.model, options.gathered_in) as (found, step):
+        write_folder(options.out, found, config, True, None, options.shard_bytes, Origin(step, options.name))
+    fp8 = sum(tensor.role == "weight" for tensor in found.tensors)
+    return f"{options.out}: {len(found.tensors)} tensors, {fp8} weights in FP8, after step {step}"
+
+
+@contextmanager
+def exported(path: str, format: str, key: str, gathered_in: str | None) -> Iterator[tuple[Export, int]]:
+    """Open a checkpoint, for (what its job would export, steps of its FP8 state).
+
+    Args:
+        key: the checkpoint's key of the model.
+        gathered_in: dtype in which FSDP gathered weights; None: what the example job noted, else the stored dtype.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or has no FP8 state that all ranks share.
+        ConfigurationError: the format does not fit.
+    """
+    if not os.path.isfile(os.path.join(path, METADATA)):
+        raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, with {METADATA}")
+    data = _shared_state(path)
+    state, info = from_bytes(data, path)
+    with open_source(path) as source:
+        shapes = _parameters(source, key)
+        skeleton = _skeleton(path, state, shapes)
+        manager = _restored(skeleton, state, data)
+        found = Export(format)
+        settings = info.get("settings") or {}
+        if settings.get("eval_precision") == "high":
+            raise ConfigurationError('nothing to export in FP8: the job evaluates with eval_precision="high"')
+        modules = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.Linear)}
+        matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
+        others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
+        dtype = gathered_in or _noted(source)
+        fill(found, _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype), {**others, **modules})
+        yield found, manager.steps
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a model's config.json.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--config {path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"--config {path} is not a JSON object")
+    return config
+
+
+def _shared_state(path: str) -> bytes:
+    states = dcp_states(path)
+    if len(states) == 1 and next(iter(states)).rpartition(".")[2] == "shared":
+        return next(iter(states.values()))
+    found = first_few(sorted(states)) if states else "none"
+    raise CheckpointError(f"{path}: expected one FP8 state that all ranks share, found {found}")
+
+
+def _parameters(source: Source, key: str) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return (place in the source, shape) of the model's tensors, by the model's own names."""
+    prefix = f"{key}."
+    found = {
+        entry.name.removeprefix(prefix): (place, entry.shape)
+        for place, entry in enumerate(source.entries)
+        if entry.kind == "parameter" and entry.name.startswith(prefix)
+    }
+    if not found:
+        raise CheckpointError(f"{source.path}: has no tensors of {key!r}: --model names the key of the model")
+    return found
+
+
+def _skeleton(path: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, tuple[int, ...]]]) -> nn.Module:
+    """Return a model without memory that has the Linears of the FP8 state, under their names.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a weight.
+        ConfigurationError: a weight is cast to E5M2, or shared by two Linears.
+    """
+    whole = nn.Module()
+    slots = validated_slots(state)
+    weights = {slot.fqn: format for slot, format in zip(slots, state["formats"]) if slot.role == Role.WEIGHT.value}
+    for name in sorted({slot.fqn for slot in slots}):
+        if name not in weights:
+            raise ConfigurationError(f"{name} shares its weight with another module: use manager.export() in the job")
+        if weights[name] != "e4m3":
+            raise ConfigurationError(f"{name}: its weight is cast to {weights[name]}, and servers read e4m3 only")
+        _, shape = shapes.get(f"{name}.weight", (0, ()))
+        if len(shape) != 2:
+            raise CheckpointError(f"{path}: has FP8 state of {name}, but no weight of it")
+        parent = whole
+        *above, last = name.split(".")
+        for part in above:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent._modules[part]  # type: ignore[assignment]
+        parent.add_module(last, nn.Linear(shape[1], shape[0], bias=False, device="meta"))
+    return whole
+
+
+def _restored(skeleton: nn.Module, state: Mapping[str, Any], data: bytes) -> fp8dist.StateManager:
+    """Prepare the skeleton as the job prepared its model, and load its state."""
+    recipes = [Recipe.from_description(described) for described in state["recipes"]]
+    of = {slot.fqn: recipes[number] for slot, number in zip(validated_slots(state), state["recipe_of"])}
+    overrides: dict[str, Any] = {glob.escape(name): recipe for name, recipe in of.items()}
+    manager = fp8dist.prepare(skeleton, recipes[0], skip=None, overrides=overrides, amax_sync=False, check_every=0)
+    manager.load_state_dict({next(iter(manager.state_dict())): data})
+    return manager
+
+
+def _noted(source: Source) -> str | None:
+    """Return the dtype in which the example job notes that FSDP gathers weights."""
+    place = next((i for i, entry in enumerate(source.entries) if entry.name == "run.gathered_in"), None)
+    text = "" if place is None else bytes(source.read(place).tolist()).decode(errors="replace")
+    return text if text in _DTYPES else None
+
+
+def _stored(
+    source: Source, shapes: Mapping[str, tuple[int, tuple[int, ...]]], gathered: bool, dtype: str | None
+) -> Iterator[Stored]:
+    for name, (place, shape) in shapes.items():
+        own = getattr(torch, source.entries[place].dtype)
+        computed = own if dtype is None or not own.is_floating_point else getattr(torch, dtype)
+        value = torch.empty(shape, dtype=own, device="meta")
+        yield Stored(name, value, partial(source.read, place), torch.device("cpu"), computed, gathered=gathered)

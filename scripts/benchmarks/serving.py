@@ -1,0 +1,166 @@
+"""What a server computes with an exported model, and with weights that it quantises itself, against the training model.
+
+    python -m scripts.benchmarks.serving [--steps N]
+
+Trains the example job's GPT in FP8 with each recipe, exports its checkpoint, and evaluates it on held-out text: the
+training model in eval(); a server with the exported bytes and scales; a server that quantises the float weights with
+fresh scales, and inputs dynamically. The servers are plain torch. Writes ``scripts/results/serving.json``, and
+``python -m scripts.pages`` then fills the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import fp8dist
+from fp8dist.cli.main import main as command
+from launch.train_gpt.data import read_text
+from launch.train_gpt.model import GPT
+from scripts.pages.filling import ROOT
+from scripts.pages.serving import write_results
+
+LAYERS, WIDTH, HEADS, CONTEXT = 2, 128, 4, 64
+RECIPES: dict[str, fp8dist.Recipe] = {
+    "delayed": fp8dist.DelayedScaling(),
+    "current": fp8dist.CurrentScaling(),
+    "rowwise": fp8dist.RowwiseScaling(),
+    "block": fp8dist.BlockScaling(),
+}
+LIMIT = 448.0
+
+
+class ServedLinear(nn.Module):
+    """x Wᵀ + b of an FP8 weight and its factors. ``inputs``: "static" with ``input_scale``, or the shape of a group of
+    inputs that has a scale of its own: "tensor", "token" or "block" (1 x 128)."""
+
+    def __init__(self, weight: Tensor, factors: Tensor, bias: Tensor | None, inputs: str, scale: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight.float() * factors, bias
+        self._inputs, self._scale = inputs, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (-1, min(128, x.shape[-1]))) if self._inputs == "block" else x
+        if self._scale is not None:
+            scale = self._scale
+        else:
+            amax = groups.abs().amax() if self._inputs == "tensor" else groups.abs().amax(-1, keepdim=True)
+            scale = torch.where(amax > 0, amax / LIMIT, torch.ones_like(amax))
+        cast = (groups / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn)
+        y = F.linear((cast.float() * scale).reshape(x.shape), self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+def spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Return the factor of each element of a weight."""
+    if scale.numel() == 1 or scale.shape == (shape[0], 1):
+        return scale.reshape(-1, 1).expand(shape)
+    return scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+
+
+def fresh(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return a float weight in FP8 and its factors, as a server computes them: from the weight's own amaxes."""
+    if kind == "block":
+        blocks = [[b.abs().amax() for b in rows.split(128, 1)] for rows in weight.split(128, 0)]
+        amax = spread(torch.tensor(blocks), weight.shape)
+    else:
+        amax = weight.abs().amax() if kind != "rowwise" else weight.abs().amax(1, keepdim=True)
+    factors = (amax / LIMIT).expand(weight.shape)
+    return (weight / factors).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn), factors
+
+
+def served(tensors: dict[str, Tensor], floats: dict[str, Tensor], kind: str, again: bool) -> GPT:
+    """Return the model of a server. ``again``: it quantises the float weights itself."""
+    model = GPT(LAYERS, WIDTH, HEADS, CONTEXT)
+    model.load_state_dict(floats)
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float8_e4m3fn:
+            continue
+        module = name.removesuffix(".weight")
+        scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
+        assert scale is not None
+        weight, factors = fresh(floats[name], kind) if again else (tensor, spread(scale, tensor.shape))
+        inputs = {"rowwise": "token", "block": "block"}.get(kind, "tensor")
+        fixed = None if again else tensors.get(f"{module}.input_scale")
+        parent, _, last = module.rpartition(".")
+        linear = ServedLinear(weight, factors, floats.get(f"{module}.bias"), inputs, fixed)
+        setattr(model.get_submodule(parent), last, linear)
+    return model.eval()
+
+
+def evaluated(model: GPT, windows: Tensor) -> tuple[float, Tensor]:
+    """Return (mean loss in nats per byte, logarithms of the probabilities of the next bytes)."""
+    seen: list[Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, y: seen.append(y.double().log_softmax(-1)))
+    with torch.no_grad():
+        loss = float(model(windows[:, :-1], windows[:, 1:]))
+    handle.remove()
+    return loss, seen[0]
+
+
+def measure(kind: str, steps: int, folder: Path, power_of_two: bool = False) -> dict[str, Any]:
+    """Train, export and evaluate with one recipe."""
+    shape = ["--layers", LAYERS, "--width", WIDTH, "--heads", HEADS, "--context", CONTEXT]
+    flags = [*shape, "--steps", steps, "--save-every", steps, "--recipe", kind, "--out", folder / "run"]
+    words = [sys.executable, "-m", "launch.train_gpt", *map(str, flags), *["--power-of-two"][: int(power_of_two)]]
+    subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    checkpoint = folder / "run" / "checkpoints" / f"step-{steps:08d}"
+    format = "block" if kind == "block" else "compressed-tensors"
+    assert command(["export", str(checkpoint), "--out", str(folder / "out"), "--format", format]) == 0
+    tensors: dict[str, Tensor] = {}
+    for path in (folder / "out").glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118  (not a dict)
+    model = GPT(LAYERS, WIDTH, HEADS, CONTEXT)
+    manager = fp8dist.prepare(model, dataclasses.replace(RECIPES[kind], power_of_two=power_of_two))
+    dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
+    floats = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    text = torch.frombuffer(bytearray(read_text(None, CONTEXT).validation), dtype=torch.uint8).long()
+    windows = text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    loss, logits = evaluated(model.eval(), windows)
+    row: dict[str, Any] = {"recipe": kind, "steps": steps, "bytes": windows[:, 1:].numel(), "loss": loss}
+    for name, again in (("exported", False), ("again", True)):
+        other, theirs = evaluated(served(tensors, floats, kind, again), windows)
+        divergence = float((logits.exp() * (logits - theirs)).sum(-1).mean())
+        row[name] = {"loss": other, "divergence": divergence}
+    changed = count = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
+            assert scale is not None
+            weight, factors = fresh(floats[name], kind)
+            mine, theirs = tensor.float() * spread(scale, tensor.shape), weight.float() * factors
+            # A scale that differs in its last bit changes no weight by more than a rounding or two.
+            changed += int(((mine - theirs).abs() > 4 * 2.0**-24 * mine.abs()).sum())
+            count += tensor.numel()
+    return {**row, "changed": changed / count}
+
+
+def main() -> None:
+    """Measure all recipes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="steps of training")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for kind in RECIPES:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure(kind, options.steps, Path(folder)))
+        print(json.dumps(rows[-1]), flush=True)
+    write_results({"torch": torch.__version__, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

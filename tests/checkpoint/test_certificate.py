@@ -1,0 +1,102 @@
+"""The certificate that an export writes: what it says, and that it is the same from any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8dist
+from fp8dist.cli.main import main
+from tests.checkpoint.test_export import trained
+from tests.support.ranks import RankPool
+from tests.support.serving import NATIVE, RECIPES, read
+from tests.support.sharded import shard, wide
+from tests.support.training import batch, bits
+
+SAME = ("export", "step", "recipes", "config", "tied", "tensors", "model")
+
+
+def certificate_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "fp8dist-certificate.json").read_text())
+    return content
+
+
+def test_it_describes_the_export(tmp_path: Path) -> None:
+    _, manager, _ = trained(overrides={"layers.3": "high", "layers.1": fp8dist.CurrentScaling()})
+    manager.export(tmp_path / "out", run="lr 0.01", shard_bytes=100_000)
+    found = certificate_of(tmp_path / "out")
+    tensors = read(tmp_path / "out")
+    digests = {name: hashlib.sha256(bits(tensor)).hexdigest() for name, tensor in tensors.items()}
+    assert {tensor["name"]: tensor["sha256"] for tensor in found["tensors"]} == digests
+    assert {tensor["name"]: tuple(tensor["shape"]) for tensor in found["tensors"]} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    assert (found["export"], found["step"], found["run"], found["ranks"]) == ("compressed-tensors", 3, "lr 0.01", 1)
+    assert found["versions"]["torch"] == torch.__version__
+    roles = {tensor["name"]: tensor["role"] for tensor in found["tensors"]}
+    assert roles["layers.0.input_scale"] == "input_scale"
+    assert roles["layers.3.weight"] == roles["layers.0.bias"] == "high"
+    by_name = {t["name"]: found["recipes"][t["recipe"]]["recipe"] for t in found["tensors"] if "recipe" in t}
+    assert by_name == {
+        "layers.0.weight": "DelayedScaling",
+        "layers.1.weight": "CurrentScaling",
+        "layers.2.weight": "DelayedScaling",
+    }
+
+
+def _exported(folder: str, recipe: str, parallel: str) -> tuple[int | None, int | None]:
+    """Train three steps with equal batches on all ranks; save a checkpoint, and export. Return what is proved."""
+    torch.manual_seed(0)
+    model: Any = wide()
+    alone = parallel == "none"
+    manager = fp8dist.prepare(model, RECIPES[recipe], group=None if alone else dist.group.WORLD)
+    called = {"none": lambda m: m, "ddp": DistributedDataParallel, "fsdp2": shard}[parallel](model)
+    optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
+    manager.attach(called, optimizer=optimizer)
+    for number in range(3):
+        called(batch(0, number)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    manager.check()
+    manager.export(Path(folder, parallel), called, format=NATIVE[recipe])
+    if not alone:
+        dist.barrier()
+        dcp.save({"model": model, "fp8": manager}, checkpoint_id=Path(folder, "checkpoint"))
+    return manager.proven_step, manager.checked_step
+
+
+def _all_the_same(folder: Path, pool: RankPool, recipe: str, parallel: str, ranks: int) -> None:
+    _exported(str(folder), recipe, "none")
+    ((proven, checked), *others) = pool.run(_exported, str(folder), recipe, parallel)
+    assert others == [(proven, checked)] * (ranks - 1)
+    alone, found = certificate_of(folder / "none"), certificate_of(folder / parallel)
+    assert (found["ranks"], found["proven"], found["checked"]) == (ranks, proven, checked)
+    assert (proven, checked) == (3 if recipe == "delayed" else None, 3)  # Other recipes keep no state.
+    checkpoint, offline = str(folder / "checkpoint"), folder / "offline"
+    assert main(["export", checkpoint, "--out", str(offline), "--format", NATIVE[recipe]]) == 0
+    for each in (found, certificate_of(offline)):
+        assert {key: each[key] for key in SAME} == {key: alone[key] for key in SAME}
+    assert main(["verify", checkpoint, str(folder / parallel)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "parallel"), [("delayed", "ddp"), ("delayed", "fsdp2"), ("rowwise", "fsdp2"), ("block", "fsdp2")]
+)
+def test_two_ranks_one_rank_and_the_offline_export(
+    two_ranks: RankPool, tmp_path: Path, recipe: str, parallel: str
+) -> None:
+    _all_the_same(tmp_path, two_ranks, recipe, parallel, 2)
+
+
+@pytest.mark.slow
+def test_four_ranks_one_rank_and_the_offline_export(four_ranks: RankPool, tmp_path: Path) -> None:
+    _all_the_same(tmp_path, four_ranks, "delayed", "fsdp2", 4)

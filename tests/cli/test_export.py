@@ -1,0 +1,128 @@
+"""``fp8dist export``: checkpoints of the example job, exported without the job, against exports inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fp8dist
+from fp8dist.cli.main import UNREADABLE, USAGE, main
+from launch.train_gpt.model import GPT
+from tests.support.main_job import ALONE, RANKS, TINY, finish
+from tests.support.serving import NATIVE, RECIPES, read, served, tensor_bits
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
+
+FLAGS = [*TINY, "--steps", "4", "--save-every", "4"]
+KINDS = ("delayed", "current", "rowwise", "block")
+
+
+def _job(out: Path, command: Any, *flags: str) -> Path:
+    finish(out, command, *FLAGS, *flags)
+    return out / "checkpoints" / "step-00000004"
+
+
+def _inside(checkpoint: Path, recipe: fp8dist.Recipe, **settings: Any) -> Any:
+    """Return the manager of a job that has loaded the checkpoint."""
+    model = GPT(layers=1, width=32, heads=2, context=32)
+    manager = fp8dist.prepare(model, recipe, **settings)
+    dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
+    manager._tested = model
+    return manager
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
+def test_a_checkpoint_is_exported_as_the_job_would_export_it(tmp_path: Path, kind: str, parallel: str) -> None:
+    command = ALONE if parallel == "none" else RANKS
+    checkpoint = _job(tmp_path / "run", command, "--recipe", kind, "--parallel", parallel)
+    out = tmp_path / "out"
+    assert main(["export", str(checkpoint), "--out", str(out), "--format", NATIVE[kind]]) == 0
+    recipe = {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind]
+    manager = _inside(checkpoint, recipe)
+    assert tensor_bits(read(out)) == tensor_bits(dict(manager.exported(format=NATIVE[kind])))
+    assert len(served(read(out))) == 4
+
+
+def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = _job(tmp_path / "run", ALONE)
+    (tmp_path / "own.json").write_text('{"model_type": "gpt", "hidden_size": 32}')
+    out = tmp_path / "out"
+    words = ["export", str(checkpoint), "--out", str(out), "--config", str(tmp_path / "own.json"), "--shard-bytes"]
+    assert main([*words, "20000"]) == 0
+    assert capsys.readouterr().out == f"{out}: 25 tensors, 4 weights in FP8, after step 4\n"
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["hidden_size"]) == ("gpt", 32)
+    assert set(config["quantization_config"]["ignore"]) == {"embedding", "lm_head"}
+    assert len(list(out.glob("*.safetensors"))) == 4
+    assert main([*words, "20000"]) == USAGE
+    assert "exists: export to a new folder" in capsys.readouterr().err
+    assert main([*words, "0"]) == USAGE
+
+
+def test_weights_that_fsdp_gathered_in_bfloat16(tmp_path: Path) -> None:
+    """They are cast from bfloat16. The example job notes it; other jobs say it by a flag."""
+    checkpoint = _job(tmp_path / "run", ALONE)
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), "--gathered-in", "bfloat16"]) == 0
+    manager = _inside(checkpoint, fp8dist.DelayedScaling())
+    with torch.no_grad():
+        for name, parameter in manager._tested.named_parameters():
+            if name.endswith("weight") and parameter.ndim == 2:
+                parameter.copy_(parameter.bfloat16())
+    expected = served(dict(manager.exported()))
+    assert served(read(tmp_path / "out")) == expected
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "plain")]) == 0
+    assert served(read(tmp_path / "plain")) != expected
+
+
+def test_the_dtype_that_the_example_job_notes(tmp_path: Path) -> None:
+    checkpoint = _job(tmp_path / "run", ALONE)
+    manager = _inside(checkpoint, fp8dist.DelayedScaling())
+    noted = {"model": manager._tested, "fp8": manager, "run": {"step": 4, "gathered_in": "bfloat16"}}
+    dcp.save(noted, checkpoint_id=tmp_path / "noted")
+    assert main(["export", str(tmp_path / "noted"), "--out", str(tmp_path / "out")]) == 0
+    flags = ["--gathered-in", "bfloat16"]
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "said"), *flags]) == 0
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(read(tmp_path / "said"))
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+def test_weights_that_fsdp_gathered_in_fp8(tmp_path: Path, kind: str) -> None:
+    checkpoint = _job(tmp_path / "run", RANKS, "--recipe", kind, "--parallel", "fsdp2", "--fp8-all-gather")
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
+    recipe = {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind]
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(_inside(checkpoint, recipe).exported()))
+
+
+def test_modules_that_the_job_had_in_high_precision(tmp_path: Path) -> None:
+    checkpoint = _job(tmp_path / "run", ALONE, "--override", "*.qkv=high")
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
+    assert served(read(tmp_path / "out")).keys() == {f"blocks.0.{n}" for n in ("attention_out", "mlp_in", "mlp_out")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "code", "text"),
+    [
+        (["--precision", "fp32"], [], UNREADABLE, "expected one FP8 state that all ranks share, found none"),
+        (["--recipe", "rowwise"], ["--format", "block"], USAGE, "formats that fit: compressed-tensors"),
+        ([], ["--model", "weights"], UNREADABLE, "has no tensors of 'weights': --model names the key of the model"),
+        ([], ["--config", "/nowhere"], USAGE, "--config /nowhere cannot be read"),
+    ],
+)
+def test_what_cannot_be_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: list[str], code: int, text: str
+) -> None:
+    checkpoint = _job(tmp_path / "run", ALONE, *flags)
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), *words]) == code
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "out")]) == UNREADABLE
+    assert "expected a folder of torch.distributed.checkpoint" in capsys.readouterr().err

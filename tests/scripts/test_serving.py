@@ -1,0 +1,27 @@
+"""Held-out text: a server with an export computes what the training model does; one that quantises again does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks.serving import measure
+from scripts.pages.serving import parts_of, write_results
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
+
+
+def test_a_server_has_the_trainers_loss_bit_for_bit(tmp_path: Path) -> None:
+    """With scales of powers of two, x * s and x / (1 / s) are the same number, and so is all that follows."""
+    row = measure("delayed", 12, tmp_path, power_of_two=True)
+    assert row["exported"] == {"loss": row["loss"], "divergence": 0.0}
+    assert row["again"]["divergence"] > 1e-7
+    assert row["changed"] > 0
+    write_results({"torch": "2", "rows": [row]}, _results(tmp_path))
+    assert f"{row['changed']:.1%} |" in parts_of(tmp_path)["serving"]()
+
+
+def _results(folder: Path) -> Path:
+    (folder / "scripts" / "results").mkdir(parents=True)
+    return folder
