@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_weight import FP8Weight, dequantised
 from fp8dist.modules.grouped_slots import Choice, GroupedSlots, Some
 from fp8dist.modules.linear_slots import States
 from fp8dist.modules.outgrown import Outgrown
@@ -179,7 +181,7 @@ def grouped_linear(
         return _in_high_precision(x, weight, offsets, bias)
     recorded: Mapping[Role, Some] = {role: slots.recorded(role, weight.device) for role in Role}
     slots.observe_rows(x, offsets, states[0], recorded[Role.INPUT])
-    if recorded[Role.WEIGHT] is not False:
+    if recorded[Role.WEIGHT] is not False and not isinstance(weight, FP8Weight):  # FSDP's gather records its shards.
         slots.record_weight(slots.weight_amaxes(weight, states[1]), offsets, states[1])
     output = _in_high_precision(x, weight, offsets, bias)
     if not output.requires_grad or recorded[Role.GRAD_OUTPUT] is False:
@@ -223,7 +225,14 @@ def _in_high_precision(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor 
     x = x.to(_compute_dtype(x))
     # The gradient of rows of nobody is uninitialised otherwise.
     x = torch.where(_of_experts(len(x), offsets), x, 0)
-    return _product(x, weight, offsets, bias)
+    if not isinstance(weight, FP8Weight):
+        return _product(x, weight, offsets, bias)
+    # Recomputed in backward, as in an FP8Linear.
+    return checkpoint(_dequantising, x, weight, offsets, bias, use_reentrant=False, preserve_rng_state=False)
+
+
+def _dequantising(x: Tensor, weight: FP8Weight, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    return _product(x, dequantised(weight), offsets, bias)
 
 
 def _product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import Cast, LinearSlots
 from fp8dist.modules.outgrown import Outgrown, shrunk, unfit_for
@@ -76,6 +77,11 @@ class GroupedSlots(LinearSlots):
     def weight_slots(self) -> tuple[Slot, ...]:
         """See ``LinearSlots``."""
         return tuple(slots[Role.WEIGHT] for slots in self.experts)
+
+    @property
+    def weight_place(self) -> slice:
+        """See ``LinearSlots``."""
+        return self.weight_sync.arena.run_of(self.weight_slots)
 
     def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
         """See ``LinearSlots``: a slice for each expert."""
@@ -241,9 +247,10 @@ class GroupedSlots(LinearSlots):
         columns: bool,
         outgrown: Outgrown,
         pending: Tensor | None = None,
+        role: Role | None = Role.WEIGHT,
     ) -> Cast:
-        """See ``LinearSlots``. weight: [E, out_features, in_features]. With ``record``, the cast has ``amaxes``, not yet
-        recorded. ``pending`` is not used."""
+        """See ``LinearSlots``. weight: [E, out_features, in_features]. With ``record``, the cast has ``amaxes``, not
+        yet recorded. ``pending`` and ``role`` are not used."""
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
         if transposed:  # Cast the weights as they lie in memory.
             stored, rows, columns = stored.mT, columns, rows
@@ -284,8 +291,35 @@ class GroupedSlots(LinearSlots):
 
     def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
         """See ``LinearSlots``."""
+        if isinstance(weight, FP8Weight):
+            return super().backward_cast(weight, state, outgrown)
         cast = self._cast_weight(weight, state, False, False, True, outgrown)
         return cast.columns, cast.columns_inv_scale
+
+    def shard_cast(self, shard: Tensor, first: int, amax: Tensor, record: bool, role: Role | None = None) -> Cast:
+        """See ``LinearSlots``: shard [experts from ``first`` on, n, k]. The inverse scales of a recipe by tensor are
+        those of all E experts."""
+        every = self.states(self.weight_sync.arena.device)[1]
+        by_tensor = self.recipe.by == "tensor"
+        inv_scales = torch.reciprocal(every.scale) if by_tensor else shard.new_empty(0, dtype=torch.float32)
+        nothing = shard.new_empty(0)
+        if not len(shard):  # More ranks than experts.
+            return Cast(shard.to(every.format.dtype), inv_scales, nothing, nothing)
+        own = slice(first, first + len(shard))
+        state = self.weight_sync.arena.state_of_run(self.weight_slots[own])
+        place = _like(state, DID_NOT_RUN)
+        if by_tensor:
+            rows, _, inv_scale = self._call(shard, None, state, state.cold, place, record, False, True, False, None)
+            cast = Cast(rows, inv_scale, nothing, nothing)
+        else:
+            place = self._amaxes(shard, None, state) if record else place
+            cast = self._weight_by_parts(shard, state.format.dtype, True, False)
+        if record:
+            bits = amax[own].view(torch.int32)
+            bits.copy_(torch.maximum(bits, place.view(torch.int32)))
+            if self.job.measuring or self.sync.arena.lanes:
+                self._measure_weight(shard, cast, state, True)
+        return cast._replace(rows_inv_scale=inv_scales) if by_tensor else cast
 
     # Products --------------------------------------------------------------------------------------
 
@@ -341,12 +375,6 @@ class GroupedSlots(LinearSlots):
         measure_grouped(weight, None, each, state.format.dtype, state.saturated, state.underflow)
 
     # Writes to the weight --------------------------------------------------------------------------
-
-    def weight_scale(self) -> Tensor:
-        """See ``LinearSlots``: float32[E]."""
-        arena = self.weight_sync.arena
-        run = arena.run_of([slots[Role.WEIGHT] for slots in self.experts])
-        return torch.where(arena.cold[run], torch.nan, arena.scale[run])
 
     def _add_growth(self, grown: Tensor) -> None:
         super()._add_growth(grown.any())

@@ -142,6 +142,11 @@ class LinearSlots:
         """The slots of the weight: one, or one for each expert."""
         return (self.slots[Role.WEIGHT],)
 
+    @property
+    def weight_place(self) -> int | slice:
+        """The place of the weight's slot in its arena, or the places of those of the experts."""
+        return self.weight_sync.arena.index[self.slots[Role.WEIGHT]]
+
     def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
         """Iterate over the parts of this rank's weight that have slots of their own, and these slots.
 
@@ -399,9 +404,9 @@ class LinearSlots:
         self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
 
     def weight_scale(self) -> Tensor:
-        """Return a 0-d float32 copy of the weight's scale; NaN while the slot is cold."""
-        arena = self.weight_sync.arena
-        place = arena.index[self.slots[Role.WEIGHT]]
+        """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
+        cold."""
+        arena, place = self.weight_sync.arena, self.weight_place
         return torch.where(arena.cold[place], torch.nan, arena.scale[place])
 
     def tell_of_new_scale(self, before: Tensor) -> None:
@@ -470,10 +475,9 @@ class LinearSlots:
     def _gathered_cast(self, weight: FP8Weight, state: SlotState, outgrown: Outgrown) -> Cast:
         """Return the weight as it was gathered in FP8."""
         if outgrown.written:  # A scale that did not fit was derived anew, without a history.
-            arena = self.weight_sync.arena
-            self._add_growth((arena.amax[arena.index[self.slots[Role.WEIGHT]]] == 0) & ~state.cold)
+            self._add_growth((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
         nothing = weight.rows.new_empty(0)
-        return Cast(weight.rows, weight.inv_scale, nothing, nothing)
+        return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 
     def eval_cast(self, linear: nn.Module, weight: Tensor, gathered: bool = False) -> Cast:
         """Return the row-major cast with which an eval forward of ``linear`` multiplies now. Local; commits a pending
@@ -487,6 +491,27 @@ class LinearSlots:
         no_limit = gathered or not self.recipe.delayed
         limits = Outgrown(None) if no_limit else self._limits(linear, meant_to_saturate(self.recipe))
         return self._cast_weight(weight, state, False, True, False, limits, role=None)
+
+    def shard_cast(self, shard: Tensor, first: int, amax: Tensor, record: bool, role: Role | None = None) -> Cast:
+        """Return this rank's shard of the weight in FP8, row-major, with the scale that all ranks share. Local; commits
+        a pending sync.
+
+        Args:
+            first: of the experts that have a part in the shard.
+            amax: where to record: 0-d float32, or [E] of all experts.
+            role: of the cast whose tap is told.
+        """
+        return self.quantize(
+            shard,
+            self.states(self.weight_sync.arena.device)[1],
+            record,
+            rows=True,
+            columns=False,
+            pending=amax,
+            just_in_time=False,
+            square=True,
+            role=role,
+        )
 
     def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
         """Return a key that stays equal while a cast can be reused. None under torch.compile (a guard on the cast would
@@ -509,7 +534,8 @@ class LinearSlots:
         """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
-            return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
+            inv_scale = weight.inv_scale if weight.inv_scale.ndim < 2 else weight.inv_scale.mT.contiguous()
+            return weight.rows.mT.contiguous(), inv_scale
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
         nowhere = torch.empty_like(state.scale)
         cast = self._cast_weight(weight, state, False, False, True, outgrown, nowhere)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import (
     fsdp1_modules,
@@ -21,7 +22,8 @@ from fp8dist.parallel.torch_internals import (
     missing_fsdp2_hook,
     refusal,
 )
-from fp8dist.sync.groups import is_dtensor
+from fp8dist.state.slots import Slot
+from fp8dist.sync.groups import is_dtensor, local_part
 
 __all__ = [
     "awaits_reduction",
@@ -31,6 +33,7 @@ __all__ = [
     "fsdp2_cut",
     "is_sharded",
     "is_tensor_parallel",
+    "local_parts",
     "managed_from_outside",
     "mesh_ranks",
     "multiplied_shape",
@@ -93,6 +96,12 @@ def first_local_row(weight: Any) -> int:
     return first
 
 
+def local_parts(slots: LinearSlots, weight: Any) -> Iterator[tuple[Slot, Tensor]]:
+    """Iterate over the slots of a weight of which this rank holds a part, and these parts."""
+    first = first_local_row(weight) if is_dtensor(weight) else 0
+    return slots.weights_of(local_part(weight).detach(), first)
+
+
 def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
     """Return the shape of the weight that this rank multiplies with: full under FSDP, local under tensor parallelism.
 
@@ -111,9 +120,8 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
     return tuple(reversed(shape) if linear.transposed else shape)
 
 
-def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
-    """Return (dim along which FSDP2 shards the weight, number of shards)."""
-    weight: Any = linear.weight
+def fsdp2_cut(weight: Any) -> tuple[int, int]:
+    """Return (dim along which FSDP2 shards a weight, number of shards)."""
     axis = fsdp2_axes(weight) - 1
     return weight.placements[axis].dim, weight.device_mesh.size(axis)
 

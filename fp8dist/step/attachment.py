@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8dist.consistency.replication import ddp_parameters, zero_groups
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_experts import FP8Experts, fp8_experts, require_revertible_experts, revert_experts
+from fp8dist.modules.fp8_experts import fp8_experts, require_revertible_experts, revert_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears, require_revertible, revert
 from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.ddp import JoinLink, find_ddp
@@ -27,7 +27,7 @@ from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, require_checkable, unknown, warning
 from fp8dist.parallel.wrappers import (
     compute_device,
-    first_local_row,
+    local_parts,
     managed_from_outside,
     mesh_ranks,
     multiplied_shape,
@@ -39,7 +39,7 @@ from fp8dist.state.slots import Slot
 from fp8dist.step.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.step.cycle import StepCycle
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import is_dtensor, local_part
+from fp8dist.sync.groups import is_dtensor
 from fp8dist.text import first_few, ranks_text
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
@@ -222,13 +222,11 @@ class Attachment:
 def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
     """Iterate over (sync, slot, this rank's whole or local weight) of each FP8Linear and each expert."""
     for part in fp8_parts(model):
-        weight, first = part.weight, 0
+        weight = part.weight
         if is_partitioned(weight):
             yield part.slots.weight_sync, part.slots.slots[Role.WEIGHT], own_part(weight)
             continue
-        if isinstance(part.module, FP8Experts) and is_dtensor(weight):
-            first = first_local_row(weight)
-        for slot, own in part.slots.weights_of(local_part(weight).detach(), first):
+        for slot, own in local_parts(part.slots, weight):
             yield part.slots.weight_sync, slot, own
 
 
@@ -352,13 +350,10 @@ def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Op
 
 
 def _tell_of_experts(model: nn.Module, cycle: StepCycle) -> None:
-    """Log what audits and FP8 gathers leave out of the experts. Local."""
+    """Log what audits leave out of the experts. Local."""
     count = sum(1 for _ in fp8_experts(model))
-    if count and cycle.settings.enabled and cycle.control.speaks:
-        if cycle.settings.audit_every:
-            logger.warning("fp8dist: audit_every: the grouped products of %d mixtures are not audited", count)
-        if cycle.settings.fp8_all_gather:
-            logger.warning("fp8dist: fp8_all_gather: the experts of %d mixtures are gathered in high precision", count)
+    if count and cycle.settings.enabled and cycle.control.speaks and cycle.settings.audit_every:
+        logger.warning("fp8dist: audit_every: the grouped products of %d mixtures are not audited", count)
 
 
 def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:

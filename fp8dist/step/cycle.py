@@ -176,8 +176,9 @@ class StepCycle:
     def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
         """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE over their arenas only: the
         ranks of other arenas may have no reason to call it."""
-        parts = [weight.part() for weight in weights]
-        concerned = {id(sync) for sync, _, _ in parts}
+        parts = [part for weight in weights for part in weight.parts()]
+        # Not those of the parts: with fewer experts than ranks, some ranks have none.
+        concerned = {id(weight.slots.weight_sync) for weight in weights}
         syncs = [sync for sync in self.syncs if id(sync) in concerned and self._scales_weights(sync)]
         derive_weight_scales(syncs, parts, "unfit")
 
