@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -65,8 +66,8 @@ class Job:
         return Shard(self.dim if parameter.ndim == 3 else 0)
 
 
-def build(job: Job) -> tuple[Routed, nn.Module, StateManager, torch.optim.Optimizer]:
-    """Return (model, the object that the loop calls, manager, optimizer), attached."""
+def build(job: Job, mesh: DeviceMesh | None = None) -> tuple[Routed, nn.Module, StateManager, torch.optim.Optimizer]:
+    """Return (model, the object that the loop calls, manager, optimizer), attached. ``mesh``: of HSDP."""
     torch.manual_seed(0)
     model = Routed(job.experts, inner=job.inner, **job.options)
     gathers = job.fp8_all_gather and job.parallel == "fsdp2"
@@ -74,8 +75,8 @@ def build(job: Job) -> tuple[Routed, nn.Module, StateManager, torch.optim.Optimi
     if job.parallel == "ddp":
         called: nn.Module = DistributedDataParallel(model)
     else:
-        fully_shard(model.experts, shard_placement_fn=job.placement, **job.shard)
-        called = fully_shard(model, **job.shard)
+        fully_shard(model.experts, mesh=mesh, shard_placement_fn=job.placement, **job.shard)
+        called = fully_shard(model, mesh=mesh, **job.shard)
     optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
     manager.attach(called, optimizer=optimizer)
     return model, called, manager, optimizer
