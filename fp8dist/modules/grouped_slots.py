@@ -63,9 +63,10 @@ class GroupedSlots(LinearSlots):
             Precision(slots, recipe.high_precision, self._precision_changes) for slots in self.experts
         )
         self._choice: tuple[int, torch.device, Choice] | None = None
+        self._found: tuple[Tensor, Tensor] | None = None  # Inverse scales of the last recorded cast, and its amaxes.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "owner": None, "_choice": None}
+        return {**super().__getstate__(), "owner": None, "_choice": None, "_found": None}
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -89,8 +90,8 @@ class GroupedSlots(LinearSlots):
         changes = self._precision_changes.count
         if self._choice is None or self._choice[:2] != (changes, device):
             high = {gemm: _some([gemm in each.high for each in self._precisions], device) for gemm in GEMMS}
-            seen = {role: [each.casts(role) or each.observing for each in self._precisions] for role in Role}
-            records = {role: _some(flags, device) for role, flags in seen.items()}
+            seen = [each.recorded for each in self._precisions]
+            records = {role: _some([role in roles for roles in seen], device) for role in Role}
             self._choice = changes, device, Choice(high, records)
         return self._choice[2]
 
@@ -153,12 +154,22 @@ class GroupedSlots(LinearSlots):
         if recorded is not False:
             _record(self._amaxes(x.detach(), offsets, state), state, recorded)
 
-    def record_weight(self, amaxes: Tensor | None, offsets: Tensor, state: SlotState) -> None:
-        """Record the weights' amaxes, float32[E], of the experts that have rows: the others have not run."""
+    def record_weight(self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotState) -> None:
+        """Record the amaxes of a weight [E, n, k], any strides, of the experts that have rows: the others have not run.
+
+        Args:
+            cast: of the weight, which may have found the amaxes. None: there is none.
+        """
         recorded = self.recorded(Role.WEIGHT, offsets.device)
-        if recorded is not False and amaxes is not None:
-            used = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
-            _record(amaxes, state, used if recorded is True else used & recorded)
+        if recorded is False:
+            return
+        known, amaxes = self._found or (None, None)
+        if amaxes is None or cast is None or known is not cast.rows_inv_scale:
+            amaxes = self.weight_amaxes(weight, state)
+        if torch.compiler.is_compiling():  # Nothing reuses the cast, and the graph need not return its tensors.
+            self._found = None
+        used = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
+        _record(amaxes, state, used if recorded is True else used & recorded)
 
     def weight_amaxes(self, weight: Tensor, state: SlotState) -> Tensor:
         """Return the amaxes of a weight [E, n, k], any strides: float32[E]."""
@@ -196,7 +207,8 @@ class GroupedSlots(LinearSlots):
             x, offsets, state, cold, place, recorded is not False, warm_up, rows, columns, outgrown
         )
         if offsets is None:  # ``record_weight`` records which experts have run.
-            return Cast(fp8, inv_scale, fp8_t, inv_scale, None if recorded is False else place)
+            self._found = (inv_scale, place) if recorded is not False else None
+            return Cast(fp8, inv_scale, fp8_t, inv_scale)
         if apart:
             _record(place, state, recorded)
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
@@ -242,26 +254,23 @@ class GroupedSlots(LinearSlots):
         outgrown: Outgrown,
         pending: Tensor | None = None,
     ) -> Cast:
-        """See ``LinearSlots``. weight: [E, out_features, in_features]. With ``record``, the cast has ``amaxes``, not yet
-        recorded. ``pending`` is not used."""
+        """See ``LinearSlots``. weight: [E, out_features, in_features]. Records nothing: ``record_weight`` does
+        that, with the amaxes that a cast with ``record`` may find. ``pending`` is not used."""
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
         if transposed:  # Cast the weights as they lie in memory.
             stored, rows, columns = stored.mT, columns, rows
         recorded = self.recorded(Role.WEIGHT, weight.device) if record else False
-        amaxes = None
-        if recorded is not False and (self.recipe.by != "tensor" or not (rows or columns)):
-            amaxes = self.weight_amaxes(stored, state)
         if not (rows or columns):
             nothing = weight.new_empty(0)
-            return Cast(nothing, nothing, nothing, nothing, amaxes)
+            return Cast(nothing, nothing, nothing, nothing)
         if self.recipe.by == "tensor":
             unfit = shrunk(self.weight_amaxes(stored, state), state, self.recipe) if outgrown.written else None
             cast = self._grouped_by_tensor(stored, None, state, recorded, rows, columns, outgrown.weight, unfit)
         else:
-            cast = self._weight_by_parts(stored, state.format.dtype, rows, columns)._replace(amaxes=amaxes)
+            cast = self._weight_by_parts(stored, state.format.dtype, rows, columns)
         if record and (self.job.measuring or self.sync.arena.lanes):
             self._measure_weight(stored, cast, state, rows)
-        return Cast(*cast[2:4], *cast[:2], cast.amaxes) if transposed else cast
+        return Cast(*cast[2:], *cast[:2]) if transposed else cast
 
     def _weight_by_parts(self, weight: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> Cast:
         """Cast a weight [E, n, k] with scales for each row, or each block of 128 x 128."""
