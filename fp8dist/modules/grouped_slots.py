@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8dist.modules.job_state import JobState
-from fp8dist.modules.linear_slots import Cast, LinearSlots
+from fp8dist.modules.linear_slots import Cast, LinearSlots, States
 from fp8dist.modules.outgrown import Outgrown, shrunk, unfit_for
 from fp8dist.recipe import GEMMS, Gemm, Recipe
 from fp8dist.state.arena import SlotState
@@ -63,6 +63,7 @@ class GroupedSlots(LinearSlots):
             Precision(slots, recipe.high_precision, self._precision_changes) for slots in self.experts
         )
         self._choice: tuple[int, torch.device, Choice] | None = None
+        job.listeners = (*job.listeners, functools.partial(_renew_choice, weakref.ref(self)))
         self._found: tuple[Tensor, Tensor] | None = None  # Inverse scales of the last recorded cast, and its amaxes.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,6 +82,13 @@ class GroupedSlots(LinearSlots):
     def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
         """See ``LinearSlots``: a slice for each expert."""
         return ((slots[Role.WEIGHT], part) for slots, part in zip(self.experts[first:], weight))
+
+    def states(self, device: torch.device) -> States:
+        """See ``LinearSlots``. The first call also makes the first choice."""
+        states = super().states(device)
+        if self._choice is None:
+            self.choice(device)
+        return states
 
     def _state_of(self, role: Role, sync: ArenaSync) -> SlotState:
         return sync.arena.state_of_run([slots[role] for slots in self.experts])
@@ -177,7 +185,7 @@ class GroupedSlots(LinearSlots):
 
     def _amaxes(self, x: Tensor, offsets: Tensor | None, state: SlotState) -> Tensor:
         """Return float32[E]: the amaxes of the experts' parts, -1 for experts without rows."""
-        place = _like(state, DID_NOT_RUN)
+        place = torch.full_like(state.pending, DID_NOT_RUN)
         self._call(x, offsets, state, state.cold, place, True, False, False, False, None)
         return place
 
@@ -197,12 +205,9 @@ class GroupedSlots(LinearSlots):
         cold = state.cold if recipe.delayed else state.always
         warm_up = recipe.warmup == "current" and not self._known_hot(state)
         if unfit is not None:  # Rare. Treat the slots as cold.
-            cold = torch.empty_strided(cold.shape, cold.stride(), dtype=torch.bool, device=cold.device).copy_(
-                (cold & warm_up) | unfit
-            )
-            warm_up = True
+            cold, warm_up = (cold & warm_up) | unfit, True
         apart = offsets is None or isinstance(recorded, Tensor)
-        place = _like(state, DID_NOT_RUN) if apart else state.pending
+        place = torch.full_like(state.pending, DID_NOT_RUN) if apart else state.pending
         fp8, fp8_t, inv_scale = self._call(
             x, offsets, state, cold, place, recorded is not False, warm_up, rows, columns, outgrown
         )
@@ -361,16 +366,17 @@ class GroupedSlots(LinearSlots):
         super()._add_growth(grown.any())
 
 
+def _renew_choice(reference: weakref.ref[GroupedSlots]) -> None:
+    """Make a choice anew that is in use: a compiled forward must find it, because making it is not traceable."""
+    slots = reference()
+    if slots is not None and slots._choice is not None:
+        slots.choice(slots._choice[1])
+
+
 def _some(flags: list[bool], device: torch.device) -> Some:
     if all(flags) or not any(flags):
         return flags[0]
     return torch.tensor(flags, device=device)
-
-
-def _like(state: SlotState, value: float) -> Tensor:
-    """Return a new float32[E] with the strides of the state's views."""
-    scale = state.scale
-    return torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype, device=scale.device).fill_(value)
 
 
 def _record(amaxes: Tensor, state: SlotState, recorded: Some) -> None:
