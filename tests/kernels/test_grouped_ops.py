@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8dist_kernels import direct, grouped_ops
-from fp8dist_kernels.reference import grouped_casts as plain_casts, grouped_matmuls as plain_matmuls
+from fp8dist_kernels.reference import grouped_casts as plain_casts
+from fp8dist_kernels.reference import grouped_matmuls as plain_matmuls
 from fp8dist_kernels.triton import grouped_casts, grouped_matmuls
 from tests.support.casting import assert_same, hard_values
 from tests.support.devices import DEVICE
@@ -34,9 +35,7 @@ def experts(x: Tensor, dy: Tensor, weight: Tensor, offsets: Tensor, backend: str
     state = [slots() for _ in range(3)]
     rows, columns, inv_x = direct.quantize_grouped(x, offsets, *state[0], E4M3, columns=True, backend=backend, **CAST)
     of_w, of_wt, inv_w = direct.quantize_grouped(weight, None, *state[1], E4M3, columns=True, backend=backend, **CAST)
-    of_dy, of_dyt, inv_dy = direct.quantize_grouped(
-        dy, offsets, *state[2], E5M2, columns=True, backend=backend, **CAST
-    )
+    of_dy, of_dyt, inv_dy = direct.quantize_grouped(dy, offsets, *state[2], E5M2, columns=True, backend=backend, **CAST)
     options = {"fast_accumulation": False, "backend": backend}
     y = direct.matmul_grouped(rows, of_w, inv_x, inv_w, offsets, torch.bfloat16, bias=weight[:, :, 0], **options)
     dx = direct.matmul_grouped(of_dy, of_wt, inv_dy, inv_w, offsets, torch.bfloat16, **options)
@@ -92,7 +91,7 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in dir(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launch())
-    x, dy, weight, offsets = (part.to("meta") for part in layer((20, 0, 7)))
+    x, _, weight, offsets = (part.to("meta") for part in layer((20, 0, 7)))
     slot = tuple(part.to("meta") for part in slots())
     one, lines = {"columns": True, **CAST, "outgrown": 1.25}, {"power_of_two": False, "rows": True, "columns": True}
 
@@ -115,7 +114,7 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_opcheck() -> None:
-    x, dy, weight, offsets = layer((20, 0, 7))
+    x, _, weight, offsets = layer((20, 0, 7))
     for given in ((x, offsets), (weight, None)):
         for rows, columns in ((True, True), (False, True)):
             options = {**CAST, "rows": rows, "columns": columns}

@@ -53,7 +53,10 @@ def quantize_grouped(
     groups = len(scale)
     *_, tokens, features = x.shape
     if offsets is None:
-        row_major, transposed = x.new_empty(x.shape, dtype=dtype), x.new_empty(groups, features, padded(tokens)).to(dtype)
+        row_major, transposed = (
+            x.new_empty(x.shape, dtype=dtype),
+            x.new_empty(groups, features, padded(tokens)).to(dtype),
+        )
         parts, places = list(x), list(zip(row_major, transposed))
     else:
         row_major = torch.zeros(tokens, features, device=x.device).to(dtype)

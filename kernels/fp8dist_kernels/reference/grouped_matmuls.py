@@ -126,9 +126,7 @@ def column_scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Te
     return _kind(kinds, inv_scale_a, inv_scale_b)
 
 
-def _require_operands(
-    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, aligned: tuple[int, int]
-) -> None:
+def _require_operands(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, aligned: tuple[int, int]) -> None:
     if not (a.is_contiguous() and b.is_contiguous()):
         raise ValueError("FP8 operands must be contiguous with the contracted dim last")
     if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:
@@ -144,5 +142,5 @@ def _kind(
     for scaling, expected in kinds.items():
         if shapes == expected:
             return scaling
-    expected = ", or ".join(f"{of_a} and {of_b}" for of_a, of_b in kinds.values())
-    raise ValueError(f"inverse scales of shapes {shapes[0]} and {shapes[1]}: expected {expected}")
+    wanted = ", or ".join(f"{of_a} and {of_b}" for of_a, of_b in kinds.values())
+    raise ValueError(f"inverse scales of shapes {shapes[0]} and {shapes[1]}: expected {wanted}")

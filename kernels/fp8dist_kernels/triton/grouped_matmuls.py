@@ -1,8 +1,8 @@
 """Scaled FP8 products of rows that are sorted by expert, without a read of ``offsets`` on the host. See ``groups``.
 
 Operands are read through tensor descriptors (TMA), a tile of ``depth`` elements of the contracted dim per step. A tile
-of rows may reach into the next group, and its results are not stored there. A step of wgrad must not reach into the next
-group, because it would add to the sum: a group's last step clears what is not the group's.
+of rows may reach into the next group, and its results are not stored there. A step of wgrad must not, because it would
+add to the sum: a group's last step clears what is not the group's.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def tiles_bound(length: int, groups: int, tile: int) -> int:
 
 @triton.jit
 def _sizes(offsets, groups, GROUPS: tl.constexpr):
-    """Return the indices below GROUPS, a power of two, and the sizes of these groups; 0 for groups that do not exist."""
+    """Return the indices below GROUPS, a power of two, and the sizes of these groups; 0 where there is none."""
     group = tl.arange(0, GROUPS)
     ends = tl.load(offsets + group, mask=group < groups, other=0)
     starts = tl.load(offsets + group - 1, mask=(group > 0) & (group < groups), other=0)
