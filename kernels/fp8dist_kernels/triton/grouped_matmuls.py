@@ -8,7 +8,9 @@ add to the sum: a group's last step clears what is not the group's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -192,12 +194,14 @@ def _columns_kernel(
     tl.store(places, product.to(out.dtype.element_ty), mask=tall[:, None] & wide[None, :])
 
 
-_SCALES = {
-    Scaling.TENSORWISE: "one",
-    Scaling.ROWWISE: "lines",
-    Scaling.BLOCKWISE: "squares",
-    Scaling.BLOCKWISE_1D: "blocks",
-}
+_SCALES: Mapping[Scaling, str] = MappingProxyType(
+    {
+        Scaling.TENSORWISE: "one",
+        Scaling.ROWWISE: "lines",
+        Scaling.BLOCKWISE: "squares",
+        Scaling.BLOCKWISE_1D: "blocks",
+    }
+)
 
 
 def matmul_grouped(
