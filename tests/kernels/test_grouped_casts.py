@@ -171,7 +171,7 @@ def test_lines_are_the_twins(in_blocks: bool, counts: tuple[int, ...], monkeypat
 def test_lines_of_all_layouts(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     for index, layout in enumerate(LAYOUTS):
-        x = LAYOUTS[layout](poisoned_rows((3, 0, 18), 144, 2, index, finite=index % 2 == 0).to(DTYPES[index % 3]))
+        x = LAYOUTS[layout](poisoned_rows((3, 0, 18), 80, 2, index, finite=index % 2 == 0).to(DTYPES[index % 3]))
         compare_lines(
             x, ends((3, 0, 18)), FORMATS[index % 2], in_blocks=in_blocks, power_of_two=index % 3 == 0,
             rows=index != 2, columns=index not in (2, 5),

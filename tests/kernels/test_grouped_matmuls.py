@@ -22,7 +22,7 @@ from tests.support.products import E4M3, PAIRS
 VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
 SCALINGS = pytest.mark.parametrize("scaling", list(Scaling), ids=lambda scaling: scaling.value)
 TILES = (
-    Tile(rows=64, columns=64, depth=128, warps=4, stages=3, group=1),
+    Tile(rows=64, columns=64, depth=128, warps=4, stages=3, group=2),
     Tile(rows=128, columns=128, depth=128, warps=8, stages=3, group=1),
 )
 ACCUMULATOR = 2.0**-10 if DEVICE == "cuda" else 2.0**-16
@@ -200,7 +200,7 @@ def test_a_nan_stays_with_its_expert(version: Any) -> None:
     assert torch.equal(case.columns(version, torch.float32).isnan().cpu(), expected)
 
 
-@pytest.mark.parametrize("groups", [1, pytest.param(512, marks=pytest.mark.long)])
+@pytest.mark.parametrize("groups", [1, pytest.param(512, marks=pytest.mark.slow)])
 def test_many_experts(groups: int) -> None:
     counts = [0] * groups
     counts[groups // 2], counts[-1] = 2, 1

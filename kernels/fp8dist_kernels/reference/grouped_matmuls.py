@@ -93,7 +93,7 @@ def grouped_scaling_of(
     a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, offsets: Tensor, bias: Tensor | None
 ) -> Scaling:
     """Check the arguments of ``matmul_grouped``, and return the scaling that the shapes of the scales imply."""
-    require_groups(len(a), offsets, a.device)
+    require_groups(offsets, a.device)
     tokens, groups = len(a), len(offsets)
     if a.ndim != 2 or b.ndim != 3 or len(b) != groups or a.shape[1] != b.shape[2]:
         raise ValueError(f"expected a [tokens, k] and b [{groups}, n, k], got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -113,7 +113,7 @@ def grouped_scaling_of(
 
 def column_scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, offsets: Tensor) -> Scaling:
     """Check the arguments of ``matmul_grouped_columns``, and return the scaling that the shapes imply."""
-    require_groups(a.shape[1], offsets, a.device)
+    require_groups(offsets, a.device)
     groups = len(offsets)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or a.shape[1] % ALIGNMENT:
         raise ValueError(f"expected transposed copies of one length, got {tuple(a.shape)} and {tuple(b.shape)}")

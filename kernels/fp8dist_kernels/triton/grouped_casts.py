@@ -331,7 +331,7 @@ def quantize_grouped_lines(
     x: Tensor, offsets: Tensor, dtype: torch.dtype, *, in_blocks: bool, power_of_two: bool, rows: bool, columns: bool
 ) -> Copies:
     """See ``reference.grouped_casts.quantize_grouped_lines``. Rows in two passes, blocks in one."""
-    require_groups(len(x), offsets, x.device)
+    require_groups(offsets, x.device)
     (tokens, features), groups, device = x.shape, len(offsets), x.device
     page, (row_shape, column_shape) = _page_of(x, offsets), _shapes(x, offsets, groups)
     row_major = torch.empty(row_shape if rows else (0,), dtype=dtype, device=device)

@@ -22,6 +22,7 @@ def tiles_bound(length: int, groups: int, tile: int) -> int:
     """Return a number of tiles that suffices for all groups and for the tail.
 
     ``length``: the tokens, or ``columns_bound`` of them if the tail covers the rest of the transposed copy, too.
+    ``groups``: those that may have rows.
     """
     # A group of n rows takes at most (padded(n) + tile - 16) / tile tiles, and the tail has at most 15 rows more than
     # the rest of the transposed copy.
