@@ -21,6 +21,7 @@ from tests.support.products import E4M3, PAIRS
 
 VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
 SCALINGS = pytest.mark.parametrize("scaling", list(Scaling), ids=lambda scaling: scaling.value)
+WIDE = Tile(rows=128, columns=256, depth=128, warps=8, stages=3, group=2)
 TILES = (
     Tile(rows=64, columns=64, depth=128, warps=4, stages=3, group=2),
     Tile(rows=128, columns=128, depth=128, warps=8, stages=3, group=1),
@@ -159,6 +160,13 @@ def test_all_counts_tiles_and_formats(scaling: Scaling) -> None:
         assert_equal(case.rows(fused, out_dtype, fast, tile=tile), case.rows(plain, out_dtype))
         if case.line_scales is not None:
             assert_equal(case.columns(fused, out_dtype, fast, tile=tile), case.columns(plain, out_dtype))
+
+
+@pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE], ids=str)
+def test_wide_tiles_are_exact_where_sums_are(scaling: Scaling) -> None:
+    case = Case((5, 0, 130), scaling, n=272, k=272)
+    assert_equal(case.rows(fused, torch.bfloat16, tile=WIDE), case.rows(plain, torch.bfloat16))
+    assert_equal(case.columns(fused, torch.bfloat16, True, tile=WIDE), case.columns(plain, torch.bfloat16))
 
 
 @SCALINGS

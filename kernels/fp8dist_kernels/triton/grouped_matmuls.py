@@ -29,8 +29,10 @@ from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, capabilit
 
 __all__ = ["grouped_candidates", "matmul_grouped", "matmul_grouped_columns", "tile_of"]
 
+_HOPPER = 9
 _LARGEST = 128
-"""Most rows and columns of a tile. A larger one would have to be split, as in ``products``."""
+"""Most rows and columns of a tile whose products are added in registers, or that Blackwell computes. A larger one would
+have to be split, as in ``products``."""
 
 
 @triton.jit
@@ -51,6 +53,7 @@ def _add(
     elif FAST:
         product = tl.dot(x, y.T, product)
     else:
+        # Slow accumulation. With ``max_num_imprecise_acc``, ptxas would serialise the QGMMAs of this loop.
         product += tl.dot(x, y.T)
     return product
 
@@ -317,7 +320,10 @@ def tile_of(
 
 def grouped_candidates(problem: Problem, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Return the allowed tiles on a GPU of this compute capability, the best for large problems first."""
-    return tuple(tile for tile in candidates(problem, capability) if max(tile.rows, tile.columns) <= _LARGEST)
+    tiles = candidates(problem, capability)
+    if capability[0] == _HOPPER and problem.fast_accumulation and not problem.scaling.in_blocks:
+        return tiles
+    return tuple(tile for tile in tiles if max(tile.rows, tile.columns) <= _LARGEST)
 
 
 def _constants(tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: int) -> dict[str, Any]:
