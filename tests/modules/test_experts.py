@@ -325,3 +325,30 @@ def test_no_host_synchronisation() -> None:
         with Watch():  # The dispatcher then shows grouped ops, and not what is inside them.
             model(rows(16, 32, 1), index, weights).sum().backward()
         assert read == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.parametrize("recipe", [DelayedScaling(history_len=4), fp8dist.RowwiseScaling(), fp8dist.BlockScaling()])
+def test_compiled_whole_without_recompiles(recipe: fp8dist.Recipe) -> None:
+    """As token counts change, and equal to eager training bit for bit. A changed precision compiles once more."""
+    outcomes = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = Mixture(Experts()).bfloat16()  # torch compiles grouped_mm in this dtype only.
+        manager = fp8dist.prepare(model, recipe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager.attach(model, optimizer=optimizer)
+        run = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else model
+        for step in range(6):
+            if step == 4:
+                manager.set_precision("experts.down.1", "high")
+            index, weights = routes(17 + step, 2, range(4), step)
+            run(rows(17 + step, 32, step).bfloat16(), index, weights.bfloat16()).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            assert graphs == (0 if not compiled else 1 if step < 4 else 2)
+        outcomes.append((state_of(manager), bits(model.experts.down_proj)))  # type: ignore[arg-type]
+    assert outcomes[0] == outcomes[1]
