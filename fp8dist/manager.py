@@ -738,7 +738,7 @@ class StateManager(Joinable):
             "fp8": self.settings.enabled,
             "recipe": str(self.recipe),
             "modules": modules,
-            "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format in specs],
+            "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format, _ in specs],
         }
 
     def take_waits(self) -> list[float]:

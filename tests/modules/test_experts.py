@@ -267,6 +267,7 @@ def test_what_prepare_leaves_out() -> None:
         ({"ep": True}, "expert parallelism is not supported yet"),
         ({"forward": True}, "its forward was replaced"),
         ({"skip": True}, "it matches skip"),
+        ({"shared": True}, "another module uses its weights, too"),
     ):
         model = Mixture(Experts(hidden=change.get("hidden", 32)))
         experts: Any = model.experts
@@ -274,9 +275,12 @@ def test_what_prepare_leaves_out() -> None:
             experts._is_expert_parallel = True
         if "forward" in change:
             experts.forward = experts.forward
+        if "shared" in change:
+            model.more = Experts()
+            model.more.down_proj = experts.down_proj
         with captured_log():
             manager = fp8dist.prepare(model, skip="experts" if "skip" in change else ())
-        (row,) = manager.coverage()
+        row = list(manager.coverage())[0]
         assert not row.fp8
         assert reason in row.reason
 
