@@ -44,7 +44,7 @@ _LOW_SHARE = 0.9
 _EXPERTS_HISTORY = 16
 """Longest history of experts for which no override gives a recipe. At 92,160 slots, 1024 steps take 377 MB."""
 
-_MUCH_STATE = 32_000_000
+_MUCH_STATE = 4_000_000
 """Bytes of FP8 state from which the log says what it takes."""
 
 

@@ -203,6 +203,12 @@ class Precisions:
             if not _USERS[role] <= set(precision.high)
         }
 
+    def within(self, fqn: str) -> list[Precision]:
+        """Return the precision of a module, or those of the experts of its products."""
+        own = self.by_fqn.get(fqn)
+        inside = f"{fqn}." if fqn else ""
+        return [own] if own is not None else [of for name, of in self.by_fqn.items() if name.startswith(inside)]
+
     def matching(self, pattern: str) -> list[str]:
         """Return the fqns that match ``pattern`` (fnmatch).
 

@@ -280,7 +280,7 @@ def test_what_prepare_leaves_out() -> None:
             model.more.down_proj = experts.down_proj
         with captured_log():
             manager = fp8dist.prepare(model, skip="experts" if "skip" in change else ())
-        row = list(manager.coverage())[0]
+        row = next(iter(manager.coverage()))
         assert not row.fp8
         assert reason in row.reason
 
