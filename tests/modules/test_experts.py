@@ -259,6 +259,9 @@ def test_fallback_of_one_expert() -> None:
     high = {fqn for fqn, of in manager._cycle.precisions.by_fqn.items() if of.high}
     assert high == {"experts.gate_up.2", "experts.down.2"}
     assert "2 of 8 products of experts are high" in str(manager.coverage())
+    assert manager.describe()["modules"][0]["gemms"]["fprop"] == "fp8"
+    manager.set_precision("*", "high", ("fprop",))
+    assert manager.describe()["modules"][0]["gemms"]["fprop"] == "high"
 
 
 def test_what_prepare_leaves_out() -> None:
