@@ -288,6 +288,15 @@ def test_what_prepare_leaves_out() -> None:
         assert reason in row.reason
 
 
+def test_groups_and_patterns_of_products() -> None:
+    """A group may be that of a product. Other patterns are for modules, and one that matches none says so."""
+    with captured_log() as log:
+        manager = fp8dist.prepare(Routed(), groups={"experts.gate_up": None}, skip="experts.down", amax_sync=False)
+    ((_, message),) = log
+    assert "skip: no module with a matmul weight matches 'experts.down'" in message
+    assert manager.coverage().share == 1
+
+
 def test_a_registered_slot_does_not_part_the_experts() -> None:
     model = Mixture(Experts())
     manager = fp8dist.prepare(model)
