@@ -189,7 +189,9 @@ def test_shares_of_saturated_and_flushed_elements(recipe: str) -> None:
     observed: list[list[Any]] = [[], []]
     pair = Pair(RECIPES[recipe], {}, observers=[into.append for into in observed])
     for step in range(5):
-        pair.micro(step, (0, 1, 2, 3))  # Every fourth batch is smaller than those before, and the next one larger.
+        # Every fourth batch is smaller than those before, and the next one larger.
+        pair.micro(step, (0, 1, 2, 3) if step < 3 else (1, 2))
+        pair.micro(step, (1, 3))
         pair.step()
     ours, theirs = ([_numbers(each) for each in of] for of in observed)
     assert ours == theirs
