@@ -66,9 +66,10 @@ class GroupedSlots(LinearSlots):
         self._choice: tuple[int, torch.device, Choice] | None = None
         job.listeners = (*job.listeners, functools.partial(_renew_choice, weakref.ref(self)))
         self._found: tuple[Tensor, Tensor] | None = None  # Inverse scales of the last recorded cast, and its amaxes.
+        self._measured: tuple[Tensor, Tensor] | None = None  # Shares of the last cast of the weight that was measured.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "owner": None, "_choice": None, "_found": None}
+        return {**super().__getstate__(), "owner": None, "_choice": None, "_found": None, "_measured": None}
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -154,7 +155,7 @@ class GroupedSlots(LinearSlots):
                     backend=self.job.backend,
                 )
             )
-        if record and (self.job.measuring or self.sync.arena.lanes):
+        if record and self._measures:
             each = self._spread(x, offsets, cast, rows)
             measure_grouped(x, offsets, each, state.format.dtype, state.saturated, state.underflow)
         return cast
@@ -166,7 +167,7 @@ class GroupedSlots(LinearSlots):
     def observe_rows(self, x: Tensor, offsets: Tensor, state: SlotState, recorded: Some) -> None:
         """Record the amaxes of x [tokens, features] of these experts."""
         if recorded is not False:
-            _record(self._amaxes(x.detach(), offsets, state), state, recorded)
+            _record(self._amaxes(x.detach(), offsets, state), state.pending, recorded)
 
     def record_weight(self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotState) -> None:
         """Record the amaxes of a weight [E, n, k], any strides, of the experts that have rows: the others have not run.
@@ -183,7 +184,11 @@ class GroupedSlots(LinearSlots):
         if torch.compiler.is_compiling():  # Nothing reuses the cast, and the graph need not return its tensors.
             self._found = None
         used = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
-        _record(amaxes, state, used if recorded is True else used & recorded)
+        used = used if recorded is True else used & recorded
+        _record(amaxes, state.pending, used)
+        if self._measures and cast is not None and self._measured is not None:
+            for shares, place in zip(self._measured, (state.saturated, state.underflow)):
+                _record(shares, place, used)
 
     def weight_amaxes(self, weight: Tensor, state: SlotState) -> Tensor:
         """Return the amaxes of a weight [E, n, k], any strides: float32[E]."""
@@ -221,7 +226,7 @@ class GroupedSlots(LinearSlots):
             self._found = (inv_scale, place) if recorded is not False else None
             return Cast(fp8, inv_scale, fp8_t, inv_scale)
         if apart:
-            _record(place, state, recorded)
+            _record(place, state.pending, recorded)
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
 
     def _call(
@@ -280,8 +285,8 @@ class GroupedSlots(LinearSlots):
             cast = self._grouped_by_tensor(stored, None, state, recorded, rows, columns, outgrown.weight, unfit)
         else:
             cast = self._weight_by_parts(stored, state.format.dtype, rows, columns)
-        if record and (self.job.measuring or self.sync.arena.lanes):
-            self._measure_weight(stored, cast, state, rows)
+        if record and self._measures:
+            self._measured = self._measure_weight(stored, cast, state, rows)
         return Cast(*cast[2:], *cast[:2]) if transposed else cast
 
     def _weight_by_parts(self, weight: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> Cast:
@@ -329,10 +334,11 @@ class GroupedSlots(LinearSlots):
             place = self._amaxes(shard, None, state) if record else place
             cast = self._weight_by_parts(shard, state.format.dtype, True, False)
         if record:
-            bits = amax[own].view(torch.int32)
-            bits.copy_(torch.maximum(bits, place.view(torch.int32)))
-            if self.job.measuring or self.sync.arena.lanes:
-                self._measure_weight(shard, cast, state, True)
+            _record(place, amax[own], True)
+            if self._measures:
+                shares = self._measure_weight(shard, cast, state, True)
+                _record(shares[0], state.saturated, True)
+                _record(shares[1], state.underflow, True)
         return cast._replace(rows_inv_scale=inv_scales) if by_tensor else cast
 
     # Products --------------------------------------------------------------------------------------
@@ -358,6 +364,11 @@ class GroupedSlots(LinearSlots):
 
     # Measuring -------------------------------------------------------------------------------------
 
+    @property
+    def _measures(self) -> bool:
+        """True if shares of saturated and flushed elements are wanted."""
+        return self.job.measuring or self.sync.arena.lanes > 0
+
     def _spread(self, x: Tensor, offsets: Tensor, cast: Cast, rows: bool) -> Tensor:
         """Return the inverse scales of a cast in a shape that broadcasts to x [tokens, features]."""
         inv_scale, features = cast.rows_inv_scale if rows else cast.columns_inv_scale, x.shape[1]
@@ -376,7 +387,8 @@ class GroupedSlots(LinearSlots):
         block = (blocks.cumsum(0) - blocks)[expert] + within // BLOCK
         return inv_scale.t()[block.clamp_(max=inv_scale.shape[1] - 1)]
 
-    def _measure_weight(self, weight: Tensor, cast: Cast, state: SlotState, rows: bool) -> None:
+    def _measure_weight(self, weight: Tensor, cast: Cast, state: SlotState, rows: bool) -> tuple[Tensor, Tensor]:
+        """Return the shares of saturated and of flushed elements of the experts' weights, float32[E] each."""
         inv_scale = cast.rows_inv_scale if rows else cast.columns_inv_scale
         if self.recipe.by == "tensor":
             each = inv_scale[:, None, None]
@@ -386,7 +398,9 @@ class GroupedSlots(LinearSlots):
             of_rows = inv_scale if rows else inv_scale.mT
             each = of_rows.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
             each = each.repeat_interleave(BLOCK, 2)[:, :, : weight.shape[2]]
-        measure_grouped(weight, None, each, state.format.dtype, state.saturated, state.underflow)
+        measured = torch.full_like(state.saturated, DID_NOT_RUN), torch.full_like(state.underflow, DID_NOT_RUN)
+        measure_grouped(weight, None, each, state.format.dtype, *measured)
+        return measured
 
     # Writes to the weight --------------------------------------------------------------------------
 
@@ -407,9 +421,9 @@ def _some(flags: list[bool], device: torch.device) -> Some:
     return torch.tensor(flags, device=device)
 
 
-def _record(amaxes: Tensor, state: SlotState, recorded: Some) -> None:
-    """Record amaxes (float32[E], -1: none) of these experts."""
-    bits, place = amaxes.view(torch.int32), state.pending.view(torch.int32)
+def _record(values: Tensor, place: Tensor, recorded: Some) -> None:
+    """Record amaxes or shares (float32[E], -1: none) of these experts as running maxima."""
+    bits, into = values.view(torch.int32), place.view(torch.int32)
     if isinstance(recorded, Tensor):
         bits = torch.where(recorded, bits, DID_NOT_RUN_BITS)
-    place.copy_(torch.maximum(place, bits))
+    into.copy_(torch.maximum(into, bits))
