@@ -165,6 +165,11 @@ def _skeleton(path: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[in
             raise ConfigurationError(f"{name} shares its weight with another module: use manager.export() in the job")
         if weights[name] != "e4m3":
             raise ConfigurationError(f"{name}: its weight is cast to {weights[name]}, and servers read e4m3 only")
+        holder, _, expert = name.rpartition(".")
+        if expert.isdecimal() and len(shapes.get(f"{holder}_proj", (0, ()))[1]) == 3:
+            raise ConfigurationError(
+                f"{holder}_proj holds the weights of experts, which are exported in the job only: use manager.export()"
+            )
         _, shape = shapes.get(f"{name}.weight", (0, ()))
         if len(shape) != 2:
             raise CheckpointError(f"{path}: has FP8 state of {name}, but no weight of it")
