@@ -146,9 +146,9 @@ def test_what_is_refused(tmp_path: Any) -> None:
         other = fp8dist.prepare(cut, BlockScaling())
         with pytest.raises(ConfigurationError, match="has rows of gate and of up"):
             other.exported(format="block")
-    whole = Routed(inner=INNER)
+    whole = Routed(inner=256)
     other = fp8dist.prepare(whole, overrides={"experts": BlockScaling()})
-    with pytest.raises(ConfigurationError, match=r"experts\.gate_up: its weights have one scale for each 128 x 128"):
+    with pytest.raises(ConfigurationError, match=r"experts\.down: its weights have one scale for each 128 x 128"):
         other.exported()
     tied = nn.ModuleList([Routed(), Routed()])
     tied[1].experts.down_proj = tied[0].experts.down_proj

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fp8dist
@@ -116,3 +118,22 @@ def test_registered_name_runs_the_fp8_forward() -> None:
     low = bits(experts_forward(experts, x, index, weights))
     assert low == bits(experts(x, index, weights))
     assert low != high
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_exported_names_are_those_of_checkpoints(kind: str, tmp_path: Path) -> None:
+    """Transformers splits experts when it saves a model, as export() does."""
+    model = _model(kind)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    saved = load_file(tmp_path / "model.safetensors")
+    manager = fp8dist.prepare(model)
+    if kind == "gpt-oss":  # Its checkpoints hold MXFP4, or whole stacks.
+        with pytest.raises(fp8dist.ConfigurationError, match="which names servers read for the experts of 'gpt_oss'"):
+            manager.exported()
+        return
+    exported = {name: tensor for name, tensor in manager.exported() if not name.endswith("_scale")}
+    assert exported.keys() == saved.keys()
+    for name, tensor in exported.items():
+        assert tensor.shape == saved[name].shape, name
+        if tensor.dtype == saved[name].dtype:
+            assert bits(tensor) == bits(saved[name]), name
