@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -21,6 +24,7 @@ from tests.support.collectives import CountingAllGather, counted_collectives
 from tests.support.experts import Experts
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
+from tests.support.sharded import full
 from tests.support.sharded_experts import Job, Routed, build, routed_batch, step, train
 from tests.support.states import state_of
 from tests.support.training import bits
@@ -258,3 +262,39 @@ def test_plain_experts_are_compared_over_the_group_that_is_named(four_ranks: Ran
     assert four_ranks.run(_by_groups, None) == [[]] * 4
     for findings in four_ranks.run(_by_groups, 2):
         assert findings == [("parameter", "experts.gate_up_proj", (0, 2))]
+
+
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, manager: fp8dist.StateManager) -> dict[str, Any]:
+    parameters, state = get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": state, "fp8": manager}
+
+
+def _saved_or_loaded(job: Job, folder: str, saves: bool) -> tuple[list[float], Any, Any, bytes]:
+    """Return (losses of two steps from the checkpoint on; state, parameters and an eval output at the checkpoint)."""
+    model, called, manager, optimizer = build(job)
+    if saves:
+        for index in range(3):
+            step(job, called, optimizer, index)
+        dcp.save(_parts(called, optimizer, manager), checkpoint_id=folder)
+    else:
+        parts = _parts(called, optimizer, manager)
+        dcp.load(parts, checkpoint_id=folder)
+        set_state_dict(called, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    parameters = {name: bits(p) for name, p in full(model).items()}
+    with torch.no_grad():
+        output = bits(called.eval()(routed_batch(0, 9, job.experts)))
+    called.train()
+    found = state_of(manager), parameters, output
+    return [loss for index in (3, 4) for loss in step(job, called, optimizer, index)], *found
+
+
+def test_a_checkpoint_resumes_on_other_numbers_of_ranks(
+    four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Experts are found by their global index, whatever part of them a rank has."""
+    job, folder = Job(experts=6), str(tmp_path / "checkpoint")
+    saved = four_ranks.run(_saved_or_loaded, job, folder, True)
+    assert four_ranks.run(_saved_or_loaded, job, folder, False) == saved
+    for other in (job, replace(job, dim=1), replace(job, fp8_all_gather=False)):
+        for _, *found in two_ranks.run(_saved_or_loaded, other, folder, False):
+            assert found == list(saved[0][1:])
