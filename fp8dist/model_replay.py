@@ -106,7 +106,9 @@ class _Replay:
     ) -> None:
         self._model, self._step, self._batch, self._scaler = model, step, batch, scaler
         self._group, self._chosen = group, chosen
-        self._accord = None if group is None else Accord(group, "replay()", timeout)
+        self._sharing = _sharing(model, group)
+        groups = self._sharing if group is None else [group, *self._sharing]
+        self._accords = [Accord(one, "replay()", timeout) for one in groups]
         self._digester = Digester()
 
     def report(self, given: RandomState | None) -> ReplayReport:
@@ -114,7 +116,6 @@ class _Replay:
         parameter = next(self._model.parameters())
         self._device = compute_device(parameter, self._model)
         with on_device(self._device):
-            self._sharing = _sharing(self._model, self._group)
             now = random_state(self._device)
             put_back = self._kept()
             try:
@@ -234,9 +235,11 @@ class _Replay:
 
     def _unsteady(self) -> list[str]:
         """Return why ranks cannot be compared; the same on all ranks. COLLECTIVE."""
-        mine = unsteady_settings(self._device, self._model)
-        everyone = [mine] if self._group is None else self._group.gather(mine)
-        return list(dict.fromkeys(f"ranks with each other: {text}" for texts in everyone for text in texts))
+        found = unsteady_settings(self._device, self._model)
+        for group in (*self._sharing, self._group):
+            if group is not None:
+                found = [text for texts in group.gather(found) for text in texts]
+        return [f"ranks with each other: {text}" for text in dict.fromkeys(found)]
 
     def _run(
         self,
@@ -272,12 +275,13 @@ class _Replay:
                 act()
         except Exception as raised:
             error = raised
-        failure = error if self._accord is None else None
-        if self._accord is not None:
-            told = self._accord.reach(None if error is None else _told(error, what))
-            failure = None if told is None else _error(*json.loads(told))
-        if failure is not None:
-            raise failure from (None if failure is error else error)
+        if error is not None and not self._accords:
+            raise error
+        told = None if error is None else _told(error, what)
+        for accord in self._accords:
+            told = accord.reach(told)
+        if told is not None:
+            raise _error(*json.loads(told)) from error
 
     def _failing_by_name(self, what: str) -> contextlib.AbstractContextManager[None]:
         if self._group is None:
