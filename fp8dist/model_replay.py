@@ -217,7 +217,7 @@ class _Replay:
         found = None
         if other is not None and expected[0] is not None and told.here == told.differs[1]:
             found = _first_element(other, expected[0], self._digester)
-        note = _note(self._like(), expected[1], told.next, _how(told, found))
+        note = _note(told, self._like(), expected[1], _how(told, found))
         return changed(told, difference=found, note=note)
 
     def _any(self, ours: Iterable[bool]) -> bool:
@@ -344,7 +344,7 @@ def _how(told: Told, found: Difference | None) -> str:
     expected, here = told.differs[1], told.here
     if here is None or here[:4] != expected[:4]:
         if here is None:
-            return f"the run on rank {told.rank} is over there"
+            return f"the run on rank {told.rank} ends before"
         module = f"module '{here.module}'" if here.module else "the model's own forward"
         return f"rank {told.rank} has {module}, {here.what} there"
     if here != expected:
@@ -362,13 +362,17 @@ def _spoilt(model: nn.Module) -> str:
     return next((clean_fqn(name) for name, part in parts if any_nonfinite(part)), "")
 
 
-def _note(mine: str, theirs: str, rank: int, how: str) -> str:
+def _note(told: Told, mine: str, theirs: str, how: str) -> str:
     """Return what else to say of a difference: how it shows but in an element, and in what the ranks are not alike."""
     notes = [how] if how else []
-    for ours, others in zip(mine.split("; "), theirs.split("; ")):
-        if ours != others:
-            notes.append(f"the ranks are not alike: {ours} against {others} on rank {rank}")
-    return "; ".join(notes[:3])
+    ours, others = mine.split("; "), theirs.split("; ")
+    here, there = [text for text in ours if text not in others], [text for text in others if text not in ours]
+    unlike = [
+        f"{', '.join(texts[:3])} on rank {rank}" for texts, rank in ((here, told.rank), (there, told.next)) if texts
+    ]
+    if unlike:
+        notes.append(f"the ranks are not alike: {' against '.join(unlike)}")
+    return "; ".join(notes)
 
 
 def _told(error: Exception, what: str) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -221,6 +223,18 @@ def test_another_shape_is_named(two_ranks: RankPool) -> None:
         )
 
 
+def _with_another_setting() -> fp8dist.ReplayReport:
+    net = _Folded()
+    also = {"MKL_CBWR": "COMPATIBLE"} if dist.get_rank() == 1 else {}
+    with mock.patch.dict(os.environ, also):
+        return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+
+
+def test_a_setting_of_one_rank_alone_is_named(two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_with_another_setting):
+        assert report.sentence.endswith("; the ranks are not alike: MKL_CBWR=COMPATIBLE on rank 1)")
+
+
 def _with_a_spoilt_weight(kind: str) -> fp8dist.ReplayReport:
     training = Training(**KINDS[kind])
     training.train(2)
@@ -256,7 +270,7 @@ def _with_other_modules(more: str) -> fp8dist.ReplayReport:
     ("more", "sentence"),
     [
         ("module", "in module '2', output (rank 0 has the model's own forward, output there)"),
-        ("call", "in module '0', output, call 2 (the run on rank 0 is over there)"),
+        ("call", "in module '0', output, call 2 (the run on rank 0 ends before)"),
     ],
 )
 def test_ranks_that_run_other_modules(more: str, sentence: str, two_ranks: RankPool) -> None:
