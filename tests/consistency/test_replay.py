@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8dist
-from fp8dist import Fp8DistError
+from fp8dist import Fp8DistError, model_replay
 from fp8dist.sync.groups import local_part
 from tests.support.answers import flipping
 from tests.support.ranks import RankPool
@@ -221,6 +221,19 @@ def test_another_shape_is_named(two_ranks: RankPool) -> None:
             "ranks 0, 1 differ on the same data, first in module 'fold', output "
             "(float32[4, 8] on rank 0, float32[1, 8] on rank 1)"
         )
+
+
+def _with_autotuning() -> fp8dist.ReplayReport:
+    net, reasons = _Folded(), ["autotuning"] if dist.get_rank() == 1 else []
+    with mock.patch.object(model_replay, "unsteady_settings", return_value=reasons):
+        return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+
+
+def test_ranks_are_not_compared_if_one_may_choose_other_kernels(two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_with_autotuning):
+        assert report.reproducible
+        assert report.sentence.endswith("are the same in two runs, bit for bit, and finite")
+        assert report.skipped == ("ranks with each other: autotuning",)
 
 
 def _with_another_setting() -> fp8dist.ReplayReport:
