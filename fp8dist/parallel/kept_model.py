@@ -170,13 +170,41 @@ def _require_settled(wrapper: Any) -> None:
     if not (wrapper._get_ddp_logging_data().get("has_rebuilt_buckets", 0) if rebuilt is None else rebuilt):
         raise ConfigurationError(
             f"{_REPLAY}: DDP arranges its buckets in the first step, and would arrange them by the replay: call it "
-            "after the second forward has begun"
+            "after the second backward"
         )
     if wrapper._delay_all_reduce_all_params or wrapper._use_python_reducer:
         raise ConfigurationError(
             f"{_REPLAY}: this DDP reduces in any backward, also under no_sync(): use neither the Python reducer nor "
             "delay_all_reduce_named_params"
         )
+    if _awaits_backward(wrapper):
+        raise ConfigurationError(
+            f"{_REPLAY} between a forward of DDP and its backward would reduce the gradients of the replay in place of "
+            "those of the step: call it before the forward, or after the backward"
+        )
+
+
+def _awaits_backward(wrapper: Any) -> bool:
+    """True between a forward and its backward, if that reduces. DDP does not tell, so give it the gradient of one small
+    parameter, and see if it counts it. Local: DDP sends a bucket when all of its gradients have come."""
+    small = [p for p in wrapper._module_parameters if p.dim() < 2 and not p._post_accumulate_grad_hooks]
+    if not small or len(wrapper._module_parameters) < 2 or wrapper.mixed_precision is not None:
+        return False
+    parameter, gradient = small[0], small[0].grad
+    kept = None if gradient is None else gradient.detach().clone()
+    with torch.enable_grad():
+        parameter.view_as(parameter).backward(torch.zeros_like(parameter))
+    try:
+        wrapper.reducer._check_reducer_finalized()
+        found = False
+    except RuntimeError:
+        wrapper.reducer._reset_state()
+        wrapper.reducer.prepare_for_backward([])
+        found = True
+    parameter.grad = gradient
+    if gradient is not None and kept is not None:
+        gradient.detach().copy_(kept)
+    return found
 
 
 def _require_plain_gradient(parameter: Tensor) -> None:

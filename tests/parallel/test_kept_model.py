@@ -224,6 +224,29 @@ def test_memory_is_that_of_gradients_and_buffers_once() -> None:
     assert 48 < float(found.stdout) < 64 + 32 + 24
 
 
+def _between(options: dict[str, bool], replays: bool) -> tuple[str, dict[str, bytes | None]]:
+    """Call replay() between a forward and its backward, with gradients of a microbatch that was not reduced."""
+    model, told = _settled(_ddp(**options)), ""
+    with model.no_sync():
+        _step_of(model)(2)
+    x, y = batch(dist.get_rank(), 3)
+    loss = nn.functional.mse_loss(model(x), y)
+    if replays:
+        with pytest.raises(ConfigurationError) as raised:
+            fp8dist.replay(model, _step_of(model), 0)
+        told = str(raised.value)
+    loss.backward()
+    return told, gradient_bits(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
+def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[str, bool], two_ranks: RankPool) -> None:
+    replayed, plain = two_ranks.run(_between, options, True), two_ranks.run(_between, options, False)
+    assert all("between a forward of DDP and its backward" in told for told, _ in replayed)
+    assert [gradients for _, gradients in replayed] == [gradients for _, gradients in plain]
+    assert plain[0][1] == plain[1][1]
+
+
 class _Buffers(nn.Module):
     """Its forward replaces a buffer, makes one, and writes to others."""
 
