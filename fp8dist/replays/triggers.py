@@ -72,7 +72,8 @@ def replay_on(
     finds something. If ranks do not agree on the event, nothing is replayed, and one rank warns once.
 
     What a replay finds is logged once, and is an Event "replayed" for the callbacks of the manager, and so a line in
-    the events of a ``Recorder``. A replay that raises does not end the training: one rank warns.
+    the events of a ``Recorder``, on all ranks the same: with tensor parallelism that of the part which differs in the
+    earliest module. A replay that raises does not end the training: one rank warns.
 
     - "nonfinite": an amax, or the loss that the guard sees, is not finite.
     - "jump": a scale jumped, see ``StateManager.watch(jump=…)``. A delayed scale jumps one step after its amax: the
