@@ -189,6 +189,19 @@ def test_weights_that_are_not_finite() -> None:
     assert served(_exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0]))
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
+def test_the_default_dtype_and_device_do_not_matter(recipe: str) -> None:
+    _, manager, _ = trained(recipe, 0)
+    expected = tensor_bits(_exported(manager, NATIVE[recipe]))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = _exported(manager, NATIVE[recipe])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert tensor_bits(found) == expected
+
+
 def test_a_step_between_two_tensors_is_noticed() -> None:
     _, manager, step = trained()
     stream = manager.exported()
@@ -318,6 +331,19 @@ def _chain(*names: str) -> nn.Module:
     return net
 
 
+def _renaming() -> nn.Module:
+    net = _chain("a", "b")
+    net._register_state_dict_hook(lambda module, state, *_: state.update({"c.weight": state.pop("a.weight")}))
+    return net
+
+
+def _without_outputs() -> nn.Module:
+    net = _chain("a", "b")
+    net.add_module("c", nn.Linear(32, 1))
+    net.c.weight, net.c.out_features = nn.Parameter(torch.ones(0, 32)), 0  # A new one warns.
+    return net
+
+
 def _with_buffer(module: str, name: str, value: Tensor) -> nn.Module:
     net = _chain("a", "b")
     net.get_submodule(module).register_buffer(name, value)
@@ -332,6 +358,8 @@ def _with_buffer(module: str, name: str, value: Tensor) -> nn.Module:
         (_chain("re:x", "b"), "b", "compressed-tensors", "takes the name of module 're:x' for a regular expression"),
         (_chain("a\udc80", "b"), "b", "block", "safetensors needs names in UTF-8"),
         (nn.Linear(32, 32), "", "block", "the model is a Linear itself"),
+        (_renaming(), "", "block", r"a is in FP8, but state_dict\(\) has no a\.weight"),
+        (_without_outputs(), "", "compressed-tensors", r"c\.weight \(0, 32\) has no elements to cast"),
         (
             _with_buffer("a", "weight_scale", torch.ones(3)),
             "",
