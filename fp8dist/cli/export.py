@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import fp8dist
 from fp8dist.checkpoint.certificate import Origin
@@ -25,6 +26,7 @@ from fp8dist.offline.dcp import METADATA, dcp_states
 from fp8dist.offline.entries import Source
 from fp8dist.offline.sources import open_source
 from fp8dist.recipe import Recipe
+from fp8dist.state.slots import clean_fqn
 from fp8dist.state.storage import from_bytes, validated_slots
 from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
@@ -138,13 +140,18 @@ def _shared_state(path: str) -> bytes:
 
 
 def _parameters(source: Source, key: str) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return (place in the source, shape) of the model's tensors, by the model's own names."""
+    """Return (place in the source, shape) of the model's tensors, by the names that the FP8 state has for modules."""
     prefix = f"{key}."
-    found = {
-        entry.name.removeprefix(prefix): (place, entry.shape)
-        for place, entry in enumerate(source.entries)
-        if entry.kind == "parameter" and entry.name.startswith(prefix)
-    }
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for place, entry in enumerate(source.entries):
+        if entry.kind != "parameter" or not entry.name.startswith(prefix):
+            continue
+        name = clean_fqn(entry.name.removeprefix(prefix))
+        if _EXTRA_STATE_KEY_SUFFIX in name.split("."):
+            continue
+        if name in found:
+            raise CheckpointError(f"{source.path}: has {name} twice, also under {entry.name}")
+        found[name] = place, entry.shape
     if not found:
         raise CheckpointError(f"{source.path}: has no tensors of {key!r}: --model names the key of the model")
     return found
@@ -155,7 +162,7 @@ def _skeleton(path: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[in
 
     Raises:
         CheckpointError: the checkpoint lacks a weight.
-        ConfigurationError: a weight is cast to E5M2, or shared by two Linears.
+        ConfigurationError: a weight is cast to E5M2, shared by two Linears, or stored transposed, as its bias shows.
     """
     whole = nn.Module()
     slots = validated_slots(state)
@@ -168,6 +175,8 @@ def _skeleton(path: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[in
         _, shape = shapes.get(f"{name}.weight", (0, ()))
         if len(shape) != 2:
             raise CheckpointError(f"{path}: has FP8 state of {name}, but no weight of it")
+        if shapes.get(f"{name}.bias", (0, (shape[0],)))[1] != (shape[0],):
+            raise ConfigurationError(f"{name}: its weight is stored as [in_features, out_features]: no format has that")
         parent = whole
         *above, last = name.split(".")
         for part in above:
