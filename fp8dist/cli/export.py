@@ -102,12 +102,10 @@ def exported(path: str, format: str, key: str, gathered_in: str | None) -> Itera
     state, info = from_bytes(data, path)
     with open_source(path) as source:
         shapes = _parameters(source, key)
-        skeleton = _skeleton(path, state, shapes)
+        skeleton = _skeleton(source, state, shapes)
         manager = _restored(skeleton, state, data)
         found = Export(format)
-        settings = info.get("settings") or {}
-        if settings.get("eval_precision") == "high":
-            raise ConfigurationError('nothing to export in FP8: the job evaluates with eval_precision="high"')
+        settings = _settings(info, path)
         modules = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.Linear)}
         matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
         others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
@@ -157,7 +155,23 @@ def _parameters(source: Source, key: str) -> dict[str, tuple[int, tuple[int, ...
     return found
 
 
-def _skeleton(path: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, tuple[int, ...]]]) -> nn.Module:
+def _settings(info: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the settings that a job notes with its FP8 state. None are known of a state without notes.
+
+    Raises:
+        CheckpointError: they are malformed.
+        ConfigurationError: the job evaluates in high precision.
+    """
+    settings = info.get("settings", {})
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path}: the FP8 state has malformed settings")
+    for name, off in (("eval_precision", "high"), ("enabled", False)):
+        if settings.get(name) == off:
+            raise ConfigurationError(f"nothing to export in FP8: the job evaluates in high precision ({name}={off!r})")
+    return settings
+
+
+def _skeleton(source: Source, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, tuple[int, ...]]]) -> nn.Module:
     """Return a model without memory that has the Linears of the FP8 state, under their names.
 
     Raises:
@@ -172,18 +186,18 @@ def _skeleton(path: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[in
             raise ConfigurationError(f"{name} shares its weight with another module: use manager.export() in the job")
         if weights[name] != "e4m3":
             raise ConfigurationError(f"{name}: its weight is cast to {weights[name]}, and servers read e4m3 only")
-        _, shape = shapes.get(f"{name}.weight", (0, ()))
-        if len(shape) != 2:
-            raise CheckpointError(f"{path}: has FP8 state of {name}, but no weight of it")
+        place, shape = shapes.get(f"{name}.weight", (0, ()))
+        if len(shape) != 2 or source.entries[place].dtype not in (*_DTYPES, "float64"):
+            raise CheckpointError(f"{source.path}: has FP8 state of {name}, but no floating-point weight of it")
         if shapes.get(f"{name}.bias", (0, (shape[0],)))[1] != (shape[0],):
             raise ConfigurationError(f"{name}: its weight is stored as [in_features, out_features]: no format has that")
         parent = whole
         *above, last = name.split(".")
         for part in above:
             if part not in parent._modules:
-                parent.add_module(part, nn.Module())
+                parent._modules[part] = nn.Module()  # add_module() refuses names such as "type", which work in a model.
             parent = parent._modules[part]  # type: ignore[assignment]
-        parent.add_module(last, nn.Linear(shape[1], shape[0], bias=False, device="meta"))
+        parent._modules[last] = nn.Linear(shape[1], shape[0], bias=False, device="meta")
     return whole
 
 
