@@ -242,6 +242,9 @@ def fill(found: Export, tensors: Iterable[Stored], modules: Mapping[str, nn.Modu
         else:
             found.parts.append(_dequantised(name, linear, stored, grids[name][0]))
     tied = {name.rpartition(".")[0] for name in found.tied}
+    lost = sorted(in_fp8 - found.schemes.keys() - tied)
+    if lost:
+        raise ConfigurationError(f"{lost[0]} is in FP8, but state_dict() has no {lost[0]}.weight: a hook renames it")
     found.ignored = [name for name in modules if name not in in_fp8]
     if not in_fp8 - tied:
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
