@@ -231,6 +231,10 @@ def fill(
             found.parts.append(_of_linear(found, name, linear, stored, grids))
         else:
             found.parts.append(_dequantised(name, linear, stored, grids[name][0]))
+    tied = {name.rpartition(".")[0] for name in found.tied}
+    lost = sorted(in_fp8 - found.schemes.keys() - tied)
+    if lost:
+        raise ConfigurationError(f"{lost[0]} is in FP8, but state_dict() has no {lost[0]}.weight: a hook renames it")
     found.ignored = [*(name for name in modules if name not in in_fp8), *high]
     _require_untied(found.tied, mixtures)
     if not found.schemes:
