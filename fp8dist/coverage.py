@@ -319,6 +319,8 @@ def _matmul_parameters(module: nn.Module) -> int | None:
         own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
     elif _named_linear(module) or linear_base(type(module)) is not None:
         own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
+    elif products := expert_products(module):
+        own = {name: own[name] for name in products if name in own}
     elif not isinstance(module, nn.Bilinear):
         own = _expert_parameters(module)
     return sum(p.numel() for name, p in own.items() if name != "bias") if own else None

@@ -534,6 +534,11 @@ class StateManager(Joinable):
         if any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
             return
         others = [row for row in self._coverage if fnmatch.fnmatchcase(row.fqn, pattern)]
+        if others and others[0].fp8:  # A mixture.
+            first = self._cycle.precisions.within(others[0].fqn)[0].slots[Role.INPUT].fqn
+            raise ConfigurationError(
+                f"no FP8Linear or expert matches {pattern!r}: patterns match single experts, such as {first!r}"
+            )
         if others:
             raise ConfigurationError(
                 f"no FP8Linear matches {pattern!r}: {others[0].fqn} stays in high precision, {others[0].reason}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -53,7 +52,7 @@ class FP8Experts(nn.Module):
             top_k_weights: [tokens, k].
         """
         up, down = self.fp8_products.values()
-        if not self.fp8_enabled:
+        if not self.fp8_enabled and self.converted_from.forward is not nn.Module.forward:
             return self.converted_from.forward(self, hidden_states, top_k_index, top_k_weights)
         module: Any = self
         tokens, k = top_k_index.shape
@@ -64,12 +63,13 @@ class FP8Experts(nn.Module):
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
         rows = self._product(down, rows, offsets)
         if getattr(module, "has_post_expert_norm", False):
-            rows = module.post_expert_norm(rows)
+            ours = torch.arange(len(rows), device=rows.device) < offsets[-1]
+            rows = torch.where(ours[:, None], module.post_expert_norm(rows), 0)  # A norm's bias is not 0.
         rows = rows * top_k_weights.reshape(-1)[order, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         # Not index_add: with several rows per token, its order of additions is not defined on a GPU.
-        return rows[back].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+        return rows[back].view(tokens, k, rows.shape[1]).sum(1).to(hidden_states.dtype)
 
     def _product(self, slots: GroupedSlots, rows: Tensor, offsets: Tensor) -> Tensor:
         weight: Any = getattr(self, slots.name)  # Read once: a parametrization recomputes it at each access.
@@ -83,7 +83,7 @@ class FP8Experts(nn.Module):
 
     def _own_products(self) -> None:
         for slots in self.fp8_products.values():
-            slots.owner = weakref.ref(self)
+            slots.belong_to(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as nn.Module does. Also marks the weights as written, because FSDP may have replaced the parameters."""

@@ -117,7 +117,8 @@ class _GroupedFunction(torch.autograd.Function):
                 inv_scales = cast.columns_inv_scale, x_inv_scale
                 in_fp8 = slots.grouped_matmul(cast.columns, x_columns, *inv_scales, offsets, ctx.weight_dtype, "wgrad")
             if high["wgrad"] is not False:
-                in_high = F.grouped_mm(grad_output.t(), x.to(grad_output.dtype), offs=offsets).to(ctx.weight_dtype)
+                rows = _dense(x.to(grad_output.dtype))
+                in_high = F.grouped_mm(_dense(grad_output).t(), rows, offs=offsets).to(ctx.weight_dtype)
             grad_weight = _chosen(in_fp8, in_high, high["wgrad"], lambda mask: mask[:, None, None])
         grad_bias = _sums(grad_output, offsets).to(ctx.bias_dtype) if wants_bias_grad else None
         slots.count_backward(call.record)
@@ -235,10 +236,15 @@ def _dequantising(x: Tensor, weight: FP8Weight, offsets: Tensor, bias: Tensor | 
 
 
 def _product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    output = F.grouped_mm(x, weight.to(x.dtype).mT, offs=offsets)
+    output = F.grouped_mm(_dense(x), _dense(weight.to(x.dtype)).mT, offs=offsets)
     if bias is not None:
         output = output + bias.to(x.dtype)[expert_of_rows(len(x), offsets).clamp(max=len(offsets) - 1)]
     return torch.where(_of_experts(len(x), offsets), output, 0)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x [..., m, n] with strides that grouped_mm takes. It refuses those of expanded and of strided tensors."""
+    return x if x.is_contiguous() or x.mT.is_contiguous() else x.contiguous()
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

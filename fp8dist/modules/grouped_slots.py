@@ -64,9 +64,13 @@ class GroupedSlots(LinearSlots):
             Precision(slots, recipe.high_precision, self._precision_changes) for slots in self.experts
         )
         self._choice: tuple[int, torch.device, Choice] | None = None
-        job.listeners = (*job.listeners, functools.partial(_renew_choice, weakref.ref(self)))
         self._found: tuple[Tensor, Tensor] | None = None  # Inverse scales of the last recorded cast, and its amaxes.
         self._measured: tuple[Tensor, Tensor] | None = None  # Shares of the last cast of the weight that was measured.
+
+    def belong_to(self, owner: nn.Module) -> None:
+        """Set the module that has the weight, and hear of changes of precision. Copies call it, too."""
+        self.owner = weakref.ref(owner)
+        self.job.listeners = (*self.job.listeners, functools.partial(_renew_choice, weakref.ref(self)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "owner": None, "_choice": None, "_found": None, "_measured": None}

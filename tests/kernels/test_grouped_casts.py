@@ -208,3 +208,16 @@ def test_slots_that_do_not_fit_are_refused() -> None:
         for version in (plain, fused):
             with pytest.raises(ValueError, match=problem):
                 version.quantize_grouped(x, offsets, *given, FORMATS[0], **OPTIONS)
+
+
+@pytest.mark.parametrize("given", [(4, 2, 4), (2, 2, 5), (-1, 2, 4)])
+def test_offsets_that_decrease_or_exceed_the_rows_are_refused_by_the_twin(given: tuple[int, ...]) -> None:
+    """Which reads them anyway."""
+    with pytest.raises(ValueError, match="must not decrease, nor exceed"):
+        plain.quantize_grouped(
+            torch.ones(4, 16),
+            torch.tensor(given, dtype=torch.int32),
+            *(x.cpu() for x in slots_of(3)),
+            FORMATS[0],
+            **OPTIONS,
+        )

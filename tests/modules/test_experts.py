@@ -368,3 +368,61 @@ def test_compiled_whole_without_recompiles(recipe: fp8dist.Recipe) -> None:
             assert graphs == (0 if not compiled else 1 if step < 4 else 2)
         outcomes.append((state_of(manager), bits(model.experts.down_proj)))  # type: ignore[arg-type]
     assert outcomes[0] == outcomes[1]
+
+
+def test_a_copy_hears_of_changes_of_precision() -> None:
+    """So that a compiled forward of a copy finds the choice that it cannot make."""
+    torch.manual_seed(0)
+    model = Routed()
+    fp8dist.prepare(model)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    for other in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+        manager = fp8dist.get_manager(other)
+        manager.attach(other)
+        slots = other.experts.fp8_products["down_proj"]
+        manager.set_precision("experts.down.*", "high")
+        assert slots._choice[2].all_high
+
+
+def test_batches_without_tokens() -> None:
+    model = Mixture(Experts())
+    fp8dist.prepare(model).attach(model)
+    x = torch.zeros(0, 32, requires_grad=True)
+    out = model(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    out.sum().backward()
+    assert out.shape == (0, 32)
+    assert bits(model.experts.down_proj.grad) == bits(torch.zeros(4, 32, 48))  # type: ignore[arg-type, union-attr]
+
+
+def test_a_mixture_of_one_expert_is_converted() -> None:
+    model = Mixture(Experts(experts=1))
+    assert fp8dist.prepare(model).coverage().share == 1
+    assert isinstance(model.experts, FP8Experts)
+
+
+def test_switched_off_without_a_forward_of_its_own() -> None:
+    class Bare(Experts):
+        forward = nn.Module.forward
+
+    index, weights = routes(9, 2, range(4), 1)
+    model = Mixture(Bare())
+    with captured_log():
+        fp8dist.prepare(model, enabled=False)
+    torch.testing.assert_close(model(rows(9, 32, 1), index, weights), Experts()(rows(9, 32, 1), index, weights))
+
+
+def test_experts_of_other_ranks_add_nothing_through_a_norm() -> None:
+    experts: Any = Experts()
+    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.LayerNorm(32)
+    nn.init.ones_(experts.post_expert_norm.bias)
+    model = Mixture(experts)
+    fp8dist.prepare(model)
+    assert not model(rows(3, 32, 1), torch.full((3, 2), 4), torch.ones(3, 2)).any()
+
+
+def test_a_pattern_of_the_whole_mixture_says_what_experts_are_called() -> None:
+    manager = fp8dist.prepare(Mixture(Experts()))
+    with pytest.raises(fp8dist.ConfigurationError, match=r"single experts, such as 'experts\.down\.0'"):
+        manager.set_precision("experts", "high")

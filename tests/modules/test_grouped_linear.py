@@ -281,3 +281,20 @@ def test_kernels_give_the_bits_of_their_twins() -> None:
             optimizer.zero_grad()
         outcomes.append((seen, state_of(manager)))
     assert outcomes[0] == outcomes[1]
+
+
+def test_expanded_and_strided_tensors_in_high_precision() -> None:
+    """torch's grouped product refuses their strides."""
+    seen = []
+    for layout in (Tensor.contiguous, lambda x: x):
+        model = Mixture(Experts())
+        manager = fp8dist.prepare(model)
+        manager.set_precision("experts.gate_up.1", "high")
+        experts: Any = model.experts
+        ends = torch.tensor([2, 4, 4, 8], dtype=torch.int32)
+        for x in (torch.ones(1, 32).expand(8, 32), rows(16, 64, 1)[::2, ::2]):
+            leaf = layout(x).requires_grad_()
+            out = fp8dist.grouped_linear(leaf, experts.gate_up_proj, ends, experts.fp8_products["gate_up_proj"])
+            out.sum().backward()
+            seen.append((bits(out), bits(leaf.grad.contiguous()), bits(experts.gate_up_proj.grad)))  # type: ignore[union-attr]
+    assert seen[:2] == seen[2:]

@@ -59,7 +59,7 @@ def quantize_grouped(
     else:
         row_major = torch.zeros(tokens, features, device=x.device).to(dtype)
         transposed = torch.zeros(features, columns_bound(tokens, groups), device=x.device).to(dtype)
-        lying = rows_of(offsets)
+        lying = rows_of(offsets, tokens)
         parts = [x[group] for group, _, _ in lying]
         places = [(row_major[group], transposed[:, _with_padding(column)]) for group, column, _ in lying]
     inv_scale = torch.empty(groups, dtype=torch.float32, device=x.device)
@@ -103,7 +103,7 @@ def quantize_grouped_lines(
     else:
         row_scales = torch.ones(tokens, 1, device=x.device)
         column_scales = torch.ones(groups, features, 1, device=x.device)
-    for index, (group, column, block) in enumerate(rows_of(offsets)):
+    for index, (group, column, block) in enumerate(rows_of(offsets, tokens)):
         if group.start == group.stop:
             continue
         both = {"power_of_two": power_of_two, "rows": True, "columns": True}

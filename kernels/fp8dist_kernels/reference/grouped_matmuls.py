@@ -48,7 +48,7 @@ def matmul_grouped(
     """
     scaling = grouped_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets, bias)
     out = torch.zeros(len(a), b.shape[1], dtype=out_dtype, device=a.device)
-    for index, (group, _, _) in enumerate(rows_of(offsets)):
+    for index, (group, _, _) in enumerate(rows_of(offsets, len(a))):
         scale_a = inv_scale_a[index] if scaling is Scaling.TENSORWISE else inv_scale_a[group]
         added = None if bias is None else bias[index]
         out[group] = multiply_reference(

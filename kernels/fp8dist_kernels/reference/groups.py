@@ -42,12 +42,18 @@ def require_groups(offsets: Tensor, device: torch.device) -> None:
         raise ValueError(f"offsets must be on {device}, as the rows are; they are on {offsets.device}")
 
 
-def rows_of(offsets: Tensor) -> list[tuple[slice, slice, slice]]:
+def rows_of(offsets: Tensor, tokens: int | None = None) -> list[tuple[slice, slice, slice]]:
     """Return, for each group: its rows, its columns in the transposed copy without padding, and its blocks of 128
-    tokens. Reads the device: for the twins in plain torch only."""
+    tokens. Reads the device: for the twins in plain torch only.
+
+    Raises:
+        ValueError: ``offsets`` decrease, or exceed ``tokens``, the number of rows.
+    """
     found, start, column, block = [], 0, 0, 0
     for end in offsets.tolist():
         count = end - start
+        if count < 0 or (tokens is not None and end > tokens):
+            raise ValueError(f"offsets must not decrease, nor exceed the number of rows: {end} after {start}")
         blocks = -(-count // BLOCK)
         found.append((slice(start, end), slice(column, column + count), slice(block, block + blocks)))
         start, column, block = end, column + padded(count), block + blocks
