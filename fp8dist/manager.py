@@ -302,7 +302,9 @@ class StateManager(Joinable):
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
-        fqns = (of.slots[Role.INPUT].fqn for part in fp8_parts(self._require_model()) for of in part.slots.precisions)
+        model = self._model()
+        parts = () if model is None else fp8_parts(model)
+        fqns = (of.slots[Role.INPUT].fqn for part in parts for of in part.slots.precisions)
         order = {fqn: place for place, fqn in enumerate(fqns)}
         self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer, order)
         self._cycle.checker.amaxes = self._cycle.watch

@@ -331,8 +331,8 @@ class _Plan:
                 specs.setdefault(self._arena_of(fqn), []).append(SlotSpec(slot, recipes[fqn].format_of(role)))
         for product in products:
             part = specs.setdefault(self._arena_of_product(product), [])
-            for slots in slot_names(product.fqn, product.experts):
-                part += [SlotSpec(slot, product.recipe.format_of(role)) for role, slot in slots.items()]
+            for expert, slots in enumerate(slot_names(product.fqn, product.experts)):
+                part += [SlotSpec(slot, product.recipe.format_of(role), expert) for role, slot in slots.items()]
         used = {place for (place, _), part in specs.items() if part}
         specs = {key: part for key, part in specs.items() if part or key[0] not in used}  # Drop empty arenas.
         self._syncs = {

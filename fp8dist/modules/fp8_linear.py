@@ -232,7 +232,7 @@ class FP8Linear(nn.Linear):
 
 def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
     """Return the tensors of ``cast``, repeats as None: Dynamo rejects autograd functions that get a tensor twice."""
-    return tuple(None if any(t is before for before in cast[:i]) else t for i, t in enumerate(cast[:4]))
+    return tuple(None if any(t is before for before in cast[:i]) else t for i, t in enumerate(cast))
 
 
 class _Dequantise(torch.autograd.Function):

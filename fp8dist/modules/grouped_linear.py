@@ -179,8 +179,7 @@ def grouped_linear(
         return _in_high_precision(x, weight, offsets, bias)
     recorded: Mapping[Role, Some] = {role: slots.recorded(role, weight.device) for role in Role}
     slots.observe_rows(x, offsets, states[0], recorded[Role.INPUT])
-    if recorded[Role.WEIGHT] is not False:
-        slots.record_weight(slots.weight_amaxes(weight, states[1]), offsets, states[1])
+    slots.record_weight(weight, None, offsets, states[1])
     output = _in_high_precision(x, weight, offsets, bias)
     if not output.requires_grad or recorded[Role.GRAD_OUTPUT] is False:
         return output
@@ -203,7 +202,7 @@ def _in_fp8(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, own
         outgrown,
     )
     if call.record:
-        slots.record_weight(cast.amaxes, offsets, call.states[1])
+        slots.record_weight(weight, cast, offsets, call.states[1])
     wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
     scales = cast.rows_inv_scale, None if cast.columns_inv_scale is cast.rows_inv_scale else cast.columns_inv_scale
     call = call._replace(wants_weight_grad=wants_weight_grad, outgrown=outgrown)

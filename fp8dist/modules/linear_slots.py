@@ -63,14 +63,12 @@ class Cast(NamedTuple):
     """A tensor in FP8: row-major, transposed, and the inverse scales of each. A copy that was not requested is empty.
 
     The inverse scales have the shapes that ``ops.matmul`` takes: one element, one per row, or one per block.
-    ``amaxes``: of a grouped weight that is to be recorded, the amaxes of the experts, float32[E].
     """
 
     rows: Tensor
     rows_inv_scale: Tensor
     columns: Tensor
     columns_inv_scale: Tensor
-    amaxes: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ def fitted(history: Tensor, length: int) -> Tensor:
 
 
 class SlotState:
-    """The state of one slot: 0-d views into its arena, valid while the arena lives. Of an evenly strided run of E
-    slots with one format: views [E], all with one stride."""
+    """The state of one slot: 0-d views into its arena, valid while the arena lives. Of a run of E slots with
+    one format: views [E]."""
 
     __slots__ = ("__weakref__", "always", "arena", "cold", "format", "pending", "saturated", "scale", "underflow")
 
@@ -71,7 +71,7 @@ class SlotState:
         self.pending: Tensor = arena.pending[index].data
         self.saturated: Tensor = arena.shares[0, index].data
         self.underflow: Tensor = arena.shares[1, index].data
-        self.always: Tensor = torch.ones_like(arena.cold)[index] if isinstance(index, slice) else arena.always
+        self.always: Tensor = torch.ones_like(arena.cold[index]) if isinstance(index, slice) else arena.always
 
 
 class Arena:
@@ -423,25 +423,15 @@ class Arena:
         return state
 
     def run_of(self, slots: Sequence[Slot]) -> slice:
-        """Return the places of the slots of several experts, one role of all of them.
-
-        Raises:
-            ConfigurationError: a registered slot lies between them.
-        """
+        """Return the places of the slots of all experts of a grouped product, one role of each, in their order."""
         first = self.index[slots[0]]
-        step = self.index[slots[1]] - first if len(slots) > 1 else 1
-        run = slice(first, first + (len(slots) - 1) * step + 1, step)
-        if [self.index[slot] for slot in slots] != list(range(len(self)))[run]:
-            raise ConfigurationError(
-                f"the slots of {slots[0].fqn} and its neighbours must follow each other: register() no slot whose fqn "
-                "begins with that of an expert"
-            )
-        return run
+        assert all(self.index[slot] == first + expert for expert, slot in enumerate(slots))
+        return slice(first, first + len(slots))
 
     def state_of_run(self, slots: Sequence[Slot]) -> SlotState:
         """Return the state of several experts' slots, one role of all of them: see ``run_of``."""
         run = self.run_of(slots)
-        key = run.start, run.stop, run.step
+        key = run.start, run.stop
         state = self._states.get(key)
         if state is None:
             state = self._states[key] = SlotState(self, run)

@@ -31,7 +31,7 @@ _USERS: Mapping[Role, frozenset[Gemm]] = MappingProxyType(
 
 
 class Changes:
-    """Counts the changes of several modules' precisions."""
+    """Counts the changes of several experts' precisions."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -109,9 +109,10 @@ class Precision:
                 self._passing = None
         return self._follow()
 
-    def casts(self, role: Role) -> bool:
-        """True if a GEMM in FP8 uses the tensor of ``role``."""
-        return not _USERS[role] <= set(self.high)
+    @property
+    def recorded(self) -> frozenset[Role]:
+        """The roles whose tensors are recorded: those that a GEMM in FP8 uses, or all while ``observing``."""
+        return frozenset(role for role, users in _USERS.items() if self.observing or not users <= set(self.high))
 
     def _follow(self) -> set[Role]:
         self.changes.count += 1

@@ -1,4 +1,4 @@
-"""The ops of ``ops``, without PyTorch's dispatcher where nobody but the backend needs to see the call.
+"""The ops of ``ops`` and ``grouped_ops``, without PyTorch's dispatcher where only the backend needs to see the call.
 
 A dispatch of an op that is written in Python costs tens of microseconds on the host, several times per Linear. In plain
 eager execution, the functions here call the backend's function directly, with the same result. Everywhere else, they

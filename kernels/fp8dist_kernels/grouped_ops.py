@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8dist_kernels import BLOCK
 from fp8dist_kernels.ops import version_of_backend
 from fp8dist_kernels.reference import grouped_casts, grouped_matmuls
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
@@ -119,7 +120,7 @@ def _quantize_grouped_lines_fake(
         return x.new_empty(shape if wanted else (0,), dtype=torch.float32)
 
     if in_blocks:
-        across = -(-features // grouped_casts.blocks.BLOCK)
+        across = -(-features // BLOCK)
         of_rows = scales(rows, across, tokens)
         of_columns = scales(columns, blocks_bound(tokens, groups), features)
         return row_major, of_rows.t() if rows else of_rows, transposed, of_columns.t() if columns else of_columns

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8dist_kernels.reference import blocks, casts, grouped_casts as plain
+from fp8dist_kernels.reference import blocks, casts
+from fp8dist_kernels.reference import grouped_casts as plain
 from fp8dist_kernels.triton import grouped_casts as fused
 from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
@@ -170,12 +171,27 @@ def test_lines_are_the_twins(in_blocks: bool, counts: tuple[int, ...], monkeypat
 def test_lines_of_all_layouts(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     for index, layout in enumerate(LAYOUTS):
-        x = LAYOUTS[layout](poisoned_rows((3, 0, 18), 144, 2, index, finite=index % 2 == 0).to(DTYPES[index % 3]))
+        x = LAYOUTS[layout](poisoned_rows((3, 0, 18), 80, 2, index, finite=index % 2 == 0).to(DTYPES[index % 3]))
         compare_lines(
             x, ends((3, 0, 18)), FORMATS[index % 2], in_blocks=in_blocks, power_of_two=index % 3 == 0,
             rows=index != 2, columns=index not in (2, 5),
         )  # fmt: skip
     compare_lines(torch.empty(0, 32, device=DEVICE), ends((0, 0)), FORMATS[0], in_blocks=in_blocks)
+
+
+@pytest.mark.slow
+def test_offsets_beyond_32_bits() -> None:
+    room = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)  # Untouched pages take no CPU memory.
+    x, weight = room.as_strided((3, 16), (2**30, 1)), room.as_strided((3, 2, 16), (2**30, 16, 1))
+    for given, offsets in ((x, ends((1, 0, 1))), (weight, None)):
+        given.copy_(hard_values(given.numel() // 16, 16, finite=True).view(given.shape))
+        assert_same(run(fused, given, offsets, FORMATS[0]), run(plain, given.clone(), offsets, FORMATS[0]))
+    for in_blocks in (True, False):
+        options = {"in_blocks": in_blocks, "power_of_two": False, "rows": True, "columns": True}
+        assert_same(
+            fused.quantize_grouped_lines(x, ends((1, 2)), FORMATS[0], **options),
+            plain.quantize_grouped_lines(x.clone(), ends((1, 2)), FORMATS[0], **options),
+        )
 
 
 # Refused arguments -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor
 
 from fp8dist_kernels import direct, grouped_ops
-from fp8dist_kernels.reference import grouped_casts as plain_casts, grouped_matmuls as plain_matmuls
+from fp8dist_kernels.reference import grouped_casts as plain_casts
+from fp8dist_kernels.reference import grouped_matmuls as plain_matmuls
+from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
 from fp8dist_kernels.triton import grouped_casts, grouped_matmuls
+from fp8dist_kernels.triton.groups import tiles_bound
 from tests.support.casting import assert_same, hard_values
 from tests.support.devices import DEVICE
 from tests.support.grouped import ends
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-CAST: dict[str, Any] = {"record": True, "just_in_time": True, "margin": 0, "power_of_two": False, "rows": True}
+CAST: dict[str, Any] = {"record": True, "just_in_time": True, "margin": 0, "power_of_two": True, "rows": True}
 GROUPS, N, K = 3, 32, 48
 
 
@@ -77,6 +81,34 @@ def test_a_layer_of_experts_is_one_linear_per_expert() -> None:
     assert amaxes[0, 1] == -1, "an expert without rows records nothing"
 
 
+@pytest.mark.slow
+def test_triton_has_the_bits_of_the_reference_with_powers_of_two() -> None:
+    """A layer, forward and backward. Sums of small integers are exact in any order."""
+    *rows, weight, offsets = layer((20, 0, 7))
+    given = [part.clamp(-2, 2).round() for part in (*rows, weight)]
+    for part in given[:2]:
+        part[27:] = torch.nan
+    triton, reference = (experts(*given, offsets, backend) for backend in ("triton", "reference"))
+    assert_same(tuple(out.float() for out in triton), tuple(out.float() for out in reference))
+    assert reference[2].any()
+
+
+def test_a_grid_has_a_tile_for_every_row() -> None:
+    chance = random.Random(0)
+    for _ in range(2000):
+        counts = [chance.choice((0, 0, 1, 15, 17, 128, chance.randrange(300))) for _ in range(chance.randrange(1, 9))]
+        tokens, tile = sum(counts) + chance.choice((0, 1, 15, 16, 200)), chance.choice((32, 64, 128))
+        of_groups = sum(-(-count // tile) for count in counts)
+        tail = tokens - sum(counts)
+        busy = min(tokens, len(counts))
+        assert of_groups + -(-tail // tile) <= tiles_bound(tokens, busy, tile)
+        taken = sum(-(-count // 16) * 16 for count in counts)
+        rest = columns_bound(tokens, len(counts)) - taken
+        assert rest >= 0
+        assert of_groups + -(-max(tail, rest) // tile) <= tiles_bound(taken + rest, len(counts), tile)
+        assert sum(-(-count // 128) for count in counts) <= blocks_bound(tokens, len(counts))
+
+
 def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without memory, any read raises. Launches are left out, but their grids are numbers."""
     launched = []
@@ -90,7 +122,7 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in dir(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launch())
-    x, dy, weight, offsets = (part.to("meta") for part in layer((20, 0, 7)))
+    x, _, weight, offsets = (part.to("meta") for part in layer((20, 0, 7)))
     slot = tuple(part.to("meta") for part in slots())
     one, lines = {"columns": True, **CAST, "outgrown": 1.25}, {"power_of_two": False, "rows": True, "columns": True}
 
@@ -113,7 +145,7 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_opcheck() -> None:
-    x, dy, weight, offsets = layer((20, 0, 7))
+    x, _, weight, offsets = layer((20, 0, 7))
     for given in ((x, offsets), (weight, None)):
         for rows, columns in ((True, True), (False, True)):
             options = {**CAST, "rows": rows, "columns": columns}

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling, FP8Experts
-from fp8dist.errors import ConfigurationError
 from tests.support.collectives import counted_collectives
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
@@ -282,12 +281,21 @@ def test_what_prepare_leaves_out() -> None:
         assert reason in row.reason
 
 
-def test_registered_slots_may_not_lie_between_experts() -> None:
+def test_a_registered_slot_does_not_part_the_experts() -> None:
     model = Mixture(Experts())
     manager = fp8dist.prepare(model)
-    manager.register("experts.gate_up.1.extra", "input", "e4m3")
-    with pytest.raises(ConfigurationError, match=r"register\(\) no slot"):
-        manager.attach(model)
+    for fqn in ("experts.gate_up.1.extra", "experts.gate_up"):
+        manager.register(fqn, "input", "e4m3")
+    manager.attach(model)
+    index, weights = routes(16, 2, range(4), 1)
+    model(rows(16, 32, 1), index, weights).sum().backward()
+    manager.step()
+    assert not manager._cycle.syncs[0].arena.cold[manager._cycle.syncs[0].arena.run_of(_inputs())].any()
+    assert bool(manager.amax("experts.gate_up", "input") == 0)
+
+
+def _inputs() -> list[fp8dist.Slot]:
+    return [fp8dist.Slot(f"experts.gate_up.{expert}", "input") for expert in range(4)]
 
 
 def test_audits_say_what_they_leave_out() -> None:

@@ -53,7 +53,8 @@ def quantize_grouped(
     groups = len(scale)
     *_, tokens, features = x.shape
     if offsets is None:
-        row_major, transposed = x.new_empty(x.shape, dtype=dtype), x.new_empty(groups, features, padded(tokens)).to(dtype)
+        row_major = x.new_empty(x.shape, dtype=dtype)
+        transposed = x.new_empty(groups, features, padded(tokens), dtype=dtype)
         parts, places = list(x), list(zip(row_major, transposed))
     else:
         row_major = torch.zeros(tokens, features, device=x.device).to(dtype)
@@ -92,7 +93,7 @@ def quantize_grouped_lines(
         float32 [tokens, 1] and [E, features, 1]; in blocks [tokens, ceil(features / 128)] and
         [features, ``blocks_bound(tokens, E)``], the transpose of contiguous memory. Scales that no row has are 1.
     """
-    require_groups(len(x), offsets, x.device)
+    require_groups(offsets, x.device)
     (tokens, features), groups = x.shape, len(offsets)
     row_major = torch.zeros(tokens, features, device=x.device).to(dtype)
     transposed = torch.zeros(features, columns_bound(tokens, groups), device=x.device).to(dtype)
@@ -126,7 +127,7 @@ def require_slots(x: Tensor, offsets: Tensor | None, scale: Tensor, cold: Tensor
     if x.ndim != (3 if offsets is None else 2):
         raise ValueError(f"expected rows [tokens, features] with offsets, or a weight [E, n, k], got {tuple(x.shape)}")
     if offsets is not None:
-        require_groups(len(x), offsets, x.device)
+        require_groups(offsets, x.device)
     for slots in (scale, cold, pending):
         if slots.shape != (groups,) or slots.stride() != scale.stride():
             raise ValueError(f"expected slots [{groups}] of one stride, got {tuple(slots.shape)}, {slots.stride()}")

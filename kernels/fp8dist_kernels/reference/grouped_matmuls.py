@@ -93,7 +93,7 @@ def grouped_scaling_of(
     a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, offsets: Tensor, bias: Tensor | None
 ) -> Scaling:
     """Check the arguments of ``matmul_grouped``, and return the scaling that the shapes of the scales imply."""
-    require_groups(len(a), offsets, a.device)
+    require_groups(offsets, a.device)
     tokens, groups = len(a), len(offsets)
     if a.ndim != 2 or b.ndim != 3 or len(b) != groups or a.shape[1] != b.shape[2]:
         raise ValueError(f"expected a [tokens, k] and b [{groups}, n, k], got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -113,7 +113,7 @@ def grouped_scaling_of(
 
 def column_scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, offsets: Tensor) -> Scaling:
     """Check the arguments of ``matmul_grouped_columns``, and return the scaling that the shapes imply."""
-    require_groups(a.shape[1], offsets, a.device)
+    require_groups(offsets, a.device)
     groups = len(offsets)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or a.shape[1] % ALIGNMENT:
         raise ValueError(f"expected transposed copies of one length, got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -126,9 +126,7 @@ def column_scaling_of(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Te
     return _kind(kinds, inv_scale_a, inv_scale_b)
 
 
-def _require_operands(
-    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, aligned: tuple[int, int]
-) -> None:
+def _require_operands(a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, aligned: tuple[int, int]) -> None:
     if not (a.is_contiguous() and b.is_contiguous()):
         raise ValueError("FP8 operands must be contiguous with the contracted dim last")
     if inv_scale_a.dtype != torch.float32 or inv_scale_b.dtype != torch.float32:
@@ -144,5 +142,5 @@ def _kind(
     for scaling, expected in kinds.items():
         if shapes == expected:
             return scaling
-    expected = ", or ".join(f"{of_a} and {of_b}" for of_a, of_b in kinds.values())
-    raise ValueError(f"inverse scales of shapes {shapes[0]} and {shapes[1]}: expected {expected}")
+    wanted = ", or ".join(f"{of_a} and {of_b}" for of_a, of_b in kinds.values())
+    raise ValueError(f"inverse scales of shapes {shapes[0]} and {shapes[1]}: expected {wanted}")

@@ -34,7 +34,7 @@ def blocks_bound(tokens: Any, groups: Any) -> Any:
     return (tokens + (BLOCK - 1) * groups) // BLOCK
 
 
-def require_groups(tokens: int, offsets: Tensor, device: torch.device) -> None:
+def require_groups(offsets: Tensor, device: torch.device) -> None:
     """Raise ValueError unless ``offsets`` may be the ends of groups. Their values are not read."""
     if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) == 0 or not offsets.is_contiguous():
         raise ValueError(f"offsets must be contiguous int32 [experts], got {offsets.dtype} {tuple(offsets.shape)}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -333,7 +331,7 @@ def quantize_grouped_lines(
     x: Tensor, offsets: Tensor, dtype: torch.dtype, *, in_blocks: bool, power_of_two: bool, rows: bool, columns: bool
 ) -> Copies:
     """See ``reference.grouped_casts.quantize_grouped_lines``. Rows in two passes, blocks in one."""
-    require_groups(len(x), offsets, x.device)
+    require_groups(offsets, x.device)
     (tokens, features), groups, device = x.shape, len(offsets), x.device
     page, (row_shape, column_shape) = _page_of(x, offsets), _shapes(x, offsets, groups)
     row_major = torch.empty(row_shape if rows else (0,), dtype=dtype, device=device)
@@ -346,7 +344,9 @@ def quantize_grouped_lines(
     else:
         of_rows = torch.ones(tokens, 1, device=device) if rows else of_rows
         of_columns = torch.ones(groups, features, 1, device=device) if columns else of_columns
-    bits = torch.zeros(0 if in_blocks else tokens * rows + groups * features * columns, dtype=torch.int32, device=device)
+    bits = torch.zeros(
+        0 if in_blocks else tokens * rows + groups * features * columns, dtype=torch.int32, device=device
+    )
     row_bits, column_bits = bits[: tokens * rows], bits[tokens * rows :]
     tiles = _down(page, offsets, groups, BLOCK) * ceil_div(features, BLOCK)
     common = {
@@ -381,7 +381,8 @@ def _page_of(x: Tensor, offsets: Tensor | None) -> Page:
     if offsets is None:
         return Page.of(x[0])
     tokens, features = x.shape
-    return Page(tokens, features, *x.stride(), features, columns_bound(tokens, len(offsets)), False)
+    down, across = x.stride()
+    return Page(tokens, features, down, across, features, columns_bound(tokens, len(offsets)), False)
 
 
 def _shapes(x: Tensor, offsets: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,14 +1,15 @@
 """Scaled FP8 products of rows that are sorted by expert, without a read of ``offsets`` on the host. See ``groups``.
 
 Operands are read through tensor descriptors (TMA), a tile of ``depth`` elements of the contracted dim per step. A tile
-of rows may reach into the next group, and its results are not stored there. A step of wgrad must not reach into the next
-group, because it would add to the sum: a group's last step clears what is not the group's.
+of rows may reach into the next group, and its results are not stored there. A step of wgrad must not, because it would
+add to the sum: a group's last step clears what is not the group's.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,23 +23,23 @@ from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.triton.groups import columns_of, find_group, tiles_bound
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, ceil_power_of_two, on_device_of, processors
 from fp8dist_kernels.triton.matmuls import aligned, require_pair
+from fp8dist_kernels.triton.products import tile_at
 from fp8dist_kernels.triton.tables import Tile, bucket
 from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, capability_of
 
 __all__ = ["grouped_candidates", "matmul_grouped", "matmul_grouped_columns", "tile_of"]
 
+_HOPPER = 9
 _LARGEST = 128
-"""Most rows and columns of a tile. A larger one would have to be split, as in ``products``."""
-
-_STAGES = 4
-"""Most steps in flight. Results are staged in shared memory at once, which takes the room of the fifth."""
+"""Most rows and columns of a tile whose products are added in registers, or that Blackwell computes. A larger one would
+have to be split, as in ``products``."""
 
 
 @triton.jit
 def _add(
     product, x, y, scale_a, scale_b, line_m, line_n,
     SCALES: tl.constexpr,  # "one", "lines", "squares" (1 x 128 by 128 x 128) or "blocks" (1 x 128 both)
-    TILE_K: tl.constexpr, FAST: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Return ``product`` plus one step. Scales that change along the contracted dim are applied here, as in
     ``products.block_scaled_kernel``: pointers to those of this step, and masks."""
@@ -52,6 +53,7 @@ def _add(
     elif FAST:
         product = tl.dot(x, y.T, product)
     else:
+        # Slow accumulation. With ``max_num_imprecise_acc``, ptxas would serialise the QGMMAs of this loop.
         product += tl.dot(x, y.T)
     return product
 
@@ -85,15 +87,17 @@ def _rows_kernel(
     SCALES: tl.constexpr,
     BIASED: tl.constexpr,
     FAST: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,  # A power of two, at least ``groups``.
+    TOGETHER: tl.constexpr,  # Rows of tiles that are walked together, as GROUP in ``products``.
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
     """Product of each group's rows with the group's matrix."""
     across = tl.cdiv(n, TILE_N)
-    group, tile, start, rows, _, _ = find_group(offsets, groups, tl.program_id(0) // across, TILE_M, GROUPS)
-    top, column = start + tile * TILE_M, tl.program_id(0) % across * TILE_N
+    index, j = tile_at(tl.program_id(0), tl.num_programs(0) // across, across, TOGETHER)
+    group, tile, start, rows, _, _ = find_group(offsets, groups, index, TILE_M, GROUPS)
+    top, column = start + tile * TILE_M, j * TILE_N
     row, place = top + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
     inside = row < tl.where(group < groups, start + rows, tokens)
     wide = place < n
@@ -113,7 +117,7 @@ def _rows_kernel(
     for step in range(0, tl.cdiv(length, TILE_K)):
         x = a.load([top, step * TILE_K])
         y = b.load([group * n + column, step * TILE_K])
-        product = _add(product, x, y, scales_a, scales_b, inside, wide, SCALES, TILE_K, FAST)
+        product = _add(product, x, y, scales_a, scales_b, inside, wide, SCALES, FAST)
         scales_a += a_block_stride
         scales_b += b_block_stride
     # One scale after the other, as in ``products``.
@@ -149,15 +153,17 @@ def _columns_kernel(
     b_block_stride,
     SCALES: tl.constexpr,
     FAST: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,  # A power of two, at least ``groups``.
+    TOGETHER: tl.constexpr,  # Rows of tiles that are walked together, as GROUP in ``products``.
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
     """Product of two transposed copies over each group's columns."""
     across, down = tl.cdiv(k, TILE_N), tl.cdiv(n, TILE_M)
-    group, tile = tl.program_id(0) // (across * down), tl.program_id(0) % (across * down)
-    top, left = tile // across * TILE_M, tile % across * TILE_N
+    group = tl.program_id(0) // (across * down)
+    i, j = tile_at(tl.program_id(0) % (across * down), down, across, TOGETHER)
+    top, left = i * TILE_M, j * TILE_N
     first, count, block = columns_of(offsets, groups, group, TILE_K, GROUPS)
     row, place = top + tl.arange(0, TILE_M), left + tl.arange(0, TILE_N)
     tall, wide = row < n, place < k
@@ -174,14 +180,14 @@ def _columns_kernel(
     for step in range(0, steps):
         x = a.load([top, first + step * TILE_K])
         y = b.load([left, first + step * TILE_K])
-        product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, TILE_K, FAST)
+        product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, FAST)
         scales_a += a_block_stride
         scales_b += b_block_stride
     left_over = count - steps * TILE_K
     if left_over > 0:
         x = _cleared(a.load([top, first + steps * TILE_K]), left_over, TILE_K)
         y = _cleared(b.load([left, first + steps * TILE_K]), left_over, TILE_K)
-        product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, TILE_K, FAST)
+        product = _add(product, x, y, scales_a, scales_b, tall, wide, SCALES, FAST)
     if count > 0:  # A group without rows is 0, whatever its scales are.
         if SCALES == "one":
             product = product * tl.load(scales_a) * tl.load(scales_b)
@@ -192,12 +198,14 @@ def _columns_kernel(
     tl.store(places, product.to(out.dtype.element_ty), mask=tall[:, None] & wide[None, :])
 
 
-_SCALES = {
-    Scaling.TENSORWISE: "one",
-    Scaling.ROWWISE: "lines",
-    Scaling.BLOCKWISE: "squares",
-    Scaling.BLOCKWISE_1D: "blocks",
-}
+_SCALES: Mapping[Scaling, str] = MappingProxyType(
+    {
+        Scaling.TENSORWISE: "one",
+        Scaling.ROWWISE: "lines",
+        Scaling.BLOCKWISE: "squares",
+        Scaling.BLOCKWISE_1D: "blocks",
+    }
+)
 
 
 def matmul_grouped(
@@ -226,7 +234,8 @@ def matmul_grouped(
     if tile is None:
         rows = bucket(ceil_div(tokens, groups))
         tile = tile_of(rows, n, k, groups, scaling, fast_accumulation, (a.dtype, b.dtype, out_dtype), a.device)
-    programs = tiles_bound(tokens, groups, tile.rows) * ceil_div(n, tile.columns)
+    # Of many experts, few may have rows.
+    programs = tiles_bound(tokens, min(groups, tokens), tile.rows) * ceil_div(n, tile.columns)
     blocks = scaling.in_blocks
     lines = scaling is not Scaling.TENSORWISE
     with on_device_of(a):
@@ -311,11 +320,10 @@ def tile_of(
 
 def grouped_candidates(problem: Problem, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Return the allowed tiles on a GPU of this compute capability, the best for large problems first."""
-    return tuple(
-        replace(tile, stages=min(tile.stages, _STAGES))
-        for tile in candidates(problem, capability)
-        if max(tile.rows, tile.columns) <= _LARGEST
-    )
+    tiles = candidates(problem, capability)
+    if capability[0] == _HOPPER and problem.fast_accumulation and not problem.scaling.in_blocks:
+        return tiles
+    return tuple(tile for tile in tiles if max(tile.rows, tile.columns) <= _LARGEST)
 
 
 def _constants(tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: int) -> dict[str, Any]:
@@ -323,6 +331,7 @@ def _constants(tile: Tile, scaling: Scaling, fast_accumulation: bool, groups: in
         "SCALES": _SCALES[scaling],
         "FAST": fast_accumulation,
         "GROUPS": ceil_power_of_two(groups),
+        "TOGETHER": tile.group,
         "TILE_M": tile.rows,
         "TILE_N": tile.columns,
         "TILE_K": tile.depth,

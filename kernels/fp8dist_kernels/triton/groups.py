@@ -22,6 +22,7 @@ def tiles_bound(length: int, groups: int, tile: int) -> int:
     """Return a number of tiles that suffices for all groups and for the tail.
 
     ``length``: the tokens, or ``columns_bound`` of them if the tail covers the rest of the transposed copy, too.
+    ``groups``: those that may have rows.
     """
     # A group of n rows takes at most (padded(n) + tile - 16) / tile tiles, and the tail has at most 15 rows more than
     # the rest of the transposed copy.
@@ -30,7 +31,7 @@ def tiles_bound(length: int, groups: int, tile: int) -> int:
 
 @triton.jit
 def _sizes(offsets, groups, GROUPS: tl.constexpr):
-    """Return the indices below GROUPS, a power of two, and the sizes of these groups; 0 for groups that do not exist."""
+    """Return the indices below GROUPS, a power of two, and the sizes of these groups; 0 where there is none."""
     group = tl.arange(0, GROUPS)
     ends = tl.load(offsets + group, mask=group < groups, other=0)
     starts = tl.load(offsets + group - 1, mask=(group > 0) & (group < groups), other=0)

@@ -128,4 +128,4 @@ def _name(device: torch.device) -> str:
 
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability. Under the interpreter, Hopper's: tests then cover the tiles of a training GPU."""
-    return torch.cuda.get_devicecapability_of(device) if device.type == "cuda" else (_HOPPER, 0)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (_HOPPER, 0)

@@ -1,4 +1,4 @@
-"""Launches of grouped casts and products, to be compiled ahead of time."""
+"""Launches of ``fp8dist_kernels.triton.grouped_matmuls`` with every tile, to be compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
 from fp8dist_kernels.reference.matmuls import Scaling
-from fp8dist_kernels.triton.grouped_casts import quantize_grouped, quantize_grouped_lines
 from fp8dist_kernels.triton.grouped_matmuls import grouped_candidates, matmul_grouped, matmul_grouped_columns
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem
@@ -17,54 +16,10 @@ from tests.support.ahead_of_time import Compiler
 
 TOKENS, N, K = 8192, 14336, 4096
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HOPPER = 90
 
 
 def launch(compiler: Compiler) -> None:
-    """Launch each variant once with shapes of Mixtral, some with 512 experts: all for Hopper, some for Blackwell."""
-    _casts(compiler)
-    _products(compiler)
-
-
-def _casts(compiler: Compiler) -> None:
-    bf16 = torch.bfloat16
-    inputs = [
-        ("rows of 8", torch.empty(TOKENS, K, dtype=bf16), _offsets(8), 8, E4M3),
-        ("rows of 512", torch.empty(TOKENS, K, dtype=bf16), _offsets(512), 512, E5M2),
-        ("weights", torch.empty(8, N, K, dtype=bf16), None, 8, E4M3),
-    ]
-    if compiler.capability == HOPPER:
-        inputs += [
-            ("fp32 rows of 8", torch.empty(TOKENS, K), _offsets(8), 8, E4M3),
-            ("far rows of 8", torch.empty((1 << 19) + 128, K, dtype=bf16), _offsets(8), 8, E4M3),  # Beyond 2**31.
-            ("very far rows of 8", torch.empty(3, 1 << 30, dtype=bf16)[:, :K], _offsets(8), 8, E4M3),
-            ("transposed weights", torch.empty(8, K, N, dtype=bf16).mT, None, 8, E4M3),
-        ]
-    for name, x, offsets, groups, dtype in inputs:
-        slots = torch.ones(groups), torch.ones(groups, dtype=torch.bool), torch.zeros(groups)
-        for what, columns, just_in_time, outgrown in (
-            ("both, just in time", True, True, None),
-            ("both, outgrown", True, True, 1.25),
-            ("both", True, False, None),
-            ("rows", False, False, None),
-        ):
-            if compiler.capability != HOPPER and what not in ("both, just in time", "both, outgrown"):
-                continue
-            with compiler.naming(f"{name}: {what}"):
-                quantize_grouped(
-                    x, offsets, *slots, dtype, record=True, just_in_time=just_in_time, margin=0, power_of_two=False,
-                    rows=True, columns=columns, outgrown=outgrown,
-                )  # fmt: skip
-
-    both = {"rows": True, "columns": True}
-    for name, x, offsets, _, dtype in inputs:
-        for in_blocks in (False, True) if offsets is not None and len(x) == TOKENS else ():
-            with compiler.naming(f"{name}: {'1x128' if in_blocks else 'row-wise'}"):
-                quantize_grouped_lines(x, offsets, dtype, in_blocks=in_blocks, power_of_two=False, **both)
-
-
-def _products(compiler: Compiler) -> None:
-    """Every tile that may be chosen, for every scaling; hybrid formats; many experts."""
+    """Launch each tile that may be chosen, for each scaling; hybrid formats; many experts."""
     for scaling, fast in product(Scaling, (True, False)):
         if scaling.in_blocks and fast:
             continue  # The same kernel.
@@ -93,7 +48,7 @@ def _product(
     a_dtype, b_dtype = pair
     name = _name(scaling, fast, groups, pair, out_dtype, tile)
     n, k = (N, K) if groups < 512 else (N // 14, K // 4)  # Virtual memory, too, is limited.
-    blocks, offsets, width = k // 128, _offsets(groups), columns_bound(TOKENS, groups)
+    blocks, offsets, width = k // 128, torch.zeros(groups, dtype=torch.int32), columns_bound(TOKENS, groups)
     a, b = torch.empty(TOKENS, k, dtype=a_dtype), torch.empty(groups, n, k, dtype=b_dtype)
     scales = {
         Scaling.TENSORWISE: lambda: (torch.empty(groups), torch.empty(groups)),
@@ -124,7 +79,3 @@ def _name(
     speed = "" if scaling.in_blocks else "fast " if fast else "slow "
     short = [str(dtype).removeprefix("torch.").removeprefix("float8_") for dtype in (*pair, out_dtype)]
     return f"{speed}{scaling.value} of {groups}, {tile.rows}x{tile.columns}x{tile.depth} {' '.join(short)}"
-
-
-def _offsets(groups: int) -> Tensor:
-    return torch.zeros(groups, dtype=torch.int32)
