@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -255,6 +256,7 @@ def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter
             owners.setdefault(id(module.weight), clean_fqn(raw))
         elif isinstance(module, nn.MultiheadAttention):
             inner.add(id(module.out_proj))
+    uses = collections.Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     found = []
     for raw, module in model.named_modules():
         parameters = _matmul_parameters(module)
@@ -268,6 +270,8 @@ def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter
         left_out = _named(fqn, overrides, skip)
         if left_out is None:
             left_out = _why_not(module, fqn, id(module) in inner, filter_fn)
+        if left_out is None and any(uses[id(module._parameters[name])] > 1 for name in expert_products(module) or ()):
+            left_out = LeftOut("shared weight", "another module uses its weights, too")
         found.append(_Found(fqn, module, parameters, owner if owner != fqn else "", left_out))
     return Survey(found)
 

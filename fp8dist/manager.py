@@ -726,9 +726,8 @@ class StateManager(Joinable):
         """
         modules = []
         for row in self.coverage():
-            precision = self._cycle.precisions.by_fqn.get(row.fqn)
-            high = GEMMS if precision is None or not row.fp8 else precision.high
-            gemms = {gemm: "high" if gemm in high else "fp8" for gemm in GEMMS}
+            highs = [precision.high for precision in self._cycle.precisions.within(row.fqn)] if row.fp8 else []
+            gemms = {gemm: "high" if all(gemm in high for high in highs) else "fp8" for gemm in GEMMS}
             modules.append({"module": row.fqn, "flops": 2 * row.parameters, "gemms": gemms, "reason": row.reason})
         specs = sorted(spec for sync in self._syncs for spec in sync.arena.specs)
         return {
@@ -740,7 +739,7 @@ class StateManager(Joinable):
             "experts": any(sync.experts for sync in self._syncs),
             "recipe": str(self.recipe),
             "modules": modules,
-            "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format in specs],
+            "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format, _ in specs],
         }
 
     def take_waits(self) -> list[float]:

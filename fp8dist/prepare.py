@@ -44,7 +44,7 @@ _LOW_SHARE = 0.9
 _EXPERTS_HISTORY = 16
 """Longest history of experts for which no override gives a recipe. At 92,160 slots, 1024 steps take 377 MB."""
 
-_MUCH_STATE = 32_000_000
+_MUCH_STATE = 4_000_000
 """Bytes of FP8 state from which the log says what it takes."""
 
 
@@ -75,17 +75,18 @@ def prepare(
     Parameters and state_dict keys stay the same. A module is eligible if it is an nn.Linear, or of a subclass without a
     forward of its own, or transformers' ``Conv1D``, or one of Megatron-Core's parallel Linears; its weight is a plain
     floating-point Parameter, both dims are multiples of 16, no ``skip`` pattern matches its fqn, and
-    ``filter_fn(module, fqn)`` is true. Other modules with matmul weights stay in high precision, and the log says why.
-    If less than 90 % of the matmul parameters are in FP8, the lowest rank of the group logs a warning, or an info if
-    you named everything that is left out. ``manager.coverage()`` returns the whole table. After ``prepare``, wrap,
-    shard and load the model, then call ``manager.attach(…)``.
+    ``filter_fn(module, fqn)`` is true. So are the experts of a mixture, if the module has the attributes of
+    Transformers' experts interface: they become FP8Experts. Other modules with matmul weights stay in high precision,
+    and the log says why. If less than 90 % of the matmul parameters are in FP8, the lowest rank of the group logs a
+    warning, or an info if you named everything that is left out. ``manager.coverage()`` returns the whole table. After
+    ``prepare``, wrap, shard and load the model, then call ``manager.attach(…)``.
 
     Args:
         recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()`` or ``BlockScaling()``.
         group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None is allowed on
             one rank only, or with ``amax_sync=False``.
         groups: other groups for modules whose fqn matches a pattern, such as ``{"*.experts.*": expert_group}``. Each
-            group has its own arena. The first match counts.
+            group has its own arena. The first match counts. For experts, a pattern may match the module or a product.
         filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears. False: high precision.
         skip: fqn patterns (fnmatch) that stay in high precision, one or several, in addition to the defaults
             ``"*lm_head"`` and ``"*lora_*"``. A pattern that begins with "!" includes its matches again: "!*lm_head"
@@ -177,7 +178,7 @@ def prepare(
         convert_experts(module, {product.name: of for product, of in grouped if product.module is module})
     model.__dict__[ATTRIBUTE] = manager
     _tell(model, surveyed, settings.enabled, plan)
-    _warn_of_patterns([*surveyed.fqns, *(product.fqn for product in products)], skipped.given, groups, each.given)
+    _warn_of_patterns(surveyed.fqns, [product.fqn for product in products], skipped.given, groups, each.given)
     return manager
 
 
@@ -240,13 +241,19 @@ def _tell(model: nn.Module, surveyed: Survey, enabled: bool, plan: _Plan) -> Non
 
 
 def _warn_of_patterns(
-    fqns: Sequence[str], skip: Iterable[str], groups: Mapping[str, object], overrides: Mapping[str, object]
+    fqns: Sequence[str],
+    products: Sequence[str],
+    skip: Iterable[str],
+    groups: Mapping[str, object],
+    overrides: Mapping[str, object],
 ) -> None:
-    for name, patterns in (("skip", skip), ("groups", groups), ("overrides", overrides)):
-        if strangers := unmatched(patterns, fqns):
+    """Warn about patterns that match nothing. Those of ``groups`` may also match grouped products."""
+    all_fqns = [*fqns, *products]
+    for name, patterns, known in (("skip", skip, fqns), ("groups", groups, all_fqns), ("overrides", overrides, fqns)):
+        if strangers := unmatched(patterns, known):
             logger.warning("fp8dist: %s: no module with a matmul weight matches %s", name, ", ".join(strangers))
-    for name, mapping in (("groups", groups), ("overrides", overrides)):
-        if hidden := shadowed(mapping, fqns):
+    for name, mapping, known in (("groups", groups, all_fqns), ("overrides", overrides, fqns)):
+        if hidden := shadowed(mapping, known):
             logger.warning(
                 "fp8dist: %s: %s has no effect: an earlier pattern matches all its modules",
                 name,

@@ -244,7 +244,7 @@ class _Match:
                 changed.add(spec.slot)
         if odd:
             more = f" (and {len(odd) - 1} more slots have another format)" if len(odd) > 1 else ""
-            slot, format = min(odd)
+            slot, format, _ = min(odd)
             changes[f"format of {slot} is {self._format_of(slot)!r} there and {format.name!r} here{more}"] = None
         return changed, list(changes)
 

@@ -33,8 +33,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     experts before ``prepare``, and with ``enabled=False``.
     """
     if isinstance(module, fp8dist.FP8Experts) and module.fp8_enabled:
-        return module(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-    return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        return module(hidden_states, top_k_index, top_k_weights)
+    return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
 
 
 ALL_EXPERTS_FUNCTIONS.register("fp8dist", experts_forward)

@@ -66,9 +66,10 @@ class GroupedSlots(LinearSlots):
         self._choice: tuple[int, torch.device, Choice] | None = None
         job.listeners = (*job.listeners, functools.partial(_renew_choice, weakref.ref(self)))
         self._found: tuple[Tensor, Tensor] | None = None  # Inverse scales of the last recorded cast, and its amaxes.
+        self._measured: tuple[Tensor, Tensor] | None = None  # Shares of the last cast of the weight that was measured.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "owner": None, "_choice": None, "_found": None}
+        return {**super().__getstate__(), "owner": None, "_choice": None, "_found": None, "_measured": None}
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -151,7 +152,7 @@ class GroupedSlots(LinearSlots):
                     backend=self.job.backend,
                 )
             )
-        if record and (self.job.measuring or self.sync.arena.lanes):
+        if record and self._measures:
             each = self._spread(x, offsets, cast, rows)
             measure_grouped(x, offsets, each, state.format.dtype, state.saturated, state.underflow)
         return cast
@@ -169,7 +170,7 @@ class GroupedSlots(LinearSlots):
     def observe_rows(self, x: Tensor, offsets: Tensor, state: SlotState, recorded: Some) -> None:
         """Record the amaxes of x [tokens, features] of these experts."""
         if recorded is not False:
-            _record(self._amaxes(x.detach(), offsets, state), state, recorded)
+            _record(self._amaxes(x.detach(), offsets, state), state.pending, recorded)
 
     def record_weight(self, weight: Tensor, cast: Cast | None, offsets: Tensor, state: SlotState) -> None:
         """Record the amaxes of a weight [E, n, k], any strides, of the experts that have rows: the others have not run.
@@ -186,7 +187,11 @@ class GroupedSlots(LinearSlots):
         if torch.compiler.is_compiling():  # Nothing reuses the cast, and the graph need not return its tensors.
             self._found = None
         used = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
-        _record(amaxes, state, used if recorded is True else used & recorded)
+        used = used if recorded is True else used & recorded
+        _record(amaxes, state.pending, used)
+        if self._measures and cast is not None and self._measured is not None:
+            for shares, place in zip(self._measured, (state.saturated, state.underflow)):
+                _record(shares, place, used)
 
     def weight_amaxes(self, weight: Tensor, state: SlotState) -> Tensor:
         """Return the amaxes of a weight [E, n, k], any strides: float32[E]."""
@@ -224,7 +229,7 @@ class GroupedSlots(LinearSlots):
             self._found = (inv_scale, place) if recorded is not False else None
             return Cast(fp8, inv_scale, fp8_t, inv_scale)
         if apart:
-            _record(place, state, recorded)
+            _record(place, state.pending, recorded)
         return Cast(fp8, inv_scale, fp8_t, inv_scale)
 
     def _call(
@@ -282,7 +287,7 @@ class GroupedSlots(LinearSlots):
             cast = self._grouped_by_tensor(stored, None, state, recorded, rows, columns, outgrown.weight, unfit)
         else:
             cast = self._weight_by_parts(stored, state.format.dtype, rows, columns)
-        if record and (self.job.measuring or self.sync.arena.lanes):
+        if record and self._measures:
             self._measure_weight(stored, cast, state, rows)
         return Cast(*cast[2:], *cast[:2]) if transposed else cast
 
@@ -333,6 +338,11 @@ class GroupedSlots(LinearSlots):
 
     # Measuring -------------------------------------------------------------------------------------
 
+    @property
+    def _measures(self) -> bool:
+        """True if shares of saturated and flushed elements are wanted."""
+        return self.job.measuring or self.sync.arena.lanes > 0
+
     def _spread(self, x: Tensor, offsets: Tensor, cast: Cast, rows: bool) -> Tensor:
         """Return the inverse scales of a cast in a shape that broadcasts to x [tokens, features]."""
         inv_scale, features = cast.rows_inv_scale if rows else cast.columns_inv_scale, x.shape[1]
@@ -361,7 +371,8 @@ class GroupedSlots(LinearSlots):
             of_rows = inv_scale if rows else inv_scale.mT
             each = of_rows.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
             each = each.repeat_interleave(BLOCK, 2)[:, :, : weight.shape[2]]
-        measure_grouped(weight, None, each, state.format.dtype, state.saturated, state.underflow)
+        self._measured = torch.full_like(state.saturated, DID_NOT_RUN), torch.full_like(state.underflow, DID_NOT_RUN)
+        measure_grouped(weight, None, each, state.format.dtype, *self._measured)
 
     # Writes to the weight --------------------------------------------------------------------------
 
@@ -388,9 +399,9 @@ def _some(flags: list[bool], device: torch.device) -> Some:
     return torch.tensor(flags, device=device)
 
 
-def _record(amaxes: Tensor, state: SlotState, recorded: Some) -> None:
-    """Record amaxes (float32[E], -1: none) of these experts."""
-    bits, place = amaxes.view(torch.int32), state.pending.view(torch.int32)
+def _record(values: Tensor, place: Tensor, recorded: Some) -> None:
+    """Record amaxes or shares (float32[E], -1: none) of these experts as running maxima."""
+    bits, into = values.view(torch.int32), place.view(torch.int32)
     if isinstance(recorded, Tensor):
         bits = torch.where(recorded, bits, DID_NOT_RUN_BITS)
-    place.copy_(torch.maximum(place, bits))
+    into.copy_(torch.maximum(into, bits))

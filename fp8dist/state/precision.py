@@ -115,9 +115,10 @@ class Precision:
         return frozenset(role for role, users in _USERS.items() if self.observing or not users <= set(self.high))
 
     def _follow(self) -> set[Role]:
-        self.changes.count += 1
+        before = self.high, self.observing
         self.high = self._lasting if self._passing is None else self._passing
         self.observing = self._passing is not None and self._left <= OBSERVED_STEPS
+        self.changes.count += (self.high, self.observing) != before
         woken = {role for role in self._unseen if not _USERS[role] <= set(self.high)}
         self._unseen -= woken
         return woken
@@ -168,7 +169,8 @@ def _gemms(names: Iterable[str]) -> tuple[Gemm, ...]:
 class Precisions:
     """The precision of all modules of one manager, by fqn.
 
-    ``fallbacks``: how often a module fell back. ``version``: incremented when ``end_step`` changes a module's ``high``.
+    ``fallbacks``: how often a module fell back. ``version``: incremented when ``end_step`` changes what a module
+    computes or observes.
     """
 
     def __init__(self, by_fqn: Mapping[str, Precision]) -> None:
@@ -201,6 +203,12 @@ class Precisions:
             if not _USERS[role] <= set(precision.high)
         }
 
+    def within(self, fqn: str) -> list[Precision]:
+        """Return the precision of a module, or those of the experts of its products."""
+        own = self.by_fqn.get(fqn)
+        inside = f"{fqn}." if fqn else ""
+        return [own] if own is not None else [of for name, of in self.by_fqn.items() if name.startswith(inside)]
+
     def matching(self, pattern: str) -> list[str]:
         """Return the fqns that match ``pattern`` (fnmatch).
 
@@ -221,9 +229,10 @@ class Precisions:
         """Count a boundary. Return the slots whose scales are old."""
         if not self._moving:
             return set()
-        high = {fqn: self.by_fqn[fqn].high for fqn in self._moving}
-        woken = {fqn: self.by_fqn[fqn].end_step() for fqn in high}
-        self.version += any(self.by_fqn[fqn].high != before for fqn, before in high.items())
+        moving = [self.by_fqn[fqn] for fqn in self._moving]
+        changes = sum(each.changes.count for each in moving)
+        woken = {fqn: self.by_fqn[fqn].end_step() for fqn in self._moving}
+        self.version += sum(each.changes.count for each in moving) != changes
         return self._woken(woken)
 
     def _woken(self, woken: Mapping[str, set[Role]]) -> set[Slot]:

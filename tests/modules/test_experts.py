@@ -259,6 +259,9 @@ def test_fallback_of_one_expert() -> None:
     high = {fqn for fqn, of in manager._cycle.precisions.by_fqn.items() if of.high}
     assert high == {"experts.gate_up.2", "experts.down.2"}
     assert "2 of 8 products of experts are high" in str(manager.coverage())
+    assert manager.describe()["modules"][0]["gemms"]["fprop"] == "fp8"
+    manager.set_precision("*", "high", ("fprop",))
+    assert manager.describe()["modules"][0]["gemms"]["fprop"] == "high"
 
 
 def test_what_prepare_leaves_out() -> None:
@@ -267,6 +270,7 @@ def test_what_prepare_leaves_out() -> None:
         ({"ep": True}, "expert parallelism is not supported yet"),
         ({"forward": True}, "its forward was replaced"),
         ({"skip": True}, "it matches skip"),
+        ({"shared": True}, "another module uses its weights, too"),
     ):
         model = Mixture(Experts(hidden=change.get("hidden", 32)))
         experts: Any = model.experts
@@ -274,11 +278,23 @@ def test_what_prepare_leaves_out() -> None:
             experts._is_expert_parallel = True
         if "forward" in change:
             experts.forward = experts.forward
+        if "shared" in change:
+            model.more = Experts()
+            model.more.down_proj = experts.down_proj
         with captured_log():
             manager = fp8dist.prepare(model, skip="experts" if "skip" in change else ())
-        (row,) = manager.coverage()
+        row = next(iter(manager.coverage()))
         assert not row.fp8
         assert reason in row.reason
+
+
+def test_groups_and_patterns_of_products() -> None:
+    """A group may be that of a product. Other patterns are for modules, and one that matches none says so."""
+    with captured_log() as log:
+        manager = fp8dist.prepare(Routed(), groups={"experts.gate_up": None}, skip="experts.down", amax_sync=False)
+    ((_, message),) = log
+    assert "skip: no module with a matmul weight matches 'experts.down'" in message
+    assert manager.coverage().share == 1
 
 
 def test_a_registered_slot_does_not_part_the_experts() -> None:
@@ -325,3 +341,30 @@ def test_no_host_synchronisation() -> None:
         with Watch():  # The dispatcher then shows grouped ops, and not what is inside them.
             model(rows(16, 32, 1), index, weights).sum().backward()
         assert read == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+@pytest.mark.parametrize("recipe", [DelayedScaling(history_len=4), fp8dist.RowwiseScaling(), fp8dist.BlockScaling()])
+def test_compiled_whole_without_recompiles(recipe: fp8dist.Recipe) -> None:
+    """As token counts change, and equal to eager training bit for bit. A changed precision compiles once more."""
+    outcomes = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = Mixture(Experts()).bfloat16()  # torch compiles grouped_mm in this dtype only.
+        manager = fp8dist.prepare(model, recipe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager.attach(model, optimizer=optimizer)
+        run = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else model
+        for step in range(6):
+            if step == 4:
+                manager.set_precision("experts.down.1", "high")
+            index, weights = routes(17 + step, 2, range(4), step)
+            run(rows(17 + step, 32, step).bfloat16(), index, weights.bfloat16()).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            assert graphs == (0 if not compiled else 1 if step < 4 else 2)
+        outcomes.append((state_of(manager), bits(model.experts.down_proj)))  # type: ignore[arg-type]
+    assert outcomes[0] == outcomes[1]
