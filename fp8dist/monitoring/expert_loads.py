@@ -52,7 +52,7 @@ class Loads:
         delayed scaling. Call it once for each step and arena, and before the commit."""
         if not sync.arena.recipe.delayed:
             return None
-        taken, before = sync.arena.taken.cpu(), self._ages.get(id(sync))
+        taken, before = sync.arena.taken.clone().cpu(), self._ages.get(id(sync))
         if before is None:
             ages = torch.where(taken == 0, int(sync.arena.step), 0)
         else:

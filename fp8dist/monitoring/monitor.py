@@ -32,7 +32,7 @@ class SlotStatistics(NamedTuple):
     share, 0 to 1, of elements that the cast saturated at the largest FP8 value, or flushed to zero; None: not measured.
     ``…_rank``: the global rank that held the maximum; None: not requested. ``…_microbatch``: the first microbatch of
     that rank with the maximum, from 0; None: not requested or not known (see docs/watching.md).
-    ``age``: steps since the scale was last renewed, at least (see docs/watching.md); None: scales are made just in time.
+    ``age``: steps since the scale was last renewed, at least (see docs/watching.md); None: it is made just in time.
     ``fp8_max``: the largest finite magnitude of the slot's format; None: unknown. No line has it: it never changes.
     """
 

@@ -83,7 +83,7 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.norm(x))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        for block in self.blocks if self.training else ():
-            if hasattr(block, "mlp"):
-                loss = loss + BALANCE * (block.mlp.imbalance - block.mlp.imbalance.detach())  # Adds zero.
+        for mixture in self.modules() if self.training else ():
+            if isinstance(mixture, Mixture):
+                loss = loss + BALANCE * (mixture.imbalance - mixture.imbalance.detach())  # Adds zero.
         return loss

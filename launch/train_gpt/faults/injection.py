@@ -303,9 +303,9 @@ def _flipped(matrix: Tensor) -> str:
     """Flip a bit of the middle element, always the same one. Return where and what it is, in words."""
     if isinstance(matrix, DTensor):
         matrix = matrix.to_local()
-    row, column = divmod(matrix.numel() // 2, matrix.shape[1])
-    element = matrix[row, column]
+    place = [int(i) for i in torch.unravel_index(torch.tensor(matrix.numel() // 2), matrix.shape)]
+    element = matrix[tuple(place)]
     before = element.item()
     bits = element.view(torch.int32 if element.itemsize == 4 else torch.int16)
     bits.bitwise_xor_(1 << MANTISSA_BIT[element.dtype])
-    return f"[{row}, {column}] is now {element.item()!r} instead of {before!r}"
+    return f"{place} is now {element.item()!r} instead of {before!r}"
