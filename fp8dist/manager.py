@@ -729,8 +729,9 @@ class StateManager(Joinable):
         """Return what the header of a run's folder says about this manager, as JSON values. Local.
 
         The keys are ``attached``, ``writes`` (True on the lowest rank that shares the state), ``began_after``
-        (``run_step`` at the last ``attach`` or load; None: FP8 is switched off), ``device``, ``fp8``, ``recipe``,
-        ``modules`` and ``slots``; docs/reference/run-folder.md describes the last three.
+        (``run_step`` at the last ``attach`` or load; None: FP8 is switched off), ``device``, ``fp8``, ``experts``
+        (True if there are some in FP8), ``recipe``, ``modules`` and ``slots``; docs/reference/run-folder.md describes
+        the last three.
         """
         modules = []
         for row in self.coverage():
@@ -744,6 +745,7 @@ class StateManager(Joinable):
             "began_after": self._job.began if self.settings.enabled else None,
             "device": str(self._default.arena.device),
             "fp8": self.settings.enabled,
+            "experts": any(sync.experts for sync in self._syncs),
             "recipe": str(self.recipe),
             "modules": modules,
             "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format, _ in specs],

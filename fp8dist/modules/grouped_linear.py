@@ -138,6 +138,7 @@ class _ObserveGradient(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
         ctx.slots.note_backward()
+        ctx.slots.count_tokens(offsets, ctx.state)
         ctx.slots.observe_rows(grad_output, offsets, ctx.state, ctx.recorded)
         return grad_output, None, None, None, None
 

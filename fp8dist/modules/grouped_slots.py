@@ -58,6 +58,7 @@ class GroupedSlots(LinearSlots):
     def __init__(self, sync: ArenaSync, job: JobState, recipe: Recipe, fqn: str, name: str, experts: int) -> None:
         super().__init__(sync, sync, job, recipe, {role: Slot(fqn, role.value) for role in Role}, name)
         self.experts = slot_names(fqn, experts)
+        sync.experts[fqn] = tuple(slots[Role.GRAD_OUTPUT] for slots in self.experts)
         self.owner: weakref.ref[nn.Module] | None = None
         self._precision_changes = Changes()
         self._precisions = tuple(
@@ -134,6 +135,8 @@ class GroupedSlots(LinearSlots):
             outgrown: the ``outgrown`` of this forward.
         """
         x = x.detach()
+        if record and role is Role.GRAD_OUTPUT:
+            self.count_tokens(offsets, state)
         upstream = self._upstream if role is Role.GRAD_OUTPUT else outgrown.upstream
         recorded = self.recorded(role, x.device) if record else False
         if not (rows or columns):
@@ -163,6 +166,12 @@ class GroupedSlots(LinearSlots):
             each = self._spread(x, offsets, cast, rows)
             measure_grouped(x, offsets, each, state.format.dtype, state.saturated, state.underflow)
         return cast
+
+    def count_tokens(self, offsets: Tensor, state: SlotState) -> None:
+        """Count the tokens of the experts in a backward, which recomputation does not repeat. ``state``: of the output
+        gradients. Only in a measured step."""
+        if self.job.measuring:
+            state.tokens.add_(torch.diff(offsets, prepend=offsets.new_zeros(1)))
 
     def recorded(self, role: Role, device: torch.device) -> Some:
         """Return the experts whose tensors a forward that records must record."""

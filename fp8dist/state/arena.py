@@ -57,7 +57,10 @@ class SlotState:
     """The state of one slot: 0-d views into its arena, valid while the arena lives. Of a run of E slots with
     one format: views [E]."""
 
-    __slots__ = ("__weakref__", "always", "arena", "cold", "format", "pending", "saturated", "scale", "underflow")
+    __slots__ = (
+        *("__weakref__", "always", "arena", "cold", "format"),
+        *("pending", "saturated", "scale", "tokens", "underflow"),
+    )
 
     def __init__(self, arena: Arena, index: int | slice) -> None:
         """Call ``Arena.state_of`` instead: a compiled graph takes two views of one slot for memory that overlaps."""
@@ -71,6 +74,7 @@ class SlotState:
         self.pending: Tensor = arena.pending[index].data
         self.saturated: Tensor = arena.shares[0, index].data
         self.underflow: Tensor = arena.shares[1, index].data
+        self.tokens: Tensor = arena.tokens[index].data
         self.always: Tensor = torch.ones_like(arena.cold[index]) if isinstance(index, slice) else arena.always
 
 
@@ -82,6 +86,7 @@ class Arena:
     - ``step``: 0-d int32, boundaries committed so far.
     - ``shares``: float32[2, n], shares of elements that this rank's casts saturated, and flushed to 0; -1: not
       measured.
+    - ``tokens``: int64[n], tokens of this rank in a measured step, at the ``grad_output`` slots of experts.
     - ``message``: int32[8 + n], or int32[8 + 3n] if a ``fallback`` limits shares: ``send``, then the shares.
     - ``tripped``: bool[n], slots that triggered the fallback since ``tripped`` was last cleared.
     - ``always``: 0-d bool, True.
@@ -123,6 +128,7 @@ class Arena:
         n = len(formats)
         self.message = torch.zeros(HEADER + (1 + self.lanes) * n, dtype=torch.int32, device=device)
         self.shares = torch.full((SHARES, n), DID_NOT_RUN, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(n, dtype=torch.int64, device=device)
         self.tripped = torch.zeros(n, dtype=torch.bool, device=device)
         self.always = torch.ones((), dtype=torch.bool, device=device)
         self._use(arrays._replace(send=self.message[: HEADER + n]))
