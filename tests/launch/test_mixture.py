@@ -18,6 +18,9 @@ from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, TINY, Run, assert
 MIXED = [*TINY, "--experts", "4", "--top-k", "2"]
 EXPERTS = "blocks.0.mlp.experts"
 
+VISITS = 2 * 2 * 4 * 32
+"""Visits of a token, ranks, sequences, bytes of each."""
+
 
 def test_experts_add_up_what_each_computes_alone() -> None:
     torch.manual_seed(0)
@@ -76,7 +79,7 @@ def test_tokens_of_experts_are_recorded(delayed: Run, folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "experts.jsonl").read_text().splitlines()]
     assert [(line["step"], line["module"]) for line in lines] == [(step, EXPERTS) for step in (4, 8, 12)]
     for line in lines:
-        assert sum(line["tokens"]) == 2 * 2 * 4 * 32  # Visits of a token, ranks, sequences, bytes.
+        assert sum(line["tokens"]) == VISITS
     due = [line for line in delayed.lines if "idle_experts" in line]
     assert [line["step"] for line in due] == [4, 8, 12]
     for line, seen in zip(due, lines):
@@ -86,10 +89,12 @@ def test_tokens_of_experts_are_recorded(delayed: Run, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp2", "hsdp"])
 def test_sharded_mixtures_learn_what_ddp_learns(tmp_path: Path, delayed: Run, parallel: str) -> None:
-    run = finish(tmp_path, RANKS, *MIXED, "--parallel", parallel, "--check-every", "4")
+    run = finish(tmp_path, RANKS, *MIXED, "--parallel", parallel, "--check-every", "4", "--watch-every", "4")
     assert run.losses == pytest.approx(delayed.losses, rel=1e-5)
     assert run.summary["fp8_state_identical"] is True
     assert run.summary["parameters_identical"] is True
+    for line in map(json.loads, (tmp_path / "experts.jsonl").read_text().splitlines()):
+        assert sum(line["tokens"]) == VISITS
 
 
 @pytest.mark.slow

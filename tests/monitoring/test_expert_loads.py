@@ -22,20 +22,29 @@ TOKENS = 12
 
 
 def trained(
-    recipe: Recipe, rank: int = 0, microbatches: int = 1, recomputes: bool = False, every: int = 1, **prepared: Any
+    recipe: Recipe,
+    rank: int = 0,
+    microbatches: int = 1,
+    recomputes: bool = False,
+    compiles: bool = False,
+    every: int = 1,
+    **prepared: Any,
 ) -> list[Observation]:
     """Train a mixture of four experts over the steps of AMONG; return what the watch observed."""
     seen: list[Observation] = []
-    model = Mixture(Experts())
+    dtype = torch.bfloat16 if compiles else torch.float32  # torch compiles grouped_mm in bfloat16 only.
+    model = Mixture(Experts()).to(dtype)
     manager = fp8dist.prepare(model, recipe, **prepared)
     manager.watch(every, observer=seen.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     manager.attach(optimizer=optimizer)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
     for step, among in AMONG.items():
         for microbatch in range(microbatches):
             seed = 100 * rank + 10 * microbatch + step
-            inputs = rows(TOKENS, 32, seed).requires_grad_(), *routes(TOKENS, 2, among, seed)
-            out = checkpoint(model, *inputs, use_reentrant=False) if recomputes else model(*inputs)
+            index, weights = routes(TOKENS, 2, among, seed)
+            inputs = rows(TOKENS, 32, seed).to(dtype).requires_grad_(), index, weights.to(dtype)
+            out = checkpoint(model, *inputs, use_reentrant=False) if recomputes else call(*inputs)
             out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -60,6 +69,13 @@ def test_tokens_are_those_of_all_backwards(recipe: Recipe, microbatches: int, re
         (load,) = one.experts  # Both products have the same tokens.
         assert load.module == "experts"
         assert load.tokens == expected(one.step, microbatches=microbatches)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
+def test_compiled_experts_count_alike() -> None:
+    seen = trained(DelayedScaling(history_len=4), compiles=True, every=3)
+    assert [(one.step, one.experts[0].tokens) for one in seen] == [(step, expected(step)) for step in (3, 6, 9)]
 
 
 def test_idle_experts_and_ages_observed_in_each_step() -> None:
