@@ -27,6 +27,7 @@ from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, require_checkable, unknown, warning
 from fp8dist.parallel.wrappers import (
     compute_device,
+    fsdp2_cut,
     local_parts,
     managed_from_outside,
     mesh_ranks,
@@ -350,10 +351,26 @@ def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Op
 
 
 def _tell_of_experts(model: nn.Module, cycle: StepCycle) -> None:
-    """Log what audits leave out of the experts. Local."""
-    count = sum(1 for _ in fp8_experts(model))
-    if count and cycle.settings.enabled and cycle.control.speaks and cycle.settings.audit_every:
-        logger.warning("fp8dist: audit_every: the grouped products of %d mixtures are not audited", count)
+    """Log what audits leave out of the experts, and which of them FSDP2 pads. Local."""
+    mixtures = list(fp8_experts(model))
+    if not cycle.settings.enabled or not cycle.control.speaks:
+        return
+    if mixtures and cycle.settings.audit_every:
+        logger.warning("fp8dist: audit_every: the grouped products of %d mixtures are not audited", len(mixtures))
+    for module in mixtures:
+        for name, slots in module.fp8_products.items():
+            weight: Any = module._parameters[name]
+            dim, ranks = fsdp2_cut(weight) if is_dtensor(weight) else (0, 1)
+            if dim == 0 and ranks > len(weight):
+                logger.warning(
+                    "fp8dist: %s: FSDP2 shards %d experts along dim 0 over %d ranks, and gathers %d of them with "
+                    "padding: shard their rows, fully_shard(shard_placement_fn=…) with Shard(1)",
+                    slots.fqn,
+                    len(weight),
+                    ranks,
+                    ranks,
+                )
+                return  # The others are sharded alike.
 
 
 def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:

@@ -149,6 +149,17 @@ def test_bytes_of_a_gather_under_mixed_precision(four_ranks: RankPool, dim: int,
         assert reduces == 1
 
 
+def _told(job: Job) -> list[str]:
+    with captured_log() as log:
+        build(job)
+    return [line for _, line in log if "gathers 4 of them with padding" in line]
+
+
+def test_padding_of_few_experts_is_told_once(four_ranks: RankPool) -> None:
+    for job, expected in ((Job(experts=3), [1, 0, 0, 0]), (Job(experts=3, dim=1), [0] * 4), (Job(), [0] * 4)):
+        assert [len(lines) for lines in four_ranks.run(_told, job)] == expected
+
+
 def _kept(fp8_all_gather: bool) -> int:
     """Return the number of FP8 bytes of weights that a forward keeps for its backward."""
     model, called, *_ = build(Job(fp8_all_gather=fp8_all_gather))
