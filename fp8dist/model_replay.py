@@ -106,7 +106,9 @@ class _Replay:
     ) -> None:
         self._model, self._step, self._batch, self._scaler = model, step, batch, scaler
         self._group, self._chosen = group, chosen
-        self._accord = None if group is None else Accord(group, "replay()", timeout)
+        self._sharing = _sharing(model, group)
+        groups = self._sharing if group is None else [group, *self._sharing]
+        self._accords = [Accord(one, "replay()", timeout) for one in groups]
         self._digester = Digester()
 
     def report(self, given: RandomState | None) -> ReplayReport:
@@ -114,7 +116,6 @@ class _Replay:
         parameter = next(self._model.parameters())
         self._device = compute_device(parameter, self._model)
         with on_device(self._device):
-            self._sharing = _sharing(self._model, self._group)
             now = random_state(self._device)
             put_back = self._kept()
             try:
@@ -216,7 +217,7 @@ class _Replay:
         found = None
         if other is not None and expected[0] is not None and told.here == told.differs[1]:
             found = _first_element(other, expected[0], self._digester)
-        note = _note(self._like(), expected[1], told.next, _how(told, found))
+        note = _note(told, self._like(), expected[1], _how(told, found))
         return changed(told, difference=found, note=note)
 
     def _any(self, ours: Iterable[bool]) -> bool:
@@ -234,9 +235,11 @@ class _Replay:
 
     def _unsteady(self) -> list[str]:
         """Return why ranks cannot be compared; the same on all ranks. COLLECTIVE."""
-        mine = unsteady_settings(self._device, self._model)
-        everyone = [mine] if self._group is None else self._group.gather(mine)
-        return list(dict.fromkeys(f"ranks with each other: {text}" for texts in everyone for text in texts))
+        found = unsteady_settings(self._device, self._model)
+        for group in (*self._sharing, self._group):
+            if group is not None:
+                found = [text for texts in group.gather(found) for text in texts]
+        return [f"ranks with each other: {text}" for text in dict.fromkeys(found)]
 
     def _run(
         self,
@@ -272,12 +275,13 @@ class _Replay:
                 act()
         except Exception as raised:
             error = raised
-        failure = error if self._accord is None else None
-        if self._accord is not None:
-            told = self._accord.reach(None if error is None else _told(error, what))
-            failure = None if told is None else _error(*json.loads(told))
-        if failure is not None:
-            raise failure from (None if failure is error else error)
+        if error is not None and not self._accords:
+            raise error
+        told = None if error is None else _told(error, what)
+        for accord in self._accords:
+            told = accord.reach(told)
+        if told is not None:
+            raise _error(*json.loads(told)) from error
 
     def _failing_by_name(self, what: str) -> contextlib.AbstractContextManager[None]:
         if self._group is None:
@@ -340,7 +344,7 @@ def _how(told: Told, found: Difference | None) -> str:
     expected, here = told.differs[1], told.here
     if here is None or here[:4] != expected[:4]:
         if here is None:
-            return f"the run on rank {told.rank} is over there"
+            return f"the run on rank {told.rank} ends before"
         module = f"module '{here.module}'" if here.module else "the model's own forward"
         return f"rank {told.rank} has {module}, {here.what} there"
     if here != expected:
@@ -358,13 +362,17 @@ def _spoilt(model: nn.Module) -> str:
     return next((clean_fqn(name) for name, part in parts if any_nonfinite(part)), "")
 
 
-def _note(mine: str, theirs: str, rank: int, how: str) -> str:
+def _note(told: Told, mine: str, theirs: str, how: str) -> str:
     """Return what else to say of a difference: how it shows but in an element, and in what the ranks are not alike."""
     notes = [how] if how else []
-    for ours, others in zip(mine.split("; "), theirs.split("; ")):
-        if ours != others:
-            notes.append(f"the ranks are not alike: {ours} against {others} on rank {rank}")
-    return "; ".join(notes[:3])
+    ours, others = mine.split("; "), theirs.split("; ")
+    here, there = [text for text in ours if text not in others], [text for text in others if text not in ours]
+    unlike = [
+        f"{', '.join(texts[:3])} on rank {rank}" for texts, rank in ((here, told.rank), (there, told.next)) if texts
+    ]
+    if unlike:
+        notes.append(f"the ranks are not alike: {' against '.join(unlike)}")
+    return "; ".join(notes)
 
 
 def _told(error: Exception, what: str) -> str:

@@ -63,9 +63,11 @@ def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
     """Return the parts of a whole weight that share a scale. Local.
 
     Raises:
-        ConfigurationError: tensor parallelism cuts rows that have one scale each.
+        ConfigurationError: the weight is empty, or tensor parallelism cuts rows that have one scale each.
     """
     recipe, shape = linear.fp8_slots.recipe, stored.value.shape
+    if not shape.numel():
+        raise ConfigurationError(f"{stored.name} {tuple(shape)} has no elements to cast: name its module in skip=")
     grid = {"tensor": Grid(*shape), "row": Grid(1, shape[1]), "block": Grid(BLOCK, BLOCK)}[recipe.by]
     for dim, ranks in _cuts(stored):
         if recipe.by == "row" and dim == 1:
@@ -131,9 +133,9 @@ def _by_rows(cast: Callable[[Tensor], Cast], linear: FP8Linear, weight: Tensor) 
         return together.rows, together.rows_inv_scale
     first = cast(weight[:BLOCK])
     # Written in place: results that outlive the copies around them would keep the allocator from reusing their memory.
-    rows = torch.empty(weight.shape, dtype=first.rows.dtype)
+    rows = first.rows.new_empty(weight.shape)
     height = BLOCK // len(first.rows_inv_scale)
-    inv_scale = torch.empty(blocks_along(len(weight), height), first.rows_inv_scale.shape[1])
+    inv_scale = first.rows_inv_scale.new_empty(blocks_along(len(weight), height), first.rows_inv_scale.shape[1])
     for begin in range(0, len(weight), BLOCK):
         part = cast(weight[begin : begin + BLOCK])
         rows[begin : begin + BLOCK] = part.rows
@@ -189,7 +191,7 @@ def _joined(local: Tensor, like: Any, placements: list[Any], shape: torch.Size |
     if local.is_cuda or not even or not 0 < rows < len(local):
         return _dtensor(local, like, placements, shape).full_tensor().contiguous()
     # Gloo's gathers take three times the memory of the whole tensor, so gather some rows of each rank at a time.
-    joined = torch.empty(shape, dtype=local.dtype)
+    joined = torch.empty(shape, dtype=local.dtype, device=local.device)
     by_rank = joined.view(ranks[0], *local.shape)
     for begin in range(0, len(local), rows):
         piece = local[begin : begin + rows]

@@ -1,7 +1,8 @@
 """The folder of an exported model: sharded safetensors, their index, config.json, and the certificate.
 
 Files are written tensor by tensor into ``NAME.partial`` beside the folder, index, config and certificate last. The
-folder gets its name at the very end, so a folder of that name is whole.
+folder gets its name at the very end, so a folder of that name is whole. If a second export to it begins, the first one
+fails: it writes into the partial folder that it made, whatever has its name by now.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,8 @@ from fp8dist.offline.safetensor_files import dtype_text
 from fp8dist.offline.served import CONFIG, INDEX
 
 __all__ = ["Folder", "destination"]
+
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
 def destination(path: str | os.PathLike[str]) -> Path:
@@ -68,7 +72,7 @@ class Folder:
     ) -> None:
         self._path = destination(path)
         self._partial = self._path.with_name(f"{self._path.name}.partial")
-        self._begun = False
+        self._handle: int | None = None  # Of the partial folder that ``begin`` made.
         self._shards = list(_shards(tensors, shard_bytes))
         self._tied = dict(tied)
         self._files = iter(self._shards)
@@ -87,11 +91,12 @@ class Folder:
         if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
             raise ConfigurationError(f"{self._path} exists: export to a new folder")
         if self._partial.is_dir():
-            if any(file.suffix not in (".safetensors", ".json") for file in self._partial.iterdir()):
+            names = {file.name for file in self._partial.iterdir()} - {INDEX, CONFIG, CERTIFICATE}
+            if not all(map(_SHARD.fullmatch, names)):
                 raise ConfigurationError(f"{self._partial} exists and is not of an export: move it away")
             shutil.rmtree(self._partial, ignore_errors=True)  # Of an export that was killed.
         self._partial.mkdir(parents=True)
-        self._begun = True
+        self._handle = os.open(self._partial, os.O_RDONLY)
 
     def write(self, tensor: Described, value: Tensor) -> None:
         """Write the next tensor."""
@@ -110,6 +115,9 @@ class Folder:
 
         Args:
             certificate: returns its bytes, from the SHA-256 of the bytes of each tensor, by name.
+
+        Raises:
+            ConfigurationError: another export to this folder has begun.
         """
         self._close_file()
         total = sum(tensor.nbytes for shard in self._shards for tensor in shard)
@@ -119,10 +127,11 @@ class Folder:
             (CONFIG, _json(config)),
             (CERTIFICATE, certificate(self._digests)),
         ):
-            with open(self._partial / name, "wb") as file:
+            with self._created(name) as file:
                 file.write(content)
                 _sync(file)
         _sync_folder(self._partial)
+        self._require_own()
         os.replace(self._partial, self._path)
         _sync_folder(self._path.parent)
 
@@ -130,15 +139,34 @@ class Folder:
         """Remove what is left of an export that did not finish."""
         if self._file is not None:
             self._file.close()
-        if self._begun:
-            shutil.rmtree(self._partial, ignore_errors=True)
+        if self._handle is not None:
+            if self._is_own():
+                shutil.rmtree(self._partial, ignore_errors=True)
+            os.close(self._handle)
+            self._handle = None
+
+    def _is_own(self) -> bool:
+        """False if another export has removed the partial folder, and may have made its own."""
+        assert self._handle is not None
+        try:
+            return os.path.samestat(os.stat(self._partial), os.fstat(self._handle))
+        except OSError:
+            return False
+
+    def _require_own(self) -> None:
+        if not self._is_own():
+            raise ConfigurationError(f"{self._partial} was removed: does another export write to {self._path}?")
+
+    def _created(self, name: str) -> IO[bytes]:
+        self._require_own()
+        return open(name, "wb", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=self._handle))
 
     def _open_next(self) -> None:
         self._close_file()
         shard = next(self._files)
         self._number += 1
         name = f"model-{self._number:05d}-of-{len(self._shards):05d}.safetensors"
-        self._file, self._left = open(self._partial / name, "wb"), list(shard)  # noqa: SIM115  (closed below)
+        self._file, self._left = self._created(name), list(shard)
         self._places.update((tensor.name, name) for tensor in shard)
         self._file.write(_header(shard, self._tied))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import fp8dist
 from fp8dist.checkpoint.certificate import Origin
@@ -25,6 +26,7 @@ from fp8dist.offline.dcp import METADATA, dcp_states
 from fp8dist.offline.entries import Source
 from fp8dist.offline.sources import open_source
 from fp8dist.recipe import Recipe
+from fp8dist.state.slots import clean_fqn
 from fp8dist.state.storage import from_bytes, validated_slots
 from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
@@ -100,12 +102,10 @@ def exported(path: str, format: str, key: str, gathered_in: str | None) -> Itera
     state, info = from_bytes(data, path)
     with open_source(path) as source:
         shapes = _parameters(source, key)
-        skeleton = _skeleton(path, state, shapes)
+        skeleton = _skeleton(source, state, shapes)
         manager = _restored(skeleton, state, data)
         found = Export(format)
-        settings = info.get("settings") or {}
-        if settings.get("eval_precision") == "high":
-            raise ConfigurationError('nothing to export in FP8: the job evaluates with eval_precision="high"')
+        settings = _settings(info, path)
         modules = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.Linear)}
         matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
         others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
@@ -138,24 +138,45 @@ def _shared_state(path: str) -> bytes:
 
 
 def _parameters(source: Source, key: str) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return (place in the source, shape) of the model's tensors, by the model's own names."""
+    """Return (place in the source, shape) of the model's tensors, by the names that the FP8 state has for modules."""
     prefix = f"{key}."
-    found = {
-        entry.name.removeprefix(prefix): (place, entry.shape)
-        for place, entry in enumerate(source.entries)
-        if entry.kind == "parameter" and entry.name.startswith(prefix)
-    }
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for place, entry in enumerate(source.entries):
+        if entry.kind != "parameter" or not entry.name.startswith(prefix):
+            continue
+        name = clean_fqn(entry.name.removeprefix(prefix))
+        if _EXTRA_STATE_KEY_SUFFIX in name.split("."):
+            continue
+        if name in found:
+            raise CheckpointError(f"{source.path}: has {name} twice, also under {entry.name}")
+        found[name] = place, entry.shape
     if not found:
         raise CheckpointError(f"{source.path}: has no tensors of {key!r}: --model names the key of the model")
     return found
 
 
-def _skeleton(path: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, tuple[int, ...]]]) -> nn.Module:
+def _settings(info: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the settings that a job notes with its FP8 state. None are known of a state without notes.
+
+    Raises:
+        CheckpointError: they are malformed.
+        ConfigurationError: the job evaluates in high precision.
+    """
+    settings = info.get("settings", {})
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path}: the FP8 state has malformed settings")
+    for name, off in (("eval_precision", "high"), ("enabled", False)):
+        if settings.get(name) == off:
+            raise ConfigurationError(f"nothing to export in FP8: the job evaluates in high precision ({name}={off!r})")
+    return settings
+
+
+def _skeleton(source: Source, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, tuple[int, ...]]]) -> nn.Module:
     """Return a model without memory that has the Linears of the FP8 state, under their names.
 
     Raises:
         CheckpointError: the checkpoint lacks a weight.
-        ConfigurationError: a weight is cast to E5M2, or shared by two Linears.
+        ConfigurationError: a weight is cast to E5M2, shared by two Linears, or stored transposed, as its bias shows.
     """
     whole = nn.Module()
     slots = validated_slots(state)
@@ -170,16 +191,18 @@ def _skeleton(path: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[in
             raise ConfigurationError(
                 f"{holder}_proj holds the weights of experts, which are exported in the job only: use manager.export()"
             )
-        _, shape = shapes.get(f"{name}.weight", (0, ()))
-        if len(shape) != 2:
-            raise CheckpointError(f"{path}: has FP8 state of {name}, but no weight of it")
+        place, shape = shapes.get(f"{name}.weight", (0, ()))
+        if len(shape) != 2 or source.entries[place].dtype not in (*_DTYPES, "float64"):
+            raise CheckpointError(f"{source.path}: has FP8 state of {name}, but no floating-point weight of it")
+        if shapes.get(f"{name}.bias", (0, (shape[0],)))[1] != (shape[0],):
+            raise ConfigurationError(f"{name}: its weight is stored as [in_features, out_features]: no format has that")
         parent = whole
         *above, last = name.split(".")
         for part in above:
             if part not in parent._modules:
-                parent.add_module(part, nn.Module())
+                parent._modules[part] = nn.Module()  # add_module() refuses names such as "type", which work in a model.
             parent = parent._modules[part]  # type: ignore[assignment]
-        parent.add_module(last, nn.Linear(shape[1], shape[0], bias=False, device="meta"))
+        parent._modules[last] = nn.Linear(shape[1], shape[0], bias=False, device="meta")
     return whole
 
 

@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "export",
         help="write a checkpoint's FP8 weights and scales as inference servers read them",
         description="Write the model of a DCP checkpoint with the FP8 bytes and scales that the job would multiply "
-        "with in eval(). Nothing in the checkpoint is executed.",
+        "with in eval() after a resume on one rank. Nothing in the checkpoint is executed.",
     )
     add_export_flags(serving)
     serving.set_defaults(run=_export)

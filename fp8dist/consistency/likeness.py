@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8dist.consistency.outputs import is_compiled
 from fp8dist.state.manifest import NUMERICS_VERSION
+from fp8dist.sync.groups import has_base
 
 __all__ = ["kernel_flags", "likeness", "unsteady_settings"]
 
@@ -65,13 +66,15 @@ def kernel_flags() -> dict[str, bool | int | str | None]:
 
 
 def unsteady_settings(device: torch.device, model: nn.Module) -> list[str]:
-    """Return the settings by which ranks may choose other kernels for equal work, as reasons not to compare them."""
+    """Return by what healthy ranks may get other results from equal data, as reasons not to compare them."""
     found = []
     if device.type == "cuda" and torch.backends.cudnn.benchmark:
         found.append("torch.backends.cudnn.benchmark=True chooses kernels by their time, on each rank for itself")
     inductor = sys.modules.get("torch._inductor.config")
     if any(map(is_compiled, model.modules())) and inductor is not None and inductor.max_autotune:
         found.append("Inductor's max_autotune chooses kernels by their time, on each rank for itself")
+    if any(has_base(module, "SyncBatchNorm") and module.training for module in model.modules()):
+        found.append("SyncBatchNorm adds numbers of all ranks, in another order if each runs the next one's batch")
     return found
 
 

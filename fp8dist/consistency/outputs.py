@@ -182,8 +182,11 @@ def _visible(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if module in hidden:
             continue
+        if has_base(module, "ScriptModule"):  # It takes no hooks. The module that calls it shows.
+            hidden.update(module.modules())
+            continue
         found[clean_fqn(name)] = module
-        if is_compiled(module) or has_base(module, "ScriptModule"):
+        if is_compiled(module):
             hidden.update(set(module.modules()) - {module})
     return found
 

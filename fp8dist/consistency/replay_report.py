@@ -15,6 +15,8 @@ __all__ = ["ReplayFinding", "ReplayReport", "Told", "judge"]
 
 Kind = Literal["not deterministic", "ranks differ", "nonfinite"]
 
+_EVERYWHERE = "on all ranks, so the model may be the cause"
+
 
 @dataclass(frozen=True)
 class ReplayFinding:
@@ -54,7 +56,7 @@ class ReplayFinding:
         if self.kind == "not deterministic":
             return f"not deterministic on {who}, first in {where}{detail}"
         if self.kind == "nonfinite":
-            source = f"a parameter gives {who}" if self.detail else f"the data of {who} gives"
+            source = f"the data of {who} gives" if self.detail in ("", _EVERYWHERE) else f"a parameter gives {who}"
             return f"{source} the first non-finite value in {where}{detail}"
         against = "" if self.reference_rank is None else f" from rank {self.reference_rank}"
         verb = "differs" if len(self.ranks) == 1 else "differ"
@@ -173,10 +175,9 @@ def judge(everyone: Sequence[Told], skipped: Sequence[str] = ()) -> ReplayReport
     """Return the report from what all ranks have told. Pure."""
     unsteady = [_unsteady(told) for told in everyone if told.unsteady is not None]
     odd = {told.rank for told in everyone if told.unsteady is not None}
-    spoilt = next((told.spoilt for told in everyone if told.spoilt), "")
     from_data = [told for told in everyone if told.nonfinite is not None and _is_of_data(told, everyone)]
-    nonfinite = _nonfinite(from_data, f"the parameter {spoilt} is not finite" if spoilt else "")
-    findings = [*sorted(unsteady, key=_order), *sorted(_differing(everyone, odd), key=_order), *nonfinite]
+    findings = [*sorted(unsteady, key=_order), *sorted(_differing(everyone, odd), key=_order)]
+    findings += _nonfinite(from_data, len(everyone))
     return ReplayReport(
         tuple(findings), tuple(sorted(told.rank for told in everyone)), everyone[0].compared, tuple(skipped)
     )
@@ -189,7 +190,10 @@ def _order(finding: ReplayFinding) -> tuple[int, tuple[int, ...]]:
 def _unsteady(told: Told) -> ReplayFinding:
     assert told.unsteady is not None
     index, place = told.unsteady
-    detail = "no op there is known to torch as non-deterministic; a module with state in Python looks the same"
+    detail = (
+        "no op there is known to torch as non-deterministic; a module with state in Python, or another thread that "
+        "draws random numbers, looks the same"
+    )
     if told.ops:
         detail = f"torch.use_deterministic_algorithms(True) would forbid {', '.join(told.ops)}"
     return ReplayFinding("not deterministic", (told.rank,), place.module, place.what, place.call, index, detail=detail)
@@ -202,17 +206,27 @@ def _is_of_data(told: Told, everyone: Sequence[Told]) -> bool:
     return all(found is None or found[0] > told.nonfinite[0] for found in repeated)
 
 
-def _nonfinite(told: Sequence[Told], detail: str) -> list[ReplayFinding]:
-    """Return one finding for each first place, the earliest first."""
+def _nonfinite(told: Sequence[Told], ranks: int) -> list[ReplayFinding]:
+    """Return one finding for each first place, the earliest first.
+
+    Args:
+        ranks: number of ranks that took part.
+    """
     by_place: dict[tuple[int, Place], list[int]] = {}
     for one in told:
         assert one.nonfinite is not None
         index, place = one.nonfinite
         by_place.setdefault((index, place._replace(shape=())), []).append(one.rank)
-    return [
-        ReplayFinding("nonfinite", tuple(ranks), place.module, place.what, place.call, index, detail=detail)
-        for (index, place), ranks in sorted(by_place.items(), key=lambda item: item[0][0])
-    ]
+    spoilt = next((one.spoilt for one in told if one.spoilt), "")
+    found = []
+    for (index, place), at in sorted(by_place.items(), key=lambda item: item[0][0]):
+        # A parameter shows on all ranks at the same place, unless data of a rank shows earlier.
+        of_data = len(told) == ranks and index < max(one.nonfinite[0] for one in told if one.nonfinite)
+        detail = _EVERYWHERE if len(at) == ranks > 1 else ""
+        if spoilt and not of_data:
+            detail = f"the parameter {spoilt} is not finite"
+        found.append(ReplayFinding("nonfinite", tuple(at), place.module, place.what, place.call, index, detail=detail))
+    return found
 
 
 def _differing(everyone: Sequence[Told], odd: Set[int]) -> list[ReplayFinding]:

@@ -35,7 +35,7 @@ def json_object(data: bytes, path: str) -> dict[str, Any]:
         CheckpointError: it is not JSON, not an object, or has a key twice, of which readers take different ones.
     """
     with reading(path):
-        found = json.loads(data, object_pairs_hook=_without_duplicates)
+        found = json.loads(data.decode(), object_pairs_hook=_without_duplicates)  # Servers read UTF-8 only.
         if not isinstance(found, dict):
             raise CheckpointError("is not a JSON object")
         return found

@@ -108,9 +108,9 @@ def _weight_map(path: str, files: Mapping[str, str]) -> dict[str, str]:
 
 def _header(path: str) -> _Header:
     """Read the header of a safetensors file. Of two equal names, safetensors' own reader takes the last."""
-    file = FileSlice.of(path)
-    length = int.from_bytes(file.bytes_at(0, 8).numpy().tobytes(), "little")
     with reading(path):
+        file = FileSlice.of(path)
+        length = int.from_bytes(file.bytes_at(0, 8).numpy().tobytes(), "little")
         if length > LARGEST_TEXT:
             raise CheckpointError(f"has a header of {length} bytes, expected at most {LARGEST_TEXT}")
         tensors = json_object(file.bytes_at(8, length).numpy().tobytes(), path)

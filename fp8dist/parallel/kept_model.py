@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ _INSTEAD = "replay the model before it is sharded"
 
 
 class KeptModel:
-    """A model whose gradients and buffers are put back. Local.
+    """A model whose gradients, buffers and modes (train or eval) are put back. Local.
 
-    Gradients are set aside, not copied. Of buffers there is one copy. Writes to parameters are found, not undone.
+    Gradients are set aside, not copied. Of buffers there is one copy. Writes to parameters are found, not undone; a
+    parameter that is replaced comes back.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,7 +35,17 @@ class KeptModel:
         for holder, name in _holders(model):
             self._gradients.append((holder, name, getattr(holder, name)))
         self._versions = [(name, p, p._version) for name, p in model.named_parameters()]
-        self._buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._memory: list[tuple[Tensor, Tensor]] = []  # (a parameter or buffer, a view of its memory)
+        for module in model.modules():
+            if has_base(module, "ScriptModule"):  # TorchScript cannot replace its tensors.
+                continue
+            self._registries.append((module._buffers, dict(module._buffers)))
+            self._memory += [(buffer, buffer.detach()) for buffer in module._buffers.values() if _is_plain(buffer)]
+            if not fsdp2_modules(model):  # FSDP2 replaces parameters itself, and knows which are in place.
+                self._registries.append((module._parameters, dict(module._parameters)))
+                self._memory += [(p, p.detach()) for p in module._parameters.values() if _is_plain(p)]
         # Outside of inference mode nothing can write to an inference tensor.
         written = [buffer for buffer in model.buffers() if not buffer.is_inference()]
         self._values = [(_each_once(buffer), _each_once(buffer).clone()) for buffer in written]
@@ -51,9 +62,11 @@ class KeptModel:
         self._clear()
 
     def _clear(self) -> None:
+        for module, mode in self._modes:
+            module.training = mode
+        self._put_back_tensors()
         for holder, name in _holders(self._model):  # Some were made by a run.
             setattr(holder, name, None)
-        self._put_back_buffers()
 
     def put_back(self) -> None:
         """Put everything back."""
@@ -71,14 +84,20 @@ class KeptModel:
                 )
 
     @torch.no_grad()
-    def _put_back_buffers(self) -> None:
-        for module, buffers in self._buffers:
-            for name in module._buffers.keys() - buffers.keys():  # Made by a run.
-                del module._buffers[name]
-            module._buffers.update(buffers)
+    def _put_back_tensors(self) -> None:
+        for registry, tensors in self._registries:
+            registry.clear()  # Without what a run has made.
+            registry.update(tensors)
+        for tensor, memory in self._memory:
+            if not tensor.is_set_to(memory):  # A run has resized it, or assigned its .data.
+                tensor.data = memory
         with self._of_buffers:  # A graph from before the replay may have saved them: its backward compares versions.
             for buffer, value in self._values:
                 buffer.copy_(value)
+
+
+def _is_plain(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _each_once(tensor: Tensor) -> Tensor:
@@ -151,13 +170,41 @@ def _require_settled(wrapper: Any) -> None:
     if not (wrapper._get_ddp_logging_data().get("has_rebuilt_buckets", 0) if rebuilt is None else rebuilt):
         raise ConfigurationError(
             f"{_REPLAY}: DDP arranges its buckets in the first step, and would arrange them by the replay: call it "
-            "after the second forward has begun"
+            "after the second backward"
         )
     if wrapper._delay_all_reduce_all_params or wrapper._use_python_reducer:
         raise ConfigurationError(
             f"{_REPLAY}: this DDP reduces in any backward, also under no_sync(): use neither the Python reducer nor "
             "delay_all_reduce_named_params"
         )
+    if _awaits_backward(wrapper):
+        raise ConfigurationError(
+            f"{_REPLAY} between a forward of DDP and its backward would reduce the gradients of the replay in place of "
+            "those of the step: call it before the forward, or after the backward"
+        )
+
+
+def _awaits_backward(wrapper: Any) -> bool:
+    """True between a forward and its backward, if that reduces. DDP does not tell, so give it the gradient of one small
+    parameter, and see if it counts it. Local: DDP sends a bucket when all of its gradients have come."""
+    small = [p for p in wrapper._module_parameters if p.dim() < 2 and not p._post_accumulate_grad_hooks]
+    if not small or len(wrapper._module_parameters) < 2 or wrapper.mixed_precision is not None:
+        return False
+    parameter, gradient = small[0], small[0].grad
+    kept = None if gradient is None else gradient.detach().clone()
+    with torch.enable_grad():
+        parameter.view_as(parameter).backward(torch.zeros_like(parameter))
+    try:
+        wrapper.reducer._check_reducer_finalized()
+        found = False
+    except RuntimeError:
+        wrapper.reducer._reset_state()
+        wrapper.reducer.prepare_for_backward([])
+        found = True
+    parameter.grad = gradient
+    if gradient is not None and kept is not None:
+        gradient.detach().copy_(kept)
+    return found
 
 
 def _require_plain_gradient(parameter: Tensor) -> None:

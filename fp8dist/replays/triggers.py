@@ -45,6 +45,10 @@ class _Wish(NamedTuple):
     rank: int | None = None
 
 
+def _first_place(report: ReplayReport) -> int:
+    return report.findings[0].place
+
+
 @check_keywords("fp8dist.replay_on")
 def replay_on(
     manager: StateManager | nn.Module,
@@ -68,7 +72,8 @@ def replay_on(
     finds something. If ranks do not agree on the event, nothing is replayed, and one rank warns once.
 
     What a replay finds is logged once, and is an Event "replayed" for the callbacks of the manager, and so a line in
-    the events of a ``Recorder``. A replay that raises does not end the training: one rank warns.
+    the events of a ``Recorder``, on all ranks the same: with tensor parallelism that of the part which differs in the
+    earliest module. A replay that raises does not end the training: one rank warns.
 
     - "nonfinite": an amax, or the loss that the guard sees, is not finite.
     - "jump": a scale jumped, see ``StateManager.watch(jump=…)``. A delayed scale jumps one step after its amax: the
@@ -242,24 +247,26 @@ class _Replays:
     # Replays -------------------------------------------------------------------------------------
 
     def _replay(self, wish: _Wish, microbatches: Iterable[int]) -> None:
-        """Replay microbatches until one shows something, and tell what it showed. COLLECTIVE."""
-        report: ReplayReport | None = None
-        failure = ""
+        """Replay microbatches until one shows something, and tell what it showed, on all ranks alike. COLLECTIVE."""
         for microbatch in microbatches:
             try:
-                report = self._replay_one(self._recorder.of(wish.step)[microbatch])
+                report, failure = self._replay_one(self._recorder.of(wish.step)[microbatch]), ""
             except SyncError:  # A rank is gone: the training cannot go on either.
                 raise
             except Exception as error:  # The user's step may raise anything. Then all ranks raise.
-                what = " ".join(f"{type(error).__name__}: {error}".split())
-                failure = f"the replay of microbatch {microbatch} of step {wish.step} failed: {what}"
-            ended = bool(failure) or (report is not None and bool(report.findings))
-            if self._extremes(int(ended))[1][0]:  # Also on ranks outside of the replay's group, which run with it.
+                report, failure = None, " ".join(f"{type(error).__name__}: {error}".split())
+            everyone = [(report, failure)]
+            if self._given is not None and self._ranks is not None:  # Each data-parallel group has its own report.
+                everyone = self._ranks.gather((report, failure))
+            failure = next((failure for _, failure in everyone if failure), "")
+            if failure:
+                self._warn(f"the replay of microbatch {microbatch} of step {wish.step} failed: {failure}")
+                return
+            reports = [report for report, _ in everyone if report is not None]
+            found = min((one for one in reports if one.findings), key=_first_place, default=reports[0])
+            if found.findings:
                 break
-        if failure:
-            self._warn(failure)
-        elif report is not None:
-            self._tell(Replayed(wish.kind, wish.step, microbatch, report))
+        self._tell(Replayed(wish.kind, wish.step, microbatch, found))
 
     def _replay_one(self, kept: KeptBatch) -> ReplayReport:
         batch, failed = None, None

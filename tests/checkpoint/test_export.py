@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import ConfigurationError
 from fp8dist.checkpoint import export_files
+from fp8dist.checkpoint.export import Export, export_of
 from tests.support.forked import ROOT
 from tests.support.serving import NATIVE, RECIPES, as_bits, multiplied, read, served, tensor_bits
 from tests.support.sharded import wide
@@ -189,6 +190,19 @@ def test_weights_that_are_not_finite() -> None:
     assert served(_exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0]))
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
+def test_the_default_dtype_and_device_do_not_matter(recipe: str) -> None:
+    _, manager, _ = trained(recipe, 0)
+    expected = tensor_bits(_exported(manager, NATIVE[recipe]))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = _exported(manager, NATIVE[recipe])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert tensor_bits(found) == expected
+
+
 def test_a_step_between_two_tensors_is_noticed() -> None:
     _, manager, step = trained()
     stream = manager.exported()
@@ -201,10 +215,12 @@ def test_a_step_between_two_tensors_is_noticed() -> None:
 # Formats ---------------------------------------------------------------------------------------------
 
 
-def _config(manager: Any, format: str = "compressed-tensors") -> dict[str, Any]:
-    from fp8dist.checkpoint.export import export_of
+def _listed(manager: Any, format: str = "compressed-tensors") -> Export:
+    return export_of(manager._cycle, manager._require_model(), format)
 
-    return export_of(manager._cycle, manager._require_model(), format).quantization_config()
+
+def _config(manager: Any, format: str = "compressed-tensors") -> dict[str, Any]:
+    return _listed(manager, format).quantization_config()
 
 
 @pytest.mark.parametrize(
@@ -318,6 +334,19 @@ def _chain(*names: str) -> nn.Module:
     return net
 
 
+def _renaming() -> nn.Module:
+    net = _chain("a", "b")
+    net._register_state_dict_hook(lambda module, state, *_: state.update({"c.weight": state.pop("a.weight")}))
+    return net
+
+
+def _without_outputs() -> nn.Module:
+    net = _chain("a", "b")
+    net.add_module("c", nn.Linear(32, 1))
+    net.c.weight, net.c.out_features = nn.Parameter(torch.ones(0, 32)), 0  # A new one warns.
+    return net
+
+
 def _with_buffer(module: str, name: str, value: Tensor) -> nn.Module:
     net = _chain("a", "b")
     net.get_submodule(module).register_buffer(name, value)
@@ -332,6 +361,8 @@ def _with_buffer(module: str, name: str, value: Tensor) -> nn.Module:
         (_chain("re:x", "b"), "b", "compressed-tensors", "takes the name of module 're:x' for a regular expression"),
         (_chain("a\udc80", "b"), "b", "block", "safetensors needs names in UTF-8"),
         (nn.Linear(32, 32), "", "block", "the model is a Linear itself"),
+        (_renaming(), "", "block", r"a is in FP8, but state_dict\(\) has no a\.weight"),
+        (_without_outputs(), "", "compressed-tensors", r"c\.weight \(0, 32\) has no elements to cast"),
         (
             _with_buffer("a", "weight_scale", torch.ones(3)),
             "",
@@ -421,14 +452,36 @@ def test_other_folders_called_partial_stay(tmp_path: Path) -> None:
     """Those of the user, and those of an export that runs now, if the folder exists."""
     _, manager, _ = trained(steps=0)
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "notes.txt").touch()
+    (tmp_path / "out.partial" / "notes.json").touch()
     with pytest.raises(ConfigurationError, match=r"out\.partial exists and is not of an export: move it away"):
         manager.export(tmp_path / "out")
-    (tmp_path / "out.partial" / "notes.txt").rename(tmp_path / "out.partial" / "model-00001-of-00001.safetensors")
+    (tmp_path / "out.partial" / "notes.json").rename(tmp_path / "out.partial" / "model-00001-of-00001.safetensors")
     (tmp_path / "out").touch()
     with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
         manager.export(tmp_path / "out")
     assert len(list((tmp_path / "out.partial").iterdir())) == 1
+
+
+def test_two_exports_to_one_folder_at_once(tmp_path: Path) -> None:
+    """The second one removes what the first one has written, and the first one fails. No folder is of both."""
+    _, manager, step = trained(steps=1)
+    ones = [(tensor, value.clone()) for tensor, value in _listed(manager).stream()]
+    step(2)
+    twos = list(_listed(manager).stream())
+    first, second = (export_files.Folder(tmp_path / "out", [one for one, _ in each], {}, 1) for each in (ones, twos))
+    first.begin()
+    first.write(*ones[0])
+    second.begin()
+    second.write(*twos[0])
+    with pytest.raises(ConfigurationError, match=r"out\.partial was removed: does another export write to .*out\?"):
+        first.write(*ones[1])
+    first.close()
+    for each in twos[1:]:
+        second.write(*each)
+    second.finish({}, lambda digests: b"{}")
+    second.close()
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits({tensor.name: value for tensor, value in twos})
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
 def test_a_config_that_is_not_json(tmp_path: Path) -> None:
@@ -458,6 +511,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fp8dist.checkpoint import export_files
+from fp8dist.checkpoint.export import Export, export_of
 from tests.checkpoint.test_export import trained
 
 place, out = sys.argv[1:]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 import fp8dist
 from fp8dist.cli.main import UNREADABLE, USAGE, main
+from fp8dist.state.storage import from_bytes, to_bytes
 from launch.train_gpt.model import GPT
 from tests.support.main_job import ALONE, RANKS, TINY, finish
 from tests.support.serving import NATIVE, RECIPES, read, served, tensor_bits
@@ -47,6 +50,69 @@ def test_a_checkpoint_is_exported_as_the_job_would_export_it(tmp_path: Path, kin
     manager = _inside(checkpoint, recipe)
     assert tensor_bits(read(out)) == tensor_bits(dict(manager.exported(format=NATIVE[kind])))
     assert len(served(read(out))) == 4
+
+
+class _Noted(nn.Linear):
+    """A Linear with state of its own, which is no tensor of the model."""
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"seen": torch.ones(3)}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+def test_wrappers_and_extra_state_leave_no_trace(tmp_path: Path) -> None:
+    """A compiled model has other names in its checkpoint, and in-job exports have no extra state."""
+    model = nn.Sequential(_Noted(32, 32), nn.Linear(32, 32))
+    manager = fp8dist.prepare(model)
+    manager.attach()
+    compiled = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    dcp.save({"model": compiled, "fp8": manager}, checkpoint_id=tmp_path / "checkpoint")
+    assert main(["export", str(tmp_path / "checkpoint"), "--out", str(tmp_path / "out")]) == 0
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(manager.exported()))
+
+
+def test_weights_that_are_stored_transposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As by transformers' Conv1D. The state does not say so, but biases show it."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    manager = fp8dist.prepare(model)
+    weights = {"0.weight": model[0].weight.detach().t().contiguous(), "0.bias": model[0].bias.detach()}
+    state = {"model": {**model.state_dict(), **weights}, "fp8": manager}
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
+    assert main(["export", str(tmp_path / "checkpoint"), "--out", str(tmp_path / "out")]) == USAGE
+    assert "0: its weight is stored as [in_features, out_features]" in capsys.readouterr().err
+
+
+def _with_settings(manager: fp8dist.StateManager, settings: object) -> dict[str, bytes]:
+    """Return the FP8 state with other settings than the manager's."""
+    ((name, data),) = manager.state_dict().items()
+    state, info = from_bytes(data, "")  # type: ignore[arg-type]
+    return {name: to_bytes(state, {**info, "settings": settings})}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "code", "text"),
+    [
+        ([], torch.float32, UNREADABLE, "the FP8 state has malformed settings"),
+        ({"enabled": False}, torch.float32, USAGE, "nothing to export in FP8: .*enabled=False"),
+        ({"eval_precision": "high"}, torch.float32, USAGE, "nothing to export in FP8: .*eval_precision='high'"),
+        ({}, torch.int32, UNREADABLE, "has FP8 state of type, but no floating-point weight of it"),
+        ({}, torch.float8_e4m3fn, UNREADABLE, "has FP8 state of type, but no floating-point weight of it"),
+        ({}, torch.float32, 0, "^$"),
+    ],
+)
+def test_settings_and_dtypes_that_a_checkpoint_may_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: object, dtype: torch.dtype, code: int, text: str
+) -> None:
+    """Of a module whose name is that of a method."""
+    model = nn.Module()
+    model.type = nn.Linear(32, 48)  # type: ignore[assignment]
+    manager = fp8dist.prepare(model)
+    weights = {"type.weight": model._modules["type"].weight.detach().to(dtype)}  # type: ignore[union-attr,operator]
+    dcp.save({"model": weights, "fp8": _with_settings(manager, settings)}, checkpoint_id=tmp_path / "checkpoint")
+    assert main(["export", str(tmp_path / "checkpoint"), "--out", str(tmp_path / "out")]) == code
+    assert re.search(text, capsys.readouterr().err)
 
 
 def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -451,6 +451,24 @@ def test_hostile_folders(made: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(folder) in error
 
 
+@pytest.mark.parametrize("target", ["nowhere", "itself"])
+def test_a_link_that_leads_nowhere(made: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
+    path = _file_of(made, "b.weight")
+    path.unlink()
+    path.symlink_to(path if target == "itself" else target)
+    assert main([*_by_certificate(made)]) == UNREADABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line
+
+
+def test_a_config_that_servers_cannot_read(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They read UTF-8."""
+    path = made / "served" / "config.json"
+    path.write_bytes(path.read_text().encode("utf-16"))
+    assert main([*_by_certificate(made)]) == UNREADABLE
+    assert "config.json: cannot be read: UnicodeDecodeError" in capsys.readouterr().err
+
+
 def test_a_pipe_in_place_of_a_file(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (made / "served" / "config.json").unlink()
     os.mkfifo(made / "served" / "config.json")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8dist
-from fp8dist import Fp8DistError
+from fp8dist import Fp8DistError, model_replay
 from fp8dist.sync.groups import local_part
 from tests.support.answers import flipping
 from tests.support.ranks import RankPool
@@ -221,6 +223,31 @@ def test_another_shape_is_named(two_ranks: RankPool) -> None:
         )
 
 
+def _with_autotuning() -> fp8dist.ReplayReport:
+    net, reasons = _Folded(), ["autotuning"] if dist.get_rank() == 1 else []
+    with mock.patch.object(model_replay, "unsteady_settings", return_value=reasons):
+        return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+
+
+def test_ranks_are_not_compared_if_one_may_choose_other_kernels(two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_with_autotuning):
+        assert report.reproducible
+        assert report.sentence.endswith("are the same in two runs, bit for bit, and finite")
+        assert report.skipped == ("ranks with each other: autotuning",)
+
+
+def _with_another_setting() -> fp8dist.ReplayReport:
+    net = _Folded()
+    also = {"MKL_CBWR": "COMPATIBLE"} if dist.get_rank() == 1 else {}
+    with mock.patch.dict(os.environ, also):
+        return fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
+
+
+def test_a_setting_of_one_rank_alone_is_named(two_ranks: RankPool) -> None:
+    for report in two_ranks.run(_with_another_setting):
+        assert report.sentence.endswith("; the ranks are not alike: MKL_CBWR=COMPATIBLE on rank 1)")
+
+
 def _with_a_spoilt_weight(kind: str) -> fp8dist.ReplayReport:
     training = Training(**KINDS[kind])
     training.train(2)
@@ -256,7 +283,7 @@ def _with_other_modules(more: str) -> fp8dist.ReplayReport:
     ("more", "sentence"),
     [
         ("module", "in module '2', output (rank 0 has the model's own forward, output there)"),
-        ("call", "in module '0', output, call 2 (the run on rank 0 is over there)"),
+        ("call", "in module '0', output, call 2 (the run on rank 0 ends before)"),
     ],
 )
 def test_ranks_that_run_other_modules(more: str, sentence: str, two_ranks: RankPool) -> None:

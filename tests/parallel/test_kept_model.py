@@ -21,7 +21,7 @@ import fp8dist
 from fp8dist import ConfigurationError
 from tests.support.fsdp1 import quiet
 from tests.support.ranks import RankPool
-from tests.support.training import batch, gradient_bits, make_net, parameter_bits
+from tests.support.training import batch, bits, gradient_bits, make_net, parameter_bits
 
 
 def _step_of(model: Any) -> Callable[[Any], None]:
@@ -224,6 +224,29 @@ def test_memory_is_that_of_gradients_and_buffers_once() -> None:
     assert 48 < float(found.stdout) < 64 + 32 + 24
 
 
+def _between(options: dict[str, bool], replays: bool) -> tuple[str, dict[str, bytes | None]]:
+    """Call replay() between a forward and its backward, with gradients of a microbatch that was not reduced."""
+    model, told = _settled(_ddp(**options)), ""
+    with model.no_sync():
+        _step_of(model)(2)
+    x, y = batch(dist.get_rank(), 3)
+    loss = nn.functional.mse_loss(model(x), y)
+    if replays:
+        with pytest.raises(ConfigurationError) as raised:
+            fp8dist.replay(model, _step_of(model), 0)
+        told = str(raised.value)
+    loss.backward()
+    return told, gradient_bits(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
+def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[str, bool], two_ranks: RankPool) -> None:
+    replayed, plain = two_ranks.run(_between, options, True), two_ranks.run(_between, options, False)
+    assert all("between a forward of DDP and its backward" in told for told, _ in replayed)
+    assert [gradients for _, gradients in replayed] == [gradients for _, gradients in plain]
+    assert plain[0][1] == plain[1][1]
+
+
 class _Buffers(nn.Module):
     """Its forward replaces a buffer, makes one, and writes to others."""
 
@@ -257,6 +280,46 @@ def test_buffers_are_the_same_objects_with_the_same_values() -> None:
     for name, (buffer, values) in before.items():
         assert after[name] is buffer
         assert buffer.tolist() == values
+
+
+class _Changing(nn.Module):
+    """Its forward replaces parameters and a buffer's memory, resizes another buffer, and ends in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("count", torch.arange(4.0))
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x) * self.scale * (2 if self.training else 1) + self.count.sum() + self.table.sum()
+        self.scale = nn.Parameter(2 * self.scale.detach())
+        self.count.resize_(8).fill_(1)
+        self.table.data = torch.ones(2, dtype=torch.float64)
+        self.inner.bias.data = self.inner.bias.data + 1
+        self.eval()
+        return y
+
+
+def test_what_a_step_replaces_or_resizes_comes_back() -> None:
+    net = _Changing()
+    before = {name: (tensor, tensor.tolist(), tensor.dtype) for name, tensor in net.state_dict(keep_vars=True).items()}
+    report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.randn(2, 4))
+    assert report.reproducible, str(report)
+    after = net.state_dict(keep_vars=True)
+    for name, (tensor, values, dtype) in before.items():
+        assert after[name] is tensor
+        assert (tensor.tolist(), tensor.dtype) == (values, dtype)
+    assert all(module.training for module in net.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_buffers_of_a_scripted_module_come_back() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.BatchNorm1d(4)))
+    before = {name: bits(tensor) for name, tensor in net.state_dict().items()}
+    assert fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.randn(3, 4)).reproducible
+    assert {name: bits(tensor) for name, tensor in net.state_dict().items()} == before
 
 
 def test_a_graph_from_before_can_still_run_backward() -> None:

@@ -159,12 +159,15 @@ class Training:
                 self.step(self.data(self.accumulates * self.steps + microbatch))
                 if not last:
                     inside(self.steps)
-            if self.kind == "tp":
-                for parameter in self.model.parameters():
-                    dist.all_reduce(local_part(parameter.grad), group=self.group.get_group())  # type: ignore[arg-type]
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.steps += 1
+            self.end_step()
+
+    def end_step(self) -> None:
+        if self.kind == "tp":
+            for parameter in self.model.parameters():
+                dist.all_reduce(local_part(parameter.grad), group=self.group.get_group())  # type: ignore[arg-type]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
 
     def replay(self, index: int = 0, **options: Any) -> fp8dist.ReplayReport:
         """Replay a microbatch. ``options``: of ``fp8dist.replay``, or other parts of the batch."""
