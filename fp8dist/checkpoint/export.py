@@ -37,7 +37,7 @@ from fp8dist.checkpoint.export_formats import (
 from fp8dist.checkpoint.export_names import require_storable
 from fp8dist.checkpoint.export_tensors import ExportedTensor, Part
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.foreign import is_parallel, linear_base
+from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.names import require_choice
 from fp8dist.parallel.partitioned import is_partitioned
@@ -231,12 +231,15 @@ def fill(
             found.parts.append(_of_linear(found, name, linear, stored, grids))
         else:
             found.parts.append(_dequantised(name, linear, stored, grids[name][0]))
-    tied = {name.rpartition(".")[0] for name in found.tied}
-    lost = sorted(in_fp8 - found.schemes.keys() - tied)
-    if lost:
-        raise ConfigurationError(f"{lost[0]} is in FP8, but state_dict() has no {lost[0]}.weight: a hook renames it")
     found.ignored = [*(name for name in modules if name not in in_fp8), *high]
     _require_untied(found.tied, mixtures)
+    tied = {name.rpartition(".")[0] for name in found.tied}
+    lost = [f"{name}.weight" for name in sorted(in_fp8 - found.schemes.keys() - tied)]
+    for name, mixture in mixtures.items():
+        lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - {s.name for s in once})
+    if lost:
+        module = lost[0].rpartition(".")[0]
+        raise ConfigurationError(f"{module} is in FP8, but state_dict() has no {lost[0]}: a hook renames it")
     if not found.schemes:
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
     _rename(found, names)

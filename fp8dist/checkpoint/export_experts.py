@@ -1,8 +1,8 @@
 """Export of experts: a weight [E, out_features, in_features] becomes E tensors, under the names of checkpoints.
 
 Servers read checkpoints in which each expert has Linears of its own. Transformers stacks them when it loads a model
-(``transformers/conversion_mapping.py`` of version 5). The rows of gate and up, which it joins, are split again; both
-have the scales with which they were cast together, so nothing is rounded.
+(its module ``transformers.conversion_mapping``, version 5). The rows of gate and up, which it joins, are split again.
+Both have the scales with which they were cast together, so nothing is rounded.
 """
 
 from __future__ import annotations
@@ -45,16 +45,12 @@ class ExpertNames(NamedTuple):
 
 
 _MIXTRAL = ExpertNames("w1", "w3", "w2", ((".mlp.", ".block_sparse_moe."),))
-_BY_TYPE = {
-    **dict.fromkeys(("mixtral", "minimax"), _MIXTRAL),
-    **dict.fromkeys(
-        (
-            *("qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "dots1", "flex_olmo", "glm4_moe"),
-            *("glm4_moe_lite", "glm_moe_dsa", "olmoe"),
-        ),
-        ExpertNames(),
-    ),
-}
+_PLAIN_TYPES = frozenset(
+    (
+        *("qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "dots1", "flex_olmo", "glm4_moe"),
+        *("glm4_moe_lite", "glm_moe_dsa", "olmoe"),
+    )
+)
 
 
 class Listed(NamedTuple):
@@ -79,7 +75,9 @@ class _Piece(NamedTuple):
 def expert_names(model: nn.Module) -> ExpertNames | None:
     """Return the names for the experts of a model, by the ``model_type`` of its config. None: they are not known."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    return ExpertNames() if kind is None else _BY_TYPE.get(kind)
+    if kind in ("mixtral", "minimax"):
+        return _MIXTRAL
+    return ExpertNames() if kind is None or kind in _PLAIN_TYPES else None
 
 
 def mixtures_of(model: nn.Module, names: ExpertNames | None) -> Iterator[tuple[str, nn.Module]]:
