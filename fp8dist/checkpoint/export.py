@@ -21,7 +21,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fp8dist.checkpoint.certificate import Origin, certificate_of
 from fp8dist.checkpoint.export_casts import Stored, cast_of, dequantised, grid_of, whole
-from fp8dist.checkpoint.export_experts import ExpertNames, Listed, expert_names, list_experts, mixtures_of
+from fp8dist.checkpoint.export_experts import ExpertNames, Listed, are_in_fp8, expert_names, list_experts, mixtures_of
 from fp8dist.checkpoint.export_files import Folder
 from fp8dist.checkpoint.export_formats import (
     FORMATS,
@@ -235,7 +235,7 @@ def fill(
     _require_untied(found.tied, mixtures)
     tied = {name.rpartition(".")[0] for name in found.tied}
     lost = [f"{name}.weight" for name in sorted(in_fp8 - found.schemes.keys() - tied)]
-    for name, mixture in mixtures.items():
+    for name, mixture in ((name, mixture) for name, mixture in mixtures.items() if are_in_fp8(name, mixture)):
         lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - {s.name for s in once})
     if lost:
         module = lost[0].rpartition(".")[0]

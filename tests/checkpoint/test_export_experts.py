@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fp8dist
 from fp8dist import BlockScaling, ConfigurationError, DelayedScaling
+from fp8dist.cli.main import main
 from fp8dist.modules.grouped_slots import GroupedSlots
 from tests.support.ranks import RankPool
 from tests.support.serving import NATIVE, RECIPES, Multiplied, served, spread
@@ -154,6 +157,26 @@ def test_what_is_refused(tmp_path: Any) -> None:
     tied[1].experts.down_proj = tied[0].experts.down_proj
     with pytest.raises(ConfigurationError, match="is the same tensor as"):
         fp8dist.prepare(tied).exported()
+
+
+def test_a_weight_that_a_hook_renames_is_missed() -> None:
+    model, manager = _trained("delayed")
+
+    def renames(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}packed"] = state.pop(f"{prefix}down_proj")
+
+    model.experts.register_state_dict_post_hook(renames)
+    with pytest.raises(ConfigurationError, match=r"experts is in FP8, but state_dict\(\) has no experts\.down_proj"):
+        manager.exported()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about a save without ranks.
+def test_a_checkpoint_is_exported_in_the_job_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, manager = _trained("delayed")
+    dcp.save({"model": model.state_dict(), "fp8": manager}, checkpoint_id=tmp_path / "step")
+    assert main(["export", str(tmp_path / "step"), "--out", str(tmp_path / "served")]) != 0
+    assert "experts.down_proj holds the weights of experts" in capsys.readouterr().err
+    assert not (tmp_path / "served").exists()
 
 
 def _sharded(job: Job) -> Any:
