@@ -56,10 +56,10 @@ from fp8dist_kernels.formats import FORMATS, Role
 __all__ = ["ATTRIBUTE", "WHOLE", "StateManager", "get_manager", "managers_in"]
 
 ATTRIBUTE = "_fp8dist_manager"
+"""Attribute of a prepared model that holds its manager. The manager has only a weak reference to the model."""
 
 WHOLE = "_fp8dist_whole"
 """Attribute of a part of a prepared model that a training loop has in a list of parts: the module that holds all."""
-"""Attribute of a prepared model that holds its manager. The manager has only a weak reference to the model."""
 
 
 class StateManager(Joinable):
@@ -852,7 +852,7 @@ class StateManager(Joinable):
         Nothing is quantised again, and training continues as if nothing had been exported. The folder has
         ``model-…-of-….safetensors``, ``model.safetensors.index.json``, ``config.json`` and
         ``fp8dist-certificate.json``, with which ``fp8dist verify`` compares what is served. It gets its name when it is
-        complete. One tensor is in memory at a time.
+        complete. One module's tensors are in memory at a time.
 
         Args:
             path: the folder, which must not exist or be empty.

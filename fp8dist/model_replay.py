@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8dist.consistency.contents import Digester, on_device
-from fp8dist.consistency.differences import Difference, block_of, compare_block, first_differing_block
+from fp8dist.consistency.differences import Difference, first_difference
 from fp8dist.consistency.likeness import kernel_flags, likeness, unsteady_settings
 from fp8dist.consistency.neighbours import copy_of, from_next, require_sendable
 from fp8dist.consistency.outputs import Outputs, Place, Taken, any_nonfinite
@@ -35,7 +35,6 @@ from fp8dist.step.kept_state import kept_fp8_state
 from fp8dist.sync.accord import Accord
 from fp8dist.sync.groups import GroupLike, SyncGroup, is_dtensor, local_part, own_rank, world_size
 from fp8dist.sync.roll_call import failing_by_name
-from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["replay"]
 
@@ -329,13 +328,7 @@ def _ops(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
 def _first_element(mine: Tensor, theirs: Tensor, digester: Digester) -> Difference | None:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return None
-    ours, expected = digester.leaves(mine), digester.leaves(theirs)
-    found = first_differing_block(ours, expected)
-    if found is None:
-        return None
-    block, blocks = found
-    a, b = (block_of(as_bytes(tensor), block).cpu() for tensor in (mine, theirs))
-    return compare_block(a, b, mine.dtype, block, blocks, len(ours))
+    return first_difference(mine, theirs, digester.leaves(mine), digester.leaves(theirs))
 
 
 def _how(told: Told, found: Difference | None) -> str:

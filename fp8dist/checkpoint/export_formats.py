@@ -23,7 +23,17 @@ from torch import Tensor
 from fp8dist.checkpoint.export_names import require_distinct, require_names
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
-__all__ = ["FORMATS", "SCALE_NAMES", "Grid", "Inputs", "Scheme", "laid_out", "quantization_config", "strategy_of"]
+__all__ = [
+    "FORMATS",
+    "SCALE_NAMES",
+    "Grid",
+    "Inputs",
+    "Scheme",
+    "laid_out",
+    "quantization_config",
+    "shape_of",
+    "strategy_of",
+]
 
 Strategy = Literal["tensor", "channel", "block"]
 Inputs = Literal["static", "tensor", "token"]

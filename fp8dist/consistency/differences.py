@@ -9,9 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8dist_kernels.reference.content import BLOCK_BYTES
+from fp8dist_kernels.reference.content import BLOCK_BYTES, as_bytes
 
-__all__ = ["Difference", "block_of", "compare_block", "first_differing_block", "ravel", "ulp_distance", "unravel"]
+__all__ = [
+    "Difference",
+    "block_of",
+    "compare_block",
+    "first_difference",
+    "first_differing_block",
+    "ravel",
+    "ulp_distance",
+    "unravel",
+]
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,20 @@ def first_differing_block(mine: Tensor, theirs: Tensor) -> tuple[int, int] | Non
     """Return (first differing block, number of differing blocks) of two tensors' leaves, int64[blocks, 2], or None."""
     places = (mine != theirs).any(1).nonzero().flatten()
     return (int(places[0]), len(places)) if len(places) else None
+
+
+def first_difference(mine: Tensor, theirs: Tensor, my_leaves: Tensor, their_leaves: Tensor) -> Difference | None:
+    """Return the first element that differs between two tensors of one dtype and shape; None if they are equal.
+
+    Args:
+        my_leaves, their_leaves: ``Digester.leaves`` of the tensors.
+    """
+    first = first_differing_block(my_leaves, their_leaves)
+    if first is None:
+        return None
+    block, blocks = first
+    a, b = (block_of(as_bytes(tensor), block).cpu() for tensor in (mine, theirs))
+    return compare_block(a, b, mine.dtype, block, blocks, len(their_leaves))
 
 
 def block_of(content: Tensor, block: int) -> Tensor:

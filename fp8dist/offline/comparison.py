@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fp8dist.consistency.contents import FINDING_KINDS, Content, Digester, Field, Key
-from fp8dist.consistency.differences import Difference, block_of, compare_block, first_differing_block, unravel
+from fp8dist.consistency.differences import first_difference, unravel
 from fp8dist.consistency.findings import Differing, Seen, explained, is_odd, layout_findings, named_only, reference_of
 from fp8dist.consistency.report import DivergenceReport, sides_of
 from fp8dist.divergence import Finding, Participant
 from fp8dist.offline.entries import Entry, Source
-from fp8dist_kernels.reference.content import as_bytes
 
-__all__ = ["Progress", "SourceContent", "bytes_in", "compare_sources", "first_difference"]
+__all__ = ["Progress", "SourceContent", "bytes_in", "compare_sources"]
 
 MAX_EXPLAINED = 64
 """Differing tensors whose first differing element is searched for."""
@@ -105,21 +104,7 @@ def _look_into(
     for n in seen:
         if is_odd(n, thing):
             mine = read(n)
-            difference = first_difference(mine.tensor, expected.tensor, theirs, digester)
+            difference = first_difference(mine.tensor, expected.tensor, digester.leaves(mine.tensor), theirs)
             if difference is not None:
                 seen[n].append(Seen(0, 0, mine.locate(difference.place), difference))
     return explained(thing, {0: expected}, seen, "file") or named_only(thing, "")
-
-
-def first_difference(mine: Tensor, theirs: Tensor, leaves: Tensor, digester: Digester) -> Difference | None:
-    """Return the first element that differs between two tensors of one dtype and shape, or None.
-
-    Args:
-        leaves: ``digester.leaves(theirs)``.
-    """
-    first = first_differing_block(digester.leaves(mine), leaves)
-    if first is None:
-        return None
-    block, blocks = first
-    a, b = (block_of(as_bytes(tensor), block) for tensor in (mine, theirs))
-    return compare_block(a, b, mine.dtype, block, blocks, len(leaves))

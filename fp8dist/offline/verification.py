@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fp8dist.consistency.contents import Digester
-from fp8dist.consistency.differences import Difference, unravel
+from fp8dist.consistency.differences import Difference, first_difference, unravel
 from fp8dist.divergence import Finding
 from fp8dist.offline.certificates import Certified
-from fp8dist.offline.comparison import Progress, first_difference
+from fp8dist.offline.comparison import Progress
 from fp8dist.offline.safetensor_files import DTYPES
 from fp8dist.offline.served import CONFIG, Served, mismatch
 from fp8dist.text import printable
@@ -70,7 +70,9 @@ def compare_tensors(
         tensor = served.source.read(places[name])
         digest = sha256_of(tensor)
         if digest != sha256:
-            known = None if value is None else first_difference(tensor, value, digester.leaves(value), digester)
+            known = None
+            if value is not None:
+                known = first_difference(tensor, value, digester.leaves(tensor), digester.leaves(value))
             differing.append((certified, digest, known))
         progress(tensor.nbytes)
     looks = {one.name: _look(one) for one in listed}

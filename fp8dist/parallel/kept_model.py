@@ -38,17 +38,18 @@ class KeptModel:
         self._modes = [(module, module.training) for module in model.modules()]
         self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._memory: list[tuple[Tensor, Tensor]] = []  # (a parameter or buffer, a view of its memory)
+        sharded = bool(fsdp2_modules(model))
         for module in model.modules():
             if has_base(module, "ScriptModule"):  # TorchScript cannot replace its tensors.
                 continue
             self._registries.append((module._buffers, dict(module._buffers)))
             self._memory += [(buffer, buffer.detach()) for buffer in module._buffers.values() if _is_plain(buffer)]
-            if not fsdp2_modules(model):  # FSDP2 replaces parameters itself, and knows which are in place.
+            if not sharded:  # FSDP2 replaces parameters itself, and knows which are in place.
                 self._registries.append((module._parameters, dict(module._parameters)))
                 self._memory += [(p, p.detach()) for p in module._parameters.values() if _is_plain(p)]
         # Outside of inference mode nothing can write to an inference tensor.
         written = [buffer for buffer in model.buffers() if not buffer.is_inference()]
-        self._values = [(_each_once(buffer), _each_once(buffer).clone()) for buffer in written]
+        self._values = [(once, once.clone()) for once in map(_each_once, written)]
         self._of_buffers = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(written))
 
     @contextlib.contextmanager

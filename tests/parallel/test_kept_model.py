@@ -224,7 +224,7 @@ def test_memory_is_that_of_gradients_and_buffers_once() -> None:
     assert 48 < float(found.stdout) < 64 + 32 + 24
 
 
-def _between(options: dict[str, bool], replays: bool) -> tuple[str, dict[str, bytes | None]]:
+def _between(options: dict[str, Any], replays: bool) -> tuple[str, dict[str, bytes | None]]:
     """Call replay() between a forward and its backward, with gradients of a microbatch that was not reduced."""
     model, told = _settled(_ddp(**options)), ""
     with model.no_sync():
@@ -239,8 +239,17 @@ def _between(options: dict[str, bool], replays: bool) -> tuple[str, dict[str, by
     return told, gradient_bits(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
-def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[str, bool], two_ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 1e-5},
+        {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
+    ],
+)
+def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[str, Any], two_ranks: RankPool) -> None:
     replayed, plain = two_ranks.run(_between, options, True), two_ranks.run(_between, options, False)
     assert all("between a forward of DDP and its backward" in told for told, _ in replayed)
     assert [gradients for _, gradients in replayed] == [gradients for _, gradients in plain]
