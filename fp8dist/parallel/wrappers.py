@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.parallel.partitioned import is_partitioned
@@ -37,6 +38,7 @@ __all__ = [
     "managed_from_outside",
     "mesh_ranks",
     "multiplied_shape",
+    "require_replicas",
     "reshard",
     "resharded_modules",
 ]
@@ -136,6 +138,15 @@ def is_tensor_parallel(whole: nn.Module) -> bool:
             if any(placement.is_shard() for placement in parameter.placements[own:]):
                 return True
     return False
+
+
+def require_replicas(whole: nn.Module, what: str) -> None:
+    """Raise ConfigurationError if ranks hold other parts of the model, so that not all ranks can be compared."""
+    if is_tensor_parallel(whole):
+        raise ConfigurationError(
+            f"{what}: the model is tensor parallel: pass group=mesh[…], the data-parallel axis, whose ranks hold the "
+            "same parts and other data"
+        )
 
 
 def fsdp2_axes(weight: Any) -> int:
