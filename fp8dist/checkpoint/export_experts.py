@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8dist.checkpoint.expert_layouts import model_type_of
 from fp8dist.checkpoint.export_casts import Stored, experts_cast_of, whole
 from fp8dist.checkpoint.export_formats import SCALE_NAMES, Grid, Inputs, Scheme, laid_out, shape_of, strategy_of
 from fp8dist.checkpoint.export_tensors import ExportedTensor, Part
@@ -74,7 +75,7 @@ class _Piece(NamedTuple):
 
 def expert_names(model: nn.Module) -> ExpertNames | None:
     """Return the names for the experts of a model, by the ``model_type`` of its config. None: they are not known."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = model_type_of(model)
     if kind in ("mixtral", "minimax"):
         return _MIXTRAL
     return ExpertNames() if kind is None or kind in _PLAIN_TYPES else None
@@ -155,7 +156,7 @@ def _pieces(module: Any, first: bool, names: ExpertNames, rows: int) -> tuple[_P
 def _in_high_precision(
     module: Any, product: str, stored: Stored, shape: tuple[int, ...], linears: Sequence[Any], with_bias: bool
 ) -> Listed:
-    gathered = stored.sharded is not None
+    gathered = stored.sharded is not None or (stored.gathered and isinstance(module, FP8Experts))
     dtype = stored.computed_in if gathered else stored.value.dtype
     kind = "bias" if with_bias else "weight"
     entries = [
