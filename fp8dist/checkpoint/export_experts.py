@@ -156,7 +156,8 @@ def _pieces(module: Any, first: bool, names: ExpertNames, rows: int) -> tuple[_P
 def _in_high_precision(
     module: Any, product: str, stored: Stored, shape: tuple[int, ...], linears: Sequence[Any], with_bias: bool
 ) -> Listed:
-    gathered = stored.sharded is not None or (stored.gathered and isinstance(module, FP8Experts))
+    as_fp8 = stored.gathered and isinstance(module, FP8Experts) and not with_bias
+    gathered = as_fp8 or stored.sharded is not None
     dtype = stored.computed_in if gathered else stored.value.dtype
     kind = "bias" if with_bias else "weight"
     entries = [
