@@ -8,6 +8,7 @@ Both have the scales with which they were cast together, so nothing is rounded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,16 @@ _PLAIN_TYPES = frozenset(
     )
 )
 
+_UNREAD = MappingProxyType(
+    {
+        "gpt_oss": (
+            "Transformers 5.23 reads no FP8 experts with biases, and vLLM 0.33 reads those of gpt-oss in the format of "
+            "AMD Quark only"
+        )
+    }
+)
+"""By model type, why servers do not read experts in any format of an export."""
+
 
 class Listed(NamedTuple):
     """What one parameter of a mixture adds to an export. ``linears``: names of its experts' Linears.
@@ -85,19 +96,20 @@ def mixtures_of(model: nn.Module, names: ExpertNames | None) -> Iterator[tuple[s
     """Iterate over (name, module) of the mixtures that are exported expert by expert.
 
     Raises:
-        ConfigurationError: experts are in FP8, and it is not known which names servers read.
+        ConfigurationError: experts are in FP8, and servers read none of this model type, or it is not known by which
+            names; or the model is a mixture itself.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if expert_products(module) is None:
             continue
+        if not name:
+            raise ConfigurationError("the model is a mixture itself, which has no name: put it into a module")
         if names is not None:
             yield name, module
         elif isinstance(module, FP8Experts) and are_in_fp8(name, module):
-            kind = model.config.model_type  # type: ignore[union-attr]
-            raise ConfigurationError(
-                f"{name}: export() does not know which names servers read for the experts of {kind!r}: leave them in "
-                f"high precision, prepare(skip={name!r})"
-            )
+            kind = str(model_type_of(model))
+            why = _UNREAD.get(kind, f"export() does not know which names servers read for the experts of {kind!r}")
+            raise ConfigurationError(f"{name}: {why}: leave them in high precision, prepare(skip={name!r})")
 
 
 def are_in_fp8(name: str, module: nn.Module) -> bool:
