@@ -17,6 +17,8 @@ import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling
 from fp8dist.cli.main import DIVERGED, UNREADABLE, USAGE, main
 from fp8dist.state.storage import from_bytes, to_bytes
+from launch.train_gpt.model import GPT
+from tests.support.main_job import RANKS, TINY, finish
 from tests.support.ranks import RankPool
 from tests.support.serving import NATIVE, RECIPES, read, tensor_bits
 from tests.support.sharded_experts import Job, Routed, build, routed_batch, step
@@ -115,6 +117,27 @@ def test_experts_in_high_precision(tmp_path: Path) -> None:
         assert _exported(folder) == 0
         _assert_one_folder(folder / "job", folder / "out")
         assert read(folder / "out")["mlp.experts.3.gate_proj.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_experts_without_tokens(tmp_path: Path, recipe: str) -> None:
+    """One has no scale yet, and one a weight that outgrew its scale: both are cast with their own amaxes."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"mlp": Routed(inner=INNER)})
+    manager = fp8dist.prepare(model, RECIPES[recipe])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    manager.attach(model, optimizer=optimizer)
+    x = routed_batch(0, 0, 4)
+    x[:, 32:] = x[:, 32:].clamp(max=2)
+    model["mlp"](x).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model["mlp"].experts.down_proj[1] *= 16
+    dcp.save({"model": model.state_dict(), "fp8": manager}, checkpoint_id=tmp_path / "checkpoint")
+    manager.export(tmp_path / "job")
+    assert _exported(tmp_path) == 0
+    _assert_one_folder(tmp_path / "job", tmp_path / "out")
+    assert "mlp.experts.0.down_proj.input_scale" not in read(tmp_path / "out")
 
 
 def _with_info(folder: Path, manager: Any, change: Any) -> None:
@@ -242,3 +265,23 @@ def test_a_checkpoint_of_sharded_experts(two_ranks: RankPool, tmp_path: Path, jo
     two_ranks.run(_sharded, job, tmp_path)
     assert _exported(tmp_path, "--format", _format(job)) == 0
     _assert_one_folder(tmp_path / "job", tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--parallel ddp", "--parallel fsdp2 --fp8-all-gather"])
+def test_a_checkpoint_of_the_example_job(tmp_path: Path, flags: str) -> None:
+    """After ``dcp.load`` into another process, the job exports the same."""
+    words = f"--steps 4 --save-every 4 --experts 4 --top-k 2 {flags}"
+    finish(tmp_path / "run", RANKS, *TINY, *words.split())
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    (tmp_path / "checkpoint").symlink_to(checkpoint)
+    assert _exported(tmp_path) == 0
+    model = GPT(layers=1, width=32, heads=2, context=32, experts=4, top_k=2)
+    manager = fp8dist.prepare(model, skip=("lm_head", "*.router"))
+    dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
+    exported = read(tmp_path / "out")
+    assert tensor_bits(exported) == tensor_bits(dict(manager.exported()))
+    experts = {name for name in exported if ".experts." in name and name.endswith("weight")}
+    assert len(experts) == 8
+    assert {exported[name].dtype for name in experts} == {torch.float8_e4m3fn}
+    assert main(["verify", str(checkpoint), str(tmp_path / "out")]) == 0
