@@ -51,7 +51,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--format", choices=tuple(FORMATS), default="compressed-tensors", help="how servers read weights and scales"
     )
     parser.add_argument(
-        "--config", metavar="FILE", type=Path, help="the model's config.json, to which quantization_config is added"
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="the model's config.json, to which quantization_config is added; "
+        "its model_type says how experts are named",
     )
     add_model_flags(parser)
     parser.add_argument(
@@ -112,8 +116,7 @@ def exported(
     with open_source(path) as source:
         shapes = _parameters(source, options.model)
         kind, layouts = read_layouts(info, path)
-        skeleton = _with_mixtures(layouts, shapes)
-        skeleton.config = SimpleNamespace(model_type=config.get("model_type", kind))  # type: ignore[assignment]
+        skeleton = _with_mixtures(config.get("model_type", kind), layouts, shapes)
         _add_linears(skeleton, source, state, shapes)
         manager = _restored(skeleton, state, data)
         found = Export(format)
@@ -186,9 +189,10 @@ def _settings(info: Mapping[str, Any], path: str) -> dict[str, Any]:
     return settings
 
 
-def _with_mixtures(layouts: Mapping[str, Mapping[str, bool]], shapes: Shapes) -> nn.Module:
-    """Return a model without memory that has the mixtures of a checkpoint, under their names."""
+def _with_mixtures(kind: Any, layouts: Mapping[str, Mapping[str, bool]], shapes: Shapes) -> nn.Module:
+    """Return a model of type ``kind`` without memory that has the mixtures of a checkpoint, under their names."""
     whole = nn.Module()
+    whole.config = SimpleNamespace(model_type=kind)  # type: ignore[assignment]
     for name, layout in layouts.items():
         mixture = mixture_of(layout, lambda each: shapes.get(f"{name}.{each}", (0, ()))[1])  # noqa: B023
         if mixture is not None:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling
@@ -249,6 +250,7 @@ SHARDED = {
     "experts": Job(inner=INNER, experts=3),
     "rows": Job(inner=INNER, dim=1),
     "current": Job(inner=INNER, recipe=CurrentScaling()),
+    "bfloat16": Job(inner=INNER, fp8_all_gather=False, shard={"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
     "transposed": Job(inner=INNER, options={"transposed": True, "bias": True}),
     "blocks": Job(
         inner=INNER,
@@ -263,7 +265,8 @@ SHARDED = {
 @pytest.mark.parametrize("job", SHARDED.values(), ids=SHARDED)
 def test_a_checkpoint_of_sharded_experts(two_ranks: RankPool, tmp_path: Path, job: Job) -> None:
     two_ranks.run(_sharded, job, tmp_path)
-    assert _exported(tmp_path, "--format", _format(job)) == 0
+    flags = ["--gathered-in", "bfloat16"] if "mp_policy" in job.shard else []
+    assert _exported(tmp_path, "--format", _format(job), *flags) == 0
     _assert_one_folder(tmp_path / "job", tmp_path / "out")
 
 
