@@ -57,12 +57,12 @@ _PLAIN_TYPES = frozenset(
 _UNREAD = MappingProxyType(
     {
         "gpt_oss": (
-            "Transformers 5.23 reads no FP8 experts with biases, and vLLM 0.33 reads those of gpt-oss in the format of "
-            "AMD Quark only"
+            " (Transformers 5.23 reads no FP8 experts with biases, and vLLM 0.33 has a loader for those of gpt-oss in "
+            "the format of AMD Quark only)"
         )
     }
 )
-"""By model type, why servers do not read experts in any format of an export."""
+"""By model type, why servers read experts in no format of an export."""
 
 
 class Listed(NamedTuple):
@@ -108,8 +108,10 @@ def mixtures_of(model: nn.Module, names: ExpertNames | None) -> Iterator[tuple[s
             yield name, module
         elif isinstance(module, FP8Experts) and are_in_fp8(name, module):
             kind = str(model_type_of(model))
-            why = _UNREAD.get(kind, f"export() does not know which names servers read for the experts of {kind!r}")
-            raise ConfigurationError(f"{name}: {why}: leave them in high precision, prepare(skip={name!r})")
+            raise ConfigurationError(
+                f"{name}: export() does not know which names servers read for the experts of {kind!r}"
+                f"{_UNREAD.get(kind, '')}: leave them in high precision, prepare(skip={name!r})"
+            )
 
 
 def are_in_fp8(name: str, module: nn.Module) -> bool:

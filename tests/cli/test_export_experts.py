@@ -233,10 +233,12 @@ def test_a_flipped_bit_of_one_expert_is_named(
 # FSDP2 -----------------------------------------------------------------------------------------------
 
 
-def _sharded(job: Job, folder: Path) -> None:
+def _sharded(job: Job, folder: Path, high: bool) -> None:
     _, called, manager, optimizer = build(job)
     for index in range(2):
         step(job, called, optimizer, index)
+    if high:
+        manager.set_precision("experts.*", "high")
     manager.export(folder / "job", called, format=_format(job))
     dcp.save({"model": called.state_dict(), "fp8": manager}, checkpoint_id=folder / "checkpoint")
 
@@ -251,6 +253,7 @@ SHARDED = {
     "rows": Job(inner=INNER, dim=1),
     "current": Job(inner=INNER, recipe=CurrentScaling()),
     "bfloat16": Job(inner=INNER, fp8_all_gather=False, shard={"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
+    "to bfloat16": Job(inner=INNER, shard={"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
     "transposed": Job(inner=INNER, options={"transposed": True, "bias": True}),
     "blocks": Job(
         inner=INNER,
@@ -262,9 +265,11 @@ SHARDED = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("high", [False, True])
 @pytest.mark.parametrize("job", SHARDED.values(), ids=SHARDED)
-def test_a_checkpoint_of_sharded_experts(two_ranks: RankPool, tmp_path: Path, job: Job) -> None:
-    two_ranks.run(_sharded, job, tmp_path)
+def test_a_checkpoint_of_sharded_experts(two_ranks: RankPool, tmp_path: Path, job: Job, high: bool) -> None:
+    """With ``high``, forwards multiply with experts as they are stored, or as FSDP2 gathered them in FP8."""
+    two_ranks.run(_sharded, job, tmp_path, high)
     flags = ["--gathered-in", "bfloat16"] if "mp_policy" in job.shard else []
     assert _exported(tmp_path, "--format", _format(job), *flags) == 0
     _assert_one_folder(tmp_path / "job", tmp_path / "out")
