@@ -106,6 +106,15 @@ def test_names_and_config_of_a_mixtral(tmp_path: Path) -> None:
     assert "mlp.experts.3.w1.weight" in read(tmp_path / "plain")
 
 
+def test_names_by_the_config_that_is_given(tmp_path: Path) -> None:
+    """Of a model without a config. ``verify`` finds the same config in the certificate."""
+    _trained(tmp_path, "delayed")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert _exported(tmp_path, "--config", str(tmp_path / "config.json")) == 0
+    assert "mlp.experts.3.w1.weight" in read(tmp_path / "out")
+    assert main(["verify", str(tmp_path / "checkpoint"), str(tmp_path / "out")]) == 0
+
+
 def test_experts_in_high_precision(tmp_path: Path) -> None:
     """By ``set_precision``; and by ``skip``, so that they have no slots."""
     for case in ("set", "skip"):
