@@ -802,7 +802,7 @@ class StateManager(Joinable):
         ``dcp.save({"model": model, "optim": …, "fp8": manager})``. If a checkpoint lacks one of these keys,
         ``dcp.load`` raises an error of its own.
         """
-        return Checkpoint(self._cycle).state_dict()
+        return Checkpoint(self._cycle, self._model()).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert: bool = False) -> None:
         """Load a saved state. Slots are matched by name. Local: load the same state on all ranks.
@@ -822,11 +822,11 @@ class StateManager(Joinable):
         Raises:
             CheckpointError: the state does not fit. Nothing was changed.
         """
-        Checkpoint(self._cycle).load_state_dict(state_dict, strict, convert)
+        Checkpoint(self._cycle, self._model()).load_state_dict(state_dict, strict, convert)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a safetensors file, atomically. Local. ``{rank}`` in the path is replaced by the rank."""
-        Checkpoint(self._cycle).save(path)
+        Checkpoint(self._cycle, self._model()).save(path)
 
     def load(self, path: str | os.PathLike[str], strict: bool = True, convert: bool = False) -> None:
         """Load a file that ``save`` wrote. See ``load_state_dict``. Local: on all ranks alike.
@@ -834,7 +834,7 @@ class StateManager(Joinable):
         Raises:
             CheckpointError: the file is missing, damaged or of another kind, or does not fit. Nothing was changed.
         """
-        Checkpoint(self._cycle).load(path, strict, convert)
+        Checkpoint(self._cycle, self._model()).load(path, strict, convert)
 
     @check_keywords("manager.export")
     def export(

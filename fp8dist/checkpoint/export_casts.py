@@ -111,8 +111,9 @@ def experts_cast_of(module: FP8Experts, slots: GroupedSlots, stored: Stored) -> 
     transposed: Any = module.is_transposed
     if stored.sharded is None:
         plain = not is_dtensor(tensor)
-        own = tensor.detach().to(stored.device, stored.computed_in) if plain else _multiplied(tensor, stored)[0]
-        cast = slots.eval_cast(module, own.mT if transposed else own)
+        dtype = None if stored.gathered else stored.computed_in
+        own = tensor.detach().to(stored.device, dtype) if plain else _multiplied(tensor, stored)[0]
+        cast = slots.eval_cast(module, own.mT if transposed else own, stored.gathered)
         return cast.rows, cast.rows_inv_scale
     cast = stored.sharded.cast(local_part(tensor).detach().to(stored.device))
     placements = _placements(tensor)

@@ -8,11 +8,13 @@ Both have the scales with which they were cast together, so nothing is rounded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fp8dist.checkpoint.expert_layouts import model_type_of
 from fp8dist.checkpoint.export_casts import Stored, experts_cast_of, whole
 from fp8dist.checkpoint.export_formats import SCALE_NAMES, Grid, Inputs, Scheme, laid_out, shape_of, strategy_of
 from fp8dist.checkpoint.export_tensors import ExportedTensor, Part
@@ -52,6 +54,16 @@ _PLAIN_TYPES = frozenset(
     )
 )
 
+_UNREAD = MappingProxyType(
+    {
+        "gpt_oss": (
+            " (Transformers 5.23 reads no FP8 experts with biases, and vLLM 0.33 has a loader for those of gpt-oss in "
+            "the format of AMD Quark only)"
+        )
+    }
+)
+"""By model type, why servers read experts in no format of an export."""
+
 
 class Listed(NamedTuple):
     """What one parameter of a mixture adds to an export. ``linears``: names of its experts' Linears.
@@ -74,7 +86,7 @@ class _Piece(NamedTuple):
 
 def expert_names(model: nn.Module) -> ExpertNames | None:
     """Return the names for the experts of a model, by the ``model_type`` of its config. None: they are not known."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = model_type_of(model)
     if kind in ("mixtral", "minimax"):
         return _MIXTRAL
     return ExpertNames() if kind is None or kind in _PLAIN_TYPES else None
@@ -84,18 +96,21 @@ def mixtures_of(model: nn.Module, names: ExpertNames | None) -> Iterator[tuple[s
     """Iterate over (name, module) of the mixtures that are exported expert by expert.
 
     Raises:
-        ConfigurationError: experts are in FP8, and it is not known which names servers read.
+        ConfigurationError: experts are in FP8, and servers read none of this model type, or it is not known by which
+            names; or the model is a mixture itself.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if expert_products(module) is None:
             continue
+        if not name:
+            raise ConfigurationError("the model is a mixture itself, which has no name: put it into a module")
         if names is not None:
             yield name, module
         elif isinstance(module, FP8Experts) and are_in_fp8(name, module):
-            kind = model.config.model_type  # type: ignore[union-attr]
+            kind = str(model_type_of(model))
             raise ConfigurationError(
-                f"{name}: export() does not know which names servers read for the experts of {kind!r}: leave them in "
-                f"high precision, prepare(skip={name!r})"
+                f"{name}: export() does not know which names servers read for the experts of {kind!r}"
+                f"{_UNREAD.get(kind, '')}: leave them in high precision, prepare(skip={name!r})"
             )
 
 
@@ -155,7 +170,8 @@ def _pieces(module: Any, first: bool, names: ExpertNames, rows: int) -> tuple[_P
 def _in_high_precision(
     module: Any, product: str, stored: Stored, shape: tuple[int, ...], linears: Sequence[Any], with_bias: bool
 ) -> Listed:
-    gathered = stored.sharded is not None
+    as_fp8 = stored.gathered and isinstance(module, FP8Experts) and not with_bias
+    gathered = as_fp8 or stored.sharded is not None
     dtype = stored.computed_in if gathered else stored.value.dtype
     kind = "bias" if with_bias else "weight"
     entries = [
