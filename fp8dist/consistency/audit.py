@@ -19,7 +19,8 @@ from fp8dist.consistency.contents import Digester, on_device
 from fp8dist.consistency.likeness import likeness
 from fp8dist.consistency.protocol import word_of
 from fp8dist.consistency.report import DivergenceReport, this_rank
-from fp8dist.consistency.works import Work, digest_of, message_of, repeated, taken
+from fp8dist.consistency.work_parts import message_of
+from fp8dist.consistency.works import Work, described, digest_of, repeated, taken
 from fp8dist.divergence import Finding
 from fp8dist.modules.linear_slots import SITES
 from fp8dist.sync.arena_sync import ArenaSync
@@ -129,7 +130,10 @@ class Audits:
         if not differ:
             return DivergenceReport(compared={KIND: len(ring.ran)})
         rounds = self._repeat_again(ring, work, to_audit, told, differ)
-        me = this_rank(device, None if group is None else group.mesh_coordinates()), "" if work is None else work.what
+        me = (
+            this_rank(device, None if group is None else group.mesh_coordinates()),
+            "" if work is None else described(work),
+        )
         everyone = [me] if group is None else group.gather(me)
         what = {participant.rank: text for participant, text in everyone}
         findings = []

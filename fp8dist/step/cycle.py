@@ -260,7 +260,7 @@ class StepCycle:
         sites: dict[int, list[tuple[str, int]]] = {}
         for number, slots in enumerate(modules):
             slots.site = number * len(SITES)
-            sites.setdefault(self.syncs.index(slots.sync), []).append((slots.slots[Role.INPUT].fqn, slots.site))
+            sites.setdefault(self.syncs.index(slots.sync), []).append((slots.fqn, slots.site))
         self.audits = Audits(sites, self.settings.audit_every, self.settings.audit_bytes)
         self.job.tap = tap_on(modules[0].sync.arena.device, self.audits.hear)
         self._audit_next()
