@@ -109,14 +109,16 @@ def _repeat_product(
 
 
 def _place(offsets: Tensor, tokens: int, height: int, at: int) -> Tensor:
-    """Choose an expert, and at most ``height`` of its rows: int64[3], the expert, the first row and the end of its
-    rows."""
+    """Draw a row that an expert has, and return int64[3]: the expert, the first of at most ``height`` of its rows
+    around the one drawn, and the end of its rows. So each row is taken at least half as often as any other one of its
+    expert."""
     ends = offsets.long()
     drawn = ends[-1:] * (hash_of(at) >> 2) >> 30  # At most 2**61.
     expert = torch.searchsorted(ends, drawn, right=True).clamp_(max=len(ends) - 1)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     start, end = starts.index_select(0, expert), ends.index_select(0, expert)
-    return torch.cat([expert, start + (drawn - start) // height * height, end])
+    first = torch.minimum(drawn - height // 2, end - height)
+    return torch.cat([expert, torch.maximum(first, start), end])
 
 
 def _rows(place: Tensor, height: int, tokens: int) -> Tensor:

@@ -86,6 +86,11 @@ class GroupedSlots(LinearSlots):
         return tuple(slots[Role.WEIGHT] for slots in self.experts)
 
     @property
+    def weight_casts(self) -> int:
+        """See ``LinearSlots`` and ``_weight_by_parts``."""
+        return {"tensor": 1, "row": 2, "block": len(self.experts)}[self.recipe.by]
+
+    @property
     def weight_place(self) -> slice:
         """See ``LinearSlots``."""
         return self.weight_sync.arena.run_of(self.weight_slots)
