@@ -6,12 +6,15 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8dist.consistency.contents import Digester
+from fp8dist.consistency.grouped_works import take_grouped
 from fp8dist.consistency.works import Work, described, digest_of, repeated, taken
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels import grouped_ops
@@ -69,6 +72,43 @@ def test_what_was_taken_down_repeats(name: str, layout: str) -> None:
     assert heard.wrong == []
     assert heard.shares[True] > 100
     assert heard.shares[False] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["delayed", "row", "block"])
+def test_what_triton_computes_repeats(name: str) -> None:
+    heard = Heard(Routed(Experts(hidden=32, inner=80, bias=True)), RECIPES[name], limits=(1,), backend="triton")
+    _stepped(heard, 12, (0, 1, 3), 0)
+    assert heard.wrong == []
+    assert heard.shares[True] >= 4  # The products of one expert.
+
+
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken down of a product, or of rows that are cast with known scales, never comes to the host."""
+    heard = Heard(Routed(Experts(hidden=272, inner=144)), limits=())
+    calls: list[tuple[Any, ...]] = []
+    tap = heard.manager._job.tap
+    assert tap is not None
+    _stepped(heard, 300, range(4), 0)  # Then scales are known.
+    tap.listener = lambda *call: calls.append(call)  # type: ignore[attr-defined]
+    _stepped(heard, 300, range(4), 1)
+    watched = [call for call in calls if SITES[call[1] % len(SITES)] is not Role.WEIGHT]
+    for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"):
+        monkeypatch.setattr(Tensor, name, mock.Mock(side_effect=AssertionError(name)))
+    with _NoReads():
+        for op, _, args, options, results in watched:
+            for limit in (1 << 26, 1):
+                take_grouped(op, args, options, results, limit, 3)
+    assert {op for op, *_ in watched} == {"quantize_grouped", "matmul_grouped", "matmul_grouped_columns"}
+
+
+class _NoReads(TorchDispatchMode):
+    """Fails if an operation needs the values of a tensor on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(part in str(func) for part in ("_local_scalar_dense", "nonzero", "aten.equal"))
+        assert (kwargs or {}).get("device") is None or func is not torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", RECIPES)
