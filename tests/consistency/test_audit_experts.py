@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fp8dist
+from fp8dist.consistency.works import _unpacked
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels.formats import Role
 from tests.support.audited import RECIPES, Heard, bad_casts, bad_grouped_products
@@ -133,6 +134,26 @@ def test_sound_devices_have_no_finding_and_the_same_bits(layout: str, recipe: st
     assert [results for results, *_ in with_audits] == [results for results, *_ in without]
     assert [findings for _, findings, _ in with_audits] == [[], []]
     assert all(audited >= SITES_OF_MODEL - 1 for *_, audited in with_audits)
+
+
+def test_audits_reach_all_calls_that_cast_a_weight() -> None:
+    """A weight [4, n, k] by block is cast in four calls, of which an audit repeats one."""
+    torch.manual_seed(0)
+    model = Routed()
+    manager = fp8dist.prepare(model, RECIPES["block"], audit_every=1)
+    manager.attach(model)
+    audits, experts = manager._cycle.audits, model.experts
+    assert audits is not None
+    found = set()
+    for step in range(1, 6 * SITES_OF_MODEL):
+        audits.begin(step, True)
+        if audits._names[0] != "experts.down: cast of weight":
+            continue
+        model(routed_batch(0, 0, 4))
+        (message,) = (work.message for work in audits._taken.values())
+        sent = _unpacked(message)[1]["x"]
+        found |= {expert for expert in range(4) if torch.equal(sent, experts.down_proj[expert])}
+    assert found == {0, 1, 2, 3}
 
 
 def _collectives() -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fp8dist
 from fp8dist.consistency.contents import Digester
 from fp8dist.consistency.grouped_works import take_grouped
 from fp8dist.consistency.works import Work, described, digest_of, repeated, taken
@@ -155,6 +156,18 @@ def test_parts_of_a_product_reach_every_row_of_experts_with_rows() -> None:
         works = [work_of(wrong, at) for at in range(len(sound))]
         found = {expert for expert, one, other in zip(experts, works, sound) if not one.digest.equal(other.digest)}
         assert found == ({of} if of else set()), row
+
+
+def test_an_expert_without_rows_is_not_chosen() -> None:
+    args, options, product = _product([0, 1, 0, 1])
+    works = [taken("matmul_grouped", 0, args, options, (product,), 1, at, Digester()) for at in range(8)]
+    assert {described(work).rpartition(" ")[2] for work in works if work is not None} == {"1", "3"}
+
+
+def test_cold_experts_without_rows_repeat() -> None:
+    heard = Heard(Routed(Experts()), fp8dist.DelayedScaling(), limits=(1 << 26,))
+    _stepped(heard, 20, (1, 3), 0)
+    assert heard.wrong == []
 
 
 def test_a_part_takes_the_bytes_that_it_may() -> None:
