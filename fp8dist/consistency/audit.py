@@ -93,7 +93,7 @@ class Audits:
         for place, modules in self._sites.items():
             fqn, work, site = _chosen(modules, step // self._every)
             self._wanted[site] = place
-            self._skip[site] = hash_of(step) % self._calls.get(site, 1)
+            self._skip[site] = hash_of(step, "call") % self._calls.get(site, 1)
             kind = SITES[work]
             self._names[place] = f"{fqn}: {f'cast of {kind.value}' if isinstance(kind, Role) else kind}"
 

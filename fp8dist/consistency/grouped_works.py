@@ -113,7 +113,7 @@ def _place(offsets: Tensor, tokens: int, height: int, at: int) -> Tensor:
     around the one drawn, and the end of its rows. So each row is taken at least half as often as any other one of its
     expert."""
     ends = offsets.long()
-    drawn = ends[-1:] * (hash_of(at) >> 2) >> 30  # At most 2**61.
+    drawn = ends[-1:] * (hash_of(at, "row") >> 2) >> 30  # At most 2**61.
     expert = torch.searchsorted(ends, drawn, right=True).clamp_(max=len(ends) - 1)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     start, end = starts.index_select(0, expert), ends.index_select(0, expert)
@@ -186,7 +186,7 @@ def _take_cast(
     experts, chosen = len(args[2]) if by_tensor else len(offsets), slice(None)
     header: dict[str, Any] = {"dtype": text_of(args[5 if by_tensor else 2]), "power_of_two": options["power_of_two"]}
     if offsets is None and x.nbytes > limit:
-        header["expert"] = hash_of(at) % experts
+        header["expert"] = hash_of(at, "expert") % experts
         chosen = slice(header["expert"], header["expert"] + 1)
         x = x[chosen]
     # Scales of rows reach across features. Other scales are given, or reach across rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -59,9 +60,10 @@ def lines_of(count: int, allowed: int, at: int) -> tuple[int, int]:
     return first, min(count, first + blocks * BLOCK)
 
 
-def hash_of(at: int) -> int:
-    """Return a number below 2**32: Knuth's multiplicative hash."""
-    return at * 2654435761 % 2**32
+def hash_of(at: int, of: str = "lines") -> int:
+    """Return a number below 2**32. Audits visit a site every so many steps, so all bits must depend on all of ``at``:
+    with a multiplicative hash, some of the lines would never come up."""
+    return int.from_bytes(hashlib.blake2b(f"{at} {of}".encode(), digest_size=4).digest(), "little")
 
 
 def among_zeros(part: Tensor, size: int, start: int) -> Tensor:

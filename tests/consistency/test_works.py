@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import weakref
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8dist.consistency.contents import Digester
+from fp8dist.consistency.work_parts import part_of_lines
 from fp8dist.consistency.works import digest_of, repeated, taken
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels.formats import Role
@@ -177,6 +179,14 @@ def test_a_work_takes_the_bytes_that_it_may(limit: int) -> None:
     heard.step(torch.randn(1024, 256))
     assert max(work.message.numel() for work in heard.works) <= limit + 4096  # Scales and the header come on top.
     assert {work.share < 1 for work in heard.works} == {True, False}
+
+
+@pytest.mark.parametrize("stride", [1, 18, 1024])
+def test_audits_reach_every_block(stride: int) -> None:
+    """Whatever the number of steps between the audits of a site: each pair of rows and columns."""
+    places = [part_of_lines(512, 512, 256, stride * index) for index in range(200)]
+    firsts = range(0, 512, 128)
+    assert {(rows[0], columns[0]) for rows, columns in places} == {*itertools.product(firsts, firsts)}
 
 
 class Peak(TorchDispatchMode):
