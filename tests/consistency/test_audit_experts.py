@@ -145,7 +145,7 @@ def test_audits_reach_all_calls_that_cast_a_weight() -> None:
     audits, experts = manager._cycle.audits, model.experts
     assert audits is not None
     found = set()
-    for step in range(1, 6 * SITES_OF_MODEL):
+    for step in range(1, 24 * SITES_OF_MODEL):
         audits.begin(step, True)
         if audits._names[0] != "experts.down: cast of weight":
             continue
