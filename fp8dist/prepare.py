@@ -111,8 +111,7 @@ def prepare(
         fallback: when to put modules into high precision automatically. None: never.
         audit_every: every so many steps, another rank repeats one cast or product of this rank, and must get the same
             bits. 0: never. A rank that computed otherwise is named, and ``check_policy`` decides what follows; nothing
-            can be repaired. One audit visits one site of one module; successive audits visit all. Grouped casts and
-            products of experts are not audited; ``attach`` logs it.
+            can be repaired. One audit visits one site of one module; successive audits visit all.
         audit_bytes: bytes of operands that an audit sends. Of a larger product it repeats a block.
         strict: True: raise ConfigurationError if a module would be left out that neither a pattern (``skip`` and its
             defaults, ``overrides``) nor ``filter_fn`` names. Nothing is changed then.

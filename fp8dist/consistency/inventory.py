@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8dist.consistency.computations import KIND, ComputedContent, computations_of
 from fp8dist.consistency.contents import ArenaContent, Content, Digester, Field, Key, Named, TensorContent, values_near
 from fp8dist.consistency.differences import ravel
+from fp8dist.consistency.grouped_computations import grouped_computations_of
 from fp8dist.consistency.likeness import likeness
 from fp8dist.consistency.replication import Excuse, Home, Membership, Replication
 from fp8dist.consistency.report import this_rank
@@ -181,14 +182,18 @@ class Inventory:
             self._add_optimizer(module, optimizer)
 
     def add_computations(self, module: nn.Module) -> None:
-        """Add what the FP8Linears of a module compute. Other ranks must compute the same on equal hardware only."""
+        """Add what the FP8Linears and FP8Experts of a module compute. Other ranks must compute the same on equal
+        hardware only."""
+        of_linears, of_experts = computations_of(fp8_linears(module)), grouped_computations_of(fp8_experts(module))
         contents = [
-            ComputedContent(computations, device, f" (device {i} of this rank)" if i else "")
-            for i, (device, computations) in enumerate(computations_of(fp8_linears(module)).items())
+            ComputedContent(
+                tuple(dict.fromkeys((*of_linears.get(device, ()), *of_experts.get(device, ())))),
+                device,
+                f" (device {i} of this rank)" if i else "",
+            )
+            for i, device in enumerate({**of_linears, **of_experts})
         ]
         self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
-        if grouped := sum(len(module.fp8_products) for module in fp8_experts(module)):
-            self._skip(KIND, Excuse("of grouped products, for which there are no known answers"), grouped)
         if not contents:
             self._skip(KIND, Excuse("exist: no module computes in FP8"), 0)
 

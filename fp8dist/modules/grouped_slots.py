@@ -51,8 +51,7 @@ def slot_names(fqn: str, experts: int) -> tuple[dict[Role, Slot], ...]:
 class GroupedSlots(LinearSlots):
     """A grouped product's access to the FP8 state: the slots of its E experts, and how it may use them.
 
-    ``experts``: the slots of each expert. ``slots`` names the product itself and has no place in an arena. Audits do
-    not repeat grouped casts and products.
+    ``experts``: the slots of each expert. ``slots`` names the product itself and has no place in an arena.
     """
 
     def __init__(self, sync: ArenaSync, job: JobState, recipe: Recipe, fqn: str, name: str, experts: int) -> None:
@@ -85,6 +84,11 @@ class GroupedSlots(LinearSlots):
     def weight_slots(self) -> tuple[Slot, ...]:
         """See ``LinearSlots``."""
         return tuple(slots[Role.WEIGHT] for slots in self.experts)
+
+    @property
+    def weight_casts(self) -> int:
+        """See ``LinearSlots`` and ``_weight_by_parts``."""
+        return {"tensor": 1, "row": 2, "block": len(self.experts)}[self.recipe.by]
 
     @property
     def weight_place(self) -> slice:
@@ -146,7 +150,7 @@ class GroupedSlots(LinearSlots):
         if self.recipe.by == "tensor":
             amaxes = functools.partial(self._amaxes, x, offsets, state)
             unfit = unfit_for(amaxes, state, self.recipe, upstream)
-            cast = self._grouped_by_tensor(x, offsets, state, recorded, rows, columns, outgrown.others, unfit)
+            cast = self._grouped_by_tensor(x, offsets, state, recorded, rows, columns, outgrown.others, unfit, role)
         else:
             self.observe_rows(x, offsets, state, recorded)
             in_blocks, exact = self.recipe.by == "block", self.recipe.power_of_two
@@ -160,6 +164,7 @@ class GroupedSlots(LinearSlots):
                     rows=rows,
                     columns=columns,
                     backend=self.job.backend,
+                    **({} if self.job.tap is None else self._tap_of(role)),
                 )
             )
         if record and self._measures:
@@ -223,6 +228,7 @@ class GroupedSlots(LinearSlots):
         columns: bool,
         outgrown: float | None,
         unfit: Tensor | None,
+        role: Role | None,
     ) -> Cast:
         """Cast x with one scale for each expert: the slot's, or one from its own amax. Records the amaxes."""
         recipe = self.recipe
@@ -233,7 +239,7 @@ class GroupedSlots(LinearSlots):
         apart = offsets is None or isinstance(recorded, Tensor)
         place = torch.full_like(state.pending, DID_NOT_RUN) if apart else state.pending
         fp8, fp8_t, inv_scale = self._call(
-            x, offsets, state, cold, place, recorded is not False, warm_up, rows, columns, outgrown
+            x, offsets, state, cold, place, recorded is not False, warm_up, rows, columns, outgrown, role
         )
         if offsets is None:  # ``record_weight`` records which experts have run.
             self._found = (inv_scale, place) if recorded is not False else None
@@ -254,7 +260,9 @@ class GroupedSlots(LinearSlots):
         rows: bool,
         columns: bool,
         outgrown: float | None,
+        role: Role | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call ``quantize_grouped``. ``role``: of the cast whose tap is told."""
         copies: tuple[Tensor, Tensor, Tensor] = direct.quantize_grouped(
             x,
             offsets,
@@ -270,6 +278,7 @@ class GroupedSlots(LinearSlots):
             columns=columns,
             outgrown=outgrown,
             backend=self.job.backend,
+            **({} if self.job.tap is None else self._tap_of(role)),
         )
         return copies
 
@@ -285,7 +294,7 @@ class GroupedSlots(LinearSlots):
         role: Role | None = Role.WEIGHT,
     ) -> Cast:
         """See ``LinearSlots``. weight: [E, out_features, in_features]. Records nothing: ``record_weight`` does
-        that, with the amaxes that a cast with ``record`` may find. ``pending`` and ``role`` are not used."""
+        that, with the amaxes that a cast with ``record`` may find. ``pending`` is not used."""
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.mT.is_contiguous()
         if transposed:  # Cast the weights as they lie in memory.
             stored, rows, columns = stored.mT, columns, rows
@@ -295,17 +304,21 @@ class GroupedSlots(LinearSlots):
             return Cast(nothing, nothing, nothing, nothing)
         if self.recipe.by == "tensor":
             unfit = shrunk(self.weight_amaxes(stored, state), state, self.recipe) if outgrown.written else None
-            cast = self._grouped_by_tensor(stored, None, state, recorded, rows, columns, outgrown.weight, unfit)
+            cast = self._grouped_by_tensor(stored, None, state, recorded, rows, columns, outgrown.weight, unfit, role)
         else:
-            cast = self._weight_by_parts(stored, state.format.dtype, rows, columns)
+            cast = self._weight_by_parts(stored, state.format.dtype, rows, columns, role)
         if record and self._measures:
             self._measured = self._measure_weight(stored, cast, state, rows)
         return Cast(*cast[2:], *cast[:2]) if transposed else cast
 
-    def _weight_by_parts(self, weight: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> Cast:
+    def _weight_by_parts(
+        self, weight: Tensor, dtype: torch.dtype, rows: bool, columns: bool, role: Role | None
+    ) -> Cast:
         """Cast a weight [E, n, k] with scales for each row, or each block of 128 x 128."""
         (experts, n, k), nothing = weight.shape, weight.new_empty(0)
         options: dict[str, Any] = {"power_of_two": self.recipe.power_of_two, "backend": self.job.backend}
+        if self.job.tap is not None:
+            options |= self._tap_of(role)
         if self.recipe.by == "row":  # The experts' rows, one below the other; likewise their columns.
             made = [nothing] * 4
             if rows:
@@ -341,11 +354,13 @@ class GroupedSlots(LinearSlots):
         state = self.weight_sync.arena.state_of_run(self.weight_slots[own])
         place = torch.full_like(state.pending, DID_NOT_RUN)
         if by_tensor:
-            rows, _, inv_scale = self._call(shard, None, state, state.cold, place, record, False, True, False, None)
+            rows, _, inv_scale = self._call(
+                shard, None, state, state.cold, place, record, False, True, False, None, role
+            )
             cast = Cast(rows, inv_scale, nothing, nothing)
         else:
             place = self._amaxes(shard, None, state) if record else place
-            cast = self._weight_by_parts(shard, state.format.dtype, True, False)
+            cast = self._weight_by_parts(shard, state.format.dtype, True, False, role)
         if record:
             _record(place, amax[own], True)
             if self._measures:
@@ -369,6 +384,8 @@ class GroupedSlots(LinearSlots):
     ) -> Tensor:
         """Return the product of each expert's rows, or for wgrad, of their transposed copies. See the kernels."""
         how: dict[str, Any] = {"fast_accumulation": gemm in self.recipe.fast_accumulation, "backend": self.job.backend}
+        if self.job.tap is not None:
+            how |= self._tap_of(gemm)
         if gemm == "wgrad":
             product: Tensor = direct.matmul_grouped_columns(a, b, inv_scale_a, inv_scale_b, offsets, dtype, **how)
         else:

@@ -141,6 +141,11 @@ class LinearSlots:
         return (self.slots[Role.WEIGHT],)
 
     @property
+    def weight_casts(self) -> int:
+        """How many calls of ops cast the weight, if both copies are made."""
+        return 1
+
+    @property
     def weight_place(self) -> int | slice:
         """The place of the weight's slot in its arena, or the places of those of the experts."""
         return self.weight_sync.arena.index[self.slots[Role.WEIGHT]]

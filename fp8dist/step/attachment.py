@@ -102,7 +102,7 @@ class Attachment:
         cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute)
         for part in fp8_parts(model):
             part.slots.resharded = part.module in resharded
-        by_fqn = {linear.fp8_slots.slots[Role.INPUT].fqn: linear.fp8_slots for linear in fp8_linears(model)}
+        by_fqn = {part.fqn: part.slots for part in fp8_parts(model)}
         cycle.audit([by_fqn[fqn] for fqn in sorted(by_fqn)])
         _tell_of_experts(model, cycle)
         self._derive_scales(model, whole)
@@ -351,13 +351,10 @@ def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Op
 
 
 def _tell_of_experts(model: nn.Module, cycle: StepCycle) -> None:
-    """Log what audits leave out of the experts, and which of them FSDP2 pads. Local."""
-    mixtures = list(fp8_experts(model))
+    """Log which experts FSDP2 pads. Local."""
     if not cycle.settings.enabled or not cycle.control.speaks:
         return
-    if mixtures and cycle.settings.audit_every:
-        logger.warning("fp8dist: audit_every: the grouped products of %d mixtures are not audited", len(mixtures))
-    for module in mixtures:
+    for module in fp8_experts(model):
         for name, slots in module.fp8_products.items():
             weight: Any = module._parameters[name]
             dim, ranks = fsdp2_cut(weight) if is_dtensor(weight) else (0, 1)

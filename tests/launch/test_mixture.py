@@ -142,6 +142,24 @@ def test_a_flipped_bit_of_an_expert_is_found(tmp_path: Path) -> None:
     assert f"{EXPERTS}.up_proj" in {finding["name"] for finding in stopped.findings}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "gemm"), [(4, "dgrad"), (11, "wgrad")])
+def test_a_wrong_product_of_experts_is_found_by_its_audit(step: int, gemm: str, tmp_path: Path) -> None:
+    """Of the last experts, whose products are the first of a backward. Audits visit them in these steps."""
+    flags = ["--experts", "4", "--steps", str(step + 1), "--audit-every", "1", "--inject", f"product:1:{step}:{gemm}"]
+    (finding,) = stop(tmp_path, *flags, NPROC="3").findings
+    assert (finding["step"], finding["name"], finding["ranks"]) == (step, f"{EXPERTS}.down: {gemm}", [1])
+    assert finding["detail"].startswith("rank 1 computes wrong once (transient); ranks 2 and 0 agree (matmul_grouped")
+
+
+@pytest.mark.slow
+def test_audits_find_nothing_in_a_sound_mixture(tmp_path: Path) -> None:
+    audited = finish(tmp_path / "audited", RANKS, *MIXED, "--steps", "24", "--audit-every", "1")
+    plain = finish(tmp_path / "plain", RANKS, *MIXED, "--steps", "24")
+    assert audited.losses == plain.losses
+    assert audited.summary["divergences"] == 0
+
+
 def test_the_imbalance_moves_routers_and_not_the_loss() -> None:
     torch.manual_seed(0)
     model = GPT(layers=1, width=16, heads=2, context=8, experts=4, top_k=1)
