@@ -58,12 +58,12 @@ class GroupedSlots(LinearSlots):
     def __init__(self, sync: ArenaSync, job: JobState, recipe: Recipe, fqn: str, name: str, experts: int) -> None:
         super().__init__(sync, sync, job, recipe, {role: Slot(fqn, role.value) for role in Role}, name)
         self.experts = slot_names(fqn, experts)
-        sync.experts[fqn] = tuple(slots[Role.GRAD_OUTPUT] for slots in self.experts)
         self.owner: weakref.ref[nn.Module] | None = None
         self._precision_changes = Changes()
         self._precisions = tuple(
             Precision(slots, recipe.high_precision, self._precision_changes) for slots in self.experts
         )
+        sync.experts[fqn] = self._precisions
         self._choice: tuple[int, torch.device, Choice] | None = None
         self._found: tuple[Tensor, Tensor] | None = None  # Inverse scales of the last recorded cast, and its amaxes.
         self._measured: tuple[Tensor, Tensor] | None = None  # Shares of the last cast of the weight that was measured.

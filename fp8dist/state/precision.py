@@ -42,6 +42,7 @@ class Precision:
 
     ``high``: the GEMMs that run in high precision now. ``observing``: True while amaxes are also recorded for tensors
     that are not cast. Compiled forwards read only these two, which change seldom, and not the number of steps left.
+    ``turns``: how often they changed.
     """
 
     def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...], changes: Changes | None = None) -> None:
@@ -50,6 +51,7 @@ class Precision:
         self.changes = Changes() if changes is None else changes
         self.high = self._initial = self._lasting = lasting
         self.observing = False
+        self.turns = 0
         self._passing: tuple[Gemm, ...] | None = None
         self._left = 0
         self._unseen: set[Role] = set()  # Roles neither cast nor observed in the last step.
@@ -118,7 +120,9 @@ class Precision:
         before = self.high, self.observing
         self.high = self._lasting if self._passing is None else self._passing
         self.observing = self._passing is not None and self._left <= OBSERVED_STEPS
-        self.changes.count += (self.high, self.observing) != before
+        if (self.high, self.observing) != before:
+            self.turns += 1
+            self.changes.count += 1
         woken = {role for role in self._unseen if not _USERS[role] <= set(self.high)}
         self._unseen -= woken
         return woken
