@@ -18,9 +18,9 @@ class ExpertLoad(NamedTuple):
     """A mixture's experts in one step; each list has a number for each expert.
 
     ``tokens``: over all ranks and microbatches that had a backward. ``idle``: steps without a token up to this one, at
-    least; 0: it had some. With delayed scaling, no rank ran the expert in these steps; otherwise, and of an expert in
-    high precision, only observed steps are known. ``age``: steps since the scale of its output gradients was last renewed, at least; None: scales are made
-    just in time.
+    least; 0: it had some. With delayed scaling, no rank ran the expert in these steps; without it, only observed steps
+    are known. An expert in high precision counts from the last observation. ``age``: steps since the scale of its
+    output gradients was last renewed, at least; None: scales are made just in time.
     """
 
     module: str
