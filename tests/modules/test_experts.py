@@ -261,6 +261,7 @@ def test_fallback_of_one_expert() -> None:
     assert high == {"experts.gate_up.2", "experts.down.2"}
     assert "2 of 8 products of experts are high" in str(manager.coverage())
     assert manager.describe()["modules"][0]["gemms"]["fprop"] == "fp8"
+    assert manager.describe()["modules"][0]["experts"] == 4
     manager.set_precision("*", "high", ("fprop",))
     assert manager.describe()["modules"][0]["gemms"]["fprop"] == "high"
 
