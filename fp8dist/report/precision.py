@@ -18,9 +18,9 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 FORMULA = (
     "MFU = tokens per second * sum over modules and GEMMs of (FLOPs per token / peak of the GEMM's precision) / ranks: "
     "the time that the FLOPs would take at the device's peaks, FP8 GEMMs at the FP8 peak and the others at the bf16 "
-    "peak, over the measured time. FLOPs are those of the Linears, and of the experts that a token visits. The products "
-    "inside attention are not counted; the formula of PaLM (Chowdhery et al. 2022, appendix B) counts them. Recomputed "
-    "activations are not counted either."
+    "peak, over the measured time. FLOPs are those of the Linears, and of the experts that a token visits. The "
+    "products inside attention are not counted; the formula of PaLM (Chowdhery et al. 2022, appendix B) counts them. "
+    "Recomputed activations are not counted either."
 )
 
 
