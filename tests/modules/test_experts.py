@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
@@ -316,6 +317,14 @@ def test_rowwise_experts_have_no_fp8_all_gather() -> None:
     with pytest.raises(ConfigurationError, match="experts: fp8_all_gather=True does not work with RowwiseScaling"):
         fp8dist.prepare(model, overrides={"experts": fp8dist.RowwiseScaling()}, fp8_all_gather=True)
     assert type(model.experts) is Experts
+
+
+def test_experts_parametrized_after_prepare_are_refused_with_what_to_do() -> None:
+    model = Mixture(Experts())
+    manager = fp8dist.prepare(model)
+    parametrize.register_parametrization(model.experts, "gate_up_proj", nn.Tanh())
+    with pytest.raises(ConfigurationError, match="as after a parametrization: undo that, or leave them in high"):
+        manager.attach()
 
 
 def test_groups_and_patterns_of_products() -> None:
