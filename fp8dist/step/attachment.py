@@ -277,7 +277,7 @@ def _require_experts(module: nn.Module, name: str, fqn: str, resharded: bool) ->
     instead, weight = f"shard them with FSDP2, or {skip}", module._parameters.get(name)
     if weight is None:
         raise ConfigurationError(
-            f"{fqn}: its {name} is no Parameter of the module any more, as after a parametrization: undo that, or {skip}"
+            f"{fqn}: its {name} is no Parameter of the module any more, as after a parametrization: undo it, or {skip}"
         )
     if is_partitioned(weight) or (weight.ndim != 3 and not is_dtensor(weight)):
         raise ConfigurationError(

@@ -323,7 +323,7 @@ def test_experts_parametrized_after_prepare_are_refused_with_what_to_do() -> Non
     model = Mixture(Experts())
     manager = fp8dist.prepare(model)
     parametrize.register_parametrization(model.experts, "gate_up_proj", nn.Tanh())
-    with pytest.raises(ConfigurationError, match="as after a parametrization: undo that, or leave them in high"):
+    with pytest.raises(ConfigurationError, match="as after a parametrization: undo it, or leave them in high"):
         manager.attach()
 
 
