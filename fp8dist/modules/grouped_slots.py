@@ -392,7 +392,7 @@ class GroupedSlots(LinearSlots):
         # Scales by expert, or by expert and feature. Rows of nobody do not count: they may have any expert's.
         expert = expert_of_rows(len(x), offsets).clamp_(max=len(offsets) - 1)
         if self.recipe.by != "block":
-            return inv_scale[expert].reshape(len(x), -1)
+            return inv_scale.reshape(len(inv_scale), -1)[expert]
         ends = offsets.long()
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         blocks = (counts + BLOCK - 1) // BLOCK

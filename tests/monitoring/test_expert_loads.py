@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
-from fp8dist import CurrentScaling, DelayedScaling, Observation, Recipe
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Observation, Recipe, RowwiseScaling
 from fp8dist.monitoring.expert_loads import ExpertLoad, idle_numbers
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.ranks import RankPool
@@ -143,6 +143,22 @@ def _with_groups() -> list[str]:
     groups = {"experts.gate_up": own}
     seen = trained(DelayedScaling(history_len=4), dist.get_rank(), group=dist.group.WORLD, groups=groups)
     return [load.module for one in seen for load in one.experts]
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=str)
+def test_a_rank_without_tokens_is_observed(recipe: Recipe) -> None:
+    seen: list[Observation] = []
+    model = Mixture(Experts())
+    manager = fp8dist.prepare(model, recipe)
+    manager.watch(1, observer=seen.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    index, weights = routes(TOKENS, 2, (0, 1), 0)
+    x = rows(TOKENS, 32, 0)
+    for part in (slice(0, 0), slice(None)):  # A batch that is empty, and one that is not.
+        model(x[part].requires_grad_(), index[part], weights[part]).sum().backward()
+    optimizer.step()
+    assert seen[0].experts[0].tokens == [TOKENS, TOKENS, 0, 0]
 
 
 def test_numbers_of_idle_experts() -> None:
