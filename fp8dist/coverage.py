@@ -382,6 +382,8 @@ def _odd_experts(module: nn.Module, fqn: str, filter_fn: Filter | None) -> LeftO
             return LeftOut(
                 f"dims not multiples of {ALIGNMENT}", f"{name}: dims of {shape} are not multiples of {ALIGNMENT}"
             )
+    if (unfit := _unfit_shapes(module)) is not None:
+        return LeftOut("shapes that do not fit", unfit)
     if "forward" in module.__dict__:
         return LeftOut("forward replaced", "its forward was replaced (module.forward = …, as accelerate's hooks do)")
     if getattr(module, "_is_expert_parallel", False):
@@ -393,6 +395,24 @@ def _odd_experts(module: nn.Module, fqn: str, filter_fn: Filter | None) -> LeftO
             f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
             "it. Name modules that stay in high precision in skip="
         )
+    return None
+
+
+def _unfit_shapes(module: nn.Module) -> str | None:
+    """Return what is wrong if the shapes of a mixture's weights and biases contradict each other, or its attributes."""
+    gated, transposed = bool(module.has_gate), bool(module.is_transposed)
+    first, second = expert_products(module) or ("", "")
+    up, down = (tuple(module._parameters[name].shape) for name in (first, second))  # type: ignore[union-attr]
+    wide, inner = up[2 if transposed else 1], down[1 if transposed else 2]
+    own_gate = gated and hasattr(module, "_apply_gate")  # It may return any width.
+    if up[0] != down[0] or not (own_gate or wide == (2 * inner if gated else inner)):
+        return (
+            f"{first} {up} and {second} {down} do not fit each other, with has_gate={gated}, is_transposed={transposed}"
+        )
+    for name, shape in ((first, up), (second, down)):
+        bias, expected = module._parameters.get(f"{name}_bias"), (shape[0], shape[2 if transposed else 1])
+        if module.has_bias and bias is not None and tuple(bias.shape) != expected:
+            return f"{name}_bias {tuple(bias.shape)} does not fit {name} {shape}: expected {expected}"
     return None
 
 

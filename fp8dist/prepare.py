@@ -150,12 +150,12 @@ def prepare(
         surveyed.require_named()
     linears, experts = surveyed.chosen, surveyed.experts
     recipes = {fqn: each.recipe(fqn, recipe) or recipe for fqn in linears}
-    _require_gatherable(settings, recipes)
     products = [
         _Product(fqn, name, module, each.recipe(fqn, _of_experts(recipe)) or recipe)
         for fqn, module in experts.items()
         for name in expert_products(module) or ()
     ]
+    _require_gatherable(settings, recipes | {product.owner: product.recipe for product in products})
     plan = _Plan(linears, products, group, groups, recipe, recipes, settings)
     job = JobState(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather, plan.shared)
     slots = {fqn: plan.slots_of(fqn, linear, job) for fqn, linear in linears.items()}

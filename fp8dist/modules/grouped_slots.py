@@ -57,12 +57,12 @@ class GroupedSlots(LinearSlots):
     def __init__(self, sync: ArenaSync, job: JobState, recipe: Recipe, fqn: str, name: str, experts: int) -> None:
         super().__init__(sync, sync, job, recipe, {role: Slot(fqn, role.value) for role in Role}, name)
         self.experts = slot_names(fqn, experts)
-        sync.experts[fqn] = tuple(slots[Role.GRAD_OUTPUT] for slots in self.experts)
         self.owner: weakref.ref[nn.Module] | None = None
         self._precision_changes = Changes()
         self._precisions = tuple(
             Precision(slots, recipe.high_precision, self._precision_changes) for slots in self.experts
         )
+        sync.experts[fqn] = self._precisions
         self._choice: tuple[int, torch.device, Choice] | None = None
         self._found: tuple[Tensor, Tensor] | None = None  # Inverse scales of the last recorded cast, and its amaxes.
         self._measured: tuple[Tensor, Tensor] | None = None  # Shares of the last cast of the weight that was measured.
@@ -409,7 +409,7 @@ class GroupedSlots(LinearSlots):
         # Scales by expert, or by expert and feature. Rows of nobody do not count: they may have any expert's.
         expert = expert_of_rows(len(x), offsets).clamp_(max=len(offsets) - 1)
         if self.recipe.by != "block":
-            return inv_scale[expert].reshape(len(x), -1)
+            return inv_scale.reshape(len(inv_scale), -1)[expert]
         ends = offsets.long()
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         blocks = (counts + BLOCK - 1) // BLOCK

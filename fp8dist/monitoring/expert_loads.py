@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8dist.sync.arena_sync import ArenaSync
+from fp8dist_kernels.formats import Role
 
 __all__ = ["ExpertLoad", "Loads", "idle_numbers"]
 
@@ -17,9 +18,9 @@ class ExpertLoad(NamedTuple):
     """A mixture's experts in one step; each list has a number for each expert.
 
     ``tokens``: over all ranks and microbatches that had a backward. ``idle``: steps without a token up to this one, at
-    least; 0: it had some. With delayed scaling, no rank ran the expert in these steps; otherwise only observed steps
-    are known. ``age``: steps since the scale of its output gradients was last renewed, at least; None: scales are made
-    just in time.
+    least; 0: it had some. With delayed scaling, no rank ran the expert in these steps; without it, only observed steps
+    are known. An expert in high precision counts from the last observation. ``age``: steps since the scale of its
+    output gradients was last renewed, at least; None: scales are made just in time.
     """
 
     module: str
@@ -29,11 +30,13 @@ class ExpertLoad(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """The last observation: its step, the amaxes that were taken before it, int64[n], and what followed, int64[n]."""
+    """The last observation: its step, the amaxes that were taken before it, int64[n], and what followed, int64[n].
+    ``turns``: the experts' changes of precision before it, int64[n]."""
 
     step: int
     taken: Tensor
     since: Tensor
+    turns: Tensor | None = None
 
 
 class Loads:
@@ -68,32 +71,31 @@ class Loads:
             tokens: int64[n], on the CPU, at the slots of output gradients.
         """
         known = self._ages.get(id(sync))
-        done = set()
-        for fqn, slots in sync.experts.items():
+        for fqn, precisions in sync.experts.items():
             module = fqn.rpartition(".")[0]
-            if module in done:
+            before = self._idle.get(module)
+            if before is not None and before.step == step:
                 continue
-            done.add(module)
-            run = sync.arena.run_of(slots)
+            run = sync.arena.run_of([precision.slots[Role.GRAD_OUTPUT] for precision in precisions])
             counts = tokens[run]
             if not counts.any():
                 continue
+            turns = torch.tensor([precision.turns for precision in precisions], device="cpu")
+            since = torch.zeros_like(counts) if before is None else before.since
             taken = torch.zeros_like(counts) if known is None else known.taken[run]
-            idle = self._idle_of(module, step, counts, taken, known is not None, int(sync.arena.step))
+            if known is not None:  # Each step with tokens counts in ``taken``, of experts that are recorded.
+                recorded = torch.tensor([Role.GRAD_OUTPUT in each.recorded for each in precisions], device="cpu")
+                if before is None:
+                    still = recorded & (turns == 0) & (taken == 0)
+                    since = torch.where(still, int(sync.arena.step), 0)
+                else:
+                    still = recorded & (turns == before.turns) & (taken == before.taken)
+                    since = torch.where(still, since, 0)
+            steps = 1 if before is None else step - before.step
+            idle = torch.where(tokens[run] > 0, 0, torch.where(since > 0, since + steps, 1))
+            self._idle[module] = _Before(step, taken, idle, turns)
             age = None if known is None else known.since[run].tolist()
             yield ExpertLoad(module, counts.tolist(), idle.tolist(), age)
-
-    def _idle_of(self, module: str, step: int, tokens: Tensor, taken: Tensor, counted: bool, done: int) -> Tensor:
-        """``counted``: each step counts in ``taken``. ``done``: steps before this one."""
-        before = self._idle.get(module)
-        if before is None:
-            longer = torch.where(taken == 0, done + 1, 1) if counted else torch.ones_like(tokens)
-        else:
-            still = (before.since > 0) & (taken == before.taken)
-            longer = torch.where(still, before.since + (step - before.step), 1)
-        idle = torch.where(tokens > 0, 0, longer)
-        self._idle[module] = _Before(step, taken, idle)
-        return idle
 
 
 def idle_numbers(loads: Sequence[ExpertLoad]) -> dict[str, float]:

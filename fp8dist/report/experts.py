@@ -20,7 +20,7 @@ _LARGEST = 1 << 53
 
 class MixtureTokens(NamedTuple):
     """``step``: the newest observation, of which ``idle`` and ``age`` are (see ``fp8dist.monitoring.expert_loads``).
-    ``shares``: float64[E], share of the mixture's tokens, mean over ``observations``."""
+    ``shares``: float64[E], share of the mixture's tokens, mean over ``observations``, like ``tokens``, their number."""
 
     module: str
     step: int
@@ -28,6 +28,7 @@ class MixtureTokens(NamedTuple):
     observations: int
     idle: Sequence[int]
     age: Sequence[int] | None
+    tokens: float = float("nan")
 
 
 class Idle(NamedTuple):
@@ -61,7 +62,11 @@ def mixtures_of(lines: Lines) -> tuple[MixtureTokens, ...]:
         before = found.get(one.module)
         if before is not None and len(before.shares) == len(one.shares):
             count = before.observations + 1
-            one = one._replace(shares=before.shares + (one.shares - before.shares) / count, observations=count)
+            one = one._replace(
+                shares=before.shares + (one.shares - before.shares) / count,
+                tokens=before.tokens + (one.tokens - before.tokens) / count,
+                observations=count,
+            )
         found[one.module] = one
     return tuple(found.values())
 
@@ -74,7 +79,7 @@ def _parsed(line: dict[str, Any]) -> MixtureTokens | None:
         return None
     if (age is not None and (ages is None or len(ages) != len(idle))) or abs(line["step"]) >= _LARGEST:
         return None
-    return MixtureTokens(module, line["step"], np.array(tokens) / sum(tokens), 1, idle, ages)
+    return MixtureTokens(module, line["step"], np.array(tokens) / sum(tokens), 1, idle, ages, float(sum(tokens)))
 
 
 def _numbers(values: Any) -> list[int] | None:

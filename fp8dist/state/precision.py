@@ -42,6 +42,7 @@ class Precision:
 
     ``high``: the GEMMs that run in high precision now. ``observing``: True while amaxes are also recorded for tensors
     that are not cast. Compiled forwards read only these two, which change seldom, and not the number of steps left.
+    ``turns``: how often they changed.
     """
 
     def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...], changes: Changes | None = None) -> None:
@@ -50,9 +51,11 @@ class Precision:
         self.changes = Changes() if changes is None else changes
         self.high = self._initial = self._lasting = lasting
         self.observing = False
+        self.turns = 0
         self._passing: tuple[Gemm, ...] | None = None
         self._left = 0
         self._unseen: set[Role] = set()  # Roles neither cast nor observed in the last step.
+        self._steady = False  # The last ``end_step`` changed nothing but the number of steps left.
 
     @property
     def passing(self) -> bool:
@@ -96,6 +99,12 @@ class Precision:
         """True if the tensor of ``role`` was neither cast nor observed in the last step."""
         return role in self._unseen
 
+    def count_down(self) -> bool:
+        """Count a boundary that changes only the number of steps left. Return False if it is another: ``end_step``."""
+        counts = self._steady and self._passing is not None and self._left - 1 not in (0, OBSERVED_STEPS)
+        self._left -= counts
+        return counts
+
     def end_step(self) -> set[Role]:
         """Count a boundary. Return the roles whose scales are old, as ``change`` does."""
         for role, users in _USERS.items():
@@ -103,11 +112,14 @@ class Precision:
                 self._unseen.add(role)
             else:
                 self._unseen.discard(role)
+        turns = self.turns
         if self._passing is not None:
             self._left -= 1
             if self._left == 0:
                 self._passing = None
-        return self._follow()
+        woken = self._follow()
+        self._steady = self.turns == turns
+        return woken
 
     @property
     def recorded(self) -> frozenset[Role]:
@@ -118,7 +130,10 @@ class Precision:
         before = self.high, self.observing
         self.high = self._lasting if self._passing is None else self._passing
         self.observing = self._passing is not None and self._left <= OBSERVED_STEPS
-        self.changes.count += (self.high, self.observing) != before
+        if (self.high, self.observing) != before:
+            self._steady = False
+            self.turns += 1
+            self.changes.count += 1
         woken = {role for role in self._unseen if not _USERS[role] <= set(self.high)}
         self._unseen -= woken
         return woken
@@ -156,6 +171,7 @@ class Precision:
             except (KeyError, TypeError, ValueError):
                 raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}") from None
         self._lasting, self._passing, self._left, self._unseen = lasting, passing, left, unseen
+        self._steady = False
         return self._follow()
 
 
@@ -229,9 +245,10 @@ class Precisions:
         """Count a boundary. Return the slots whose scales are old."""
         if not self._moving:
             return set()
-        moving = [self.by_fqn[fqn] for fqn in self._moving]
+        changing = [fqn for fqn in self._moving if not self.by_fqn[fqn].count_down()]  # Few, of many experts.
+        moving = [self.by_fqn[fqn] for fqn in changing]
         changes = sum(each.changes.count for each in moving)
-        woken = {fqn: self.by_fqn[fqn].end_step() for fqn in self._moving}
+        woken = {fqn: self.by_fqn[fqn].end_step() for fqn in changing}
         self.version += sum(each.changes.count for each in moving) != changes
         return self._woken(woken)
 

@@ -273,10 +273,12 @@ def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Modu
 
 def _require_experts(module: nn.Module, name: str, fqn: str, resharded: bool) -> None:
     """Raise ConfigurationError unless this rank multiplies with whole experts."""
-    instead = f"shard them with FSDP2, or leave them in high precision: prepare(skip={fqn.rpartition('.')[0]!r})"
-    weight = module._parameters.get(name)
+    skip = f"leave them in high precision: prepare(skip={fqn.rpartition('.')[0]!r})"
+    instead, weight = f"shard them with FSDP2, or {skip}", module._parameters.get(name)
     if weight is None:
-        raise ConfigurationError(f"{fqn}: its {name} is no Parameter of the module any more: {instead}")
+        raise ConfigurationError(
+            f"{fqn}: its {name} is no Parameter of the module any more, as after a parametrization: undo it, or {skip}"
+        )
     if is_partitioned(weight) or (weight.ndim != 3 and not is_dtensor(weight)):
         raise ConfigurationError(
             f"{fqn}: FSDP1 or ZeRO has flattened its experts, which FP8 does not support: {instead}"

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
+from fp8dist.state.precision import Precision
 from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.sync.roll_call import failing_by_name
@@ -140,7 +141,7 @@ class ArenaSync:
     name of the manager in errors. ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such
     graphs that the host has seen. ``watched``: what this rank saw in a step is kept for ``take_seen``, with the
     ``microbatch`` that held each maximum. ``waits``: shared by all arenas of the manager. ``experts``: the
-    ``grad_output`` slots of a mixture's experts, by the fqn of a product.
+    precision of each expert, by the fqn of a product.
     """
 
     arena: Arena
@@ -155,7 +156,7 @@ class ArenaSync:
     watched: bool = False
     microbatch: int = 0
     waits: Waits = field(default_factory=Waits)
-    experts: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
+    experts: dict[str, tuple[Precision, ...]] = field(default_factory=dict)
     _seen: Tensor | None = None
     _held: Tensor | None = None  # int32[3, n], with ``_seen``: the first microbatch that saw the value.
     _work: dist.Work | None = None

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling, FP8Experts
+from fp8dist.errors import ConfigurationError
 from tests.support.collectives import counted_collectives
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
@@ -260,6 +262,7 @@ def test_fallback_of_one_expert() -> None:
     assert high == {"experts.gate_up.2", "experts.down.2"}
     assert "2 of 8 products of experts are high" in str(manager.coverage())
     assert manager.describe()["modules"][0]["gemms"]["fprop"] == "fp8"
+    assert manager.describe()["modules"][0]["experts"] == 4
     manager.set_precision("*", "high", ("fprop",))
     assert manager.describe()["modules"][0]["gemms"]["fprop"] == "high"
 
@@ -286,6 +289,42 @@ def test_what_prepare_leaves_out() -> None:
         row = next(iter(manager.coverage()))
         assert not row.fp8
         assert reason in row.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
+    [
+        ("down_proj", (3, 32, 48), "gate_up_proj (4, 96, 32) and down_proj (3, 32, 48) do not fit each other"),
+        ("down_proj", (4, 48, 32), "has_gate=True, is_transposed=False"),
+        ("gate_up_proj", (4, 32, 96), "gate_up_proj (4, 32, 96) and down_proj (4, 32, 48) do not fit"),
+        ("down_proj_bias", (4, 48), "down_proj_bias (4, 48) does not fit down_proj (4, 32, 48): expected (4, 32)"),
+    ],
+)
+def test_experts_whose_shapes_contradict_each_other_stay_in_high_precision(
+    name: str, shape: tuple[int, ...], reason: str
+) -> None:
+    model = Mixture(Experts(bias=True))
+    setattr(model.experts, name, nn.Parameter(torch.randn(shape)))
+    with captured_log():
+        row = next(iter(fp8dist.prepare(model).coverage()))
+    assert not row.fp8
+    assert reason in row.reason
+
+
+def test_rowwise_experts_have_no_fp8_all_gather() -> None:
+    """Also if no Linear has that recipe."""
+    model = Mixture(Experts())
+    with pytest.raises(ConfigurationError, match="experts: fp8_all_gather=True does not work with RowwiseScaling"):
+        fp8dist.prepare(model, overrides={"experts": fp8dist.RowwiseScaling()}, fp8_all_gather=True)
+    assert type(model.experts) is Experts
+
+
+def test_experts_parametrized_after_prepare_are_refused_with_what_to_do() -> None:
+    model = Mixture(Experts())
+    manager = fp8dist.prepare(model)
+    parametrize.register_parametrization(model.experts, "gate_up_proj", nn.Tanh())
+    with pytest.raises(ConfigurationError, match="as after a parametrization: undo it, or leave them in high"):
+        manager.attach()
 
 
 def test_groups_and_patterns_of_products() -> None:

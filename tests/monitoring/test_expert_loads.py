@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import fp8dist
-from fp8dist import CurrentScaling, DelayedScaling, Observation, Recipe
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Observation, Recipe, RowwiseScaling
 from fp8dist.monitoring.expert_loads import ExpertLoad, idle_numbers
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.ranks import RankPool
@@ -28,6 +28,8 @@ def trained(
     recomputes: bool = False,
     compiles: bool = False,
     every: int = 1,
+    high: str = "",
+    steps: int | None = None,
     **prepared: Any,
 ) -> list[Observation]:
     """Train a mixture of four experts over the steps of AMONG; return what the watch observed."""
@@ -38,6 +40,8 @@ def trained(
     manager.watch(every, observer=seen.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     manager.attach(optimizer=optimizer)
+    if high:
+        manager.set_precision(high, "high", steps=steps)
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
     for step, among in AMONG.items():
         for microbatch in range(microbatches):
@@ -118,6 +122,43 @@ def test_tokens_are_sums_over_the_ranks_that_share_the_state(two_ranks: RankPool
 def test_experts_in_high_precision_are_not_called_idle() -> None:
     seen = trained(CurrentScaling(), overrides={"experts*": "high"})
     assert all(one.experts == () for one in seen)
+
+
+def test_an_expert_in_high_precision_is_called_idle_in_observed_steps_only() -> None:
+    """Its gradients are not recorded, so its counters do not tell whether it had tokens in the other steps."""
+    seen = trained(DelayedScaling(history_len=4), every=4, high="*.2")
+    assert [one.experts[0].idle for one in seen] == [[0, 0, 1, 4], [0, 0, 1, 8]]  # It had tokens in steps 1, 2 and 6.
+    seen = trained(DelayedScaling(history_len=4), every=4, high="*.2", steps=2)
+    assert [one.experts[0].idle for one in seen] == [[0, 0, 1, 4], [0, 0, 1, 8]]
+
+
+@pytest.mark.slow
+def test_a_mixture_whose_products_have_groups_of_their_own_is_told_once(two_ranks: RankPool) -> None:
+    for modules in two_ranks.run(_with_groups):
+        assert modules == ["experts"] * len(AMONG)
+
+
+def _with_groups() -> list[str]:
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = {"experts.gate_up": own}
+    seen = trained(DelayedScaling(history_len=4), dist.get_rank(), group=dist.group.WORLD, groups=groups)
+    return [load.module for one in seen for load in one.experts]
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling()], ids=str)
+def test_a_rank_without_tokens_is_observed(recipe: Recipe) -> None:
+    seen: list[Observation] = []
+    model = Mixture(Experts())
+    manager = fp8dist.prepare(model, recipe)
+    manager.watch(1, observer=seen.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager.attach(optimizer=optimizer)
+    index, weights = routes(TOKENS, 2, (0, 1), 0)
+    x = rows(TOKENS, 32, 0)
+    for part in (slice(0, 0), slice(None)):  # A batch that is empty, and one that is not.
+        model(x[part].requires_grad_(), index[part], weights[part]).sum().backward()
+    optimizer.step()
+    assert seen[0].experts[0].tokens == [TOKENS, TOKENS, 0, 0]
 
 
 def test_numbers_of_idle_experts() -> None:
