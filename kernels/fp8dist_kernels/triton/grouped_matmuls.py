@@ -19,10 +19,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8dist_kernels.reference.grouped_matmuls import column_scaling_of, grouped_scaling_of
-from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.reference.matmuls import Scaling, aligned
 from fp8dist_kernels.triton.groups import columns_of, find_group, tiles_bound
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, ceil_power_of_two, on_device_of, processors
-from fp8dist_kernels.triton.matmuls import aligned, require_pair
+from fp8dist_kernels.triton.matmuls import require_pair
 from fp8dist_kernels.triton.products import tile_at
 from fp8dist_kernels.triton.tables import Tile, bucket
 from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, capability_of
