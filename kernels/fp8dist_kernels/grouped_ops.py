@@ -121,7 +121,7 @@ def _matmul_grouped(
     if capability is not None:
         scaling = grouped_matmuls.grouped_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets, bias)
         dtypes, biased = (a.dtype, b.dtype, out_dtype), bias is not None
-        if scaled_grouped.torch_can_group(capability, dtypes, scaling, tuple(b.shape), biased):
+        if scaled_grouped.torch_can_group(capability, dtypes, scaling, b.shape, biased):
             return scaled_grouped.multiply_grouped_torch(
                 scaling, a, b, inv_scale_a, inv_scale_b, offsets, fast_accumulation
             )

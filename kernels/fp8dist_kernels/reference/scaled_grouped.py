@@ -6,6 +6,8 @@ multiple of 16, and a device assertion ends the CUDA context.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -26,7 +28,7 @@ def torch_can_group(
     capability: tuple[int, int] | None,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     scaling: Scaling,
-    shape: tuple[int, int, int],
+    shape: Sequence[int],
     biased: bool,
 ) -> bool:
     """True if torch computes such a ``matmul_grouped``.
@@ -67,7 +69,7 @@ def multiply_grouped_torch(
         inv_scale_a = inv_scale_a[expert.clamp_(max=groups - 1)]
         inv_scale_b = inv_scale_b[:, None].expand(groups, n)
     rows = functional.ScalingType.RowWise
-    product = functional.scaled_grouped_mm(
+    product: Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined, unused-ignore]
         aligned(a),
         aligned(b).mT,
         inv_scale_a.reshape(tokens).contiguous(),
