@@ -13,7 +13,7 @@ import triton.language as tl
 from fp8dist_kernels.reference import casts
 from fp8dist_kernels.triton.launching import ceil_div
 
-__all__ = ["columns_of", "find_group", "tiles_bound"]
+__all__ = ["columns_of", "find_group", "larger", "tiles_bound"]
 
 _ALIGNMENT = tl.constexpr(casts.TOKEN_ALIGNMENT)
 
@@ -30,7 +30,8 @@ def tiles_bound(length: int, groups: int, tile: int) -> int:
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
+    """Combine two numbers of a running maximum."""
     return tl.maximum(a, b)
 
 
@@ -41,7 +42,7 @@ def _sizes(offsets, groups, length, GROUPS: tl.constexpr):
     group = tl.arange(0, GROUPS)
     ends = tl.load(offsets + group, mask=group < groups, other=0)
     starts = tl.load(offsets + group - 1, mask=(group > 0) & (group < groups), other=0)
-    starts = tl.associative_scan(tl.minimum(starts, length), 0, _larger)  # The first is 0.
+    starts = tl.associative_scan(tl.minimum(starts, length), 0, larger)  # The first is 0.
     return group, tl.maximum(tl.minimum(ends, length) - starts, 0)
 
 
