@@ -122,8 +122,9 @@ def _matmul_grouped(
         scaling = grouped_matmuls.grouped_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets, bias)
         dtypes, biased = (a.dtype, b.dtype, out_dtype), bias is not None
         if scaled_grouped.torch_can_group(capability, dtypes, scaling, b.shape, biased):
+            clear = version_of_backend(backend, a.device, scaled_grouped).clear_tail
             return scaled_grouped.multiply_grouped_torch(
-                scaling, a, b, inv_scale_a, inv_scale_b, offsets, fast_accumulation
+                scaling, a, b, inv_scale_a, inv_scale_b, offsets, fast_accumulation, clear
             )
     multiply = version_of_backend(backend, a.device, grouped_matmuls).matmul_grouped
     product: Tensor = multiply(a, b, inv_scale_a, inv_scale_b, offsets, out_dtype, fast_accumulation, bias)

@@ -38,6 +38,12 @@ def test_casts(capability: int, record_property: Callable[[str, object], None]) 
             assert kernel.registers <= 96, name
 
 
+def test_the_tail_of_torchs_product() -> None:
+    (kernel,) = compiled("tests.kernels.compiled.scaled_grouped", HOPPER)
+    assert (kernel.stack, kernel.count(r"\b(STL|LDL)\b")) == (0, 0)
+    assert kernel.count(r"STG\.E\.128") >= 4
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 def test_products(capability: int, record_property: Callable[[str, object], None]) -> None:
     kernels = compiled("tests.kernels.compiled.grouped_matmuls", capability)

@@ -12,9 +12,13 @@ from torch.nn import functional
 
 from fp8dist_kernels import direct, grouped_ops
 from fp8dist_kernels.reference import grouped_matmuls as plain
+from fp8dist_kernels.reference import scaled_grouped
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.reference.scaled_grouped import clear_tail as plain_clear
 from fp8dist_kernels.reference.scaled_grouped import multiply_grouped_torch, torch_can_group
+from fp8dist_kernels.triton import version_of
+from fp8dist_kernels.triton.scaled_grouped import clear_tail as fused_clear
 from tests.support.devices import DEVICE, needs_gpu
 from tests.support.grouped import COUNTS, WRONG, ends
 from tests.support.products import E4M3, E5M2
@@ -127,7 +131,7 @@ def test_when_torch_can(change: dict[str, Any], expected: bool) -> None:
 def test_torch_gets_rows_with_a_scale_each(scaling: Scaling, counts: tuple[int, ...], stand_in: Torch) -> None:
     given, offsets = operands(scaling, sum(counts) + 3, len(counts)), ends(counts)
     given[0][sum(counts) :] = torch.nan
-    got = multiply_grouped_torch(scaling, *given, offsets, True)
+    got = multiply_grouped_torch(scaling, *given, offsets, True, plain_clear)
     assert torch.equal(got, plain.matmul_grouped(*given, offsets, BF16, True))
     ((_, b, of_a, of_b, _),) = stand_in.calls
     assert b.stride()[1:] == (1, b.shape[1])
@@ -141,9 +145,9 @@ def test_odd_addresses_and_no_rows(scaling: Scaling, stand_in: Torch) -> None:
     moved = [one[1:].view(E4M3).view(like.shape) for one, like in zip(shifted, given)]
     assert all(one.data_ptr() % 16 for one in moved)
     expected = plain.matmul_grouped(*given, offsets, BF16, True)
-    assert torch.equal(multiply_grouped_torch(scaling, *moved, *given[2:], offsets, False), expected)
+    assert torch.equal(multiply_grouped_torch(scaling, *moved, *given[2:], offsets, False, plain_clear), expected)
     nothing = operands(scaling, 0, 2)
-    assert multiply_grouped_torch(scaling, *nothing, ends((0, 0)), True).shape == (0, 48)
+    assert multiply_grouped_torch(scaling, *nothing, ends((0, 0)), True, plain_clear).shape == (0, 48)
     assert len(stand_in.calls) == 1
 
 
@@ -151,7 +155,7 @@ def test_odd_addresses_and_no_rows(scaling: Scaling, stand_in: Torch) -> None:
 def test_offsets_are_cut(wrong: tuple[int, ...], stand_in: Torch) -> None:
     given, offsets = operands(Scaling.TENSORWISE, 50, 3), torch.tensor(wrong, dtype=torch.int32, device=DEVICE)
     expected = plain.matmul_grouped(*given, cut(offsets, 50), BF16, True)
-    assert torch.equal(multiply_grouped_torch(Scaling.TENSORWISE, *given, offsets, True), expected)
+    assert torch.equal(multiply_grouped_torch(Scaling.TENSORWISE, *given, offsets, True, fused_clear), expected)
 
 
 def test_which_backend_and_product_call_torch(stand_in: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +168,40 @@ def test_which_backend_and_product_call_torch(stand_in: Torch, monkeypatch: pyte
         got = direct.matmul_grouped(a, b, *scales, offsets, BF16, backend=backend, **how)
         assert torch.equal(got, expected)
         assert len(stand_in.calls) == calls, backend
+    assert version_of(scaled_grouped).clear_tail is fused_clear
     bias = torch.ones(3, 48, device=DEVICE)
     direct.matmul_grouped(a, b, *scales, offsets, BF16, bias=bias, **how)
     direct.matmul_grouped(a, b, *scales, offsets, torch.float32, **how)
     wide = a.new_zeros(48, 64)
     direct.matmul_grouped_columns(wide, wide, *scales, offsets, BF16, **how)
     assert len(stand_in.calls) == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 21])
+@pytest.mark.parametrize("n", [16, 528])
+def test_the_tail_is_cleared(tokens: int, n: int) -> None:
+    for end in {0, 1, tokens // 2, tokens}:
+        made = []
+        for clear in (plain_clear, fused_clear):
+            product = torch.full((tokens, n), torch.nan, dtype=BF16, device=DEVICE)
+            clear(product, ends((end, 0)))
+            made.append(product.isnan())
+            assert not product[end:].any()
+        assert torch.equal(*made)
+        assert made[0][:end].all()
+
+
+def test_the_device_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without memory, any read raises."""
+
+    def product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+        return a.new_empty((a.shape[0], b.shape[2]), dtype=BF16)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", product)
+    for scaling in (Scaling.TENSORWISE, Scaling.ROWWISE):
+        given = [one.to("meta") for one in operands(scaling, 9, 2)]
+        made = multiply_grouped_torch(scaling, *given, ends((4, 5)).to("meta"), True, plain_clear)
+        assert made.shape == (9, 48)
 
 
 def test_torch_has_the_arguments() -> None:
@@ -192,4 +224,4 @@ def test_on_a_gpu(scaling: Scaling) -> None:
         given, offsets = operands(scaling, sum(counts) + 3, len(counts)), ends(counts)
         expected = plain.matmul_grouped(*given, offsets, BF16, True)
         for fast in (True, False):
-            assert torch.equal(multiply_grouped_torch(scaling, *given, offsets, fast), expected)
+            assert torch.equal(multiply_grouped_torch(scaling, *given, offsets, fast, fused_clear), expected)

@@ -6,16 +6,17 @@ multiple of 16, and a device assertion ends the CUDA context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fp8dist_kernels.reference.grouped_shares import expert_of_rows
 from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.matmuls import ALIGNMENT, Scaling, aligned
 
-__all__ = ["multiply_grouped_torch", "torch_can_group"]
+__all__ = ["clear_tail", "multiply_grouped_torch", "torch_can_group"]
 
 _HOPPER = (9, 0)
 """torch also lets Blackwell pass, but up to 2.13 its kernel for float32 scales is compiled for Hopper only, and traps
@@ -57,16 +58,19 @@ def multiply_grouped_torch(
     inv_scale_b: Tensor,
     offsets: Tensor,
     fast_accumulation: bool,
+    clear: Callable[[Tensor, Tensor], None],
 ) -> Tensor:
     """Do ``grouped_matmuls.matmul_grouped`` for arguments that ``grouped_scaling_of`` has checked and that
-    ``torch_can_group``. Offsets are cut, as by the kernels. Does not read the device."""
+    ``torch_can_group``. Offsets are cut, as by the kernels. Does not read the device.
+
+    ``clear``: the ``clear_tail`` of a backend.
+    """
     tokens, (groups, n, _) = len(a), b.shape
     if tokens == 0:
         return torch.empty(0, n, dtype=torch.bfloat16, device=a.device)
-    offsets, row = cut(offsets, tokens), torch.arange(tokens, device=a.device)
+    offsets = cut(offsets, tokens)
     if scaling is Scaling.TENSORWISE:  # torch takes a scale per row only.
-        expert = torch.bucketize(row, offsets, right=True)
-        inv_scale_a = inv_scale_a[expert.clamp_(max=groups - 1)]
+        inv_scale_a = inv_scale_a[expert_of_rows(tokens, offsets).clamp_(max=groups - 1)]
         inv_scale_b = inv_scale_b[:, None].expand(groups, n)
     rows = functional.ScalingType.RowWise
     product: Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined, unused-ignore]
@@ -80,4 +84,16 @@ def multiply_grouped_torch(
         output_dtype=torch.bfloat16,
         use_fast_accum=fast_accumulation,
     )
-    return product.masked_fill_((row >= offsets[-1])[:, None], 0)  # torch leaves rows of no expert uninitialised.
+    clear(product, offsets)  # torch leaves rows of no expert uninitialised.
+    return product
+
+
+def clear_tail(product: Tensor, ends: Tensor) -> None:
+    """Set the rows of no expert to 0, in place.
+
+    Args:
+        product: [tokens, n], contiguous.
+        ends: int32[E], offsets that never decrease.
+    """
+    row = torch.arange(len(product), device=ends.device)
+    product.masked_fill_((row >= ends[-1])[:, None], 0)
