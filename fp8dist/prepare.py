@@ -31,7 +31,7 @@ from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup
-from fp8dist_kernels import ops
+from fp8dist_kernels import grouped_ops, ops
 from fp8dist_kernels.formats import Role
 
 __all__ = ["prepare", "restore"]
@@ -172,6 +172,7 @@ def prepare(
         model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, coverage
     )
     ops.register_flops()
+    grouped_ops.register_flops()
     for fqn, linear in linears.items():
         convert(linear, slots[fqn])
     for module in experts.values():

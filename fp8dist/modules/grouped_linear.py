@@ -117,8 +117,7 @@ class _GroupedFunction(torch.autograd.Function):
                 inv_scales = cast.columns_inv_scale, x_inv_scale
                 in_fp8 = slots.grouped_matmul(cast.columns, x_columns, *inv_scales, offsets, ctx.weight_dtype, "wgrad")
             if high["wgrad"] is not False:
-                rows = _dense(x.to(grad_output.dtype))
-                in_high = F.grouped_mm(_dense(grad_output).t(), rows, offs=offsets).to(ctx.weight_dtype)
+                in_high = _weight_grad(grad_output, x.to(grad_output.dtype), offsets).to(ctx.weight_dtype)
             grad_weight = _chosen(in_fp8, in_high, high["wgrad"], lambda mask: mask[:, None, None])
         grad_bias = _sums(grad_output, offsets).to(ctx.bias_dtype) if wants_bias_grad else None
         slots.count_backward(call.record)
@@ -237,10 +236,30 @@ def _dequantising(x: Tensor, weight: FP8Weight, offsets: Tensor, bias: Tensor | 
 
 
 def _product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    output = F.grouped_mm(_dense(x), _dense(weight.to(x.dtype)).mT, offs=offsets)
+    weight = weight.to(x.dtype)
+    if x.dtype is torch.float64:
+        *parts, beyond = _split(x, offsets)
+        made = [part @ matrix.mT for part, matrix in zip(parts, weight)]
+        output = torch.cat([*made, beyond.new_zeros(len(beyond), weight.shape[1])])
+    else:
+        output = F.grouped_mm(_dense(x), _dense(weight).mT, offs=offsets)
     if bias is not None:
         output = output + bias.to(x.dtype)[expert_of_rows(len(x), offsets).clamp(max=len(offsets) - 1)]
     return torch.where(_of_experts(len(x), offsets), output, 0)
+
+
+def _weight_grad(grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """Return dyᵀ x of each expert: [E, out_features, in_features]."""
+    if x.dtype is torch.float64:
+        parts = list(zip(_split(grad_output, offsets), _split(x, offsets)))[:-1]
+        return torch.stack([left.mT @ right for left, right in parts])
+    return F.grouped_mm(_dense(grad_output).t(), _dense(x), offs=offsets)
+
+
+def _split(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of each expert, and those of nobody. Waits for the device: only for float64, which grouped_mm
+    does not compute."""
+    return torch.tensor_split(x, offsets.tolist())
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -328,11 +328,7 @@ class GroupedSlots(LinearSlots):
                 flat = direct.quantize_rowwise(weight.mT.reshape(-1, n), dtype, rows=True, columns=False, **options)
                 made[2:] = flat[0].view(experts, k, n), flat[1].view(experts, k, 1)
             return Cast(*made)
-        parts = [
-            direct.quantize_blocks(part, dtype, block=[BLOCK, BLOCK], rows=rows, columns=columns, **options)
-            for part in weight
-        ]
-        return Cast(*map(torch.stack, zip(*parts)))
+        return Cast(*direct.quantize_blocks(weight, dtype, block=[BLOCK, BLOCK], rows=rows, columns=columns, **options))
 
     def backward_cast(self, weight: Tensor, state: SlotState, outgrown: Outgrown) -> tuple[Tensor, Tensor]:
         """See ``LinearSlots``."""

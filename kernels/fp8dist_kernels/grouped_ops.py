@@ -5,14 +5,16 @@
 ``fp8dist::matmul_grouped``          products of each expert's rows with its weight: forward and dgrad
 ``fp8dist::matmul_grouped_columns``  products of transposed copies over each expert's rows: wgrad
 
-They follow the rules of ``ops``. Triton's kernels do not read ``offsets`` on the host. The plain-torch twins, which all
-other backends use, do: they loop over the experts.
+They follow the rules of ``ops``. On Hopper, with "auto" and "torch", torch's own kernel computes the products that it
+can (``reference/scaled_grouped.py``). Neither it nor Triton's kernels need ``offsets`` on the host: if they decrease or
+lie beyond the rows, they are cut on the device (``cut`` in ``reference/groups.py``). The plain-torch twins, which all
+other backends use, read them, loop over the experts, and raise ValueError for such offsets.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor
 
 from fp8dist_kernels import BLOCK
+from fp8dist_kernels.backends import nvidia_capability
 from fp8dist_kernels.ops import version_of_backend
-from fp8dist_kernels.reference import grouped_casts, grouped_matmuls
+from fp8dist_kernels.reference import grouped_casts, grouped_matmuls, scaled_grouped
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
 from fp8dist_kernels.taps import tell
@@ -32,6 +35,7 @@ __all__ = [
     "matmul_grouped_columns",
     "quantize_grouped",
     "quantize_grouped_lines",
+    "register_flops",
 ]
 
 _LIBRARY = torch.library.Library("fp8dist", "FRAGMENT")
@@ -54,6 +58,25 @@ _LIBRARY.define(
 )
 
 
+@functools.cache
+def register_flops() -> None:
+    """Let FlopCounterMode count grouped products: those of all rows, whether an expert has them or not."""
+    from torch.utils.flop_counter import register_flop_formula  # Late, as in ``ops``.
+
+    def of_rows(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    def of_columns(
+        a: Sequence[int], b: Sequence[int], _a: Any, _b: Any, offsets: Sequence[int], *_: Any, **__: Any
+    ) -> int:
+        # The length of transposed copies tells the rows, if they are a multiple of 16, and at most 15 more or fewer
+        # otherwise.
+        return 2 * a[0] * b[0] * max(0, a[1] - columns_bound(0, offsets[0]))
+
+    register_flop_formula(torch.ops.fp8dist.matmul_grouped)(of_rows)
+    register_flop_formula(torch.ops.fp8dist.matmul_grouped_columns)(of_columns)
+
+
 def _cast(
     name: str, x: Tensor, *rest: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, ...]:
@@ -67,7 +90,10 @@ def _cast(
 def _multiply(
     name: str, a: Tensor, *rest: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
 ) -> Tensor:
-    multiply = getattr(version_of_backend(backend, a.device, grouped_matmuls), name)
+    if name == "matmul_grouped":
+        multiply = functools.partial(_matmul_grouped, backend)
+    else:
+        multiply = getattr(version_of_backend(backend, a.device, grouped_matmuls), name)
     kind = a.device.type
     if torch.is_autocast_enabled(kind):  # Autocast would change the product's dtype.
         with torch.autocast(kind, enabled=False):
@@ -76,6 +102,32 @@ def _multiply(
         product = multiply(a, *rest, **options)
     if tap is not None:
         tell(tap, name, site, (a, *rest), {**options, "backend": backend}, product)
+    return product
+
+
+def _matmul_grouped(
+    backend: str,
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast_accumulation: bool,
+) -> Tensor:
+    capability = nvidia_capability(a.device) if backend in ("auto", "torch") else None
+    if capability is not None:
+        scaling = grouped_matmuls.grouped_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets, bias)
+        dtypes, biased = (a.dtype, b.dtype, out_dtype), bias is not None
+        if scaled_grouped.torch_can_group(capability, dtypes, scaling, b.shape, biased):
+            clear = version_of_backend(backend, a.device, scaled_grouped).clear_tail
+            return scaled_grouped.multiply_grouped_torch(
+                scaling, a, b, inv_scale_a, inv_scale_b, offsets, fast_accumulation, clear
+            )
+    multiply = version_of_backend(backend, a.device, grouped_matmuls).matmul_grouped
+    product: Tensor = multiply(a, b, inv_scale_a, inv_scale_b, offsets, out_dtype, fast_accumulation, bias)
     return product
 
 
@@ -172,7 +224,8 @@ expert, ``ops.quantize_rowwise``, or ``ops.quantize_blocks`` with blocks of 1 x 
 
 matmul_grouped = torch.ops.fp8dist.matmul_grouped.default
 """``(a[tokens, k], b[E, n, k], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [tokens, n]``: for each expert,
-``a @ b[e].T + bias[e]`` of its rows, dequantised. 0 for rows of no expert."""
+``a @ b[e].T + bias[e]`` of its rows, dequantised. 0 for rows of no expert. On a GPU, offsets are cut to the rows of
+``a``, and a group that would end before it starts is empty; likewise in the other ops."""
 
 matmul_grouped_columns = torch.ops.fp8dist.matmul_grouped_columns.default
 """``(a[n, columns], b[k, columns], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [E, n, k]``: for each expert,

@@ -320,14 +320,14 @@ def _quantize_blocks_fake(
         height, width = block
         down, across = -(-lines // height), -(-length // width)
         if height > 1:
-            return x.new_empty((down, across), dtype=torch.float32)
-        return x.new_empty((across, down), dtype=torch.float32).t()
+            return x.new_empty((*experts, down, across), dtype=torch.float32)
+        return x.new_empty((*experts, across, down), dtype=torch.float32).mT
 
-    (tokens, features), nothing = x.shape, x.new_empty(0, dtype=torch.float32)
+    (*experts, tokens, features), nothing = x.shape, x.new_empty(0, dtype=torch.float32)
     return (
-        x.new_empty((tokens, features) if rows else (0,), dtype=dtype),
+        x.new_empty((*experts, tokens, features) if rows else (0,), dtype=dtype),
         inverse(tokens, features) if rows else nothing,
-        x.new_empty((features, _padded(tokens)) if columns else (0,), dtype=dtype),
+        x.new_empty((*experts, features, _padded(tokens)) if columns else (0,), dtype=dtype),
         inverse(features, tokens) if columns else torch.empty_like(nothing),
     )
 
@@ -399,7 +399,8 @@ scale per row of each copy, from the row's own amax."""
 
 quantize_blocks = torch.ops.fp8dist.quantize_blocks.default
 """``(x[tokens, features], dtype, block=(1, 128) or (128, 128), …) -> (rows, inv_scale, columns, inv_scale)``: cast with
-one scale per block of each copy, from the block's own amax."""
+one scale per block of each copy, from the block's own amax. Weights of experts [E, n, k] are cast one by one, in one
+launch."""
 
 observe = torch.ops.fp8dist.observe.default
 """``(x, pending)``: record the amax of x (any shape) in ``pending``, a 0-d view of a slot."""

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fp8dist_kernels.reference import blocks, casts
 from fp8dist_kernels.reference import grouped_casts as plain
+from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.triton import grouped_casts as fused
 from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
-from tests.support.grouped import COUNTS, ends, poisoned_rows
+from tests.support.grouped import COUNTS, WRONG, ends, poisoned_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
@@ -192,6 +193,32 @@ def test_offsets_beyond_32_bits() -> None:
             fused.quantize_grouped_lines(x, ends((1, 2)), FORMATS[0], **options),
             plain.quantize_grouped_lines(x.clone(), ends((1, 2)), FORMATS[0], **options),
         )
+
+
+# Offsets that do not fit --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", WRONG, ids=str)
+@pytest.mark.parametrize("in_blocks", [None, True, False], ids=["slots", "blocks", "rows"])
+def test_kernels_cut_offsets(given: tuple[int, ...], in_blocks: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read or written beyond the rows, and no row twice."""
+    poison(monkeypatch)
+    x, offsets = hard_values(50, 16).bfloat16(), torch.tensor(given, dtype=torch.int32, device=DEVICE)
+    fitting = cut(offsets, 50)
+    if in_blocks is None:
+        assert_same(run(fused, x, offsets, FORMATS[0], outgrown=0.9), run(plain, x, fitting, FORMATS[0], outgrown=0.9))
+        return
+    lines: dict[str, Any] = {"in_blocks": in_blocks, "power_of_two": False, "rows": True, "columns": True}
+    found = fused.quantize_grouped_lines(x, offsets, FORMATS[0], **lines)
+    assert_same(found, plain.quantize_grouped_lines(x, fitting, FORMATS[0], **lines))
+
+
+def test_cut() -> None:
+    for given, expected in zip(WRONG, ([40, 40, 50], [0, 20, 50], [0, 49, 49], [50, 50, 50])):
+        assert cut(torch.tensor(given, dtype=torch.int32), 50).tolist() == expected
+    fitting = ends((3, 0, 4))
+    assert torch.equal(cut(fitting, 7), fitting)
+    assert cut(fitting, 7).dtype == torch.int32
 
 
 # Refused arguments -----------------------------------------------------------------------------------

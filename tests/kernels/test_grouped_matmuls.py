@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8dist_kernels.reference import grouped_casts as plain_casts
 from fp8dist_kernels.reference import grouped_matmuls as plain
-from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, rows_of
+from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, cut, rows_of
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.triton import grouped_matmuls as fused
 from fp8dist_kernels.triton.matmuls import matmul_with
 from fp8dist_kernels.triton.tables import Tile
 from tests.support.devices import DEVICE
-from tests.support.grouped import COUNTS, ends
+from tests.support.grouped import COUNTS, WRONG, ends
 from tests.support.products import E4M3, PAIRS
 
 VERSIONS = pytest.mark.parametrize("version", [plain, fused], ids=["plain", "fused"])
@@ -216,6 +217,42 @@ def test_many_experts(groups: int) -> None:
     for fast in (True, False):
         assert_equal(case.rows(fused, torch.bfloat16, fast), case.rows(plain, torch.bfloat16))
         assert_equal(case.columns(fused, torch.bfloat16, fast), case.columns(plain, torch.bfloat16))
+
+
+@pytest.mark.parametrize("given", WRONG, ids=str)
+def test_kernels_cut_offsets(given: tuple[int, ...]) -> None:
+    """Nothing is read or written beyond the rows, and no row twice."""
+    offsets = torch.tensor(given, dtype=torch.int32, device=DEVICE)
+    fitting = cut(offsets, 50)
+    for scaling in (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCKWISE_1D):
+        case = Case((16, 16, 18 - BEYOND), scaling, n=48, k=144)
+        case.a = case.numbers((50, 144), E4M3)
+        if scaling is not Scaling.TENSORWISE:
+            case.scales = case.inverses(tuple(case.scales[0].shape)), case.scales[1]
+        case.offsets = fitting
+        expected = case.rows(plain, torch.float32)
+        case.offsets = offsets
+        assert_equal(case.rows(fused, torch.float32), expected)
+        sides = [_columns_of(case.numbers((50, size), torch.float32), fitting, scaling) for size in (48, 144)]
+        (left, of_left), (right, of_right) = sides
+        both = [
+            version.matmul_grouped_columns(left, right, of_left, of_right, ends_, torch.float32, False)
+            for version, ends_ in ((fused, offsets), (plain, fitting))
+        ]
+        assert_equal(*both)
+
+
+def _columns_of(x: Tensor, offsets: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """Return the transposed copy of a cast, and its inverse scales."""
+    if scaling is Scaling.TENSORWISE:
+        one = torch.ones(len(offsets), device=DEVICE)
+        _, columns, inv_scale = plain_casts.quantize_grouped(
+            x, offsets, one, one < 0, -one, E4M3, record=False, just_in_time=False, margin=0, power_of_two=True,
+            rows=True, columns=True,
+        )  # fmt: skip
+        return columns, inv_scale
+    options: Any = {"in_blocks": scaling.in_blocks, "power_of_two": True, "rows": True, "columns": True}
+    return plain_casts.quantize_grouped_lines(x, offsets, E4M3, **options)[2:]
 
 
 def test_products_of_nothing() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8dist_kernels import direct, grouped_ops
+from fp8dist_kernels import direct, grouped_ops, ops
 from fp8dist_kernels.reference import grouped_casts as plain_casts
 from fp8dist_kernels.reference import grouped_matmuls as plain_matmuls
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
@@ -153,6 +153,9 @@ def test_opcheck() -> None:
     for in_blocks in (True, False):
         options = {"in_blocks": in_blocks, "power_of_two": False, "rows": True, "columns": True}
         torch.library.opcheck(grouped_ops.quantize_grouped_lines, (x, offsets, E4M3), options)
+    for block in ([1, 128], [128, 128]):
+        options = {"block": block, "power_of_two": False, "rows": True, "columns": True}
+        torch.library.opcheck(ops.quantize_blocks, (weight, E4M3), options)
     rows, columns, inv = direct.quantize_grouped(x, offsets, *slots(), E4M3, columns=True, **CAST)
     of_w, _, inv_w = direct.quantize_grouped(weight, None, *slots(), E4M3, columns=True, **CAST)
     product = {"fast_accumulation": False}

@@ -158,6 +158,27 @@ def test_precision_of_single_experts(recipe: str, gemms: tuple[Any, ...]) -> Non
         pair.step()
 
 
+@pytest.mark.parametrize("high", ["*", "experts.gate_up.[13]"])
+def test_float64_experts_in_high_precision(high: str) -> None:
+    """Which torch's grouped product does not compute."""
+    models = Mixture(Experts(bias=True).double()), Mixture(Experts(bias=True).double())
+    manager = fp8dist.prepare(models[0])
+    manager.set_precision(high, "high")
+    index, weights = routes(23, 2, (0, 1, 3), 5)
+    seen = []
+    for model in models:
+        x = rows(23, 32, 4).double().requires_grad_()
+        output = model(x, index, weights.double())
+        output.square().sum().backward()
+        seen.append([output, x.grad, *(parameter.grad for parameter in model.parameters())])
+    for ours, theirs in zip(*seen):
+        assert ours.dtype == torch.float64
+        if high == "*":
+            torch.testing.assert_close(ours, theirs)
+        else:
+            assert (ours - theirs).norm() < 0.2 * theirs.norm()
+
+
 def test_calibration_and_modes() -> None:
     """calibrate(), no_fp8(), evaluation in both precisions, and a watch's shares."""
     pair = Pair(DelayedScaling(history_len=4), {})

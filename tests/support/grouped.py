@@ -14,6 +14,9 @@ from tests.support.devices import DEVICE
 COUNTS = ((5, 0, 17, 0, 130, 1), (0, 0, 0), (1,), (33,), (0, 16, 0), (128, 129))
 """Rows of each expert."""
 
+WRONG = ((40, 30, 60), (-3, 20, 1 << 30), (0, 49, 0), (2**31 - 1,) * 3)
+"""Offsets of three experts that decrease, or that lie beyond or before all of 50 rows."""
+
 
 def ends(counts: Sequence[int]) -> Tensor:
     """Return ``offsets`` of groups with these numbers of rows."""

@@ -3,7 +3,8 @@
 ``offsets`` is int32[E] on the device of the rows: the ends of the groups, never decreasing, the last at most the number
 of rows. Group ``e`` is the rows from ``offsets[e - 1]`` (0 for the first) up to ``offsets[e]``; it may be empty. Rows
 from ``offsets[-1]`` on belong to nobody: their memory may be uninitialised. No kernel reads them; outputs of a cast or
-a product are 0 there, and their inverse scales are 1.
+a product are 0 there, and their inverse scales are 1. Of other offsets, the twins in plain torch raise ValueError; the
+kernels, which cannot, compute with what ``cut`` makes of them.
 
 Shapes must not depend on what the device holds, so buffers have room for the worst case.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT, padded
 
-__all__ = ["blocks_bound", "columns_bound", "require_groups", "rows_of"]
+__all__ = ["blocks_bound", "columns_bound", "cut", "require_groups", "rows_of"]
 
 
 def columns_bound(tokens: Any, groups: Any) -> Any:
@@ -40,6 +41,12 @@ def require_groups(offsets: Tensor, device: torch.device) -> None:
         raise ValueError(f"offsets must be contiguous int32 [experts], got {offsets.dtype} {tuple(offsets.shape)}")
     if offsets.device != device:
         raise ValueError(f"offsets must be on {device}, as the rows are; they are on {offsets.device}")
+
+
+def cut(offsets: Tensor, tokens: int) -> Tensor:
+    """Return ``offsets`` that never decrease and never exceed ``tokens``, the number of rows: each end is at least the
+    largest before it, so a group that would end before it starts is empty. Does not read the device."""
+    return offsets.clamp(0, tokens).cummax(0).values
 
 
 def rows_of(offsets: Tensor, tokens: int | None = None) -> list[tuple[slice, slice, slice]]:

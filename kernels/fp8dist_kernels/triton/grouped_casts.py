@@ -55,7 +55,7 @@ def _amax_kernel(
         group, tile, rows = tl.program_id(0) // down, tl.program_id(0) % down, height
         x += group.to(tl.int64) * group_stride
     else:
-        group, tile, start, rows, _, _ = find_group(offsets, groups, tl.program_id(0), ROWS, GROUPS)
+        group, tile, start, rows, _, _ = find_group(offsets, groups, tl.program_id(0), height, ROWS, GROUPS)
         x += start.to(tl.int64) * row_stride
     wanted = group < groups
     if IF_COLD:
@@ -141,7 +141,9 @@ def _cast_kernel(
         straight += group.to(tl.int64) * height * straight_width
         flipped += group.to(tl.int64) * width * flipped_width
     else:
-        group, tile, start, rows, column, _ = find_group(offsets, groups, tl.program_id(0) // across, TALL, GROUPS)
+        group, tile, start, rows, column, _ = find_group(
+            offsets, groups, tl.program_id(0) // across, height, TALL, GROUPS
+        )
         # The tail has no rows to read, but zeros to write.
         lines = tl.where(group < groups, rows, height - start)
         length = tl.where(
@@ -187,7 +189,7 @@ def _line_amax_kernel(
     INDEX: tl.constexpr,
 ):
     across = tl.cdiv(width, TILE)
-    group, tile, start, rows, _, _ = find_group(offsets, groups, tl.program_id(0) // across, TILE, GROUPS)
+    group, tile, start, rows, _, _ = find_group(offsets, groups, tl.program_id(0) // across, height, TILE, GROUPS)
     if group < groups:
         top, left = tile.to(INDEX) * TILE, (tl.program_id(0) % across).to(INDEX) * TILE
         x += start.to(tl.int64) * row_stride
@@ -234,7 +236,7 @@ def _lines_kernel(
     part = tl.program_id(0) % (2 * (STRAIGHT + FLIPPED))
     index = tl.program_id(0) // (2 * (STRAIGHT + FLIPPED))
     across = tl.cdiv(width, TILE)
-    group, tile, start, rows, column, first = find_group(offsets, groups, index // across, TILE, GROUPS)
+    group, tile, start, rows, column, first = find_group(offsets, groups, index // across, height, TILE, GROUPS)
     top, left = tile.to(INDEX) * TILE, (index % across).to(INDEX) * TILE
     x += start.to(tl.int64) * row_stride
     straight += start.to(tl.int64) * width

@@ -19,10 +19,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8dist_kernels.reference.grouped_matmuls import column_scaling_of, grouped_scaling_of
-from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.reference.matmuls import Scaling, aligned
 from fp8dist_kernels.triton.groups import columns_of, find_group, tiles_bound
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, ceil_power_of_two, on_device_of, processors
-from fp8dist_kernels.triton.matmuls import aligned, require_pair
+from fp8dist_kernels.triton.matmuls import require_pair
 from fp8dist_kernels.triton.products import tile_at
 from fp8dist_kernels.triton.tables import Tile, bucket
 from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, capability_of
@@ -96,7 +96,7 @@ def _rows_kernel(
     """Product of each group's rows with the group's matrix."""
     across = tl.cdiv(n, TILE_N)
     index, j = tile_at(tl.program_id(0), tl.num_programs(0) // across, across, TOGETHER)
-    group, tile, start, rows, _, _ = find_group(offsets, groups, index, TILE_M, GROUPS)
+    group, tile, start, rows, _, _ = find_group(offsets, groups, index, tokens, TILE_M, GROUPS)
     top, column = start + tile * TILE_M, j * TILE_N
     row, place = top + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
     inside = row < tl.where(group < groups, start + rows, tokens)
@@ -134,7 +134,7 @@ def _rows_kernel(
     tl.store(places, product.to(out.dtype.element_ty), mask=inside[:, None] & wide[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "blocks"])
 def _columns_kernel(
     a,  # descriptor of FP8 [n, columns], blocks [TILE_M, TILE_K]
     b,  # descriptor of FP8 [k, columns], blocks [TILE_N, TILE_K]
@@ -145,6 +145,8 @@ def _columns_kernel(
     groups,
     n,
     k,
+    columns,
+    blocks,  # Blocks of TILE_K tokens of all groups: those that have scales, or that there may be.
     a_group_stride,
     a_row_stride,
     a_block_stride,
@@ -164,7 +166,7 @@ def _columns_kernel(
     group = tl.program_id(0) // (across * down)
     i, j = tile_at(tl.program_id(0) % (across * down), down, across, TOGETHER)
     top, left = i * TILE_M, j * TILE_N
-    first, count, block = columns_of(offsets, groups, group, TILE_K, GROUPS)
+    first, count, block = columns_of(offsets, groups, group, columns, blocks, TILE_K, GROUPS)
     row, place = top + tl.arange(0, TILE_M), left + tl.arange(0, TILE_N)
     tall, wide = row < n, place < k
     scales_a = inv_scale_a + group.to(tl.int64) * a_group_stride
@@ -295,6 +297,8 @@ def matmul_grouped_columns(
             groups=groups,
             n=n,
             k=k,
+            columns=columns,
+            blocks=inv_scale_a.shape[1] if scaling.in_blocks else ceil_div(columns, tile.depth) + groups,
             **dict(zip(("a_group_stride", "a_row_stride", "a_block_stride"), _strides(inv_scale_a, scaling))),
             **dict(zip(("b_group_stride", "b_row_stride", "b_block_stride"), _strides(inv_scale_b, scaling))),
             **_constants(tile, scaling, fast_accumulation, groups),

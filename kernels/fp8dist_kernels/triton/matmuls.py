@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8dist_kernels.reference.matmuls import Scaling, column_major, product_of_nothing, scaling_of
+from fp8dist_kernels.reference.matmuls import Scaling, aligned, column_major, product_of_nothing, scaling_of
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, on_device_of, processors
 from fp8dist_kernels.triton.products import block_scaled_kernel, scaled_kernel, wide_block_scaled_kernel
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem, tile_for
 
-__all__ = ["aligned", "matmul", "matmul_with", "require_pair"]
+__all__ = ["matmul", "matmul_with", "require_pair"]
 
 _PAIRS = (
     (torch.float8_e4m3fn, torch.float8_e4m3fn),
@@ -31,8 +31,6 @@ _MOST_PROMOTED_COLUMNS = 128
 
 _PART_ROW_BYTES = 128
 """Bytes written at once per row of a tile that is split. More would not fit beside the accumulators."""
-
-_DESCRIPTOR_ALIGNMENT = 16
 
 
 def matmul(
@@ -203,9 +201,3 @@ def _parts(tile: Tile, scaling: Scaling, fast_accumulation: bool) -> int:
     if scaling is Scaling.BLOCKWISE:
         return 4
     return 1 if fast_accumulation else 2
-
-
-def aligned(operand: Tensor) -> Tensor:
-    """Return ``operand`` at an address that TMA can read, a multiple of 16 bytes. Rows are such multiples, but a view
-    may begin elsewhere."""
-    return operand.clone() if operand.data_ptr() % _DESCRIPTOR_ALIGNMENT else operand
