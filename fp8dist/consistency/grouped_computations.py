@@ -24,10 +24,11 @@ from fp8dist.modules.grouped_slots import GroupedSlots
 from fp8dist.modules.outgrown import OUTGROWN, meant_to_saturate
 from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.recipe import Gemm, Recipe
-from fp8dist_kernels import BLOCK, direct, ops
+from fp8dist_kernels import BLOCK, direct, grouped_ops, ops
 from fp8dist_kernels.formats import FORMATS, Role
 from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound, rows_of
+from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.operands import inverse_scales, operand
 
 __all__ = ["GroupedCastOf", "GroupedProductOf", "ends_of", "grouped_computations_of", "product_computations"]
@@ -101,6 +102,11 @@ class GroupedProductOf(NamedTuple):
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation
         how = f"{' '.join(self.formats)} {short(self.dtype)}{extras}, a scale per {self.by}"
         by = ops.implementer(self.backend, device)
+        if self.gemm != "wgrad":
+            a, b = (FORMATS[name].dtype for name in self.formats)
+            scaling = {"tensor": Scaling.TENSORWISE, "row": Scaling.ROWWISE, "block": Scaling.BLOCKWISE}[self.by]
+            shape = self.experts, self.n, self.k
+            by = grouped_ops.multiplier_name((a, b, self.dtype), scaling, shape, self.bias, self.backend, device)
         return f"grouped {self.gemm} {TOKENS}x{self.n}x{self.k} of {self.experts} experts {how}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:

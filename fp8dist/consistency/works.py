@@ -29,6 +29,7 @@ from fp8dist.consistency.work_parts import (
     INTEGERS,
     Taken,
     among_zeros,
+    hash_of,
     lines_of,
     message_of,
     part_of_product,
@@ -112,6 +113,11 @@ def _take_cast(
     op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
 ) -> Taken:
     x, dtype = args[0], args[4 if op == "quantize" else 1]
+    if x.ndim == 3:  # Weights of experts, in one call. A part is of one of them.
+        expert = hash_of(at, "expert") % len(x)
+        of_one = [result[expert] if result.numel() else result for result in results]
+        header, tensors, found, share = _take_cast(op, (x[expert], *args[1:]), options, of_one, limit, at)
+        return {**header, "expert": expert}, tensors, found, share / len(x)
     dim = 0 if options["rows"] else 1
     count = x.shape[dim]
     first, end = lines_of(count, limit // (x.element_size() * x.shape[1 - dim]), at)

@@ -88,7 +88,7 @@ class GroupedSlots(LinearSlots):
     @property
     def weight_casts(self) -> int:
         """See ``LinearSlots`` and ``_weight_by_parts``."""
-        return {"tensor": 1, "row": 2, "block": len(self.experts)}[self.recipe.by]
+        return 2 if self.recipe.by == "row" else 1
 
     @property
     def weight_place(self) -> slice:

@@ -23,16 +23,18 @@ from torch import Tensor
 
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.backends import nvidia_capability
-from fp8dist_kernels.ops import version_of_backend
+from fp8dist_kernels.ops import implementer, version_of_backend
 from fp8dist_kernels.reference import grouped_casts, grouped_matmuls, scaled_grouped
 from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
+from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.taps import tell
 
 __all__ = [
     "IMPLEMENTATIONS",
     "matmul_grouped",
     "matmul_grouped_columns",
+    "multiplier_name",
     "quantize_grouped",
     "quantize_grouped_lines",
     "register_flops",
@@ -117,11 +119,10 @@ def _matmul_grouped(
     bias: Tensor | None = None,
     fast_accumulation: bool,
 ) -> Tensor:
-    capability = nvidia_capability(a.device) if backend in ("auto", "torch") else None
-    if capability is not None:
+    if _may_be_torchs(backend, a.device):
         scaling = grouped_matmuls.grouped_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets, bias)
         dtypes, biased = (a.dtype, b.dtype, out_dtype), bias is not None
-        if scaled_grouped.torch_can_group(capability, dtypes, scaling, b.shape, biased):
+        if scaled_grouped.torch_can_group(nvidia_capability(a.device), dtypes, scaling, b.shape, biased):
             clear = version_of_backend(backend, a.device, scaled_grouped).clear_tail
             return scaled_grouped.multiply_grouped_torch(
                 scaling, a, b, inv_scale_a, inv_scale_b, offsets, fast_accumulation, clear
@@ -129,6 +130,26 @@ def _matmul_grouped(
     multiply = version_of_backend(backend, a.device, grouped_matmuls).matmul_grouped
     product: Tensor = multiply(a, b, inv_scale_a, inv_scale_b, offsets, out_dtype, fast_accumulation, bias)
     return product
+
+
+def _may_be_torchs(backend: str, device: torch.device) -> bool:
+    return backend in ("auto", "torch") and nvidia_capability(device) is not None
+
+
+def multiplier_name(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    scaling: Scaling,
+    shape: Sequence[int],
+    biased: bool,
+    backend: str,
+    device: torch.device,
+) -> str:
+    """Return the name of what computes a ``matmul_grouped``. The arguments are those of ``torch_can_group``."""
+    if _may_be_torchs(backend, device) and scaled_grouped.torch_can_group(
+        nvidia_capability(device), dtypes, scaling, shape, biased
+    ):
+        return "torch.scaled_grouped_mm"
+    return implementer(backend, device)
 
 
 def _copies_fake(x: Tensor, groups: Any, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:

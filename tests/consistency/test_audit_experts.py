@@ -136,8 +136,8 @@ def test_sound_devices_have_no_finding_and_the_same_bits(layout: str, recipe: st
     assert all(audited >= SITES_OF_MODEL - 1 for *_, audited in with_audits)
 
 
-def test_audits_reach_all_calls_that_cast_a_weight() -> None:
-    """A weight [4, n, k] by block is cast in four calls, of which an audit repeats one."""
+def test_audits_reach_every_expert_of_a_weight_cast_by_block() -> None:
+    """A weight [4, n, k] is cast in one call, of which an audit repeats one expert."""
     torch.manual_seed(0)
     model = Routed()
     manager = fp8dist.prepare(model, RECIPES["block"], audit_every=1)

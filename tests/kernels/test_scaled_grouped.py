@@ -165,8 +165,12 @@ def test_which_backend_and_product_call_torch(stand_in: Torch, monkeypatch: pyte
     how: dict[str, Any] = {"fast_accumulation": True}
     expected = plain.matmul_grouped(a, b, *scales, offsets, BF16, True)
     for backend, calls in (("auto", 1), ("torch", 2), ("reference", 2), ("triton", 2)):
+        made = len(stand_in.calls)
         got = direct.matmul_grouped(a, b, *scales, offsets, BF16, backend=backend, **how)
         assert torch.equal(got, expected)
+        of_torch = len(stand_in.calls) > made
+        name = grouped_ops.multiplier_name((E4M3, E4M3, BF16), Scaling.TENSORWISE, b.shape, False, backend, DEVICE)
+        assert (name == "torch.scaled_grouped_mm") is of_torch
         assert len(stand_in.calls) == calls, backend
     assert version_of(scaled_grouped).clear_tail is fused_clear
     bias = torch.ones(3, 48, device=DEVICE)
