@@ -42,7 +42,7 @@ _LOW_SHARE = 0.9
 """Share of matmul parameters in FP8 below which ``prepare`` warns."""
 
 _EXPERTS_HISTORY = 16
-"""Longest history of experts for which no override gives a recipe. At 92,160 slots, 1024 steps take 377 MB."""
+"""Longest history of experts for which no override gives a recipe. At 92,160 slots, histories of 1024 steps take 377 MB."""
 
 _MUCH_STATE = 4_000_000
 """Bytes of FP8 state from which the log says what it takes."""
