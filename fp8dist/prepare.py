@@ -31,6 +31,7 @@ from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup
+from fp8dist.text import first_few
 from fp8dist_kernels import grouped_ops, ops
 from fp8dist_kernels.formats import Role
 
@@ -42,7 +43,7 @@ _LOW_SHARE = 0.9
 """Share of matmul parameters in FP8 below which ``prepare`` warns."""
 
 _EXPERTS_HISTORY = 16
-"""Longest history of experts for which no override gives a recipe. At 92,160 slots, histories of 1024 steps take 377 MB."""
+"""Longest history of experts for which no override gives a recipe. At 92,160 slots, 1024 steps of amaxes take 377 MB."""
 
 _MUCH_STATE = 4_000_000
 """Bytes of FP8 state from which the log says what it takes."""
@@ -222,6 +223,7 @@ def _tell(model: nn.Module, surveyed: Survey, enabled: bool, plan: _Plan) -> Non
             "fp8dist: torch's fast path of nn.TransformerEncoderLayer in eval() does not call its Linears, so "
             "it is not FP8; torch.backends.mha.set_fastpath_enabled(False) turns it off"
         )
+    _warn_of_routers(surveyed, speaks)
     coverage = surveyed.coverage(True)
     if not enabled:
         off = len(surveyed.chosen) + len(surveyed.experts)
@@ -239,6 +241,24 @@ def _tell(model: nn.Module, surveyed: Survey, enabled: bool, plan: _Plan) -> Non
         named = all(why.named == "caller" for _, why in surveyed.left_out)
         level = logging.WARNING if speaks and not named else logging.INFO
         logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
+
+
+def _warn_of_routers(surveyed: Survey, speaks: bool) -> None:
+    """Warn about Linears beside a mixture that have an output per expert."""
+    beside = set()
+    for fqn, module in surveyed.experts.items():
+        for name in expert_products(module) or ():
+            beside.add((fqn.rpartition(".")[0], len(getattr(module, name))))
+    linears = surveyed.chosen.items()
+    routers = [fqn for fqn, of in linears if (fqn.rpartition(".")[0], getattr(of, "out_features", 0)) in beside]
+    if routers:
+        logger.log(
+            logging.WARNING if speaks else logging.INFO,
+            "fp8dist: %s: as many outputs as the mixture has experts. If it is a router, its rounding in FP8 sends "
+            "tokens to other experts: prepare(skip=%r)",
+            first_few(routers, 3),
+            f"*{routers[0].rpartition('.')[2]}",
+        )
 
 
 def _warn_of_patterns(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import re
 from typing import Any
 
 import pytest
@@ -325,6 +326,18 @@ def test_experts_parametrized_after_prepare_are_refused_with_what_to_do() -> Non
     parametrize.register_parametrization(model.experts, "gate_up_proj", nn.Tanh())
     with pytest.raises(ConfigurationError, match="as after a parametrization: undo it, or leave them in high"):
         manager.attach()
+
+
+def test_a_router_in_fp8_is_warned_of() -> None:
+    def told(skip: Any) -> list[str]:
+        model = nn.ModuleDict({"router": nn.Linear(32, 16), "up": nn.Linear(32, 48), "experts": Experts(16)})
+        with captured_log() as log:
+            fp8dist.prepare(nn.ModuleDict({"mlp": model}), skip=skip)
+        return [text for level, text in log if "outputs as" in text]
+
+    (text,) = told(None)
+    assert text.startswith("fp8dist: mlp.router: as many outputs as the mixture has experts.")
+    assert told(re.findall(r"skip='(.*)'", text)) == []
 
 
 def test_groups_and_patterns_of_products() -> None:
