@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
+from fp8dist.modules.foreign import expert_products, gate_fits, is_parallel, linear_base
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.overrides import Overrides
@@ -403,9 +403,8 @@ def _unfit_shapes(module: nn.Module) -> str | None:
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
     first, second = expert_products(module) or ("", "")
     up, down = (tuple(module._parameters[name].shape) for name in (first, second))  # type: ignore[union-attr]
-    wide, inner = up[2 if transposed else 1], down[1 if transposed else 2]
     own_gate = gated and hasattr(module, "_apply_gate")  # It may return any width.
-    if up[0] != down[0] or not (own_gate or wide == (2 * inner if gated else inner)):
+    if up[0] != down[0] or not (own_gate or gate_fits(module)):
         return (
             f"{first} {up} and {second} {down} do not fit each other, with has_gate={gated}, is_transposed={transposed}"
         )
