@@ -53,6 +53,8 @@ class CoverageRow:
         fp8: True if at least one GEMM of the module is in FP8.
         reason: why the module is not in FP8, or which of its GEMMs are not. "" if all are.
         tied_to: the embedding or earlier Linear with the same weight. "" if there is none.
+        experts: number of experts, of which a token visits some. 0 if the module has not the attributes of
+            Transformers' experts interface.
     """
 
     fqn: str
@@ -62,6 +64,7 @@ class CoverageRow:
     fp8: bool
     reason: str = ""
     tied_to: str = ""
+    experts: int = 0
 
     def __str__(self) -> str:
         said = [text for text in (self.reason, self.tied_to and f"tied to {self.tied_to}") if text]
@@ -211,6 +214,7 @@ class Survey:
                     one.left_out is None and enabled,
                     off if one.left_out is None else one.left_out.reason,
                     one.tied_to,
+                    _experts_of(one.module),
                 )
                 for one in self._found
             )
@@ -324,6 +328,13 @@ def _matmul_parameters(module: nn.Module) -> int | None:
     elif not isinstance(module, nn.Bilinear):
         own = _expert_parameters(module)
     return sum(p.numel() for name, p in own.items() if name != "bias") if own else None
+
+
+def _experts_of(module: nn.Module) -> int:
+    """Return the number of experts of a mixture; 0 for other modules."""
+    products = expert_products(module)
+    weight = None if products is None else module._parameters[products[0]]
+    return 0 if weight is None else len(weight)
 
 
 def _named_linear(module: nn.Module) -> bool:

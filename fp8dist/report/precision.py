@@ -65,7 +65,8 @@ def use_of(run: Run) -> Use:
     visited = _visited(run)
     for module in modules_of(run.folder.header):
         if module.experts and module.name not in visited:
-            return Use(None, None, f"how many experts of {module.name} a token visits is not known: watch the run")
+            known = "watch the run" if "fp8" in module.gemms else "they are in high precision, which counts no tokens"
+            return Use(None, None, f"how many experts of {module.name} a token visits is not known: {known}")
         part = min(visited[module.name] / module.experts, 1) if module.experts else 1
         for gemm in module.gemms:
             flops[gemm] += module.flops * part
