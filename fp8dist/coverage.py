@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
+from fp8dist.modules.foreign import expert_products, gate_fits, is_parallel, linear_base
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.overrides import Overrides
@@ -53,6 +53,8 @@ class CoverageRow:
         fp8: True if at least one GEMM of the module is in FP8.
         reason: why the module is not in FP8, or which of its GEMMs are not. "" if all are.
         tied_to: the embedding or earlier Linear with the same weight. "" if there is none.
+        experts: number of experts, of which a token visits some. 0 if the module has not the attributes of
+            Transformers' experts interface.
     """
 
     fqn: str
@@ -62,6 +64,7 @@ class CoverageRow:
     fp8: bool
     reason: str = ""
     tied_to: str = ""
+    experts: int = 0
 
     def __str__(self) -> str:
         said = [text for text in (self.reason, self.tied_to and f"tied to {self.tied_to}") if text]
@@ -211,6 +214,7 @@ class Survey:
                     one.left_out is None and enabled,
                     off if one.left_out is None else one.left_out.reason,
                     one.tied_to,
+                    _experts_of(one.module),
                 )
                 for one in self._found
             )
@@ -326,6 +330,13 @@ def _matmul_parameters(module: nn.Module) -> int | None:
     return sum(p.numel() for name, p in own.items() if name != "bias") if own else None
 
 
+def _experts_of(module: nn.Module) -> int:
+    """Return the number of experts of a mixture; 0 for other modules."""
+    products = expert_products(module)
+    weight = None if products is None else module._parameters[products[0]]
+    return 0 if weight is None else len(weight)
+
+
 def _named_linear(module: nn.Module) -> bool:
     name = type(module).__name__
     return "Linear" in name or name in ("Conv1D", "GroupedMLP")
@@ -403,9 +414,8 @@ def _unfit_shapes(module: nn.Module) -> str | None:
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
     first, second = expert_products(module) or ("", "")
     up, down = (tuple(module._parameters[name].shape) for name in (first, second))  # type: ignore[union-attr]
-    wide, inner = up[2 if transposed else 1], down[1 if transposed else 2]
     own_gate = gated and hasattr(module, "_apply_gate")  # It may return any width.
-    if up[0] != down[0] or not (own_gate or wide == (2 * inner if gated else inner)):
+    if up[0] != down[0] or not (own_gate or gate_fits(module)):
         return (
             f"{first} {up} and {second} {down} do not fit each other, with has_gate={gated}, is_transposed={transposed}"
         )

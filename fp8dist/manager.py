@@ -733,13 +733,12 @@ class StateManager(Joinable):
         (True if there are some in FP8), ``recipe``, ``modules`` and ``slots``; docs/reference/run-folder.md describes
         the last three.
         """
-        experts = {fqn.rpartition(".")[0]: len(of) for sync in self._syncs for fqn, of in sync.experts.items()}
         modules: list[dict[str, Any]] = []
         for row in self.coverage():
             highs = [precision.high for precision in self._cycle.precisions.within(row.fqn)] if row.fp8 else []
             gemms = {gemm: "high" if all(gemm in high for high in highs) else "fp8" for gemm in GEMMS}
             modules.append({"module": row.fqn, "flops": 2 * row.parameters, "gemms": gemms, "reason": row.reason})
-            modules[-1] |= {"experts": experts[row.fqn]} if row.fqn in experts else {}
+            modules[-1] |= {"experts": row.experts} if row.experts else {}
         specs = sorted(spec for sync in self._syncs for spec in sync.arena.specs)
         return {
             "attached": self._job.attached,

@@ -19,7 +19,7 @@ from fp8dist.checkpoint.export_casts import Stored, experts_cast_of, whole
 from fp8dist.checkpoint.export_formats import SCALE_NAMES, Grid, Inputs, Scheme, laid_out, shape_of, strategy_of
 from fp8dist.checkpoint.export_tensors import ExportedTensor, Part
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.foreign import expert_products
+from fp8dist.modules.foreign import expert_products, gate_fits
 from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.grouped_slots import GroupedSlots
@@ -28,7 +28,7 @@ from fp8dist.text import first_few
 from fp8dist_kernels.formats import E4M3, Role
 from fp8dist_kernels.reference.blocks import BLOCK
 
-__all__ = ["ExpertNames", "Listed", "are_in_fp8", "expert_names", "list_experts", "mixtures_of"]
+__all__ = ["ExpertNames", "Listed", "are_in_fp8", "expert_names", "list_experts", "mixtures_of", "require_served"]
 
 
 class ExpertNames(NamedTuple):
@@ -97,13 +97,14 @@ def mixtures_of(model: nn.Module, names: ExpertNames | None) -> Iterator[tuple[s
 
     Raises:
         ConfigurationError: experts are in FP8, and servers read none of this model type, or it is not known by which
-            names; or the model is a mixture itself.
+            names; or a mixture is as ``require_served`` refuses it.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if expert_products(module) is None:
             continue
-        if not name:
-            raise ConfigurationError("the model is a mixture itself, which has no name: put it into a module")
+        require_served(name, module, isinstance(module, FP8Experts) and are_in_fp8(name, module))
+        if not gate_fits(module):
+            continue  # As it is stored.
         if names is not None:
             yield name, module
         elif isinstance(module, FP8Experts) and are_in_fp8(name, module):
@@ -112,6 +113,17 @@ def mixtures_of(model: nn.Module, names: ExpertNames | None) -> Iterator[tuple[s
                 f"{name}: export() does not know which names servers read for the experts of {kind!r}"
                 f"{_UNREAD.get(kind, '')}: leave them in high precision, prepare(skip={name!r})"
             )
+
+
+def require_served(name: str, module: nn.Module, in_fp8: bool) -> None:
+    """Raise ConfigurationError if servers can have no such mixture under any names."""
+    if not name:
+        raise ConfigurationError("the model is a mixture itself, which has no name: put it into a module")
+    if in_fp8 and not gate_fits(module):
+        raise ConfigurationError(
+            f"{name}: its first product is no gate and up of the width that its down_proj takes, so servers have no "
+            f"Linears for it: leave it in high precision, prepare(skip={name!r})"
+        )
 
 
 def are_in_fp8(name: str, module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from fp8dist.checkpoint.certificate import Origin
 from fp8dist.checkpoint.expert_layouts import mixture_of, read_layouts
 from fp8dist.checkpoint.export import Export, fill, write_folder
 from fp8dist.checkpoint.export_casts import Stored
-from fp8dist.checkpoint.export_experts import expert_names, mixtures_of
+from fp8dist.checkpoint.export_experts import expert_names, mixtures_of, require_served
 from fp8dist.checkpoint.export_formats import FORMATS
 from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.modules.foreign import expert_products
@@ -194,6 +194,7 @@ def _with_mixtures(kind: Any, layouts: Mapping[str, Mapping[str, bool]], shapes:
     whole = nn.Module()
     whole.config = SimpleNamespace(model_type=kind)  # type: ignore[assignment]
     for name, layout in layouts.items():
+        require_served(name, whole, False)
         mixture = mixture_of(layout, lambda each: shapes.get(f"{name}.{each}", (0, ()))[1])  # noqa: B023
         if mixture is not None:
             _place(whole, name, mixture)
@@ -216,7 +217,7 @@ def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], 
     Raises:
         CheckpointError: the checkpoint lacks a weight.
         ConfigurationError: a weight is cast to E5M2, shared by two Linears, stored transposed, as its bias shows, or
-            of experts of which the state does not say how they are stored.
+            of experts of which the state does not say how they are stored, or as ``require_served`` refuses them.
     """
     slots = validated_slots(state)
     weights = {slot.fqn: format for slot, format in zip(slots, state["formats"]) if slot.role == Role.WEIGHT.value}
@@ -228,6 +229,7 @@ def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], 
             raise ConfigurationError(f"{name}: its weight is cast to {weights[name]}, and servers read e4m3 only")
         holder, _, expert = name.rpartition(".")
         if expert.isdecimal() and holder in mixtures:
+            require_served(mixtures[holder], skeleton.get_submodule(mixtures[holder]), True)
             continue
         if expert.isdecimal() and len(shapes.get(f"{holder}_proj", (0, ()))[1]) == 3:
             raise ConfigurationError(

@@ -30,6 +30,7 @@ from fp8dist.consistency.work_parts import (
     text_of,
 )
 from fp8dist_kernels import BLOCK, grouped_ops, ops
+from fp8dist_kernels.reference.groups import cut
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 
 __all__ = ["repeat_grouped", "take_grouped"]
@@ -74,7 +75,7 @@ def _take_product(args: tuple[Any, ...], options: Mapping[str, Any], product: Te
     # Most experts have fewer rows than twice their share. Of one with more, other audits take other rows.
     likely = min(tokens, -(-2 * tokens // experts // BLOCK) * BLOCK)
     (first, end), columns = part_of_lines(likely, n, limit // (k * a.element_size()), at)
-    place = _place(offsets, tokens, end - first, at)
+    place = _place(cut(offsets, tokens), end - first, at)
     rows = _rows(place, end - first, tokens)
     tensors |= {
         "a": _bytes(a).index_select(0, rows).view(a.dtype),
@@ -108,7 +109,7 @@ def _repeat_product(
     return {"": product if place is None else _part(product, rows, place, header["where"])}
 
 
-def _place(offsets: Tensor, tokens: int, height: int, at: int) -> Tensor:
+def _place(offsets: Tensor, height: int, at: int) -> Tensor:
     """Draw a row that an expert has, and return int64[3]: the expert, the first of at most ``height`` of its rows
     around the one drawn, and the end of its rows. So each row is taken at least half as often as any other one of its
     expert."""

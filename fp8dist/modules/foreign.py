@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["expert_products", "gathered_input", "is_parallel", "is_transposed", "linear_base"]
+__all__ = ["expert_products", "gate_fits", "gathered_input", "is_parallel", "is_transposed", "linear_base"]
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 _PARALLEL = (
@@ -54,6 +54,14 @@ def expert_products(module: nn.Module) -> tuple[str, str] | None:
             return None
     gated = hasattr(module, "act_fn") or (has_gate and hasattr(module, "_apply_gate"))
     return names if gated else None
+
+
+def gate_fits(module: Any) -> bool:
+    """True if the first product of a mixture makes what the second one takes: gate and up, each as wide, or up alone.
+    A mixture with an ``_apply_gate`` of its own need not."""
+    first, second = (module._parameters[name].shape for name in expert_products(module) or ())
+    made, taken = (first[2], second[1]) if module.is_transposed else (first[1], second[2])
+    return bool(made == (2 * taken if module.has_gate else taken))
 
 
 def gathered_input(input: Tensor, allreduce_dgrad: bool, sequence_parallel: bool, group: Any) -> Tensor:

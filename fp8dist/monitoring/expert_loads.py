@@ -20,13 +20,15 @@ class ExpertLoad(NamedTuple):
     ``tokens``: over all ranks and microbatches that had a backward. ``idle``: steps without a token up to this one, at
     least; 0: it had some. With delayed scaling, no rank ran the expert in these steps; without it, only observed steps
     are known. An expert in high precision counts from the last observation. ``age``: steps since the scale of its
-    output gradients was last renewed, at least; None: scales are made just in time.
+    output gradients was last renewed, at least; None: scales are made just in time. ``ranks``: how many ranks'
+    tokens are counted.
     """
 
     module: str
     tokens: list[int]
     idle: list[int]
     age: list[int] | None
+    ranks: int = 1
 
 
 class _Before(NamedTuple):
@@ -95,7 +97,8 @@ class Loads:
             idle = torch.where(tokens[run] > 0, 0, torch.where(since > 0, since + steps, 1))
             self._idle[module] = _Before(step, taken, idle, turns)
             age = None if known is None else known.since[run].tolist()
-            yield ExpertLoad(module, counts.tolist(), idle.tolist(), age)
+            ranks = sync.group.size if sync.communicates and sync.group is not None else 1
+            yield ExpertLoad(module, counts.tolist(), idle.tolist(), age, ranks)
 
 
 def idle_numbers(loads: Sequence[ExpertLoad]) -> dict[str, float]:

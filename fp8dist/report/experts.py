@@ -20,7 +20,8 @@ _LARGEST = 1 << 53
 
 class MixtureTokens(NamedTuple):
     """``step``: the newest observation, of which ``idle`` and ``age`` are (see ``fp8dist.monitoring.expert_loads``).
-    ``shares``: float64[E], share of the mixture's tokens, mean over ``observations``, like ``tokens``, their number."""
+    ``shares``: float64[E], share of the mixture's tokens, mean over ``observations``, like ``tokens``, their number.
+    ``ranks``: how many ranks' tokens these are; None: not known."""
 
     module: str
     step: int
@@ -29,6 +30,7 @@ class MixtureTokens(NamedTuple):
     idle: Sequence[int]
     age: Sequence[int] | None
     tokens: float = float("nan")
+    ranks: int | None = None
 
 
 class Idle(NamedTuple):
@@ -79,7 +81,8 @@ def _parsed(line: dict[str, Any]) -> MixtureTokens | None:
         return None
     if (age is not None and (ages is None or len(ages) != len(idle))) or abs(line["step"]) >= _LARGEST:
         return None
-    return MixtureTokens(module, line["step"], np.array(tokens) / sum(tokens), 1, idle, ages, float(sum(tokens)))
+    shares, (ranks,) = np.array(tokens) / sum(tokens), _numbers([line.get("ranks")]) or (None,)
+    return MixtureTokens(module, line["step"], shares, 1, idle, ages, float(sum(tokens)), ranks)
 
 
 def _numbers(values: Any) -> list[int] | None:

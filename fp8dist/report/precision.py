@@ -65,7 +65,8 @@ def use_of(run: Run) -> Use:
     visited = _visited(run)
     for module in modules_of(run.folder.header):
         if module.experts and module.name not in visited:
-            return Use(None, None, f"how many experts of {module.name} a token visits is not known: watch the run")
+            known = "watch the run" if "fp8" in module.gemms else "they are in high precision, which counts no tokens"
+            return Use(None, None, f"how many experts of {module.name} a token visits is not known: {known}")
         part = min(visited[module.name] / module.experts, 1) if module.experts else 1
         for gemm in module.gemms:
             flops[gemm] += module.flops * part
@@ -94,7 +95,13 @@ def _visited(run: Run) -> dict[str, float]:
     tokens = run.metrics.columns["tokens"]
     known = tokens[np.isfinite(tokens) & (tokens > 0)]
     of_step = float(np.median(known)) if len(known) else math.nan
-    return {one.module: one.tokens / of_step for one in run.mixtures if len(known)}
+    ranks = run.folder.header.get("ranks")
+
+    def part(counted: int | None) -> float:
+        """Return the share of the step's tokens that ``counted`` ranks have: experts may have a group of their own."""
+        return min(counted / ranks, 1) if counted and type(ranks) is int and ranks > 0 else 1
+
+    return {one.module: one.tokens / (of_step * part(one.ranks)) for one in run.mixtures if len(known)}
 
 
 def _tokens_per_second(run: Run) -> float | None:

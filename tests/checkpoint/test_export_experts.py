@@ -165,6 +165,19 @@ def test_what_is_refused(tmp_path: Any) -> None:
         fp8dist.prepare(tied).exported()
 
 
+def test_an_own_gate_of_another_width() -> None:
+    model, wide = Routed(inner=INNER), Routed(inner=INNER)
+    for each in (model, wide):
+        each.experts._apply_gate = lambda rows: rows[:, :INNER] * rows[:, INNER : 2 * INNER]
+    wide.experts.gate_up_proj = nn.Parameter(torch.randn(4, 3 * INNER, 32))
+    assert "experts.3.up_proj.weight" in dict(fp8dist.prepare(model).exported())
+    with pytest.raises(ConfigurationError, match="experts: its first product is no gate and up of the width that"):
+        fp8dist.prepare(wide).exported()
+    fp8dist.restore(wide)
+    stored = dict(fp8dist.prepare(wide, skip="experts").exported())
+    assert torch.equal(stored["experts.gate_up_proj"], wide.experts.gate_up_proj)
+
+
 def test_a_weight_that_a_hook_renames_is_missed() -> None:
     model, manager = _trained("delayed")
 

@@ -19,6 +19,7 @@ from fp8dist import BlockScaling, CurrentScaling, DelayedScaling
 from fp8dist.cli.main import DIVERGED, UNREADABLE, USAGE, main
 from fp8dist.state.storage import from_bytes, to_bytes
 from launch.train_gpt.model import GPT
+from tests.support.experts import Experts, Mixture
 from tests.support.main_job import RANKS, TINY, finish
 from tests.support.ranks import RankPool
 from tests.support.serving import NATIVE, RECIPES, read, tensor_bits
@@ -203,6 +204,36 @@ def test_layouts_that_the_tensors_contradict(tmp_path: Path, capsys: pytest.Capt
     _with_info(tmp_path, manager, lambda info: info.update(experts=described))
     assert _exported(tmp_path) != 0
     assert "experts" in capsys.readouterr().err
+
+
+class _Wide(Experts):
+    """Experts with an activation of their own, which takes three parts."""
+
+    def __init__(self) -> None:
+        super().__init__(inner=INNER)
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 3 * INNER, 32) / 6)
+
+    def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up, more = rows.chunk(3, -1)
+        return gate * up + more
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Experts(inner=INNER), "the model is a mixture itself, which has no name: put it into a module"),
+        (Mixture(_Wide()), "experts: its first product is no gate and up of the width that its down_proj takes"),
+    ],
+)
+def test_mixtures_that_servers_cannot_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: nn.Module, text: str
+) -> None:
+    manager = fp8dist.prepare(model)
+    dcp.save({"model": model.state_dict(), "fp8": manager}, checkpoint_id=tmp_path / "checkpoint")
+    assert _exported(tmp_path) == USAGE
+    assert text in capsys.readouterr().err
+    with pytest.raises(fp8dist.ConfigurationError, match=text):
+        manager.export(tmp_path / "job")
 
 
 # Verify ----------------------------------------------------------------------------------------------

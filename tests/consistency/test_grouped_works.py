@@ -164,6 +164,21 @@ def test_an_expert_without_rows_is_not_chosen() -> None:
     assert {described(work).rpartition(" ")[2] for work in works if work is not None} == {"1", "3"}
 
 
+@pytest.mark.slow
+def test_products_with_offsets_that_kernels_cut_repeat() -> None:
+    """Decreasing, and beyond the 140 rows: the experts have 130, no, and 10 of them."""
+    args, _, _ = _product([130, 0, 10], k=16, n=144)
+    args = *args[:4], torch.tensor([130, 20, 900], dtype=torch.int32), args[5]
+    options = {"fast_accumulation": False, "bias": None, "backend": "triton"}
+    product, experts = grouped_ops.matmul_grouped(*args, **options), set()
+    for at in range(8):
+        work = taken("matmul_grouped", 0, args, options, (product,), 1, at, Digester())
+        assert work is not None
+        assert torch.equal(digest_of(repeated(work.message), Digester()), work.digest)
+        experts.add(described(work).rpartition(" ")[2])
+    assert experts <= {"0", "2"}
+
+
 def test_cold_experts_without_rows_repeat() -> None:
     heard = Heard(Routed(Experts()), fp8dist.DelayedScaling(), limits=(1 << 26,))
     _stepped(heard, 20, (1, 3), 0)

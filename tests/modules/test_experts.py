@@ -290,6 +290,7 @@ def test_what_prepare_leaves_out() -> None:
         row = next(iter(manager.coverage()))
         assert not row.fp8
         assert reason in row.reason
+        assert manager.describe()["modules"][0]["experts"] == 4  # The MFU must not count the FLOPs of all.
 
 
 @pytest.mark.parametrize(

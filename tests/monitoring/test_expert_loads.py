@@ -107,6 +107,7 @@ def test_idle_steps_between_observations_are_a_lower_bound() -> None:
 
 def _two_ranks(synced: bool) -> list[tuple[int, list[int]]]:
     seen = trained(DelayedScaling(history_len=4), dist.get_rank(), group=dist.group.WORLD, amax_sync=synced)
+    assert {load.ranks for one in seen for load in one.experts} == {2 if synced else 1}
     return [(one.step, one.experts[0].tokens) for one in seen]
 
 

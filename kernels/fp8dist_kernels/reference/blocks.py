@@ -7,6 +7,8 @@ the row-major copy's bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -71,10 +73,10 @@ def quantize_blocks(
     if x.ndim == 3:
         each = [
             quantize_blocks(part, dtype, block=block, power_of_two=power_of_two, rows=rows, columns=columns)
-            for part in x
+            for part in (x if len(x) else x.new_zeros(1, *x.shape[1:]))
         ]
         fp8, inv_scale, fp8_t, inv_scale_t = (
-            torch.stack(parts) if parts[0].ndim > 1 else parts[0] for parts in zip(*each)
+            _stacked(parts, len(x)) if parts[0].ndim > 1 else parts[0] for parts in zip(*each)
         )
         if block == (1, BLOCK):
             # Not ``contiguous``: see ``_copies``.
@@ -107,6 +109,14 @@ def require_block(block: tuple[int, int]) -> None:
 def blocks_along(size: int, block: int) -> int:
     """Return the number of blocks that cover ``size`` elements."""
     return -(-size // block)
+
+
+def _stacked(parts: Sequence[Tensor], count: int) -> Tensor:
+    """Return the first ``count`` parts as one tensor. ``torch.stack`` refuses FP8 under autocast."""
+    whole = parts[0].new_empty(count, *parts[0].shape)
+    for place, part in zip(whole, parts):
+        place.copy_(part)
+    return whole
 
 
 def _cast(
