@@ -43,7 +43,7 @@ _LOW_SHARE = 0.9
 """Share of matmul parameters in FP8 below which ``prepare`` warns."""
 
 _EXPERTS_HISTORY = 16
-"""Longest history of experts for which no override gives a recipe. 92,160 slots take 377 MB for 1024 steps of amaxes."""
+"""Longest history of experts for which no override gives a recipe. 92,160 slots of 1024 steps take 377 MB."""
 
 _MUCH_STATE = 4_000_000
 """Bytes of FP8 state from which the log says what it takes."""
