@@ -118,11 +118,14 @@ def _rows_kernel(
         x = a.load([top, step * TILE_K])
         y = b.load([group * n + column, step * TILE_K])
         product = _add(product, x, y, scales_a, scales_b, inside, wide, SCALES, FAST)
-        scales_a += a_block_stride
-        scales_b += b_block_stride
+        if SCALES != "one" and SCALES != "lines":
+            scales_a += a_block_stride
+            scales_b += b_block_stride
     # One scale after the other, as in ``products``.
     if SCALES == "one":
-        product = product * tl.load(scales_a) * tl.load(scales_b)
+        # As "lines": with one number for all, Triton 3.6 keeps the tensor cores waiting.
+        product = product * tl.load(scales_a + row * 0, mask=inside, other=0.0)[:, None]
+        product = product * tl.load(scales_b + place * 0, mask=wide, other=0.0)[None, :]
     elif SCALES == "lines":
         product = product * tl.load(scales_a, mask=inside, other=0.0)[:, None]
         product = product * tl.load(scales_b, mask=wide, other=0.0)[None, :]
