@@ -32,6 +32,8 @@ from fp8dist.manager import StateManager, get_manager
 from fp8dist.model_check import check
 from fp8dist.model_replay import replay
 from fp8dist.model_trace import trace
+from fp8dist.modules.fp8_experts import FP8Experts
+from fp8dist.modules.grouped_linear import grouped_linear
 from fp8dist.modules.overrides import first_and_last
 from fp8dist.monitoring.cause import Cause
 from fp8dist.monitoring.exporter import Exporter
@@ -63,6 +65,7 @@ __all__ = [
     "DivergenceReport",
     "Event",
     "Exporter",
+    "FP8Experts",
     "Fallback",
     "Finding",
     "Fp8DistError",
@@ -94,6 +97,7 @@ __all__ = [
     "first_and_last",
     "fsdp",
     "get_manager",
+    "grouped_linear",
     "prepare",
     "replay",
     "replay_on",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +15,15 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.foreign import is_parallel, linear_base
+from fp8dist.modules.foreign import expert_products, gate_fits, is_parallel, linear_base
+from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.overrides import Overrides
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.patterns import Skip
 from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.slots import clean_fqn
-from fp8dist.sync.groups import has_base, local_part
+from fp8dist.sync.groups import has_base, is_dtensor, local_part
 from fp8dist.text import aligned, first_few
 from fp8dist_kernels.reference.matmuls import ALIGNMENT
 
@@ -51,6 +53,8 @@ class CoverageRow:
         fp8: True if at least one GEMM of the module is in FP8.
         reason: why the module is not in FP8, or which of its GEMMs are not. "" if all are.
         tied_to: the embedding or earlier Linear with the same weight. "" if there is none.
+        experts: number of experts, of which a token visits some. 0 if the module has not the attributes of
+            Transformers' experts interface.
     """
 
     fqn: str
@@ -60,6 +64,7 @@ class CoverageRow:
     fp8: bool
     reason: str = ""
     tied_to: str = ""
+    experts: int = 0
 
     def __str__(self) -> str:
         said = [text for text in (self.reason, self.tied_to and f"tied to {self.tied_to}") if text]
@@ -120,12 +125,27 @@ class Coverage:
         rows = []
         for row in self.rows:
             gemms = high.get(row.fqn, ()) if row.fp8 else ()
+            if row.fp8 and row.fqn not in high:  # Its products have experts, which have fqns.
+                row, gemms = _with_experts(row, [of for fqn, of in high.items() if _is_within(fqn, row.fqn)]), ()
             if set(gemms) == set(GEMMS):
                 row = dataclasses.replace(row, fp8=False, reason="set_precision, a fallback or its recipe says so")
             elif gemms:
                 row = dataclasses.replace(row, reason=f"{', '.join(gemms)} high")
             rows.append(row)
         return Coverage(tuple(rows))
+
+
+def _is_within(fqn: str, module: str) -> bool:
+    return not module or fqn.startswith(f"{module}.")
+
+
+def _with_experts(row: CoverageRow, high: Sequence[Sequence[Gemm]]) -> CoverageRow:
+    """Return the row of a mixture. ``high``: the GEMMs in high precision of each expert of each product."""
+    whole, partly = sum(set(gemms) == set(GEMMS) for gemms in high), sum(bool(gemms) for gemms in high)
+    if not partly:
+        return row
+    reason = f"{whole or partly} of {len(high)} products of experts are {'' if whole else 'partly '}high"
+    return dataclasses.replace(row, fp8=whole < len(high), reason=reason)
 
 
 class LeftOut(NamedTuple):
@@ -158,7 +178,16 @@ class Survey:
 
     @property
     def chosen(self) -> dict[str, nn.Module]:
-        """The modules to convert, by fqn."""
+        """The Linears to convert, by fqn."""
+        return {fqn: module for fqn, module in self._converted.items() if expert_products(module) is None}
+
+    @property
+    def experts(self) -> dict[str, nn.Module]:
+        """The experts of mixtures to convert, by fqn."""
+        return {fqn: module for fqn, module in self._converted.items() if expert_products(module) is not None}
+
+    @property
+    def _converted(self) -> dict[str, nn.Module]:
         return {one.fqn: one.module for one in self._found if one.left_out is None}
 
     @property
@@ -185,6 +214,7 @@ class Survey:
                     one.left_out is None and enabled,
                     off if one.left_out is None else one.left_out.reason,
                     one.tied_to,
+                    _experts_of(one.module),
                 )
                 for one in self._found
             )
@@ -230,19 +260,22 @@ def survey(model: nn.Module, overrides: Overrides, skip: Skip, filter_fn: Filter
             owners.setdefault(id(module.weight), clean_fqn(raw))
         elif isinstance(module, nn.MultiheadAttention):
             inner.add(id(module.out_proj))
+    uses = collections.Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     found = []
     for raw, module in model.named_modules():
         parameters = _matmul_parameters(module)
         if parameters is None:
             continue
         fqn = clean_fqn(raw)
-        if isinstance(module, FP8Linear):
+        if isinstance(module, (FP8Linear, FP8Experts)):
             raise ConfigurationError(f"{fqn or 'the model'} is prepared already: call fp8dist.restore(model) first")
         weight = module._parameters.get("weight")
         owner = fqn if weight is None else owners.setdefault(id(weight), fqn)
         left_out = _named(fqn, overrides, skip)
         if left_out is None:
             left_out = _why_not(module, fqn, id(module) in inner, filter_fn)
+        if left_out is None and any(uses[id(module._parameters[name])] > 1 for name in expert_products(module) or ()):
+            left_out = LeftOut("shared weight", "another module uses its weights, too")
         found.append(_Found(fqn, module, parameters, owner if owner != fqn else "", left_out))
     return Survey(found)
 
@@ -290,9 +323,18 @@ def _matmul_parameters(module: nn.Module) -> int | None:
         own = {name: own[name] for name in _IN_PROJECTIONS if name in own}
     elif _named_linear(module) or linear_base(type(module)) is not None:
         own = {name: p for name, p in own.items() if name.startswith("weight") and p.ndim > 1}
+    elif products := expert_products(module):
+        own = {name: own[name] for name in products if name in own}
     elif not isinstance(module, nn.Bilinear):
         own = _expert_parameters(module)
     return sum(p.numel() for name, p in own.items() if name != "bias") if own else None
+
+
+def _experts_of(module: nn.Module) -> int:
+    """Return the number of experts of a mixture; 0 for other modules."""
+    products = expert_products(module)
+    weight = None if products is None else module._parameters[products[0]]
+    return 0 if weight is None else len(weight)
 
 
 def _named_linear(module: nn.Module) -> bool:
@@ -317,6 +359,8 @@ def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None) -> LeftOut | None:
     base = linear_base(type(module))
+    if base is None and expert_products(module) is not None:
+        return _odd_experts(module, fqn, filter_fn)
     reason = _not_linear(module) if base is None else _odd_linear(module, base, inner)
     if reason is not None:
         return reason
@@ -332,6 +376,53 @@ def _why_not(module: nn.Module, fqn: str, inner: bool, filter_fn: Filter | None)
             f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
             "it. Name modules that stay in high precision in skip="
         )
+    return None
+
+
+def _odd_experts(module: nn.Module, fqn: str, filter_fn: Filter | None) -> LeftOut | None:
+    """Return why the experts of a mixture cannot be converted, or None."""
+    weights = {name: module._parameters[name] for name in expert_products(module) or ()}
+    for name, weight in weights.items():
+        assert weight is not None
+        subclass = _tensor_subclass(weight)
+        if subclass is not None or not weight.is_floating_point() or weight.element_size() < 2:
+            kind = subclass or str(weight.dtype).removeprefix("torch.")
+            return LeftOut("quantised weight", f"its {name} is {kind}")
+        if any(size % ALIGNMENT for size in weight.shape[1:]):
+            shape = " x ".join(map(str, weight.shape))
+            return LeftOut(
+                f"dims not multiples of {ALIGNMENT}", f"{name}: dims of {shape} are not multiples of {ALIGNMENT}"
+            )
+    if (unfit := _unfit_shapes(module)) is not None:
+        return LeftOut("shapes that do not fit", unfit)
+    if "forward" in module.__dict__:
+        return LeftOut("forward replaced", "its forward was replaced (module.forward = …, as accelerate's hooks do)")
+    if getattr(module, "_is_expert_parallel", False):
+        return LeftOut("expert parallel", "it holds a part of the experts: expert parallelism is not supported yet")
+    if filter_fn is not None and not filter_fn(module, fqn):
+        return LeftOut("filter_fn", "filter_fn said no", "caller")
+    if is_sharded(module) or any(is_dtensor(weight) for weight in weights.values() if weight is not None):
+        raise ConfigurationError(
+            f"{fqn or 'the model'} is managed by FSDP or ZeRO already: call prepare(model) first, then wrap or shard "
+            "it. Name modules that stay in high precision in skip="
+        )
+    return None
+
+
+def _unfit_shapes(module: nn.Module) -> str | None:
+    """Return what is wrong if the shapes of a mixture's weights and biases contradict each other, or its attributes."""
+    gated, transposed = bool(module.has_gate), bool(module.is_transposed)
+    first, second = expert_products(module) or ("", "")
+    up, down = (tuple(module._parameters[name].shape) for name in (first, second))  # type: ignore[union-attr]
+    own_gate = gated and hasattr(module, "_apply_gate")  # It may return any width.
+    if up[0] != down[0] or not (own_gate or gate_fits(module)):
+        return (
+            f"{first} {up} and {second} {down} do not fit each other, with has_gate={gated}, is_transposed={transposed}"
+        )
+    for name, shape in ((first, up), (second, down)):
+        bias, expected = module._parameters.get(f"{name}_bias"), (shape[0], shape[2 if transposed else 1])
+        if module.has_bias and bias is not None and tuple(bias.shape) != expected:
+            return f"{name}_bias {tuple(bias.shape)} does not fit {name} {shape}: expected {expected}"
     return None
 
 

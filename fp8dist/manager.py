@@ -28,8 +28,8 @@ from fp8dist.consistency.inventory import Scope
 from fp8dist.consistency.report import DivergenceReport
 from fp8dist.coverage import Coverage
 from fp8dist.errors import ConfigurationError, NotAModelError
-from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.job_state import JobState, Tie
+from fp8dist.modules.parts import fp8_parts
 from fp8dist.monitoring.monitor import Monitor
 from fp8dist.monitoring.watch import Observer, Watch
 from fp8dist.names import check_keywords, did_you_mean, require_bool, require_choice, require_int
@@ -306,7 +306,10 @@ class StateManager(Joinable):
         monitor = Monitor(lines, folder, jump=jump, writes=writes, resume_after=resume_after)
         if self._cycle.watch is not None:
             self._cycle.watch.close()
-        order = {row.fqn: place for place, row in enumerate(self._coverage)}
+        model = self._model()
+        parts = () if model is None else fp8_parts(model)
+        fqns = (of.slots[Role.INPUT].fqn for part in parts for of in part.slots.precisions)
+        order = {fqn: place for place, fqn in enumerate(fqns)}
         self._cycle.watch = Watch(every, ranks, monitor, resume_after, observer, order)
         self._cycle.checker.amaxes = self._cycle.watch
 
@@ -388,10 +391,10 @@ class StateManager(Joinable):
             ConfigurationError: a converted weight is frozen, and ``frozen_weights`` is False.
         """
         self._cycle.require("comm_hook(manager)")
-        for linear in fp8_linears(self._require_model()):
-            if not linear.weight.requires_grad and not frozen_weights:
+        for part in fp8_parts(self._require_model()):
+            if not part.weight.requires_grad and not frozen_weights:
                 raise ConfigurationError(
-                    f"{linear.fp8_slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
+                    f"{part.slots.slots[Role.WEIGHT].fqn}.weight is frozen: its gradient amax comes after DDP's "
                     "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
                 )
         self._job.launches_early = True
@@ -531,6 +534,11 @@ class StateManager(Joinable):
         if any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
             return
         others = [row for row in self._coverage if fnmatch.fnmatchcase(row.fqn, pattern)]
+        if others and others[0].fp8:  # A mixture.
+            first = self._cycle.precisions.within(others[0].fqn)[0].slots[Role.INPUT].fqn
+            raise ConfigurationError(
+                f"no FP8Linear or expert matches {pattern!r}: patterns match single experts, such as {first!r}"
+            )
         if others:
             raise ConfigurationError(
                 f"no FP8Linear matches {pattern!r}: {others[0].fqn} stays in high precision, {others[0].reason}"
@@ -584,8 +592,8 @@ class StateManager(Joinable):
             raise ConfigurationError(f"there is a slot {slot} already")
         sync = self._default
         sync.arena = sync.arena.extended([SlotSpec(slot, FORMATS[format])])
-        for linear in fp8_linears(self._require_model()):
-            linear.fp8_slots.forget_views()
+        for part in fp8_parts(self._require_model()):
+            part.slots.forget_views()
         return slot
 
     def record(self, fqn: str, role: str, x: Tensor) -> None:
@@ -721,15 +729,16 @@ class StateManager(Joinable):
         """Return what the header of a run's folder says about this manager, as JSON values. Local.
 
         The keys are ``attached``, ``writes`` (True on the lowest rank that shares the state), ``began_after``
-        (``run_step`` at the last ``attach`` or load; None: FP8 is switched off), ``device``, ``fp8``, ``recipe``,
-        ``modules`` and ``slots``; docs/reference/run-folder.md describes the last three.
+        (``run_step`` at the last ``attach`` or load; None: FP8 is switched off), ``device``, ``fp8``, ``experts``
+        (True if there are some in FP8), ``recipe``, ``modules`` and ``slots``; docs/reference/run-folder.md describes
+        the last three.
         """
-        modules = []
+        modules: list[dict[str, Any]] = []
         for row in self.coverage():
-            precision = self._cycle.precisions.by_fqn.get(row.fqn)
-            high = GEMMS if precision is None or not row.fp8 else precision.high
-            gemms = {gemm: "high" if gemm in high else "fp8" for gemm in GEMMS}
+            highs = [precision.high for precision in self._cycle.precisions.within(row.fqn)] if row.fp8 else []
+            gemms = {gemm: "high" if all(gemm in high for high in highs) else "fp8" for gemm in GEMMS}
             modules.append({"module": row.fqn, "flops": 2 * row.parameters, "gemms": gemms, "reason": row.reason})
+            modules[-1] |= {"experts": row.experts} if row.experts else {}
         specs = sorted(spec for sync in self._syncs for spec in sync.arena.specs)
         return {
             "attached": self._job.attached,
@@ -737,9 +746,10 @@ class StateManager(Joinable):
             "began_after": self._job.began if self.settings.enabled else None,
             "device": str(self._default.arena.device),
             "fp8": self.settings.enabled,
+            "experts": any(sync.experts for sync in self._syncs),
             "recipe": str(self.recipe),
             "modules": modules,
-            "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format in specs],
+            "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format, _ in specs],
         }
 
     def take_waits(self) -> list[float]:
@@ -771,7 +781,7 @@ class StateManager(Joinable):
         if sharded is not None:
             sharded.reshard()
         model = self._require_model()
-        before = [(linear.fp8_slots, linear.fp8_slots.weight_scale()) for linear in fp8_linears(model)]
+        before = [(part.slots, part.slots.weight_scale()) for part in fp8_parts(model)]
         self._cycle.derive_weight_scales(local_weights(model), "all")
         for slots, scale in before:  # Inputs of later modules may grow as much, but have old scales.
             slots.tell_of_new_scale(scale)
@@ -793,7 +803,7 @@ class StateManager(Joinable):
         ``dcp.save({"model": model, "optim": …, "fp8": manager})``. If a checkpoint lacks one of these keys,
         ``dcp.load`` raises an error of its own.
         """
-        return Checkpoint(self._cycle).state_dict()
+        return Checkpoint(self._cycle, self._model()).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert: bool = False) -> None:
         """Load a saved state. Slots are matched by name. Local: load the same state on all ranks.
@@ -813,11 +823,11 @@ class StateManager(Joinable):
         Raises:
             CheckpointError: the state does not fit. Nothing was changed.
         """
-        Checkpoint(self._cycle).load_state_dict(state_dict, strict, convert)
+        Checkpoint(self._cycle, self._model()).load_state_dict(state_dict, strict, convert)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a safetensors file, atomically. Local. ``{rank}`` in the path is replaced by the rank."""
-        Checkpoint(self._cycle).save(path)
+        Checkpoint(self._cycle, self._model()).save(path)
 
     def load(self, path: str | os.PathLike[str], strict: bool = True, convert: bool = False) -> None:
         """Load a file that ``save`` wrote. See ``load_state_dict``. Local: on all ranks alike.
@@ -825,7 +835,7 @@ class StateManager(Joinable):
         Raises:
             CheckpointError: the file is missing, damaged or of another kind, or does not fit. Nothing was changed.
         """
-        Checkpoint(self._cycle).load(path, strict, convert)
+        Checkpoint(self._cycle, self._model()).load(path, strict, convert)
 
     @check_keywords("manager.export")
     def export(

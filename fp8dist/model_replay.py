@@ -26,10 +26,10 @@ from fp8dist.consistency.random_state import RandomState, random_state, set_rand
 from fp8dist.consistency.replay_report import ReplayReport, Told, judge
 from fp8dist.errors import ConfigurationError, Fp8DistError
 from fp8dist.manager import managers_in
-from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.parts import fp8_parts
 from fp8dist.optimizer_hooks import untraced
 from fp8dist.parallel.kept_model import KeptModel, require_replayable
-from fp8dist.parallel.wrappers import compute_device, is_tensor_parallel
+from fp8dist.parallel.wrappers import compute_device, require_replicas
 from fp8dist.state.slots import clean_fqn
 from fp8dist.step.kept_state import kept_fp8_state
 from fp8dist.sync.accord import Accord
@@ -129,11 +129,8 @@ class _Replay:
         require_replayable(self._model)
         if self._group is not None:
             require_sendable(self._batch)
-            if not self._chosen and is_tensor_parallel(self._model):
-                raise ConfigurationError(
-                    "replay(): the model is tensor parallel: pass group=mesh[…], the data-parallel axis, whose ranks "
-                    "hold the same parts and other data"
-                )
+            if not self._chosen:
+                require_replicas(self._model, "replay()")
         if next(self._model.parameters(), None) is None:
             raise ConfigurationError("replay(): the model has no parameters")
         for manager in managers_in(self._model):
@@ -143,7 +140,7 @@ class _Replay:
         """Take what is put back, and return a function that does it."""
         self._held = KeptModel(self._model)
         cycles = [manager._checkable() for manager in managers_in(self._model)]
-        slots = {id(c.job): [m.fp8_slots for m in fp8_linears(self._model) if m.fp8_slots.job is c.job] for c in cycles}
+        slots = {id(c.job): [p.slots for p in fp8_parts(self._model) if p.slots.job is c.job] for c in cycles}
         self._puts = [kept_fp8_state(cycle, slots[id(cycle.job)]) for cycle in cycles]
         if self._scaler is not None:
             self._puts.append(_kept_scaler(self._scaler))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -12,7 +14,10 @@ from fp8dist.arguments import require_groups, require_model
 from fp8dist.coverage import Survey, survey
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import ATTRIBUTE, StateManager, get_manager, managers_in
+from fp8dist.modules.foreign import expert_products
+from fp8dist.modules.fp8_experts import convert_experts
 from fp8dist.modules.fp8_linear import convert
+from fp8dist.modules.grouped_slots import GroupedSlots, slot_names
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.overrides import High, Overrides
@@ -26,7 +31,8 @@ from fp8dist.state.precision import Precisions
 from fp8dist.state.slots import Slot, SlotSpec
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import GroupLike, SyncGroup
-from fp8dist_kernels import ops
+from fp8dist.text import first_few
+from fp8dist_kernels import grouped_ops, ops
 from fp8dist_kernels.formats import Role
 
 __all__ = ["prepare", "restore"]
@@ -35,6 +41,12 @@ logger = logging.getLogger("fp8dist")
 
 _LOW_SHARE = 0.9
 """Share of matmul parameters in FP8 below which ``prepare`` warns."""
+
+_EXPERTS_HISTORY = 16
+"""Longest history of experts for which no override gives a recipe. 92,160 slots of 1024 steps take 377 MB."""
+
+_MUCH_STATE = 4_000_000
+"""Bytes of FP8 state from which the log says what it takes."""
 
 
 @check_keywords("prepare")
@@ -64,17 +76,18 @@ def prepare(
     Parameters and state_dict keys stay the same. A module is eligible if it is an nn.Linear, or of a subclass without a
     forward of its own, or transformers' ``Conv1D``, or one of Megatron-Core's parallel Linears; its weight is a plain
     floating-point Parameter, both dims are multiples of 16, no ``skip`` pattern matches its fqn, and
-    ``filter_fn(module, fqn)`` is true. Other modules with matmul weights stay in high precision, and the log says why.
-    If less than 90 % of the matmul parameters are in FP8, the lowest rank of the group logs a warning, or an info if
-    you named everything that is left out. ``manager.coverage()`` returns the whole table. After ``prepare``, wrap,
-    shard and load the model, then call ``manager.attach(…)``.
+    ``filter_fn(module, fqn)`` is true. So are the experts of a mixture, if the module has the attributes of
+    Transformers' experts interface: they become FP8Experts. Other modules with matmul weights stay in high precision,
+    and the log says why. If less than 90 % of the matmul parameters are in FP8, the lowest rank of the group logs a
+    warning, or an info if you named everything that is left out. ``manager.coverage()`` returns the whole table. After
+    ``prepare``, wrap, shard and load the model, then call ``manager.attach(…)``.
 
     Args:
         recipe: ``DelayedScaling()`` (the default), ``CurrentScaling()``, ``RowwiseScaling()`` or ``BlockScaling()``.
         group: the ranks that share FP8 state: a ProcessGroup, or a DeviceMesh (all axes flattened). None is allowed on
             one rank only, or with ``amax_sync=False``.
         groups: other groups for modules whose fqn matches a pattern, such as ``{"*.experts.*": expert_group}``. Each
-            group has its own arena. The first match counts.
+            group has its own arena. The first match counts. For experts, a pattern may match the module or a product.
         filter_fn: called as ``filter_fn(module, fqn)`` for eligible Linears. False: high precision.
         skip: fqn patterns (fnmatch) that stay in high precision, one or several, in addition to the defaults
             ``"*lm_head"`` and ``"*lora_*"``. A pattern that begins with "!" includes its matches again: "!*lm_head"
@@ -136,23 +149,38 @@ def prepare(
     surveyed = survey(model, each, skipped, filter_fn)
     if strict:
         surveyed.require_named()
-    linears = surveyed.chosen
+    linears, experts = surveyed.chosen, surveyed.experts
     recipes = {fqn: each.recipe(fqn, recipe) or recipe for fqn in linears}
-    _require_gatherable(settings, recipes)
-    plan = _Plan(linears, group, groups, recipe, recipes, settings)
+    products = [
+        _Product(fqn, name, module, each.recipe(fqn, _of_experts(recipe)) or recipe)
+        for fqn, module in experts.items()
+        for name in expert_products(module) or ()
+    ]
+    _require_gatherable(settings, recipes | {product.owner: product.recipe for product in products})
+    plan = _Plan(linears, products, group, groups, recipe, recipes, settings)
     job = JobState(settings.enabled, settings.backend, settings.eval_precision, settings.fp8_all_gather, plan.shared)
     slots = {fqn: plan.slots_of(fqn, linear, job) for fqn, linear in linears.items()}
-    precisions = Precisions({fqn: of.precision for fqn, of in slots.items()})
+    grouped = [(product, plan.grouped_slots(product, job)) for product in products]
+    precisions = Precisions(
+        {
+            precision.slots[Role.INPUT].fqn: precision
+            for of in (*slots.values(), *(of for _, of in grouped))
+            for precision in of.precisions
+        }
+    )
     coverage = surveyed.coverage(settings.enabled)
     manager = StateManager(
         model, recipe, settings, job, precisions, plan.syncs, plan.sync_groups, plan.aliases, coverage
     )
     ops.register_flops()
+    grouped_ops.register_flops()
     for fqn, linear in linears.items():
         convert(linear, slots[fqn])
+    for module in experts.values():
+        convert_experts(module, {product.name: of for product, of in grouped if product.module is module})
     model.__dict__[ATTRIBUTE] = manager
-    _tell(model, surveyed, settings.enabled, plan.speaks)
-    _warn_of_patterns(surveyed.fqns, skipped.given, groups, each.given)
+    _tell(model, surveyed, settings.enabled, plan)
+    _warn_of_patterns(surveyed.fqns, [product.fqn for product in products], skipped.given, groups, each.given)
     return manager
 
 
@@ -177,22 +205,32 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> None:
-    """Log which modules are in FP8 and which are not. ``speaks=False``: another rank warns about a low share."""
+def _tell(model: nn.Module, surveyed: Survey, enabled: bool, plan: _Plan) -> None:
+    """Log which modules are in FP8 and which are not, and what their state takes if that is much. One rank warns about
+    a low share."""
+    speaks = plan.speaks
     for fqn, why in surveyed.left_out:
         logger.info("fp8dist: %s stays in high precision: %s", fqn or "the model", why.reason)
     logger.info("fp8dist: %d Linears are FP8Linears now", len(surveyed.chosen))
+    if surveyed.experts:
+        logger.info("fp8dist: the experts of %d mixtures are FP8Experts now", len(surveyed.experts))
+    taken = sum(array.nbytes for sync in plan.syncs for array in sync.arena.arrays)
+    if taken >= _MUCH_STATE:
+        slots = sum(len(sync.arena) for sync in plan.syncs)
+        logger.info("fp8dist: the FP8 state of %d slots takes %d MB on each rank", slots, taken // 1_000_000)
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
         logger.warning(
             "fp8dist: torch's fast path of nn.TransformerEncoderLayer in eval() does not call its Linears, so "
             "it is not FP8; torch.backends.mha.set_fastpath_enabled(False) turns it off"
         )
+    _warn_of_routers(surveyed, speaks)
     coverage = surveyed.coverage(True)
     if not enabled:
-        logger.warning("fp8dist is switched off: %d Linears stay in high precision", len(surveyed.chosen))
+        off = len(surveyed.chosen) + len(surveyed.experts)
+        logger.warning("fp8dist is switched off: %d modules stay in high precision", off)
     elif not coverage.rows:
         logger.warning("fp8dist: no Linear of this model is eligible: it has no matmul weights")
-    elif not surveyed.chosen:
+    elif not surveyed.chosen and not surveyed.experts:
         logger.log(
             logging.WARNING if speaks else logging.INFO,
             "fp8dist: no Linear of this model is eligible: FP8: %s; left out: %s",
@@ -205,14 +243,38 @@ def _tell(model: nn.Module, surveyed: Survey, enabled: bool, speaks: bool) -> No
         logger.log(level, "fp8dist: FP8: %s; left out: %s", coverage.summary, surveyed.summary())
 
 
+def _warn_of_routers(surveyed: Survey, speaks: bool) -> None:
+    """Warn about Linears beside a mixture that have an output per expert."""
+    beside = set()
+    for fqn, module in surveyed.experts.items():
+        for name in expert_products(module) or ():
+            beside.add((fqn.rpartition(".")[0], len(getattr(module, name))))
+    linears = surveyed.chosen.items()
+    routers = [fqn for fqn, of in linears if (fqn.rpartition(".")[0], getattr(of, "out_features", 0)) in beside]
+    if routers:
+        logger.log(
+            logging.WARNING if speaks else logging.INFO,
+            "fp8dist: %s: as many outputs as the mixture has experts. If it is a router, its rounding in FP8 sends "
+            "tokens to other experts: prepare(skip=%r)",
+            first_few(routers, 3),
+            f"*{routers[0].rpartition('.')[2]}",
+        )
+
+
 def _warn_of_patterns(
-    fqns: Sequence[str], skip: Iterable[str], groups: Mapping[str, object], overrides: Mapping[str, object]
+    fqns: Sequence[str],
+    products: Sequence[str],
+    skip: Iterable[str],
+    groups: Mapping[str, object],
+    overrides: Mapping[str, object],
 ) -> None:
-    for name, patterns in (("skip", skip), ("groups", groups), ("overrides", overrides)):
-        if strangers := unmatched(patterns, fqns):
+    """Warn about patterns that match nothing. Those of ``groups`` may also match grouped products."""
+    all_fqns = [*fqns, *products]
+    for name, patterns, known in (("skip", skip, fqns), ("groups", groups, all_fqns), ("overrides", overrides, fqns)):
+        if strangers := unmatched(patterns, known):
             logger.warning("fp8dist: %s: no module with a matmul weight matches %s", name, ", ".join(strangers))
-    for name, mapping in (("groups", groups), ("overrides", overrides)):
-        if hidden := shadowed(mapping, fqns):
+    for name, mapping, known in (("groups", groups, all_fqns), ("overrides", overrides, fqns)):
+        if hidden := shadowed(mapping, known):
             logger.warning(
                 "fp8dist: %s: %s has no effect: an earlier pattern matches all its modules",
                 name,
@@ -229,12 +291,41 @@ def _require_gatherable(settings: Settings, recipes: Mapping[str, Recipe]) -> No
         )
 
 
+def _of_experts(recipe: Recipe) -> Recipe:
+    """Return the recipe of experts for which no override gives one: its histories are short, because experts have most
+    of the slots."""
+    if not isinstance(recipe, DelayedScaling):
+        return recipe
+    return dataclasses.replace(recipe, history_len=min(recipe.history_len, _EXPERTS_HISTORY))
+
+
+class _Product(NamedTuple):
+    """A grouped product to convert. ``owner``, ``name``: the fqn of its module, and the name of its parameter."""
+
+    owner: str
+    name: str
+    module: nn.Module
+    recipe: Recipe
+
+    @property
+    def fqn(self) -> str:
+        """What the fqns of its experts begin with."""
+        short = self.name.removesuffix("_proj")
+        return f"{self.owner}.{short}" if self.owner else short
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        return len(getattr(self.module, self.name))
+
+
 class _Plan:
     """Assigns each slot to an arena."""
 
     def __init__(
         self,
         linears: Mapping[str, nn.Module],
+        products: Sequence[_Product],
         group: GroupLike | None,
         groups: Mapping[str, GroupLike],
         recipe: Recipe,
@@ -266,6 +357,10 @@ class _Plan:
                     self.aliases[slot] = Slot(owner, role.value)
                     continue
                 specs.setdefault(self._arena_of(fqn), []).append(SlotSpec(slot, recipes[fqn].format_of(role)))
+        for product in products:
+            part = specs.setdefault(self._arena_of_product(product), [])
+            for expert, slots in enumerate(slot_names(product.fqn, product.experts)):
+                part += [SlotSpec(slot, product.recipe.format_of(role), expert) for role, slot in slots.items()]
         used = {place for (place, _), part in specs.items() if part}
         specs = {key: part for key, part in specs.items() if part or key[0] not in used}  # Drop empty arenas.
         self._syncs = {
@@ -288,10 +383,24 @@ class _Plan:
 
     def _arena_of(self, fqn: str) -> tuple[int, Recipe]:
         """Return (index of the group, recipe): the key of the arena that holds the module's slots."""
+        return self._group_of(fqn), self.recipes[fqn]
+
+    def _arena_of_product(self, product: _Product) -> tuple[int, Recipe]:
+        """Return the key of the arena of all experts of a product. A group's pattern matches the product's fqn, or that
+        of its module."""
+        return self._group_of(product.fqn, product.owner), product.recipe
+
+    def _group_of(self, *fqns: str) -> int:
+        """Return the index of the first group with a pattern that matches one of these fqns."""
         for pattern, place in zip(self._patterns, self._place):
-            if fnmatch.fnmatchcase(fqn, pattern):
-                return place, self.recipes[fqn]
-        return 0, self.recipes[fqn]
+            if any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
+                return place
+        return 0
+
+    def grouped_slots(self, product: _Product, job: JobState) -> GroupedSlots:
+        """Return the slots of a grouped product, for the conversion of its module."""
+        sync = self._syncs[self._arena_of_product(product)]
+        return GroupedSlots(sync, job, product.recipe, product.fqn, product.name, product.experts)
 
     def slots_of(self, fqn: str, linear: nn.Module, job: JobState) -> LinearSlots:
         """Return the slots of a module, for its conversion."""

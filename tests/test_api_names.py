@@ -19,10 +19,11 @@ CHANGELOG = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text()
 
 EXPORTS = """
 Attendance BlockScaling Cause CheckpointError ConfigurationError Coverage CoverageRow CurrentScaling DelayedScaling
-DivergenceError DivergenceReport Event Exporter Fallback Finding Fp8DistError ImportReport LossAlarm LossDiverged
-LossGuard ManifestMismatchError Monitor NotAModelError Observation RankTimes Recipe Recorder ReplayBuffer ReplayFinding
-ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotStatistics StateManager SyncError UnknownArgumentError check ddp
-errors first_and_last fsdp get_manager prepare replay replay_on restore roll_call trace
+DivergenceError DivergenceReport Event Exporter FP8Experts Fallback Finding Fp8DistError ImportReport LossAlarm
+LossDiverged LossGuard ManifestMismatchError Monitor NotAModelError Observation RankTimes Recipe Recorder ReplayBuffer
+ReplayFinding ReplayReport Replayed RowwiseScaling ScaleJump Slot SlotStatistics StateManager SyncError
+UnknownArgumentError check ddp errors first_and_last fsdp get_manager grouped_linear prepare replay replay_on restore
+roll_call trace
 """
 
 METHODS = """

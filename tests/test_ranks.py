@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.forked import PRELOADED
-from tests.support.ranks import RankPool, RanksFailed, threads_of
+from tests.support.ranks import RankPool, RanksFailed, serve, threads_of
 
 
 def _sum_of_ranks() -> tuple[int, int]:
@@ -36,6 +39,29 @@ def _origin() -> tuple[bool, int]:
 def test_ranks_are_forked_from_one_thread_that_has_imported_torch(two_ranks: RankPool) -> None:
     """Without the preloaded imports, ranks work too, but all tests take three times as long."""
     assert two_ranks.run(_origin) == [(True, 1)] * 2
+
+
+def _ends_early(left: Path, rank: int, *rest: Any) -> None:
+    """Do not connect if this is rank 1, as often as the file has bytes."""
+    if rank == 1 and (count := left.stat().st_size):
+        os.truncate(left, count - 1)
+        return
+    serve(rank, *rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 3])
+def test_processes_that_end_before_they_are_connected_start_again(times: int, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    left.write_bytes(bytes(times))
+    pool = RankPool(2, functools.partial(_ends_early, left))
+    try:
+        if times == 3:
+            with pytest.raises(RanksFailed, match="before they are connected"):
+                pool.run(_sum_of_ranks)
+        assert pool.run(_sum_of_ranks) == [(0, 1), (1, 1)]
+    finally:
+        pool.close()
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from fp8dist.checkpoint.export_tensors import ExportedTensor
 from fp8dist.monitoring.run_header import version_of
 from fp8dist.offline.certificates import FORMAT, VERSION, Certified, model_digest, sealed
 from fp8dist.offline.safetensor_files import dtype_text
@@ -30,24 +31,9 @@ class Origin(NamedTuple):
     checked: int | None = None
 
 
-class Described(Protocol):
-    """What is known of an exported tensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def module(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 def certificate_of(
     layout: str,
-    tensors: Sequence[Described],
+    tensors: Sequence[ExportedTensor],
     recipes: Mapping[str, Recipe],
     tied: Mapping[str, str],
     config: Mapping[str, Any],

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fp8dist.checkpoint.certificate import Origin, certificate_of
 from fp8dist.checkpoint.export_casts import Stored, cast_of, dequantised, grid_of, whole
+from fp8dist.checkpoint.export_experts import ExpertNames, Listed, are_in_fp8, expert_names, list_experts, mixtures_of
 from fp8dist.checkpoint.export_files import Folder
 from fp8dist.checkpoint.export_formats import (
     FORMATS,
@@ -33,8 +35,9 @@ from fp8dist.checkpoint.export_formats import (
     strategy_of,
 )
 from fp8dist.checkpoint.export_names import require_storable
+from fp8dist.checkpoint.export_tensors import ExportedTensor, Part
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.foreign import is_parallel, linear_base
+from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.names import require_choice
 from fp8dist.parallel.partitioned import is_partitioned
@@ -49,34 +52,6 @@ from fp8dist_kernels.formats import E4M3
 __all__ = ["Export", "ExportedTensor", "config_of", "export_of", "fill", "write_folder"]
 
 
-@dataclass(frozen=True)
-class ExportedTensor:
-    """One tensor of an exported model.
-
-    ``role``: "weight" (FP8), "weight_scale" and "input_scale" (float32 factors by which a server multiplies), or "high"
-    (any other tensor, as it is stored). ``module``: name of the module that holds it.
-    """
-
-    name: str
-    role: Literal["weight", "weight_scale", "input_scale", "high"]
-    module: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Tensors that come from one cast. ``read`` returns them in order. COLLECTIVE if they are sharded."""
-
-    tensors: tuple[ExportedTensor, ...]
-    read: Callable[[], Sequence[Tensor]]
-
-
 @dataclass
 class Export:
     """All tensors of an exported model, in an order that is the same on all ranks.
@@ -86,7 +61,7 @@ class Export:
     """
 
     format: str
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     schemes: dict[str, Scheme] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
@@ -146,7 +121,10 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
         cycle.sharded.fit_scales()
     found = Export(format, moment=lambda: job.boundaries)
     modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
-    fill(found, _stored(inner, cycle), {name: module for name, module in modules.items() if _has_matrix(module)})
+    names = expert_names(inner)
+    mixtures = {clean_fqn(name): module for name, module in mixtures_of(inner, names)}
+    matrices = {name: module for name, module in modules.items() if _has_matrix(module)}
+    fill(found, _stored(inner, cycle), matrices, mixtures, names)
     return found
 
 
@@ -213,11 +191,18 @@ def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
             )
 
 
-def fill(found: Export, tensors: Iterable[Stored], modules: Mapping[str, nn.Module]) -> None:
+def fill(
+    found: Export,
+    tensors: Iterable[Stored],
+    modules: Mapping[str, nn.Module],
+    mixtures: Mapping[str, nn.Module] = MappingProxyType({}),
+    names: ExpertNames | None = None,
+) -> None:
     """List the tensors of a model in ``found``.
 
     Args:
         modules: by name, all modules with weights of two dimensions.
+        mixtures: by name, mixtures that are exported expert by expert, under ``names``.
 
     Raises:
         ConfigurationError: see ``export_of``.
@@ -229,27 +214,69 @@ def fill(found: Export, tensors: Iterable[Stored], modules: Mapping[str, nn.Modu
         linear = modules.get(_module_of(stored))
         if isinstance(linear, FP8Linear) and (_module_of(stored) in in_fp8 or stored.sharded or stored.gathered):
             grids[_module_of(stored)] = grid_of(linear, stored), stored.value.shape
+    high: list[str] = []
+    names = names or ExpertNames()
     for stored in once:
         name = _module_of(stored)
         linear = modules.get(name)
         found.sharded |= is_dtensor(stored.value)
-        if name not in grids or not isinstance(linear, FP8Linear):
-            holder = stored.name.rpartition(".")[0]
+        holder = stored.name.rpartition(".")[0]
+        listed = list_experts(found.format, names, holder, mixtures[holder], stored) if holder in mixtures else None
+        if listed is not None:
+            high += _add_experts(found, listed)
+        elif name not in grids or not isinstance(linear, FP8Linear):
             entry = ExportedTensor(stored.name, "high", holder, stored.value.dtype, tuple(stored.value.shape))
-            found.parts.append(_Part((entry,), partial(_whole, stored)))
+            found.parts.append(Part((entry,), partial(_whole, stored)))
         elif name in in_fp8:
             found.parts.append(_of_linear(found, name, linear, stored, grids))
         else:
             found.parts.append(_dequantised(name, linear, stored, grids[name][0]))
+    found.ignored = [*(name for name in modules if name not in in_fp8), *high]
+    _require_untied(found.tied, mixtures)
     tied = {name.rpartition(".")[0] for name in found.tied}
-    lost = sorted(in_fp8 - found.schemes.keys() - tied)
+    lost = [f"{name}.weight" for name in sorted(in_fp8 - found.schemes.keys() - tied)]
+    for name, mixture in ((name, mixture) for name, mixture in mixtures.items() if are_in_fp8(name, mixture)):
+        lost += sorted({f"{name}.{weight}" for weight in expert_products(mixture) or ()} - {s.name for s in once})
     if lost:
-        raise ConfigurationError(f"{lost[0]} is in FP8, but state_dict() has no {lost[0]}.weight: a hook renames it")
-    found.ignored = [name for name in modules if name not in in_fp8]
-    if not in_fp8 - tied:
+        module = lost[0].rpartition(".")[0]
+        raise ConfigurationError(f"{module} is in FP8, but state_dict() has no {lost[0]}: a hook renames it")
+    if not found.schemes:
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
+    _rename(found, names)
     require_storable(found.tensors)
     found.quantization_config()
+
+
+def _add_experts(found: Export, listed: Listed) -> Sequence[str]:
+    """Add the tensors of experts. Return the names of their Linears in high precision."""
+    found.parts.append(listed.part)
+    if listed.scheme is None or listed.recipe is None:
+        return listed.linears
+    found.schemes |= dict.fromkeys(listed.linears, listed.scheme)
+    found.recipes |= dict.fromkeys(listed.linears, listed.recipe)
+    return ()
+
+
+def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) -> None:
+    for name, owner in tied.items():
+        if name.rpartition(".")[0] in mixtures or owner.rpartition(".")[0] in mixtures:
+            raise ConfigurationError(
+                f"{name} is the same tensor as {owner}: experts that share weights have no place in an export: give "
+                "each mixture its own"
+            )
+
+
+def _rename(found: Export, names: ExpertNames) -> None:
+    """Give all tensors and modules the names of checkpoints."""
+    served = names.served
+    found.parts = [
+        replace(part, tensors=tuple(replace(t, name=served(t.name), module=served(t.module)) for t in part.tensors))
+        for part in found.parts
+    ]
+    found.schemes = {served(name): scheme for name, scheme in found.schemes.items()}
+    found.recipes = {served(name): recipe for name, recipe in found.recipes.items()}
+    found.ignored = [served(name) for name in found.ignored]
+    found.tied = {served(name): served(owner) for name, owner in found.tied.items()}
 
 
 def _module_of(stored: Stored) -> str:
@@ -298,7 +325,7 @@ def _of_linear(
     linear: FP8Linear,
     stored: Stored,
     grids: Mapping[str, tuple[Grid, torch.Size]],
-) -> _Part:
+) -> Part:
     """Return the tensors of a Linear in FP8: weight, its scale, and the input's if it is fixed."""
     slots = linear.fp8_slots
     state, input_state = slots.states(stored.device)[1::-1]
@@ -330,13 +357,13 @@ def _of_linear(
             values.append(torch.reciprocal(slots.states(stored.device)[0].scale).reshape(1))
         return values
 
-    return _Part(tuple(entries), read)
+    return Part(tuple(entries), read)
 
 
-def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> _Part:
+def _dequantised(name: str, linear: FP8Linear, stored: Stored, grid: Grid) -> Part:
     """Return the weight of a module in high precision that FSDP2 gathers in FP8: forwards see it dequantised."""
     entry = ExportedTensor(stored.name, "high", name, stored.computed_in, tuple(stored.value.shape))
-    return _Part((entry,), lambda: (dequantised(linear, stored, grid),))
+    return Part((entry,), lambda: (dequantised(linear, stored, grid),))
 
 
 def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, tuple[Grid, torch.Size]]) -> str:

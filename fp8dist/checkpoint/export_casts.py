@@ -10,8 +10,10 @@ from torch import Tensor
 
 from fp8dist.checkpoint.export_formats import Grid
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
+from fp8dist.modules.grouped_slots import GroupedSlots
 from fp8dist.modules.linear_slots import Cast
 from fp8dist.parallel.sharded_weight import ShardedWeight
 from fp8dist.parallel.wrappers import fsdp2_axes
@@ -19,7 +21,7 @@ from fp8dist.sync.groups import is_dtensor, local_part
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK, blocks_along
 
-__all__ = ["Stored", "cast_of", "dequantised", "grid_of", "whole"]
+__all__ = ["Stored", "cast_of", "dequantised", "experts_cast_of", "grid_of", "whole"]
 
 
 _PIECE = 1 << 20
@@ -100,6 +102,28 @@ def cast_of(linear: FP8Linear, stored: Stored, grid: Grid) -> tuple[Tensor, Tens
     del local
     whole_rows = _joined(rows.view(torch.uint8), tensor, placements, tensor.shape).view(rows.dtype)
     return whole_rows, _joined_scales(linear, inv_scale, tensor, placements, grid, stored)
+
+
+def experts_cast_of(module: FP8Experts, slots: GroupedSlots, stored: Stored) -> tuple[Tensor, Tensor]:
+    """Return all experts' weights of a product as an eval forward multiplies with them: (FP8 [E, out_features,
+    in_features], inverse scales: [E], [E, out_features, 1] or [E, blocks, blocks]). COLLECTIVE if they are sharded."""
+    tensor: Tensor = stored.load()
+    transposed: Any = module.is_transposed
+    if stored.sharded is None:
+        plain = not is_dtensor(tensor)
+        dtype = None if stored.gathered else stored.computed_in
+        own = tensor.detach().to(stored.device, dtype) if plain else _multiplied(tensor, stored)[0]
+        cast = slots.eval_cast(module, own.mT if transposed else own, stored.gathered)
+        return cast.rows, cast.rows_inv_scale
+    cast = stored.sharded.cast(local_part(tensor).detach().to(stored.device))
+    placements = _placements(tensor)
+    rows = _joined(cast.rows.view(torch.uint8), tensor, placements, tensor.shape).view(cast.rows.dtype)
+    inv_scale = cast.rows_inv_scale
+    if slots.recipe.by == "block":  # Blocks are only gathered if each rank has whole experts.
+        blocks = (blocks_along(size, BLOCK) for size in tensor.shape[1:])
+        inv_scale = _joined(inv_scale.contiguous(), tensor, placements, (len(tensor), *blocks))
+        inv_scale = inv_scale.mT if transposed else inv_scale
+    return (rows.mT if transposed else rows), inv_scale
 
 
 def _by_rows(cast: Callable[[Tensor], Cast], linear: FP8Linear, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,15 +14,16 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-import torch
 from torch import Tensor
 
+from fp8dist.checkpoint.export_tensors import ExportedTensor
 from fp8dist.errors import ConfigurationError
 from fp8dist.offline.certificates import CERTIFICATE
 from fp8dist.offline.safetensor_files import dtype_text
 from fp8dist.offline.served import CONFIG, INDEX
+from fp8dist_kernels.reference.content import as_bytes
 
 __all__ = ["Folder", "destination"]
 
@@ -45,19 +46,6 @@ def destination(path: str | os.PathLike[str]) -> Path:
     return whole
 
 
-class Described(Protocol):
-    """What is known of a tensor before it is read."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
 class Folder:
     """A folder that is being written. Tensors must come in the given order.
 
@@ -68,7 +56,7 @@ class Folder:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], tensors: Sequence[Described], tied: Mapping[str, str], shard_bytes: int
+        self, path: str | os.PathLike[str], tensors: Sequence[ExportedTensor], tied: Mapping[str, str], shard_bytes: int
     ) -> None:
         self._path = destination(path)
         self._partial = self._path.with_name(f"{self._path.name}.partial")
@@ -76,7 +64,7 @@ class Folder:
         self._shards = list(_shards(tensors, shard_bytes))
         self._tied = dict(tied)
         self._files = iter(self._shards)
-        self._left: list[Described] = []
+        self._left: list[ExportedTensor] = []
         self._file: IO[bytes] | None = None
         self._number = 0
         self._places: dict[str, str] = {}
@@ -98,15 +86,14 @@ class Folder:
         self._partial.mkdir(parents=True)
         self._handle = os.open(self._partial, os.O_RDONLY)
 
-    def write(self, tensor: Described, value: Tensor) -> None:
+    def write(self, tensor: ExportedTensor, value: Tensor) -> None:
         """Write the next tensor."""
         if not self._left:
             self._open_next()
         expected = self._left.pop(0)
         assert self._file is not None
         assert (tensor.name, value.dtype, tuple(value.shape)) == (expected.name, expected.dtype, expected.shape)
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data
+        data = as_bytes(value.cpu()).numpy().data
         self._file.write(data)
         self._digests[tensor.name] = hashlib.sha256(data).hexdigest()
 
@@ -176,8 +163,8 @@ class Folder:
             self._file.close()
 
 
-def _shards(tensors: Sequence[Described], shard_bytes: int) -> Iterator[list[Described]]:
-    shard: list[Described] = []
+def _shards(tensors: Sequence[ExportedTensor], shard_bytes: int) -> Iterator[list[ExportedTensor]]:
+    shard: list[ExportedTensor] = []
     size = 0
     for tensor in tensors:
         if shard and size + tensor.nbytes > shard_bytes:
@@ -188,7 +175,7 @@ def _shards(tensors: Sequence[Described], shard_bytes: int) -> Iterator[list[Des
     yield shard
 
 
-def _header(tensors: Sequence[Described], tied: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[ExportedTensor], tied: Mapping[str, str]) -> bytes:
     """Return the head of a safetensors file (https://github.com/huggingface/safetensors, section Format): its length,
     uint64, and JSON with dtype, shape and place of each tensor. Padded, so that data begins at a multiple of 8."""
     here = {tensor.name for tensor in tensors}

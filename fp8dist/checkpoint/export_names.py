@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
-import torch
 from torch import nn
 
+from fp8dist.checkpoint.export_tensors import ExportedTensor
 from fp8dist.errors import ConfigurationError
 from fp8dist.offline.safetensor_files import DTYPES
 
@@ -17,16 +16,7 @@ __all__ = ["require_distinct", "require_names", "require_storable"]
 _CLASSES = frozenset(base.__name__ for base in nn.Linear.__mro__)
 
 
-class Named(Protocol):
-    """A tensor that is not read yet."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-def require_storable(tensors: Iterable[Named]) -> None:
+def require_storable(tensors: Iterable[ExportedTensor]) -> None:
     """Refuse tensors that safetensors cannot hold.
 
     Raises:

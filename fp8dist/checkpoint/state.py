@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp8dist.checkpoint.expert_layouts import describe_experts
 from fp8dist.errors import CheckpointError
 from fp8dist.state import storage
 from fp8dist.state.arena import Arena, fitted, unchanged_on_failure
@@ -44,8 +45,9 @@ class Checkpoint:
     ========================  =================================================================================
     """
 
-    def __init__(self, cycle: StepCycle) -> None:
+    def __init__(self, cycle: StepCycle, model: nn.Module | None) -> None:
         self._cycle = cycle
+        self._model = model
 
     def state_dict(self) -> dict[str, bytes]:
         """Return this rank's state by key. Local."""
@@ -102,7 +104,8 @@ class Checkpoint:
 
     def _to_bytes(self, arenas: Sequence[Arena]) -> bytes:
         state = _collected(arenas, self._cycle.precisions)
-        return storage.to_bytes(state, {"settings": self._cycle.settings.describe()})
+        described = {"settings": self._cycle.settings.describe(), **describe_experts(self._model)}
+        return storage.to_bytes(state, described)
 
     def _take_over(self, matches: Sequence[_Match]) -> None:
         precisions = self._cycle.precisions
@@ -244,7 +247,7 @@ class _Match:
                 changed.add(spec.slot)
         if odd:
             more = f" (and {len(odd) - 1} more slots have another format)" if len(odd) > 1 else ""
-            slot, format = min(odd)
+            slot, format, _ = min(odd)
             changes[f"format of {slot} is {self._format_of(slot)!r} there and {format.name!r} here{more}"] = None
         return changed, list(changes)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8dist.consistency.computations import CastOf, Computation, ComputedContent, ProductOf, linear_computations
+from fp8dist.consistency.computations import CastOf, ComputedContent, ProductOf, linear_computations
 from fp8dist.consistency.contents import on_device
 from fp8dist.consistency.differences import compare_block, unravel
 from fp8dist.consistency.inventory import Holdings, ReplicaSet, likeness_of
@@ -51,7 +51,7 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-def computations_on(device: torch.device) -> list[Computation]:
+def computations_on(device: torch.device) -> list[CastOf | ProductOf]:
     """Return the casts and products of a Linear under each recipe, and such products whose sums are exact; none on a
     GPU without FP8."""
     if not multiplies_fp8(device):
@@ -102,7 +102,7 @@ def burned_across_ranks(device: torch.device) -> DivergenceReport:
 class _Repeat:
     """A computation, its first results (on the CPU) and their leaves."""
 
-    def __init__(self, computation: Computation, device: torch.device, digest: ContentDigest) -> None:
+    def __init__(self, computation: CastOf | ProductOf, device: torch.device, digest: ContentDigest) -> None:
         self.name = computation.name(device)
         self.said = False
         self._computation, self._digest = computation, digest

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import fp8dist
 from fp8dist.checkpoint.certificate import Origin
+from fp8dist.checkpoint.expert_layouts import mixture_of, read_layouts
 from fp8dist.checkpoint.export import Export, fill, write_folder
 from fp8dist.checkpoint.export_casts import Stored
+from fp8dist.checkpoint.export_experts import expert_names, mixtures_of, require_served
 from fp8dist.checkpoint.export_formats import FORMATS
 from fp8dist.errors import CheckpointError, ConfigurationError
+from fp8dist.modules.foreign import expert_products
 from fp8dist.offline.dcp import METADATA, dcp_states
 from fp8dist.offline.entries import Source
 from fp8dist.offline.sources import open_source
@@ -35,6 +39,9 @@ __all__ = ["add_flags", "add_model_flags", "export", "exported", "read_config"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
+Shapes = Mapping[str, tuple[int, tuple[int, ...]]]
+"""By name of a parameter: place in the source, shape."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
@@ -44,7 +51,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--format", choices=tuple(FORMATS), default="compressed-tensors", help="how servers read weights and scales"
     )
     parser.add_argument(
-        "--config", metavar="FILE", type=Path, help="the model's config.json, to which quantization_config is added"
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="the model's config.json, to which quantization_config is added; "
+        "its model_type says how experts are named",
     )
     add_model_flags(parser)
     parser.add_argument(
@@ -78,19 +89,21 @@ def export(options: argparse.Namespace) -> str:
     if options.shard_bytes < 1:
         raise ConfigurationError(f"--shard-bytes must be above 0, got {options.shard_bytes}")
     config = {} if options.config is None else read_config(options.config)
-    with exported(options.checkpoint, options.format, options.model, options.gathered_in) as (found, step):
+    with exported(options.checkpoint, options.format, options, config) as (found, step):
         write_folder(options.out, found, config, True, None, options.shard_bytes, Origin(step, options.name))
     fp8 = sum(tensor.role == "weight" for tensor in found.tensors)
     return f"{options.out}: {len(found.tensors)} tensors, {fp8} weights in FP8, after step {step}"
 
 
 @contextmanager
-def exported(path: str, format: str, key: str, gathered_in: str | None) -> Iterator[tuple[Export, int]]:
+def exported(
+    path: str, format: str, options: argparse.Namespace, config: Mapping[str, Any]
+) -> Iterator[tuple[Export, int]]:
     """Open a checkpoint, for (what its job would export, steps of its FP8 state).
 
     Args:
-        key: the checkpoint's key of the model.
-        gathered_in: dtype in which FSDP gathered weights; None: what the example job noted, else the stored dtype.
+        options: the flags that say what the model is.
+        config: of the model. Its ``model_type`` gives experts their names; without one, that of the job's model does.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or has no FP8 state that all ranks share.
@@ -101,16 +114,21 @@ def exported(path: str, format: str, key: str, gathered_in: str | None) -> Itera
     data = _shared_state(path)
     state, info = from_bytes(data, path)
     with open_source(path) as source:
-        shapes = _parameters(source, key)
-        skeleton = _skeleton(source, state, shapes)
+        shapes = _parameters(source, options.model)
+        kind, layouts = read_layouts(info, path)
+        skeleton = _with_mixtures(config.get("model_type", kind), layouts, shapes)
+        _add_linears(skeleton, source, state, shapes)
         manager = _restored(skeleton, state, data)
         found = Export(format)
         settings = _settings(info, path)
+        names = expert_names(skeleton)
+        mixtures = dict(mixtures_of(skeleton, names))
         modules = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.Linear)}
         matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
         others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
-        dtype = gathered_in or _noted(source)
-        fill(found, _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype), {**others, **modules})
+        dtype = options.gathered_in or _noted(source)
+        stored = _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype)
+        fill(found, stored, {**others, **modules}, mixtures, names)
         yield found, manager.steps
 
 
@@ -137,7 +155,7 @@ def _shared_state(path: str) -> bytes:
     raise CheckpointError(f"{path}: expected one FP8 state that all ranks share, found {found}")
 
 
-def _parameters(source: Source, key: str) -> dict[str, tuple[int, tuple[int, ...]]]:
+def _parameters(source: Source, key: str) -> Shapes:
     """Return (place in the source, shape) of the model's tensors, by the names that the FP8 state has for modules."""
     prefix = f"{key}."
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -171,41 +189,75 @@ def _settings(info: Mapping[str, Any], path: str) -> dict[str, Any]:
     return settings
 
 
-def _skeleton(source: Source, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, tuple[int, ...]]]) -> nn.Module:
-    """Return a model without memory that has the Linears of the FP8 state, under their names.
+def _with_mixtures(kind: Any, layouts: Mapping[str, Mapping[str, bool]], shapes: Shapes) -> nn.Module:
+    """Return a model of type ``kind`` without memory that has the mixtures of a checkpoint, under their names."""
+    whole = nn.Module()
+    whole.config = SimpleNamespace(model_type=kind)  # type: ignore[assignment]
+    for name, layout in layouts.items():
+        require_served(name, whole, False)
+        mixture = mixture_of(layout, lambda each: shapes.get(f"{name}.{each}", (0, ()))[1])  # noqa: B023
+        if mixture is not None:
+            _place(whole, name, mixture)
+    return whole
+
+
+def _place(whole: nn.Module, name: str, module: nn.Module) -> None:
+    """Add a module under its name, with modules above it."""
+    *above, last = name.split(".")
+    for part in above:
+        if part not in whole._modules:
+            whole._modules[part] = nn.Module()  # add_module() refuses names such as "type", which work in a model.
+        whole = whole._modules[part]  # type: ignore[assignment]
+    whole._modules[last] = module
+
+
+def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], shapes: Shapes) -> None:
+    """Add the Linears of the FP8 state to a model without memory, under their names.
 
     Raises:
         CheckpointError: the checkpoint lacks a weight.
-        ConfigurationError: a weight is cast to E5M2, shared by two Linears, or stored transposed, as its bias shows.
+        ConfigurationError: a weight is cast to E5M2, shared by two Linears, stored transposed, as its bias shows, or
+            of experts of which the state does not say how they are stored, or as ``require_served`` refuses them.
     """
-    whole = nn.Module()
     slots = validated_slots(state)
     weights = {slot.fqn: format for slot, format in zip(slots, state["formats"]) if slot.role == Role.WEIGHT.value}
+    mixtures = _products(skeleton)
     for name in sorted({slot.fqn for slot in slots}):
         if name not in weights:
             raise ConfigurationError(f"{name} shares its weight with another module: use manager.export() in the job")
         if weights[name] != "e4m3":
             raise ConfigurationError(f"{name}: its weight is cast to {weights[name]}, and servers read e4m3 only")
+        holder, _, expert = name.rpartition(".")
+        if expert.isdecimal() and holder in mixtures:
+            require_served(mixtures[holder], skeleton.get_submodule(mixtures[holder]), True)
+            continue
+        if expert.isdecimal() and len(shapes.get(f"{holder}_proj", (0, ()))[1]) == 3:
+            raise ConfigurationError(
+                f"{holder}_proj holds the weights of experts, but its FP8 state does not say in which layout: load "
+                "it into a job, and save it again or use manager.export()"
+            )
         place, shape = shapes.get(f"{name}.weight", (0, ()))
         if len(shape) != 2 or source.entries[place].dtype not in (*_DTYPES, "float64"):
             raise CheckpointError(f"{source.path}: has FP8 state of {name}, but no floating-point weight of it")
         if shapes.get(f"{name}.bias", (0, (shape[0],)))[1] != (shape[0],):
             raise ConfigurationError(f"{name}: its weight is stored as [in_features, out_features]: no format has that")
-        parent = whole
-        *above, last = name.split(".")
-        for part in above:
-            if part not in parent._modules:
-                parent._modules[part] = nn.Module()  # add_module() refuses names such as "type", which work in a model.
-            parent = parent._modules[part]  # type: ignore[assignment]
-        parent._modules[last] = nn.Linear(shape[1], shape[0], bias=False, device="meta")
-    return whole
+        _place(skeleton, name, nn.Linear(shape[1], shape[0], bias=False, device="meta"))
+
+
+def _products(skeleton: nn.Module) -> dict[str, str]:
+    """Return the names of mixtures by those of their products, with which names of slots begin."""
+    mixtures = ((name, expert_products(module) or ()) for name, module in skeleton.named_modules())
+    return {f"{name}.{product.removesuffix('_proj')}": name for name, products in mixtures for product in products}
 
 
 def _restored(skeleton: nn.Module, state: Mapping[str, Any], data: bytes) -> fp8dist.StateManager:
     """Prepare the skeleton as the job prepared its model, and load its state."""
     recipes = [Recipe.from_description(described) for described in state["recipes"]]
-    of = {slot.fqn: recipes[number] for slot, number in zip(validated_slots(state), state["recipe_of"])}
-    overrides: dict[str, Any] = {glob.escape(name): recipe for name, recipe in of.items()}
+    products = _products(skeleton)
+    of: dict[str, Any] = dict.fromkeys(products.values(), "high")  # Mixtures without slots.
+    for slot, number in zip(validated_slots(state), state["recipe_of"]):
+        of[products.get(slot.fqn.rpartition(".")[0], slot.fqn)] = recipes[number]
+    overrides = {glob.escape(name): recipe for name, recipe in of.items()}
     manager = fp8dist.prepare(skeleton, recipes[0], skip=None, overrides=overrides, amax_sync=False, check_every=0)
     manager.load_state_dict({next(iter(manager.state_dict())): data})
     return manager
@@ -218,9 +270,7 @@ def _noted(source: Source) -> str | None:
     return text if text in _DTYPES else None
 
 
-def _stored(
-    source: Source, shapes: Mapping[str, tuple[int, tuple[int, ...]]], gathered: bool, dtype: str | None
-) -> Iterator[Stored]:
+def _stored(source: Source, shapes: Shapes, gathered: bool, dtype: str | None) -> Iterator[Stored]:
     for name, (place, shape) in shapes.items():
         own = getattr(torch, source.entries[place].dtype)
         computed = own if dtype is None or not own.is_floating_point else getattr(torch, dtype)

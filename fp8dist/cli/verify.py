@@ -129,7 +129,7 @@ def _by_checkpoint(options: argparse.Namespace, served: Served, progress: Progre
         config = read_config(options.config)
     format = options.format or _format_of(served)
     try:
-        with exported(options.paths[0], format, options.model, options.gathered_in) as (found, step):
+        with exported(options.paths[0], format, options, config) as (found, step):
             differing, listed = compare_tensors(served, _references(found), tied, progress)
             config = {**config, QUANTIZATION: found.quantization_config()}
     except ConfigurationError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from fp8dist.consistency.contents import Digester, on_device
 from fp8dist.consistency.likeness import likeness
 from fp8dist.consistency.protocol import word_of
 from fp8dist.consistency.report import DivergenceReport, this_rank
-from fp8dist.consistency.works import Work, digest_of, message_of, repeated, taken
+from fp8dist.consistency.work_parts import hash_of, message_of
+from fp8dist.consistency.works import Work, described, digest_of, repeated, taken
 from fp8dist.divergence import Finding
 from fp8dist.modules.linear_slots import SITES
 from fp8dist.sync.arena_sync import ArenaSync
@@ -56,14 +58,22 @@ class Audits:
         sites: by place of the arena, (fqn, first site) of its FP8 modules. The same fqns on the ranks of an arena.
         every: one step of so many is audited.
         limit: bytes of tensors that an audit sends.
+        calls: by site, in how many calls a forward does its work, if more than one. An audit looks at one of them.
     """
 
-    def __init__(self, sites: Mapping[int, Sequence[tuple[str, int]]], every: int, limit: int) -> None:
+    def __init__(
+        self,
+        sites: Mapping[int, Sequence[tuple[str, int]]],
+        every: int,
+        limit: int,
+        calls: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self.done = 0
         """Number of casts and products of this rank that were audited."""
         self._sites = {place: tuple(of) for place, of in sites.items()}
-        self._every, self._limit = every, limit
+        self._every, self._limit, self._calls = every, limit, calls
         self._wanted: dict[int, int] = {}  # Place of the arena by site.
+        self._skip: dict[int, int] = {}  # By site, how many calls to let pass.
         self._taken: dict[int, Work] = {}  # By place of the arena.
         self._names: dict[int, str] = {}
         self._step = 0
@@ -77,19 +87,24 @@ class Audits:
             step: chooses the sites. It may differ between ranks: each then has another site audited.
             due: the same on all ranks.
         """
-        self._wanted, self._taken, self._step = {}, {}, step
+        self._wanted, self._skip, self._taken, self._step = {}, {}, {}, step
         if not due:
             return
         for place, modules in self._sites.items():
             fqn, work, site = _chosen(modules, step // self._every)
             self._wanted[site] = place
+            self._skip[site] = hash_of(step, "call") % self._calls.get(site, 1)
             kind = SITES[work]
             self._names[place] = f"{fqn}: {f'cast of {kind.value}' if isinstance(kind, Role) else kind}"
 
     def hear(self, op: str, site: int, args: tuple[Any, ...], options: Mapping[str, Any], results: Any) -> None:
-        """Take down the first call at a wanted site. Local; a listener of ``fp8dist_kernels.taps``."""
+        """Take down a call at a wanted site: the first, or the chosen one of several. Local; a listener of
+        ``fp8dist_kernels.taps``."""
         place = self._wanted.get(site)
         if place is None or place in self._taken or capturing(results[0].device):
+            return
+        if self._skip[site]:
+            self._skip[site] -= 1
             return
         work = taken(op, site, args, options, results, self._limit, self._step, self._digester)
         if work is not None:
@@ -97,10 +112,10 @@ class Audits:
 
     def kept(self) -> Callable[[], None]:
         """Return a function that forgets what is taken down from now on. Local."""
-        before = dict(self._taken)
+        taken_down, skip = dict(self._taken), dict(self._skip)
 
         def put_back() -> None:
-            self._taken = dict(before)
+            self._taken, self._skip = dict(taken_down), dict(skip)
 
         return put_back
 
@@ -129,7 +144,10 @@ class Audits:
         if not differ:
             return DivergenceReport(compared={KIND: len(ring.ran)})
         rounds = self._repeat_again(ring, work, to_audit, told, differ)
-        me = this_rank(device, None if group is None else group.mesh_coordinates()), "" if work is None else work.what
+        me = (
+            this_rank(device, None if group is None else group.mesh_coordinates()),
+            "" if work is None else described(work),
+        )
         everyone = [me] if group is None else group.gather(me)
         what = {participant.rank: text for participant, text in everyone}
         findings = []

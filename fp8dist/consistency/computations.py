@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,22 @@ from fp8dist_kernels.reference.blocks import blocks_along
 from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.operands import integers, inverse_scales, operand
 
-__all__ = ["KIND", "CastOf", "Computation", "ComputedContent", "ProductOf", "computations_of", "linear_computations"]
+__all__ = [
+    "KIND",
+    "LARGEST",
+    "SCALE",
+    "SEEDS",
+    "TOKENS",
+    "CastOf",
+    "Computation",
+    "ComputedContent",
+    "ProductOf",
+    "computations_of",
+    "described",
+    "for_casts",
+    "linear_computations",
+    "short",
+]
 
 KIND = "computation"
 """Kind of the things that are computed, and of findings about them."""
@@ -43,7 +58,7 @@ SCALE = 60.0
 """Scale of slots with delayed scaling: large operands saturate, small ones become subnormal or zero."""
 
 _OPERANDS = ("input", "weight", "grad_output", "a", "b", "inv_scale_a", "inv_scale_b", "bias")
-_SEEDS: Mapping[str, int] = MappingProxyType({name: i for i, name in enumerate(_OPERANDS)})
+SEEDS: Mapping[str, int] = MappingProxyType({name: i for i, name in enumerate(_OPERANDS)})
 
 _OF_BLOCKS = (Scaling.BLOCKWISE_1D, Scaling.BLOCKWISE)
 _SCALINGS: Mapping[str, tuple[Scaling, Scaling]] = MappingProxyType(
@@ -68,7 +83,7 @@ class CastOf(NamedTuple):
         copies = "" if self.rows and self.columns else ", rows only" if self.rows else ", columns only"
         by = ops.implementer(self.backend, device)
         shape = "x".join(map(str, self.shape))
-        return f"cast of {self.role} {shape} {_short(self.dtype)}, {_described(self.recipe)}{copies}, {by}"
+        return f"cast of {self.role} {shape} {short(self.dtype)}, {described(self.recipe)}{copies}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
         """Return a function that computes, and returns the results by name. It uses a slot of its own, so no other
@@ -84,7 +99,7 @@ class CastOf(NamedTuple):
         of_weight = self.role is Role.WEIGHT
         outgrown = OUTGROWN * meant_to_saturate(self.recipe) if of_weight and self.recipe.delayed else None
         state = slots.states(device)[0]
-        x = operand(self.shape, self.dtype, _SEEDS[self.role.value], device)
+        x = operand(self.shape, self.dtype, SEEDS[self.role.value], device)
 
         def compute() -> dict[str, Tensor]:
             arena.pending.zero_()
@@ -122,18 +137,18 @@ class ProductOf(NamedTuple):
         by = ops.multiplier_name((self.m, self.k), self.n, (a, b, self.dtype), *self._how, device)
         shape, formats = f"{self.m}x{self.n}x{self.k}", " ".join(self.formats)
         extras = " with bias" * self.bias + ", fast accumulation" * self.fast_accumulation + ", exact" * self.exact
-        return f"{self.gemm} {shape} {formats} {_short(self.dtype)}{extras}, {self.scaling.value}, {by}"
+        return f"{self.gemm} {shape} {formats} {short(self.dtype)}{extras}, {self.scaling.value}, {by}"
 
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
         """Return a function that computes, and returns the result. The operands are made directly in FP8: a wrong cast
         does not matter here."""
         make = integers if self.exact else operand
         a, b = (
-            make((lines, self.k), dtype, _SEEDS[name], device)
+            make((lines, self.k), dtype, SEEDS[name], device)
             for name, lines, dtype in zip("ab", (self.m, self.n), self.dtypes)
         )
         inv_a, inv_b = self._inverse_scales(device)
-        bias = operand((self.n,), self.dtype, _SEEDS["bias"], device) if self.bias else None
+        bias = operand((self.n,), self.dtype, SEEDS["bias"], device) if self.bias else None
         options = {"fast_accumulation": self.fast_accumulation, "backend": self.backend}
         return lambda: {"": direct.matmul(a, b, inv_a, inv_b, self.dtype, bias=bias, **options)}
 
@@ -158,12 +173,19 @@ class ProductOf(NamedTuple):
                 shape = (lines, 1)
             elif self.scaling.in_blocks:
                 shape = (blocks_along(lines, BLOCK), along) if square else (along, lines)
-            scales = _ones(shape, device) if self.exact else inverse_scales(shape, _SEEDS[name], device)
+            scales = _ones(shape, device) if self.exact else inverse_scales(shape, SEEDS[name], device)
             found.append(scales.t() if self.scaling.in_blocks and not square else scales)
         return found
 
 
-Computation = CastOf | ProductOf
+class Computation(Protocol):
+    """A cast or a product with known operands. Equal ones hash and compare as equal."""
+
+    def name(self, device: torch.device) -> str:
+        """Return a name for reports."""
+
+    def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
+        """Return a function that computes, and returns the results by name."""
 
 
 def computations_of(linears: Iterable[FP8Linear]) -> dict[torch.device, tuple[Computation, ...]]:
@@ -197,7 +219,7 @@ def linear_computations(
     bias: bool = False,
     transposed: bool = False,
     backend: str = "auto",
-) -> list[Computation]:
+) -> list[CastOf | ProductOf]:
     """Return the casts and products of one Linear: those of the GEMMs that ``recipe`` has in FP8.
 
     Args:
@@ -213,8 +235,8 @@ def linear_computations(
         (Role.WEIGHT, stored, weight_dtype, *copies),
         (Role.GRAD_OUTPUT, (TOKENS, rows), dtype, dgrad, wgrad),
     )
-    of_casts = _for_casts(recipe)
-    found: list[Computation] = [
+    of_casts = for_casts(recipe)
+    found: list[CastOf | ProductOf] = [
         CastOf(role, size, of, of_casts, row_major, columns, backend)
         for role, size, of, row_major, columns in casts
         if row_major or columns
@@ -265,17 +287,19 @@ def _ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.ones(shape, dtype=torch.float32, device=device)
 
 
-def _for_casts(recipe: Recipe) -> Recipe:
+def for_casts(recipe: Recipe) -> Recipe:
     """Return the recipe with only those fields that matter for a cast, so that equal casts are equal."""
     matter = {"format", "margin", "power_of_two"} & {field.name for field in dataclasses.fields(recipe)}  # type: ignore[arg-type]
     return type(recipe)(**{name: getattr(recipe, name) for name in matter})
 
 
-def _described(recipe: Recipe) -> str:
+def described(recipe: Recipe) -> str:
+    """Return what a cast needs of a recipe, in words."""
     extras = [" power_of_two"] if recipe.power_of_two else []
     extras += [f" margin={recipe.margin}"] if recipe.margin else []
     return f"{type(recipe).__name__} {recipe.format}{''.join(extras)}"
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """Return the name of a dtype."""
     return str(dtype).removeprefix("torch.")

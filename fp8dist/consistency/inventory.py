@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8dist.consistency.computations import KIND, ComputedContent, computations_of
 from fp8dist.consistency.contents import ArenaContent, Content, Digester, Field, Key, Named, TensorContent, values_near
 from fp8dist.consistency.differences import ravel
+from fp8dist.consistency.grouped_computations import grouped_computations_of
 from fp8dist.consistency.likeness import likeness
 from fp8dist.consistency.replication import Excuse, Home, Membership, Replication
 from fp8dist.consistency.report import this_rank
 from fp8dist.divergence import Finding, Participant
+from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.parallel.megatron import gradient_of
 from fp8dist.sync.arena_sync import ArenaSync
@@ -180,10 +182,16 @@ class Inventory:
             self._add_optimizer(module, optimizer)
 
     def add_computations(self, module: nn.Module) -> None:
-        """Add what the FP8Linears of a module compute. Other ranks must compute the same on equal hardware only."""
+        """Add what the FP8Linears and FP8Experts of a module compute. Other ranks must compute the same on equal
+        hardware only."""
+        of_linears, of_experts = computations_of(fp8_linears(module)), grouped_computations_of(fp8_experts(module))
         contents = [
-            ComputedContent(computations, device, f" (device {i} of this rank)" if i else "")
-            for i, (device, computations) in enumerate(computations_of(fp8_linears(module)).items())
+            ComputedContent(
+                tuple(dict.fromkeys((*of_linears.get(device, ()), *of_experts.get(device, ())))),
+                device,
+                f" (device {i} of this rank)" if i else "",
+            )
+            for i, device in enumerate({**of_linears, **of_experts})
         ]
         self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
         if not contents:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fp8dist.consistency.works import message_of
+from fp8dist.consistency.work_parts import message_of
 from fp8dist.errors import ConfigurationError
 from fp8dist.sync.groups import SyncGroup, is_dtensor
 from fp8dist_kernels.reference.content import as_bytes

@@ -6,6 +6,8 @@ JSON, then the tensors. If the tensors take more than the limit, a work is a par
 - of a product, some rows of ``a`` and some rows of ``b``. The other rows are zeros when it is repeated, so the same
   kernel runs with the same tiles. Rows computed alone would have other bits.
 - of a cast, some lines of ``x``, along the dim in which scales do not reach across lines.
+
+``grouped_works`` has those on rows that are sorted by expert.
 """
 
 from __future__ import annotations
@@ -21,22 +23,31 @@ import torch
 from torch import Tensor
 
 from fp8dist.consistency.contents import Digester
-from fp8dist_kernels import BLOCK, ops
+from fp8dist.consistency.grouped_works import repeat_grouped, take_grouped
+from fp8dist.consistency.work_parts import (
+    ALIGNMENT,
+    INTEGERS,
+    Taken,
+    among_zeros,
+    hash_of,
+    lines_of,
+    message_of,
+    part_of_product,
+    text_of,
+)
+from fp8dist_kernels import grouped_ops, ops
 
-__all__ = ["Work", "digest_of", "message_of", "part_of_product", "repeated", "taken"]
+__all__ = ["Work", "described", "digest_of", "repeated", "taken"]
 
-ALIGNMENT = 256
-"""Bytes. Kernels are chosen by the alignment of operands, so a repeated call gets operands that are aligned alike."""
+_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}
+)
 
 _HEAD = 8
 """Bytes of the header's length."""
 
 _ROOM = 160
 """Bytes in the header for each tensor: more than a name, a dtype, a shape and a place take."""
-
-_INTEGERS: Mapping[int, torch.dtype] = MappingProxyType(
-    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-)
 
 
 class Work(NamedTuple):
@@ -71,28 +82,25 @@ def taken(
     """
     if any(not tensor.numel() for tensor in args[:2] if isinstance(tensor, Tensor)):
         return None
-    take = _take_product if op == "matmul" else _take_cast
+    grouped = op in grouped_ops.IMPLEMENTATIONS
+    take = take_grouped if grouped else _take_product if op == "matmul" else _take_cast
     header, tensors, found, share = take(op, args, options, results, limit, at)
     header |= {"op": op, "site": site, "backend": options.get("backend", "auto")}
-    sizes = [x for x in args[:2] if isinstance(x, Tensor) and x.ndim]
+    sizes = [x for x in args[:2] if isinstance(x, Tensor) and x.ndim > (1 if grouped else 0)]
     what = f"{op} of {' and '.join('x'.join(map(str, x.shape)) for x in sizes)}"
     return Work(_packed(header, tensors), digest_of(found, digester), what, share)
 
 
-_Taken = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], float]
-"""The header, the tensors to send, the results by name, and the part's share."""
-
-
 def _take_product(
     op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
-) -> _Taken:
+) -> Taken:
     a, b, inv_scale_a, inv_scale_b, dtype = args
     rows, columns = part_of_product(a, b, limit, at)
     tensors = {"a": a[slice(*rows)], "b": b[slice(*columns)], "inv_scale_a": inv_scale_a, "inv_scale_b": inv_scale_b}
     if options.get("bias") is not None:
         tensors["bias"] = options["bias"]
     header = {
-        "dtype": _text(dtype),
+        "dtype": text_of(dtype),
         "where": [*rows, *columns],
         "sizes": [len(a), len(b)],
         "fast_accumulation": options["fast_accumulation"],
@@ -103,13 +111,18 @@ def _take_product(
 
 def _take_cast(
     op: str, args: tuple[Any, ...], options: Mapping[str, Any], results: Sequence[Tensor], limit: int, at: int
-) -> _Taken:
+) -> Taken:
     x, dtype = args[0], args[4 if op == "quantize" else 1]
+    if x.ndim == 3:  # Weights of experts, in one call. A part is of one of them.
+        expert = hash_of(at, "expert") % len(x)
+        of_one = [result[expert] if result.numel() else result for result in results]
+        header, tensors, found, share = _take_cast(op, (x[expert], *args[1:]), options, of_one, limit, at)
+        return {**header, "expert": expert}, tensors, found, share / len(x)
     dim = 0 if options["rows"] else 1
     count = x.shape[dim]
-    first, end = _lines(count, limit // (x.element_size() * x.shape[1 - dim]), at)
+    first, end = lines_of(count, limit // (x.element_size() * x.shape[1 - dim]), at)
     header = {
-        "dtype": _text(dtype),
+        "dtype": text_of(dtype),
         "where": [first, end],
         "dim": dim,
         "rows": options["rows"],
@@ -124,11 +137,20 @@ def _take_cast(
     return header, tensors, _results_of_cast(op, results, header, first, end), (end - first) / count
 
 
+def described(work: Work) -> str:
+    """Return the call in words, with the expert if the part is of one. Waits for the device."""
+    header, tensors = _unpacked(work.message)
+    expert = int(tensors["place"][0]) if "place" in tensors else header.get("expert")
+    return work.what if expert is None else f"{work.what}, expert {expert}"
+
+
 def repeated(message: Tensor) -> dict[str, Tensor]:
     """Repeat the work of a message, and return the results of its part by name. Local."""
     header, tensors = _unpacked(message)
-    run = functools.partial(ops.IMPLEMENTATIONS[header["op"]], backend=header["backend"])
-    repeat = _repeat_product if header["op"] == "matmul" else _repeat_cast
+    op = header["op"]
+    run = functools.partial(_IMPLEMENTATIONS[op], backend=header["backend"])
+    grouped = op in grouped_ops.IMPLEMENTATIONS
+    repeat = repeat_grouped if grouped else _repeat_product if op == "matmul" else _repeat_cast
     with torch.no_grad():
         return repeat(run, header, getattr(torch, header["dtype"]), tensors)
 
@@ -138,8 +160,8 @@ def _repeat_product(
 ) -> dict[str, Tensor]:
     first_row, end_row, first_column, end_column = header["where"]
     product = run(
-        _among_zeros(tensors["a"], header["sizes"][0], first_row),
-        _among_zeros(tensors["b"], header["sizes"][1], first_column),
+        among_zeros(tensors["a"], header["sizes"][0], first_row),
+        among_zeros(tensors["b"], header["sizes"][1], first_column),
         tensors["inv_scale_a"],
         tensors["inv_scale_b"],
         dtype,
@@ -226,48 +248,6 @@ def _results_of_cast(
     return found
 
 
-def part_of_product(a: Tensor, b: Tensor, limit: int, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return which rows of ``a`` and of ``b`` are taken: all, or as many of each as the limit allows."""
-    m, n = a.shape[0], b.shape[0]
-    allowed = limit // (a.shape[1] * a.element_size())
-    if m + n <= allowed:
-        return (0, m), (0, n)
-    of_a = min(m, max(allowed // 2, allowed - n))
-    return _lines(m, of_a, at), _lines(n, allowed - of_a, at + 1)
-
-
-def _lines(count: int, allowed: int, at: int) -> tuple[int, int]:
-    """Return (first, end) of the lines that are taken of ``count``: all, or whole blocks, at least one."""
-    if count <= allowed:
-        return 0, count
-    blocks = max(1, allowed // BLOCK)
-    places = math.ceil(count / BLOCK) - blocks + 1
-    first = at * 2654435761 % 2**32 % places * BLOCK  # Knuth's multiplicative hash.
-    return first, min(count, first + blocks * BLOCK)
-
-
-def _among_zeros(part: Tensor, size: int, start: int) -> Tensor:
-    if part.shape[0] == size:
-        return part
-    line = part.shape[1] * part.element_size()
-    whole = _aligned(size * line, part.data_ptr() - start * line, part.device)
-    whole = whole.zero_().view(part.dtype).view(size, part.shape[1])
-    whole.view(_INTEGERS[part.itemsize])[start : start + part.shape[0]] = part.view(_INTEGERS[part.itemsize])
-    return whole
-
-
-def message_of(nbytes: int, device: torch.device) -> Tensor:
-    """Return memory for a message: uint8[nbytes], not initialised."""
-    return _aligned(nbytes, 0, device)
-
-
-def _aligned(nbytes: int, like: int, device: torch.device) -> Tensor:
-    """Return uint8[nbytes], not initialised, at an address that is aligned as ``like``."""
-    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-    start = (like - memory.data_ptr()) % ALIGNMENT
-    return memory[start : start + nbytes]
-
-
 def _packed(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the message. Each tensor lies in it as it was aligned."""
     end = _HEAD + len(json.dumps(header)) + _ROOM * len(tensors)
@@ -276,7 +256,7 @@ def _packed(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
         begin = end + (tensor.data_ptr() - end) % ALIGNMENT
         end = begin + tensor.numel() * tensor.element_size()
         places[name] = slice(begin, end)
-    described = [[name, _text(t.dtype), list(t.shape), places[name].start] for name, t in tensors.items()]
+    described = [[name, text_of(t.dtype), list(t.shape), places[name].start] for name, t in tensors.items()]
     text = json.dumps({**header, "tensors": described}).encode()
     head = len(text).to_bytes(_HEAD, "little") + text
     device = next(iter(tensors.values())).device
@@ -284,7 +264,7 @@ def _packed(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
     message.zero_()
     message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device)
     for name, tensor in tensors.items():
-        bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+        bits = tensor.detach().view(INTEGERS[tensor.element_size()])
         message[places[name]].view(bits.dtype).view(bits.shape).copy_(bits)
     return message
 
@@ -298,7 +278,3 @@ def _unpacked(message: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
         nbytes = math.prod(shape) * kind.itemsize
         tensors[name] = message[begin : begin + nbytes].view(kind).view(shape)
     return header, tensors
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

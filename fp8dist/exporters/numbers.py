@@ -91,6 +91,8 @@ KNOWN: Mapping[str, Number] = MappingProxyType(
         "slots": Number("slots", "Slots, one for each tensor that is cast"),
         "cold_slots": Number("cold_slots", "Slots of delayed scaling that have no scale yet"),
         "high_precision_modules": Number("high_precision_modules", "Modules with a GEMM in high precision"),
+        "idle_experts": Number("idle_experts", "Experts that had no token in the observed step"),
+        "longest_idle_steps": Number("longest_idle_steps", "Steps since the longest idle expert had a token, at least"),
         "nonfinite_amaxes": Number("nonfinite_amaxes", "Amaxes that were NaN or infinite", kind=Kind.TOTAL),
         "saturated_amaxes": Number("saturated_amaxes", "Amaxes that exceeded the scale of their cast", kind=Kind.TOTAL),
         "fallbacks": Number("fallbacks", "How often a module fell back to high precision", kind=Kind.TOTAL),

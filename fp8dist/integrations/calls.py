@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 
 __all__ = ["require_steps_of"]
@@ -34,7 +34,7 @@ def require_steps_of(engine: Any, manager: fp8dist.StateManager) -> None:
             return
         own, attached, passed = reference(), manager._attachment.module, manager._job.boundaries
         if attached is None or (attached is own and not own.fp8_calls):
-            weights = torch.cat([_sample(linear.weight) for linear in fp8_linears(module)])
+            weights = torch.cat([_sample(part.weight) for part in fp8_parts(module)])
             if not torch.equal(seen.get(passed, weights), weights):
                 raise ConfigurationError(
                     "the model is trained by something else than the engine that attach() was given: call that engine. "

@@ -1,10 +1,13 @@
-"""The Trainer of Transformers: ``Trainer(…, callbacks=[FP8Callback()])``."""
+"""The Trainer of Transformers: ``Trainer(…, callbacks=[FP8Callback()])``. Also registers "fp8dist" in its interface of
+experts: ``from_pretrained(…, experts_implementation="fp8dist")``."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
@@ -13,13 +16,28 @@ from fp8dist.recipe import Recipe
 
 try:
     from transformers import Trainer, TrainerCallback
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 except ImportError as error:
     raise ImportError(install("Transformers", "transformers")) from error
 
-__all__ = ["FP8Callback"]
+__all__ = ["FP8Callback", "experts_forward"]
 
 FILE = "fp8dist-rank{rank}.safetensors"
 """The FP8 state in a checkpoint of the Trainer. Ranks that share all state write rank 0's file only."""
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute the experts of a mixture in FP8 if they are prepared, else with Transformers' grouped products.
+
+    ``fp8dist.prepare`` converts experts whatever their ``experts_implementation`` is. This one also avoids loops over
+    experts before ``prepare``, and with ``enabled=False``.
+    """
+    if isinstance(module, fp8dist.FP8Experts) and module.fp8_enabled:
+        return module(hidden_states, top_k_index, top_k_weights)
+    return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register("fp8dist", experts_forward)
 
 
 class FP8Callback(TrainerCallback):

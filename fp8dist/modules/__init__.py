@@ -1,1 +1,1 @@
-"""FP8Linear, the slots of one Linear, and the choice of which of its GEMMs run in FP8."""
+"""FP8Linear and FP8Experts, their slots, and the choice of which of their GEMMs run in FP8."""

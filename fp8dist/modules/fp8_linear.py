@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.foreign import gathered_input, is_parallel, is_transposed, linear_base
-from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.modules.fp8_weight import FP8Weight, dequantised
 from fp8dist.modules.linear_slots import Cast, LinearSlots, States
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
@@ -235,18 +235,6 @@ def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
     return tuple(None if any(t is before for before in cast[:i]) else t for i, t in enumerate(cast))
 
 
-class _Dequantise(torch.autograd.Function):
-    """Dequantise a gathered weight. The gradient passes through unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: FP8Weight) -> Tensor:
-        return weight.high_precision()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not isinstance(weight, FP8Weight):
         return _linear(input, weight, bias)
@@ -257,7 +245,7 @@ def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _dequantising(input: Tensor, weight: FP8Weight, bias: Tensor | None) -> Tensor:
-    return _linear(input, _Dequantise.apply(weight), bias)
+    return _linear(input, dequantised(weight), bias)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

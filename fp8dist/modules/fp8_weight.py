@@ -14,9 +14,10 @@ from fp8dist.errors import ConfigurationError
 from fp8dist_kernels.reference.blocks import BLOCK
 from fp8dist_kernels.reference.casts import dequantize
 
-__all__ = ["FP8Weight", "Gathered"]
+__all__ = ["FP8Weight", "Gathered", "dequantised"]
 
 _aten = torch.ops.aten
+_TRANSPOSE = _aten.transpose.int
 _SAME_TENSOR = frozenset(
     {
         _aten.alias.default,
@@ -36,34 +37,42 @@ class Gathered:
 
 
 class FP8Weight(Tensor):
-    """A high-precision weight [out_features, in_features], stored as FP8 bytes and their inverse scale.
+    """A high-precision weight [out_features, in_features], or those of E experts [E, out_features, in_features], stored
+    as FP8 bytes and their inverse scale.
 
-    FP8Linear uses the bytes. Any other operation works on the dequantised weight, a new tensor in ``dtype``. Writing to
-    the weight raises ConfigurationError, because the bytes are a copy that the next gather overwrites.
+    FP8Linear and FP8Experts use the bytes. ``mT`` of experts' weights keeps them. Any other operation works on the
+    dequantised weight, a new tensor in ``dtype``. Writing to the weight raises ConfigurationError, because the bytes
+    are a copy that the next gather overwrites.
     """
 
     _gathered: Gathered
+    _flipped: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, gathered: Gathered, dtype: torch.dtype) -> FP8Weight:
-        rows = gathered.rows
-        made: FP8Weight = Tensor._make_wrapper_subclass(cls, rows.shape, dtype=dtype, device=rows.device)
+    def __new__(cls, gathered: Gathered, dtype: torch.dtype, flipped: bool = False) -> FP8Weight:
+        rows = gathered.rows.mT if flipped else gathered.rows
+        made: FP8Weight = Tensor._make_wrapper_subclass(
+            cls, rows.shape, strides=rows.stride(), dtype=dtype, device=rows.device
+        )
         return made
 
-    def __init__(self, gathered: Gathered, dtype: torch.dtype) -> None:
-        self._gathered = gathered
+    def __init__(self, gathered: Gathered, dtype: torch.dtype, flipped: bool = False) -> None:
+        """``flipped``: the last two dims of the gathered weight are transposed."""
+        self._gathered, self._flipped = gathered, flipped
 
     @property
     def rows(self) -> Tensor:
-        """FP8 [out_features, in_features], a view of FSDP's buffer, which FSDP frees and refills."""
-        return self._gathered.rows
+        """FP8 [out_features, in_features] or [E, out_features, in_features], a view of FSDP's buffer, which FSDP frees
+        and refills."""
+        return self._gathered.rows.mT if self._flipped else self._gathered.rows
 
     @property
     def inv_scale(self) -> Tensor:
-        """Inverse scale of the bytes: 0-d float32, or one per block of 128 x 128."""
-        return self._gathered.inv_scale
+        """Inverse scale of the bytes: 0-d float32, or one per block of 128 x 128; of experts, these of each expert."""
+        inv_scale = self._gathered.inv_scale
+        return inv_scale.mT if self._flipped and inv_scale.ndim > 1 else inv_scale
 
     def refilled(self, inv_scale: Tensor) -> None:
         """Set the inverse scale after FSDP has refilled the buffer."""
@@ -92,7 +101,9 @@ class FP8Weight(Tensor):
         kwargs = dict(kwargs or {})
         if function in _SAME_TENSOR and _keeps_shape(function, args):
             weight: FP8Weight = args[0]
-            return FP8Weight(weight._gathered, weight.dtype)
+            return FP8Weight(weight._gathered, weight.dtype, weight._flipped)
+        if function is _TRANSPOSE and args[0].ndim == 3 and {dim % 3 for dim in args[1:]} == {1, 2}:
+            return FP8Weight(args[0]._gathered, args[0].dtype, not args[0]._flipped)
         if any(isinstance(tensor, FP8Weight) for tensor in _written(function, args, kwargs)):
             raise ConfigurationError(
                 "a weight that FSDP gathered in FP8 is a copy and cannot be written to: write to the sharded "
@@ -107,11 +118,28 @@ class FP8Weight(Tensor):
             return dequantize(self.rows, _spread(self.inv_scale, self.rows.shape)).to(self.dtype)
 
 
+class _Dequantise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: FP8Weight) -> Tensor:
+        return weight.high_precision()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def dequantised(weight: FP8Weight) -> Tensor:
+    """Return the dequantised weight. Differentiable: the gradient passes through unchanged."""
+    made: Tensor = _Dequantise.apply(weight)
+    return made
+
+
 def _spread(inv_scale: Tensor, shape: torch.Size) -> Tensor:
     """Return the inverse scale in a shape that broadcasts to the weight."""
-    if inv_scale.numel() == 1:
-        return inv_scale
-    return inv_scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+    if inv_scale.ndim < len(shape):  # One of the weight, or one of each expert.
+        return inv_scale if len(shape) == 2 else inv_scale[:, None, None]
+    rows = inv_scale.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
+    return rows.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,8 @@ class JobState:
     """True if hooks report weight changes, so that several microbatches may share a cast."""
     generation: int = 0
     """Incremented by every event after which cached weight casts must not be reused."""
+    listeners: tuple[Callable[[], Any], ...] = ()
+    """Called after the precision of a module has changed, outside of compiled code."""
     growth: Growth | None = None
     """Tells which written weights have outgrown their scales."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from fp8dist.modules.outgrown import (
     OUTGROWN_WRITTEN,
     Growth,
     Outgrown,
+    amax_of,
     meant_to_saturate,
     shrunk,
     unfit_for,
@@ -92,8 +95,15 @@ class LinearSlots:
     """
 
     def __init__(
-        self, sync: ArenaSync, weight_sync: ArenaSync, job: JobState, recipe: Recipe, slots: dict[Role, Slot]
+        self,
+        sync: ArenaSync,
+        weight_sync: ArenaSync,
+        job: JobState,
+        recipe: Recipe,
+        slots: dict[Role, Slot],
+        name: str = "weight",
     ) -> None:
+        """``name``: of the module's parameter."""
         self.sync = sync
         self.weight_sync = weight_sync
         self.job = job
@@ -102,7 +112,8 @@ class LinearSlots:
         self.precision = Precision(slots, recipe.high_precision)
         self.resharded = False
         self.site = 0
-        self.note = WeightNote()
+        self.name = name
+        self.note = WeightNote(name)
         self._backwards = self._boundary = self._changes = 0
         self._look_at = FIRST_LOOK // 2
         self._sample: Tensor | None = None
@@ -112,7 +123,40 @@ class LinearSlots:
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_states": None, "_cast": None, "_sample": None, "_outgrown": None, "resharded": False}
-        return {**self.__dict__, **fresh, "note": WeightNote.copied()}
+        return {**self.__dict__, **fresh, "note": WeightNote.copied(self.name)}
+
+    @property
+    def fqn(self) -> str:
+        """The module's fqn in its model. Of a grouped product, the fqn that the fqns of its experts begin with."""
+        return self.slots[Role.INPUT].fqn
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """What ``set_precision`` changes: one for the module, or one for each expert."""
+        return (self.precision,)
+
+    @property
+    def weight_slots(self) -> tuple[Slot, ...]:
+        """The slots of the weight: one, or one for each expert."""
+        return (self.slots[Role.WEIGHT],)
+
+    @property
+    def weight_casts(self) -> int:
+        """How many calls of ops cast the weight, if both copies are made."""
+        return 1
+
+    @property
+    def weight_place(self) -> int | slice:
+        """The place of the weight's slot in its arena, or the places of those of the experts."""
+        return self.weight_sync.arena.index[self.slots[Role.WEIGHT]]
+
+    def weights_of(self, weight: Tensor, first: int = 0) -> Iterator[tuple[Slot, Tensor]]:
+        """Iterate over the parts of this rank's weight that have slots of their own, and these slots.
+
+        Args:
+            first: of the experts that this rank holds.
+        """
+        yield self.slots[Role.WEIGHT], weight
 
     def settle(self) -> None:
         """Commit a pending sync, before a scale is read. Graphs cannot; for them the optimizer's post-hook commits (see
@@ -140,12 +184,12 @@ class LinearSlots:
                 ops.require_backend(self.job.backend, device)
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
-            input_, weight, grad = (
-                sync.arena.state_of(self.slots[role])
-                for role, sync in zip((Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), syncs)
-            )
+            input_, weight, grad = map(self._state_of, (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT), syncs)
             self._states = (input_, weight, grad)
         return self._states
+
+    def _state_of(self, role: Role, sync: ArenaSync) -> SlotState:
+        return sync.arena.state_of(self.slots[role])
 
     def forget_views(self) -> None:
         """Drop the views of an arena that was rebuilt. The next use creates new ones."""
@@ -363,9 +407,9 @@ class LinearSlots:
         self._add_growth((inv_scale > torch.reciprocal(state.scale)) & ~state.cold)
 
     def weight_scale(self) -> Tensor:
-        """Return a 0-d float32 copy of the weight's scale; NaN while the slot is cold."""
-        arena = self.weight_sync.arena
-        place = arena.index[self.slots[Role.WEIGHT]]
+        """Return a float32 copy of the weight's scale, 0-d, or of those of the experts, [E]; NaN while a slot is
+        cold."""
+        arena, place = self.weight_sync.arena, self.weight_place
         return torch.where(arena.cold[place], torch.nan, arena.scale[place])
 
     def tell_of_new_scale(self, before: Tensor) -> None:
@@ -383,7 +427,7 @@ class LinearSlots:
         self, x: Tensor, state: SlotState, record: bool, rows: bool, columns: bool, outgrown: Outgrown
     ) -> Cast:
         """Call ``quantize`` for an input."""
-        unfit = unfit_for(x, state, self.recipe, outgrown.upstream)
+        unfit = unfit_for(functools.partial(amax_of, x), state, self.recipe, outgrown.upstream)
         return self.quantize(x, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.INPUT)
 
     def gradient_cast(
@@ -391,7 +435,7 @@ class LinearSlots:
     ) -> Cast:
         """Call ``quantize`` for a gradient. By now, later modules have cast their weights, too."""
         upstream = outgrown.upstream if torch.compiler.is_compiling() else self._upstream
-        unfit = unfit_for(gradient, state, self.recipe, upstream)
+        unfit = unfit_for(functools.partial(amax_of, gradient), state, self.recipe, upstream)
         return self.quantize(
             gradient, state, record, rows, columns, outgrown=outgrown.others, unfit=unfit, role=Role.GRAD_OUTPUT
         )
@@ -434,10 +478,9 @@ class LinearSlots:
     def _gathered_cast(self, weight: FP8Weight, state: SlotState, outgrown: Outgrown) -> Cast:
         """Return the weight as it was gathered in FP8."""
         if outgrown.written:  # A scale that did not fit was derived anew, without a history.
-            arena = self.weight_sync.arena
-            self._add_growth((arena.amax[arena.index[self.slots[Role.WEIGHT]]] == 0) & ~state.cold)
+            self._add_growth((self.weight_sync.arena.amax[self.weight_place] == 0) & ~state.cold)
         nothing = weight.rows.new_empty(0)
-        return Cast(weight.rows, weight.inv_scale, nothing, nothing)
+        return Cast(weight.rows.contiguous(), weight.inv_scale.contiguous(), nothing, nothing)
 
     def eval_cast(self, linear: nn.Module, weight: Tensor, gathered: bool = False) -> Cast:
         """Return the row-major cast with which an eval forward of ``linear`` multiplies now. Local; commits a pending
@@ -451,6 +494,27 @@ class LinearSlots:
         no_limit = gathered or not self.recipe.delayed
         limits = Outgrown(None) if no_limit else self._limits(linear, meant_to_saturate(self.recipe))
         return self._cast_weight(weight, state, False, True, False, limits, role=None)
+
+    def shard_cast(self, shard: Tensor, first: int, amax: Tensor, record: bool, role: Role | None = None) -> Cast:
+        """Return this rank's shard of the weight in FP8, row-major, with the scale that all ranks share. Local; commits
+        a pending sync.
+
+        Args:
+            first: of the experts that have a part in the shard.
+            amax: where to record: 0-d float32, or [E] of all experts.
+            role: of the cast whose tap is told.
+        """
+        return self.quantize(
+            shard,
+            self.states(self.weight_sync.arena.device)[1],
+            record,
+            rows=True,
+            columns=False,
+            pending=amax,
+            just_in_time=False,
+            square=True,
+            role=role,
+        )
 
     def _reuse_key(self, weight: Tensor, parameter: Tensor) -> tuple[int, int, int] | None:
         """Return a key that stays equal while a cast can be reused. None under torch.compile (a guard on the cast would
@@ -473,7 +537,8 @@ class LinearSlots:
         """Return (FP8 [in_features, out_features], inverse scales) of a weight that FSDP has just gathered again.
         Scales change at commits only, so within a step the bytes are the forward's. ``outgrown``: the forward's."""
         if isinstance(weight, FP8Weight):
-            return weight.rows.t().contiguous(), weight.inv_scale.t().contiguous()
+            inv_scale = weight.inv_scale if weight.inv_scale.ndim < 2 else weight.inv_scale.mT.contiguous()
+            return weight.rows.mT.contiguous(), inv_scale
         # Not the slot's own element: a compiled backward must not save a tensor that the forward has written to.
         nowhere = torch.empty_like(state.scale)
         cast = self._cast_weight(weight, state, False, False, True, outgrown, nowhere)
@@ -490,7 +555,7 @@ class LinearSlots:
         pending: Tensor | None = None,
         role: Role | None = Role.WEIGHT,
     ) -> Cast:
-        unfit = shrunk(weight, state, self.recipe) if outgrown.written else None
+        unfit = shrunk(amax_of(weight), state, self.recipe) if outgrown.written else None
         stored, transposed = weight.detach(), not weight.is_contiguous() and weight.t().is_contiguous()
         if transposed:  # Cast the weight as it lies in memory: its rows are the columns of the product's weight.
             stored, rows, columns = stored.t(), columns, rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,13 @@ __all__ = [
     "OUTGROWN_WRITTEN",
     "Growth",
     "Outgrown",
+    "amax_of",
     "meant_to_saturate",
     "shrunk",
     "unfit_for",
 ]
+
+Amax = Callable[[], Tensor]
 
 OUTGROWN, OUTGROWN_WRITTEN = 2.0, 1.25
 """Overflow ratios above which a weight is cast with its own amax: for any weight, and for a written weight. A saturated
@@ -83,22 +87,31 @@ def meant_to_saturate(recipe: Recipe) -> float:
     return float(2.0 ** max(0, -recipe.margin))
 
 
-def unfit_for(x: Tensor, state: SlotState, recipe: Recipe, upstream: Tensor | None) -> Tensor | None:
-    """Return 0-d bool: True if ``upstream`` is, and x exceeds its scale by more than a quarter. None: never True."""
+def unfit_for(amax: Amax, state: SlotState, recipe: Recipe, upstream: Tensor | None) -> Tensor | None:
+    """Return bool: True if ``upstream`` is, and a tensor exceeds its scale by more than a quarter. None: never True.
+
+    Args:
+        amax: returns the float32 amax of a slot's tensor, 0-d, or those of a run of slots, [E].
+    """
     if upstream is None or not recipe.delayed:
         return None
-    used, counts = _used(x, state)
+    used, counts = _used(amax(), state)
     return upstream & counts & (used > OUTGROWN_WRITTEN * meant_to_saturate(recipe))
 
 
-def shrunk(weight: Tensor, state: SlotState, recipe: Recipe) -> Tensor:
-    """Return 0-d bool: True if a weight is so far below its scale that the cast would flush it to zero."""
-    used, counts = _used(weight, state)
+def shrunk(amax: Tensor, state: SlotState, recipe: Recipe) -> Tensor:
+    """Return bool: True if a weight with this amax is so far below its scale that the cast would flush it to zero."""
+    used, counts = _used(amax, state)
     return counts & (used < SHRUNK * 2.0 ** -max(0, recipe.margin))
 
 
-def _used(x: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
-    """Return 0-d tensors: the share of the format's range that x uses with its slot's scale; True if x is neither zero
-    nor infinite and the slot is hot."""
-    amax = amax_bits(x.detach()).view(torch.float32).to(state.scale.device)
+def amax_of(x: Tensor) -> Tensor:
+    """Return the amax of a tensor: 0-d float32."""
+    return amax_bits(x.detach()).view(torch.float32)
+
+
+def _used(amax: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
+    """Return the share of the format's range that a tensor uses with its slot's scale; True if the tensor is neither
+    zero nor infinite and the slot is hot."""
+    amax = amax.to(state.scale.device)
     return amax * state.scale / state.format.max, (amax > 0) & (amax < torch.inf) & ~state.cold

@@ -65,6 +65,8 @@ class PrecisionControl:
 
     def announce(self) -> None:
         """Put the modules in high precision into the syncs' manifest words, which every sync compares across ranks."""
+        for listener in self._job.listeners:
+            listener()
         high = [(fqn, precision) for fqn, precision in self.precisions.by_fqn.items() if precision.high]
         for sync, group in zip(self._syncs, self._groups):
             if id(sync) not in self._manifests:

@@ -13,16 +13,16 @@ from fp8dist.sync.groups import is_dtensor, local_part
 __all__ = ["WeightNote", "stored_parameters"]
 
 
-def stored_parameters(linear: nn.Module) -> tuple[Tensor, ...]:
-    """Return the tensors that store the weight of a Linear: its Parameter, or the originals of a parametrization."""
-    weight = linear._parameters.get("weight")
+def stored_parameters(linear: nn.Module, name: str = "weight") -> tuple[Tensor, ...]:
+    """Return the tensors that store a weight of a module: its Parameter, or the originals of a parametrization."""
+    weight = linear._parameters.get(name)
     if weight is not None:
         return (weight,)
     parametrizations = linear._modules.get("parametrizations")
-    if parametrizations is not None:
-        return tuple(parametrizations["weight"].parameters())  # type: ignore[index]
+    if parametrizations is not None and name in parametrizations:  # type: ignore[operator]
+        return tuple(parametrizations[name].parameters())  # type: ignore[index]
     # Pruned, or under an old-style weight_norm: weight_orig, weight_g, weight_v.
-    return tuple(p for name, p in linear._parameters.items() if p is not None and name.startswith("weight"))
+    return tuple(p for key, p in linear._parameters.items() if p is not None and key.startswith(name))
 
 
 class WeightNote:
@@ -34,7 +34,9 @@ class WeightNote:
     Notes are read in every forward and taken in every step, so the code makes few calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "weight") -> None:
+        """``name``: of the module's parameter."""
+        self._name = name
         self.awaited = True
         """True: take the note at the next forward that records. FP8 state is new or loaded, and fits its weight."""
         self.used_at = self.idle_at = -1
@@ -63,9 +65,9 @@ class WeightNote:
         self._remembered: list[weakref.ref[Tensor]] = []
 
     @classmethod
-    def copied(cls) -> WeightNote:
+    def copied(cls, name: str = "weight") -> WeightNote:
         """Return the note of a copied or unpickled Linear: the scale is right for a weight whose versions are 0."""
-        note = cls()
+        note = cls(name)
         note.awaited, note.of_copy = False, True
         return note
 
@@ -88,9 +90,9 @@ class WeightNote:
             resharded: FSDP shows gathered weights as other tensors, so keep the parameters found at ``attach``.
             attached: True if called by ``attach``, when FSDP shows its shards.
         """
-        weight = linear._parameters.get("weight")
+        weight = linear._parameters.get(self._name)
         if attached or not self.stored or not (resharded or weight is self.stored[0]):
-            self._look_at(stored_parameters(linear))
+            self._look_at(stored_parameters(linear, self._name))
             self.remember(self.stored)
         self._versions = [tensor._version for tensor in self._counted]
         whole = weight is not None and not resharded and len(self._counted) == 1
@@ -155,14 +157,14 @@ class WeightNote:
         if self.awaited:
             return False
         if self.of_copy and not self.stored:
-            self._look_at(stored_parameters(linear))
+            self._look_at(stored_parameters(linear, self._name))
             self._versions = [0] * len(self._counted)
         self._now = [tensor._version for tensor in self._counted]
         if self._written or self._versions != self._now:
             return True
         if not self._address:
             return False
-        weight = linear._parameters.get("weight")
+        weight = linear._parameters.get(self._name)
         if weight is not self.stored[0]:
             return True
         # Under a dispatch mode, the weight may have no memory.
@@ -170,7 +172,7 @@ class WeightNote:
 
     def holders(self, linear: nn.Module, resharded: bool) -> tuple[Tensor, ...]:
         """Return the parameters that an optimizer of the weight holds."""
-        return self.stored if resharded and self.stored else stored_parameters(linear)
+        return self.stored if resharded and self.stored else stored_parameters(linear, self._name)
 
     def changed_between_backwards(self) -> bool:
         """True if versions changed since the last call, without a note in between. Called in each recorded backward."""

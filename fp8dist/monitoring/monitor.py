@@ -32,6 +32,7 @@ class SlotStatistics(NamedTuple):
     share, 0 to 1, of elements that the cast saturated at the largest FP8 value, or flushed to zero; None: not measured.
     ``…_rank``: the global rank that held the maximum; None: not requested. ``…_microbatch``: the first microbatch of
     that rank with the maximum, from 0; None: not requested or not known (see docs/watching.md).
+    ``age``: steps since the scale was last renewed, at least (see docs/watching.md); None: it is made just in time.
     ``fp8_max``: the largest finite magnitude of the slot's format; None: unknown. No line has it: it never changes.
     """
 
@@ -46,6 +47,7 @@ class SlotStatistics(NamedTuple):
     amax_microbatch: int | None = None
     saturated_microbatch: int | None = None
     underflow_microbatch: int | None = None
+    age: int | None = None
     fp8_max: float | None = None
 
     def numbers(self) -> Iterator[tuple[str, float | int | None]]:

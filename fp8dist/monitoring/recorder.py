@@ -15,9 +15,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.monitoring.expert_loads import idle_numbers
 from fp8dist.monitoring.exporter import Exporter
 from fp8dist.monitoring.run_files import RunFiles
-from fp8dist.monitoring.run_format import EVENTS, METRICS, RANKS, SCALES
+from fp8dist.monitoring.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES
 from fp8dist.monitoring.run_header import header
 from fp8dist.monitoring.watch import Observation
 from fp8dist.names import check_keywords, require_int
@@ -100,6 +101,7 @@ class Recorder:
                 if self._files is not None:
                     self._files.close()  # No line of an earlier run is dropped.
                 raise
+        self._idle: dict[str, float] = {}  # Of the last observation.
         self._head: Callable[[Mapping[str, Any]], dict[str, Any]] | None = lambda described: header(
             described, every, precision, peaks
         )
@@ -118,9 +120,10 @@ class Recorder:
         self._awaits_state = False
         if self._files is None:
             return
-        names = (METRICS, RANKS, SCALES) if self._watches else (METRICS, RANKS)
-        # The scales of a run that had a watch.
-        self._files.begin(after, names, () if self._watches else (SCALES,))
+        names = [METRICS, RANKS, *((SCALES,) if self._watches else ())]
+        if self._watches and self._manager.describe()["experts"]:
+            names.append(EXPERTS)
+        self._files.begin(after, names, {SCALES, EXPERTS}.difference(names))  # Those of a run that had them.
         self._last_step, self._synced = after or 0, (after or 0, 0.0)
         self.event("start", self._last_step, resumed_after=after, ranks=world_size())
         self._describe()
@@ -223,6 +226,8 @@ class Recorder:
         self._describe()
         slots = ({"step": seen.step, "slot": str(one.slot), **dict(one.numbers())} for one in seen.slots)
         self._files.add(SCALES, slots)
+        self._files.add(EXPERTS, ({"step": seen.step, **one._asdict()} for one in seen.experts))
+        self._idle = idle_numbers(seen.experts)
         if seen.ranks:
             waits = [None if math.isnan(one.sync_wait) else one.sync_wait for one in seen.ranks.values()]
             steps = [None if math.isnan(one.step) else one.step for one in seen.ranks.values()]
@@ -260,6 +265,7 @@ class Recorder:
         for name in _COUNTS:
             yield name, int(metrics[f"fp8/{name}"])
         (before, waited), self._synced = self._synced, (step, metrics["fp8/sync_wait_ms"])
+        yield from self._idle.items()
         if step > before:
             yield "sync_ms", (metrics["fp8/sync_wait_ms"] - waited) / (step - before)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["EVENTS", "FORMAT", "HEADER", "METRICS", "RANKS", "SCALES", "VERSION", "from_json", "to_json"]
+__all__ = ["EVENTS", "EXPERTS", "FORMAT", "HEADER", "METRICS", "RANKS", "SCALES", "VERSION", "from_json", "to_json"]
 
 FORMAT, VERSION = "fp8dist run", 1
 """Value of ``format`` and ``version`` in the header."""
@@ -18,6 +18,9 @@ METRICS = "metrics.jsonl"
 
 SCALES = "scales.jsonl"
 """One line per slot and observation."""
+
+EXPERTS = "experts.jsonl"
+"""One line per mixture and observation: tokens of each expert."""
 
 RANKS = "ranks.jsonl"
 """One line per observation: numbers of each rank."""

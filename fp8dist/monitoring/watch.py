@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8dist.monitoring.cause import Cause, earliest
+from fp8dist.monitoring.expert_loads import ExpertLoad, Loads
 from fp8dist.monitoring.monitor import Monitor, ScaleJump, SlotStatistics
 from fp8dist.state.arena import Arena
 from fp8dist.state.slots import Slot
-from fp8dist.sync.arena_sync import ArenaSync, all_reduce_max
+from fp8dist.sync.arena_sync import ArenaSync, all_reduce_max, all_reduce_sum
 from fp8dist.sync.groups import SyncGroup, own_rank
 from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.scaling import scale_from_amax
@@ -41,11 +42,13 @@ class RankTimes(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a watch collected in one step. ``ranks``: times by global rank; empty without ``ranks=True``."""
+    """What a watch collected in one step. ``ranks``: times by global rank; empty without ``ranks=True``. ``experts``:
+    of each mixture whose experts had tokens."""
 
     step: int
     slots: tuple[SlotStatistics, ...]
     ranks: dict[int, RankTimes]
+    experts: tuple[ExpertLoad, ...] = ()
 
 
 Observer = Callable[[Observation], None]
@@ -56,7 +59,8 @@ class Watch:
 
     Amaxes and shares are maxima over all ranks. With ``ranks``, each value travels as an int64 with its holder in the
     lower half, (rank, microbatch), so that the same all-reduce also finds who held the maximum: the lowest rank if
-    several did, and its first microbatch. Each rank's times travel in columns of their own at the end.
+    several did, and its first microbatch. Each rank's times travel in columns of their own at the end. The tokens of
+    experts are sums, and take an all-reduce of their own.
 
     ``resume_after``: the step number to count from, until a step has ended. None: count from the step counter of the
     FP8 state, which includes calibrations, but not steps without FP8. ``observer``: called with each Observation, on
@@ -86,6 +90,7 @@ class Watch:
         """Time steps from now on. ``step``: number of steps that have ended."""
         self._since = step, time.perf_counter()
         self.seen = self._before = None
+        self._loads = Loads()
 
     def is_due(self, step: int) -> bool:
         """True if the casts of this step are measured."""
@@ -95,7 +100,7 @@ class Watch:
         self, step: int, syncs: Sequence[ArenaSync], sync_wait: float = math.nan, told_apart: bool = False
     ) -> list[ScaleJump]:
         """Reduce the ranks' statistics, write them, and return the scales that jumped. COLLECTIVE: one all-reduce for
-        each group that has arenas. Reads the device.
+        each group that has arenas, and one for each that has experts. Reads the device.
 
         Call it after the launch and before the commit, while scales and cold flags are still those of the step.
 
@@ -109,6 +114,7 @@ class Watch:
             ranks = sync.group.ranks if sync.communicates and sync.group is not None else ()
             by_group.setdefault(ranks, []).append(sync)
         statistics: list[SlotStatistics] = []
+        experts: list[ExpertLoad] = []
         times = {own_rank(): own} if self.ranks else {}
         for together in by_group.values():
             reduced, held, of_ranks = self._reduce(together, own, told_apart)
@@ -116,11 +122,18 @@ class Watch:
             start = 0
             for sync in together:
                 part = slice(start, start + len(sync.arena))
-                statistics += _statistics(sync.arena, reduced[:, part], None if held is None else held[..., part])
+                ages = self._loads.ages(step, sync)
+                held_here = None if held is None else held[..., part]
+                statistics += _statistics(sync.arena, reduced[:, part], held_here, ages)
                 start = part.stop
+            for sync, tokens in self._tokens(together):
+                experts += self._loads.of(step, sync, tokens)
         statistics.sort(key=lambda one: one.slot)
         jumps = self._monitor.observe(step, statistics)
-        self._before, self.seen = self.seen, Observation(step, tuple(statistics), dict(sorted(times.items())))
+        self._before, self.seen = (
+            self.seen,
+            Observation(step, tuple(statistics), dict(sorted(times.items())), tuple(experts)),
+        )
         if self._observer is not None:
             self._observer(self.seen)
         return jumps
@@ -186,6 +199,17 @@ class Watch:
         held = torch.stack([_LAST_RANK - (holders >> _FOR_MICROBATCH), _UNKNOWN - (holders & _UNKNOWN)])
         return _floats(found >> 32), held, {} if group is None else _times(columns, group)
 
+    def _tokens(self, together: Sequence[ArenaSync]) -> list[tuple[ArenaSync, Tensor]]:
+        """Return the tokens of the group in the step that ends, int64[n] on the CPU, of the arenas with experts."""
+        found = [sync for sync in together if sync.experts]
+        if not found:
+            return []
+        counts, first = torch.cat([sync.arena.tokens for sync in found]), together[0]
+        if first.communicates and first.group is not None:
+            with first.failing_by_name("the watch of experts"):
+                all_reduce_sum(counts, first.group, first.counters)
+        return list(zip(found, counts.cpu().split([len(sync.arena) for sync in found])))
+
     def close(self) -> None:
         """Close the monitor's files. Local."""
         self._monitor.close()
@@ -216,7 +240,8 @@ def _floats(bits: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def _statistics(arena: Arena, seen: Tensor, held: Tensor | None) -> list[SlotStatistics]:
+def _statistics(arena: Arena, seen: Tensor, held: Tensor | None, ages: Tensor | None) -> list[SlotStatistics]:
+    since = [None] * len(arena) if ages is None else ages.tolist()
     amaxes, *shares = seen.tolist()
     ranks, microbatches = ([None] * 3, [None] * 3) if held is None else held.tolist()
     scales = _scales(arena, seen[0]).tolist()
@@ -228,7 +253,7 @@ def _statistics(arena: Arena, seen: Tensor, held: Tensor | None) -> list[SlotSta
         known = [None if microbatch == _UNKNOWN else microbatch for microbatch in by_microbatch]
         amax, saturated, underflow = here
         one = SlotStatistics(spec.slot, amax, scales[i], saturated, underflow, *by_rank, *known)
-        found.append(one._replace(fp8_max=spec.format.max))
+        found.append(one._replace(age=since[i], fp8_max=spec.format.max))
     return found
 
 

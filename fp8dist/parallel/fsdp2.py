@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_experts import FP8Experts
 from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.sharded_weight import ForwardState, ShardedWeight, in_backward
 from fp8dist.parallel.torch_internals import fsdp2_groups, fsdp2_modules
 from fp8dist.parallel.wrappers import (
@@ -60,7 +62,7 @@ class ShardedWeights:
         self._within: dict[int, tuple[ShardedWeight, ...]] = {}
         for module in modules:
             inside = set(module.modules())
-            self._within[id(module)] = tuple(weight for weight in weights if weight.linear() in inside)
+            self._within[id(module)] = tuple(weight for weight in weights if weight.module() in inside)
         self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
         self._outermost: int | None = None
         self._handles: list[RemovableHandle] = []
@@ -115,7 +117,7 @@ class ShardedWeights:
         """Note that state was loaded or reset. The scales of these slots are right for the weights that the next
         forward finds, in whatever order state and weights were loaded; some may be cold. Local."""
         for weight in self.weights:
-            if weight.slot in slots:
+            if any(slot in slots for slot in weight.slots.weight_slots):
                 weight.state_loaded()
 
     @contextlib.contextmanager
@@ -177,24 +179,29 @@ class ShardedWeights:
             self._forward.in_forward = False
 
 
-def _gathered(model: nn.Module, whole: nn.Module) -> list[list[FP8Linear]]:
-    """Return the FP8Linears whose weights FSDP2 gathers in FP8, grouped by weight.
+def _gathered(model: nn.Module, whole: nn.Module) -> list[list[Part]]:
+    """Return the parts whose weights FSDP2 gathers in FP8, grouped by weight.
 
-    A weight that another kind of module uses as well, such as a tied embedding, or that is stored transposed, stays in
-    high precision.
+    A weight that another kind of module uses as well, such as a tied embedding, or that a Linear stores transposed,
+    stays in high precision.
     """
     resharded = resharded_modules(whole)
-    users: dict[int, list[nn.Module]] = defaultdict(list)
+    users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in whole.modules():
-        for parameter in module._parameters.values():
+        for name, parameter in module._parameters.items():
             if parameter is not None:
-                users[id(parameter)].append(module)
-    found: dict[int, list[FP8Linear]] = {}
-    for module in model.modules():
-        if isinstance(module, FP8Linear) and module in resharded and is_dtensor(module.weight):
-            key = id(module.weight)
-            if all(isinstance(user, FP8Linear) and not user.transposed for user in users[key]):
-                found.setdefault(key, []).append(module)
+                users[id(parameter)].append((module, name))
+    found: dict[int, list[Part]] = {}
+    for part in fp8_parts(model):
+        weight = part.module._parameters.get(part.slots.name)
+        if weight is None or part.module not in resharded or not is_dtensor(weight):
+            continue
+        if isinstance(part.module, FP8Linear):
+            fits = all(isinstance(user, FP8Linear) and not user.transposed for user, _ in users[id(weight)])
+        else:
+            fits = users[id(weight)] == [(part.module, part.slots.name)]
+        if fits:
+            found.setdefault(id(weight), []).append(part)
     return list(found.values())
 
 
@@ -204,29 +211,31 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
     Each rank casts its shard alone, so it does not know the amax of a block that continues on another rank. Nor can
     FSDP2 gather scales along with uneven shards.
     """
-    for linear, *_ in _gathered(model, whole):
-        slots = linear.fp8_slots
-        if slots.recipe.by != "block":
+    for part, *_ in _gathered(model, whole):
+        if part.slots.recipe.by != "block":
             continue
-        shape = multiplied_shape(linear, True)
-        dim, ranks = fsdp2_cut(linear)
-        fqn = slots.slots[Role.WEIGHT].fqn
+        linear = part.module if isinstance(part.module, FP8Linear) else None
+        shape = tuple(part.weight.shape) if linear is None else multiplied_shape(linear, True)
+        dim, ranks = fsdp2_cut(part.weight)
+        fqn = part.slots.slots[Role.WEIGHT].fqn
         where = f"{fqn}: its weight {shape} is sharded along dim {dim} over {ranks} ranks"
         instead = "give it another recipe (overrides), or leave fp8_all_gather out"
         if ranks > 1 and dim != 0:
             raise ConfigurationError(f"{where}: FSDP2 gathers blocks along dim 0 only: shard it there, {instead}")
-        if ranks > 1 and shape[0] % (ranks * BLOCK):
-            part = -(-shape[0] // ranks)
-            last = max(0, shape[0] - (ranks - 1) * part)
-            uneven = f", but {last} for the last" if last != part else ""
+        if ranks > 1 and linear is None and shape[0] % ranks:
+            raise ConfigurationError(f"{where}: each rank needs as many experts as any other: {instead}")
+        if ranks > 1 and linear is not None and shape[0] % (ranks * BLOCK):
+            size = -(-shape[0] // ranks)
+            last = max(0, shape[0] - (ranks - 1) * size)
+            uneven = f", but {last} for the last" if last != size else ""
             raise ConfigurationError(
-                f"{where}, {part} rows each{uneven}: each rank needs the same multiple of {BLOCK} rows, because blocks "
+                f"{where}, {size} rows each{uneven}: each rank needs the same multiple of {BLOCK} rows, because blocks "
                 f"are {BLOCK} x {BLOCK}: {instead}"
             )
 
 
 def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) -> ShardedWeights:
-    """Make FSDP2 gather the weights of the model's FP8Linears in FP8.
+    """Make FSDP2 gather the weights of the model's FP8Linears and FP8Experts in FP8.
 
     Args:
         settle, fit: see ``ShardedWeights``.
@@ -250,23 +259,29 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
             )
     found = _gathered(model, whole)
     places: dict[int, tuple[Arena, dict[int, list[int]]]] = {}
-    for linears in found:
-        slots = linears[0].fp8_slots
-        arena = slots.weight_sync.arena
+    for parts in found:
+        arena = parts[0].slots.weight_sync.arena
         _, of_arena = places.setdefault(id(arena), (arena, {}))
-        place = arena.index[slots.slots[Role.WEIGHT]]
-        # Input slots tell which users ran. In another arena, or if cast just in time, they cannot: users count as run.
-        of_arena[place] = [
-            arena.index[user.fp8_slots.slots[Role.INPUT]]
-            if user.fp8_slots.sync.arena is arena and arena.recipe.delayed
-            else place
-            for user in linears
-        ]
-    amaxes = {key: arena.hold_shards(of_arena) for key, (arena, of_arena) in places.items()}
+        for number, slot in enumerate(parts[0].slots.weight_slots):
+            place = arena.index[slot]
+            # Input slots tell which users ran. In another arena, or if cast just in time, they cannot: users count as
+            # run.
+            of_arena[place] = [
+                arena.index[user.slots.precisions[number].slots[Role.INPUT]]
+                if user.slots.sync.arena is arena and arena.recipe.delayed
+                else place
+                for user in parts
+            ]
+    orders = {}
+    for key, (arena, of_arena) in places.items():
+        arena.hold_shards(of_arena)
+        orders[key] = {place: number for number, place in enumerate(sorted(of_arena))}
     forward = ForwardState(any(arena.device.type == "cuda" for arena, _ in places.values()))
     weights = []
-    for linears in found:
-        slots = linears[0].fp8_slots
-        arena = slots.weight_sync.arena
-        weights.append(ShardedWeight(linears[0], amaxes[id(arena)][arena.index[slots.slots[Role.WEIGHT]]], forward))
+    for part, *_ in found:
+        arena = part.slots.weight_sync.arena
+        held = [orders[id(arena)][arena.index[slot]] for slot in part.slots.weight_slots]
+        of_experts = isinstance(part.module, FP8Experts)
+        amax = arena.shards[held[0] :][: len(held)] if of_experts else arena.shards[held[0]]
+        weights.append(ShardedWeight(part, amax, forward))
     return ShardedWeights(settle, fit, weights, fsdp_modules, forward)

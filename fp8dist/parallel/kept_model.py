@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.parallel.partitioned import is_partitioned
-from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_groups, fsdp2_modules
+from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_groups, fsdp2_modules, require_known_ddp
 from fp8dist.sync.groups import has_base
 from fp8dist_kernels.graphs import capturing
 
@@ -163,6 +163,7 @@ def require_replayable(model: nn.Module) -> None:
 
 def _require_settled(wrapper: Any) -> None:
     """Raise ConfigurationError if a backward would change how DDP reduces later ones, even without a reduction."""
+    require_known_ddp(wrapper, _REPLAY, "replay the model before it is wrapped")
     if wrapper.find_unused_parameters and not wrapper.static_graph:
         raise ConfigurationError(
             f"{_REPLAY}: DDP(find_unused_parameters=True) would take the parameters that a replay uses for used ones"
@@ -188,10 +189,10 @@ def _require_settled(wrapper: Any) -> None:
 def _awaits_backward(wrapper: Any) -> bool:
     """True between a forward and its backward, if that reduces. DDP does not tell, so give it the gradient of one small
     parameter, and see if it counts it. Local: DDP sends a bucket when all of its gradients have come."""
-    small = [p for p in wrapper._module_parameters if p.dim() < 2 and not p._post_accumulate_grad_hooks]
-    if not small or len(wrapper._module_parameters) < 2 or wrapper.mixed_precision is not None:
+    parameter = None if wrapper.mixed_precision is not None else _small_parameter(wrapper)
+    if parameter is None:
         return False
-    parameter, gradient = small[0], small[0].grad
+    gradient = parameter.grad
     kept = None if gradient is None else gradient.detach().clone()
     with torch.enable_grad():
         parameter.view_as(parameter).backward(torch.zeros_like(parameter))
@@ -206,6 +207,18 @@ def _awaits_backward(wrapper: Any) -> bool:
     if gradient is not None and kept is not None:
         gradient.detach().copy_(kept)
     return found
+
+
+def _small_parameter(wrapper: Any) -> Tensor | None:
+    """Return a 1-d parameter without hooks, if possible one that shares its bucket. None: DDP reduces no such one."""
+    learning = [p for p in wrapper._module_parameters if p.requires_grad]  # As DDP numbers them.
+    buckets = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "").split(",")
+    sharing = {int(index) for bucket in buckets if len(bucket.split()) > 1 for index in bucket.split()}
+    unhooked = [p._backward_hooks is None and not p._post_accumulate_grad_hooks for p in learning]
+    small = [index for index, p in enumerate(learning) if p.dim() < 2 and unhooked[index]]
+    if not small or len(learning) < 2:
+        return None
+    return learning[min(small, key=lambda index: index not in sharing)]
 
 
 def _require_plain_gradient(parameter: Tensor) -> None:

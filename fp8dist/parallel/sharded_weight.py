@@ -3,7 +3,8 @@
 Under ``fully_shard``, each rank keeps a shard of every weight in high precision. Before FSDP gathers a weight, it asks
 this rank's shard (``FP8Shard``) what to send: FP8 bytes, cast with the slot's scale, which is the same on all ranks.
 From all ranks' bytes it makes an ``FP8Weight``, which FP8Linear uses directly. The sync reduces the amaxes of all
-shards.
+shards. Experts' weights [E, out_features, in_features] have a slot for each expert. A shard holds whole experts, or
+rows of all of them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.linear_slots import Cast, LinearSlots
+from fp8dist.modules.parts import Part
+from fp8dist.parallel.wrappers import first_local_row, local_parts
 from fp8dist.state.slots import Slot
 from fp8dist.sync.arena_sync import ArenaSync
 from fp8dist.sync.groups import is_dtensor, local_part
@@ -126,12 +128,12 @@ class ShardedWeight:
     follow, or from other code.
     """
 
-    def __init__(self, linear: FP8Linear, amax: Tensor, forward: ForwardState) -> None:
-        self.slots: LinearSlots = linear.fp8_slots
+    def __init__(self, part: Part, amax: Tensor, forward: ForwardState) -> None:
+        self.slots: LinearSlots = part.slots
         self.slot = self.slots.slots[Role.WEIGHT]
         self._forward = forward
-        self.linear = weakref.ref(linear)
-        self._amax = amax  # 0-d float32: amax of this rank's shard.
+        self.module = weakref.ref(part.module)
+        self._amax = amax  # 0-d float32: amax of this rank's shard; [E]: of its part of each expert, -1 without one.
         self._parameter: Tensor | None = None  # Not weak: torch cannot move a DTensor that has weak references.
         self._version = -1
         self.trusted = False
@@ -146,8 +148,8 @@ class ShardedWeight:
 
     def install(self) -> None:
         """Install the all-gather extension, if it is missing (the parameter may have been replaced)."""
-        linear = self.linear()
-        parameter = None if linear is None else linear._parameters["weight"]
+        module = self.module()
+        parameter = None if module is None else module._parameters[self.slots.name]
         if parameter is None or not is_dtensor(parameter):
             return
         if parameter is self._parameter and isinstance(local_part(parameter), FP8Shard):
@@ -198,15 +200,14 @@ class ShardedWeight:
             self._version, self._written = before._version, before._written or not same
             self.trusted = before.trusted
 
-    def part(self) -> tuple[ArenaSync, Slot, Tensor]:
-        """Return (sync, slot, this rank's shard)."""
-        return self.slots.weight_sync, self.slot, local_part(self.parameter)
+    def parts(self) -> list[tuple[ArenaSync, Slot, Tensor]]:
+        """Return (sync, slot, this rank's part) of the weight, or of each expert of which this rank has a part."""
+        return [(self.slots.weight_sync, slot, part) for slot, part in local_parts(self.slots, self.parameter)]
 
     def seen_hot(self) -> bool:
         """True if the weight has a scale, or needs none. Reads the device until the weight has a scale."""
         if self.maybe_cold and self._has_scale:
-            arena = self.slots.weight_sync.arena
-            self.maybe_cold = bool(arena.cold[arena.index[self.slot]])
+            self.maybe_cold = bool(self.slots.weight_sync.arena.cold[self.slots.weight_place].any())
         return not (self.maybe_cold and self._has_scale)
 
     def state_loaded(self) -> None:
@@ -249,35 +250,26 @@ class ShardedWeight:
         cast = self.cast(shard, self._records(), Role.WEIGHT)
         rows = shard.shape[0]
         if shard.shape[1:] == size[1:]:  # Sharded along dim 0, where shards may be uneven.
-            rows = -(-size[0] // mesh.size())
+            rows = -(-size[0] // mesh.size())  # Or experts.
         raw = _with_rows(cast.rows.view(torch.uint8), rows)
         if self._has_scale or mesh.size() == 1:  # On one rank FSDP2 copies the first tensor, and drops the others.
             return (raw,), (cast.rows_inv_scale, size, cast.rows.dtype)
-        return (raw, _with_rows(cast.rows_inv_scale, blocks_along(rows, BLOCK))), (None, size, cast.rows.dtype)
+        grid = rows if len(size) == 3 else blocks_along(rows, BLOCK)
+        return (raw, _with_rows(cast.rows_inv_scale, grid)), (None, size, cast.rows.dtype)
 
     def cast(self, shard: Tensor, records: bool = False, role: Role | None = None) -> Cast:
         """Return this rank's shard in FP8, row-major, with the scale that all ranks share. Local; commits a pending
         sync. ``role``: of the cast whose tap is told."""
-        slots = self.slots
-        return slots.quantize(
-            shard,
-            slots.states(slots.weight_sync.arena.device)[1],
-            records,
-            rows=True,
-            columns=False,
-            pending=self._amax,
-            just_in_time=False,
-            square=True,
-            role=role,
-        )
+        first = first_local_row(self.parameter) if shard.ndim == 3 else 0
+        return self.slots.shard_cast(shard, first, self._amax, records, role)
 
     def _records(self) -> bool:
         """True if this gather records the amax. Clears the recorded amax at the first such gather of a step."""
         if in_backward() or not self.slots.wanted:
             return False  # The backward gathers the same weight again.
-        job, linear = self.slots.job, self.linear()
+        job, module = self.slots.job, self.module()
         recorded = self._step == job.boundaries
-        if job.recording or (linear is not None and linear.training and self._forward.grad_enabled):
+        if job.recording or (module is not None and module.training and self._forward.grad_enabled):
             self._step = job.boundaries
         elif recorded:
             return False
@@ -294,7 +286,7 @@ def in_backward() -> bool:
 def _with_rows(part: Tensor, rows: int) -> Tensor:
     """Pad with zeros to [rows, …]."""
     missing = rows - part.shape[0]
-    return F.pad(part, (0, 0, 0, missing)) if missing else part
+    return F.pad(part, (*(0, 0) * (part.ndim - 1), 0, missing)) if missing else part
 
 
 def unpack(
@@ -303,7 +295,7 @@ def unpack(
     """Return an FP8Weight over the gathered bytes. With ``out``, update its FP8Weight and return None."""
     inv_scale, size, fp8_dtype = metadata
     if inv_scale is None:
-        grid = torch.Size(blocks_along(length, BLOCK) for length in size)
+        grid = torch.Size((*size[:-2], *(blocks_along(length, BLOCK) for length in size[-2:])))
         inv_scale = gathered[1].view(-1)[: grid.numel()].view(grid)
     elif inv_scale.is_cuda:  # Created on FSDP's copy-in stream, read on this stream.
         inv_scale.record_stream(torch.cuda.current_stream())

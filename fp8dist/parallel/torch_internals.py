@@ -1,4 +1,4 @@
-"""The private state of torch's FSDP that this package reads, with checks that this torch has it.
+"""The private state of torch's FSDP and DDP that this package reads, with checks that this torch has it.
 
 torch has no public API for these queries. If a new torch drops a private name, the answer must not silently become
 "no": a check would be lost. So this module names every private attribute that it reads, and looks for it. ``attach``
@@ -31,6 +31,7 @@ __all__ = [
     "missing_fsdp2_hook",
     "refusal",
     "require_checkable",
+    "require_known_ddp",
     "unknown",
     "warning",
 ]
@@ -41,6 +42,8 @@ TESTED = ("2.11", "2.12", "2.13", "2.14")
 _MARK = "_is_fsdp_managed_module"
 _GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_partial_reduce_output")
 _EXPORT = ("export() under FSDP2", "export a checkpoint with fp8dist export")
+_DDP = ("_module_parameters", "_get_ddp_logging_data", "_delay_all_reduce_all_params", "_use_python_reducer")
+_REDUCER = ("prepare_for_backward", "_check_reducer_finalized", "_reset_state")
 _PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param")
 
 
@@ -216,6 +219,17 @@ def require_checkable(whole: nn.Module) -> None:
 
 def _missing_ignored(wrapper: nn.Module) -> str | None:
     return None if hasattr(wrapper, "_ignored_params") else "FullyShardedDataParallel._ignored_params"
+
+
+# DDP ---------------------------------------------------------------------------------------------
+
+
+def require_known_ddp(wrapper: Any, what: str, instead: str) -> None:
+    """Raise ConfigurationError if this torch does not show how a DDP wrapper reduces gradients; see ``refusal``."""
+    missing = [f"DistributedDataParallel.{name}" for name in _DDP if not hasattr(wrapper, name)]
+    missing += [f"Reducer.{name}" for name in _REDUCER if not hasattr(wrapper.reducer, name)]
+    if missing:
+        raise refusal(what, missing[0], instead)
 
 
 def _names(function: Any) -> set[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import (
     fsdp1_modules,
@@ -21,18 +23,22 @@ from fp8dist.parallel.torch_internals import (
     missing_fsdp2_hook,
     refusal,
 )
-from fp8dist.sync.groups import is_dtensor
+from fp8dist.state.slots import Slot
+from fp8dist.sync.groups import is_dtensor, local_part
 
 __all__ = [
     "awaits_reduction",
     "compute_device",
+    "first_local_row",
     "fsdp2_axes",
     "fsdp2_cut",
     "is_sharded",
     "is_tensor_parallel",
+    "local_parts",
     "managed_from_outside",
     "mesh_ranks",
     "multiplied_shape",
+    "require_replicas",
     "reshard",
     "resharded_modules",
 ]
@@ -80,6 +86,24 @@ def mesh_ranks(parameter: Tensor) -> set[int]:
     return set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()
 
 
+def first_local_row(weight: Any) -> int:
+    """Return the index, in dim 0 of the whole DTensor, of the first row that this rank holds. Mesh axes that shard
+    dim 0 cut it like torch.chunk, from the first axis on."""
+    first, size = 0, len(weight)
+    for axis, placement in enumerate(weight.placements):
+        if placement.is_shard(0):
+            part = -(-size // weight.device_mesh.size(axis))
+            start = min(size, part * weight.device_mesh.get_local_rank(axis))
+            first, size = first + start, min(part, size - start)
+    return first
+
+
+def local_parts(slots: LinearSlots, weight: Any) -> Iterator[tuple[Slot, Tensor]]:
+    """Iterate over the slots of a weight of which this rank holds a part, and these parts."""
+    first = first_local_row(weight) if is_dtensor(weight) else 0
+    return slots.weights_of(local_part(weight).detach(), first)
+
+
 def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
     """Return the shape of the weight that this rank multiplies with: full under FSDP, local under tensor parallelism.
 
@@ -98,9 +122,8 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
     return tuple(reversed(shape) if linear.transposed else shape)
 
 
-def fsdp2_cut(linear: FP8Linear) -> tuple[int, int]:
-    """Return (dim along which FSDP2 shards the weight, number of shards)."""
-    weight: Any = linear.weight
+def fsdp2_cut(weight: Any) -> tuple[int, int]:
+    """Return (dim along which FSDP2 shards a weight, number of shards)."""
     axis = fsdp2_axes(weight) - 1
     return weight.placements[axis].dim, weight.device_mesh.size(axis)
 
@@ -115,6 +138,15 @@ def is_tensor_parallel(whole: nn.Module) -> bool:
             if any(placement.is_shard() for placement in parameter.placements[own:]):
                 return True
     return False
+
+
+def require_replicas(whole: nn.Module, what: str) -> None:
+    """Raise ConfigurationError if ranks hold other parts of the model, so that not all ranks can be compared."""
+    if is_tensor_parallel(whole):
+        raise ConfigurationError(
+            f"{what}: the model is tensor parallel: pass group=mesh[…], the data-parallel axis, whose ranks hold the "
+            "same parts and other data"
+        )
 
 
 def fsdp2_axes(weight: Any) -> int:

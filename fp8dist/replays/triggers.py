@@ -18,7 +18,7 @@ from fp8dist.manager import StateManager
 from fp8dist.model_replay import replay
 from fp8dist.monitoring.loss_guard import LossGuard
 from fp8dist.names import check_keywords, require_choice, require_int
-from fp8dist.parallel.wrappers import is_tensor_parallel
+from fp8dist.parallel.wrappers import require_replicas
 from fp8dist.replays.buffer import KeptBatch, ReplayBuffer
 from fp8dist.sync.groups import GroupLike, SyncGroup, own_rank, world_size
 from fp8dist.sync.roll_call import failing_by_name
@@ -200,11 +200,8 @@ class _Replays:
     @functools.cached_property
     def _ranks(self) -> SyncGroup | None:
         """The ranks that begin a replay together; None for one. With tensor parallelism more than ``group``."""
-        if self._given is None and is_tensor_parallel(self._model):
-            raise ConfigurationError(
-                "fp8dist.replay_on: the model is tensor parallel: pass group=mesh[…], the data-parallel axis, whose "
-                "ranks hold the same parts and other data"
-            )
+        if self._given is None:
+            require_replicas(self._model, "fp8dist.replay_on")
         if self._manager is not None:
             return self._manager._cycle.checker.anchor()
         return None if world_size() == 1 else SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]

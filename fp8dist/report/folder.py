@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.monitoring.run_format import EVENTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
+from fp8dist.monitoring.run_format import EVENTS, EXPERTS, FORMAT, HEADER, METRICS, RANKS, SCALES, VERSION
 
 __all__ = ["Lines", "RunFolder", "objects_in", "whole_object"]
 
@@ -50,6 +50,10 @@ class RunFolder:
     def ranks(self) -> Lines:
         """Return a reader of the numbers of each rank."""
         return Lines(self.path / RANKS)
+
+    def experts(self) -> Lines:
+        """Return a reader of the tokens of experts."""
+        return Lines(self.path / EXPERTS)
 
     def events(self) -> Lines:
         """Return a reader of the events."""

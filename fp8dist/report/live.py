@@ -149,6 +149,8 @@ class LiveRun:
         self.step_ms: float | None = None
         self.proven: int | None = None
         self._logged_checked: int | None = None
+        self._idle_experts: float | None = None
+        self._longest_idle: float | None = None
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._seen: float | None = None  # Monotonic time of the newest step.
 
@@ -190,6 +192,15 @@ class LiveRun:
     def idle(self) -> float:
         """Return the seconds since the newest step."""
         return 0.0 if self._seen is None else max(0.0, time.monotonic() - self._seen)
+
+    @property
+    def idle_experts(self) -> str:
+        """How many experts had no token in the newest observation; "" if all had some, or there are none."""
+        count, steps = (
+            number if number and 0 < number < 1e15 else None for number in (self._idle_experts, self._longest_idle)
+        )
+        longest = "" if steps is None else f", one for {steps:,.0f} step{'s' * (steps != 1)} or more"
+        return "" if count is None else f"{count:,.0f} expert{'s' * (count != 1)} without tokens{longest}"
 
     @property
     def checked(self) -> int | None:
@@ -236,6 +247,8 @@ class LiveRun:
         self.step_ms = _number(line, "step_ms")
         if self.loss is not None:
             self.losses.append(self.loss)
+        if "idle_experts" in line:
+            self._idle_experts, self._longest_idle = _number(line, "idle_experts"), _number(line, "longest_idle_steps")
         for name, place in (("proven", "proven"), ("checked", "_logged_checked")):
             if name in line:
                 setattr(self, place, line[name] if type(line[name]) is int else None)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8dist.monitoring.run_format import EVENTS, METRICS, RANKS, SCALES, from_json
+from fp8dist.monitoring.run_format import EVENTS, EXPERTS, METRICS, RANKS, SCALES, from_json
 from fp8dist.report.binned import SlotBins
 from fp8dist.report.columns import Columns, Floats, Ints, scale_columns
+from fp8dist.report.experts import MixtureTokens, mixtures_of
 from fp8dist.report.folder import Lines, RunFolder, whole_object
 
 __all__ = ["Event", "Metrics", "Run", "Waits", "read_run"]
@@ -84,6 +85,7 @@ class Run(NamedTuple):
     waits: Waits | None
     events: tuple[Event, ...]
     left_out: Mapping[str, int]
+    mixtures: tuple[MixtureTokens, ...] = ()
 
 
 def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> Run:
@@ -94,15 +96,17 @@ def read_run(path: Path, also: Callable[[Columns], None] | None = None) -> Run:
     """
     folder = RunFolder(path)
     files = {METRICS: folder.metrics(), SCALES: folder.scales(), RANKS: folder.ranks(), EVENTS: folder.events()}
+    files[EXPERTS] = folder.experts()
     slots = SlotBins()
     for columns in scale_columns(files[SCALES], slots.names):
         slots.add(columns)
         if also is not None:
             also(columns)
+    mixtures = mixtures_of(files[EXPERTS])
     metrics, waits, events = _metrics(files[METRICS]), _waits(files[RANKS]), _events(files[EVENTS])
     events = events or _divergence(path / "divergence.json")
     left_out = {name: lines.left_out for name, lines in files.items() if lines.left_out}
-    return Run(path.name or str(path.resolve()), folder, metrics, slots, waits, events, left_out)
+    return Run(path.name or str(path.resolve()), folder, metrics, slots, waits, events, left_out, mixtures)
 
 
 def _metrics(lines: Lines) -> Metrics:

@@ -11,6 +11,7 @@ import numpy as np
 
 from fp8dist.report import facts, plots
 from fp8dist.report.cards import checkpoint_table, divergence_cards, table
+from fp8dist.report.experts import idle_experts, relative_loads
 from fp8dist.report.facts import Point, shortened
 from fp8dist.report.heat import heat_of, picture
 from fp8dist.report.numbers import Run
@@ -51,6 +52,8 @@ def panels_of(run: Run, other: Run | None, parting: Parting | None) -> list[Pane
         Panel("back", "What can I go back to?", list(_back(run))),
         Panel("fp8", "Am I getting my FP8?", list(_fp8(run))),
     ]
+    if run.mixtures:
+        found.append(Panel("experts", "Do all experts get tokens?", list(_experts(run))))
     if other is not None and parting is not None:
         found.append(Panel("part", "Where did these two runs part?", list(_parted(run, other, parting))))
     return found
@@ -290,6 +293,38 @@ def _fp8(run: Run) -> Iterator[str | Plot]:
         yield "<h3>In high precision</h3>"
         yield table(("module", "GEMMs", "reason"), lines)
         yield _note(f"and {len(high) - MOST_TOLD:,} more.") if len(high) > MOST_TOLD else ""
+
+
+# Do all experts get tokens? ---------------------------------------------------------------------------
+
+
+def _experts(run: Run) -> Iterator[str | Plot]:
+    mixtures, idle = run.mixtures, idle_experts(run.mixtures)
+    count = sum(len(one.shares) for one in mixtures)
+    if idle:
+        told = escape(shortened(str(idle[0]), 300))
+        yield f"<p>{len(idle):,} of {count:,} experts had no token when last observed: <strong>{told}</strong>.</p>"
+        rows = [
+            (
+                one.module,
+                str(one.expert),
+                f"{one.steps:,}",
+                "" if one.age is None else f"{one.age:,}",
+                f"{one.share:.3%}",
+            )
+            for one in idle[:MOST_TOLD]
+        ]
+        heads = ("mixture", "expert", "steps without a token", "age of its scale, steps", "share of tokens in the run")
+        yield table(heads, rows, numbers=(1, 2, 3, 4))
+        yield _note(f"and {len(idle) - MOST_TOLD:,} more.") if len(idle) > MOST_TOLD else ""
+        yield _note("Steps and ages are lower bounds: what happened between two observations is not known.")
+    else:
+        yield f"<p>All {count:,} experts had tokens when last observed.</p>"
+    loads, columns = relative_loads(mixtures[:MOST_MODULES], MOST_RANKS)
+    names = [one.module for one in mixtures[:MOST_MODULES]]
+    made = plots.matrix(loads, names, columns, plots.mapper_of(0, 2), "tokens over an even spread", "expert")
+    yield Plot("loads", "tokens of each expert over those of an even spread, mixtures by experts", made)
+    yield _note("1: as many tokens as with an even spread, mean over the run. Dark: an expert that learns little.")
 
 
 # Where did these two runs part? -----------------------------------------------------------------------

@@ -18,18 +18,21 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 FORMULA = (
     "MFU = tokens per second * sum over modules and GEMMs of (FLOPs per token / peak of the GEMM's precision) / ranks: "
     "the time that the FLOPs would take at the device's peaks, FP8 GEMMs at the FP8 peak and the others at the bf16 "
-    "peak, over the measured time. FLOPs are those of the Linears. The products inside attention are not counted; the "
-    "formula of PaLM (Chowdhery et al. 2022, appendix B) counts them. Recomputed activations are not counted either."
+    "peak, over the measured time. FLOPs are those of the Linears, and of the experts that a token visits. The "
+    "products inside attention are not counted; the formula of PaLM (Chowdhery et al. 2022, appendix B) counts them. "
+    "Recomputed activations are not counted either."
 )
 
 
 class Module(NamedTuple):
-    """``flops``: per token and GEMM. ``gemms``: "fp8" or "high" for each of GEMMS, "" if unknown."""
+    """``flops``: per token and GEMM, of a mixture those of all experts. ``gemms``: "fp8" or "high" for each of GEMMS,
+    "" if unknown. ``experts``: of a mixture; 0 of others."""
 
     name: str
     flops: float
     gemms: tuple[str, ...]
     reason: str
+    experts: int = 0
 
 
 class Use(NamedTuple):
@@ -50,18 +53,23 @@ def modules_of(header: Mapping[str, Any]) -> list[Module]:
             kinds = [given.get(gemm) if isinstance(given, dict) else None for gemm in GEMMS]
             gemms = tuple(kind if kind in ("fp8", "high") else "" for kind in kinds)
             flops = from_json(one.get("flops"))
-            found.append(
-                Module(one["module"], flops if 0 <= flops < math.inf else math.nan, gemms, str(one.get("reason") or ""))
-            )
+            flops, experts = flops if 0 <= flops < math.inf else math.nan, one.get("experts")
+            experts = experts if type(experts) is int and 0 < experts < 1 << 53 else 0
+            found.append(Module(one["module"], flops, gemms, str(one.get("reason") or ""), experts))
     return found
 
 
 def use_of(run: Run) -> Use:
     """Return the share of FLOPs in FP8 and the MFU."""
     flops = dict.fromkeys(("fp8", "high", ""), 0.0)
+    visited = _visited(run)
     for module in modules_of(run.folder.header):
+        if module.experts and module.name not in visited:
+            known = "watch the run" if "fp8" in module.gemms else "they are in high precision, which counts no tokens"
+            return Use(None, None, f"how many experts of {module.name} a token visits is not known: {known}")
+        part = min(visited[module.name] / module.experts, 1) if module.experts else 1
         for gemm in module.gemms:
-            flops[gemm] += module.flops
+            flops[gemm] += module.flops * part
     total = sum(flops.values())
     if not 0 < total < math.inf or flops[""]:
         return Use(None, None, "run.json does not list the FLOPs and the precision of each module")
@@ -80,6 +88,20 @@ def use_of(run: Run) -> Use:
         return Use(share, None, "metrics.jsonl has no tokens and step_ms: log them, as in log(step, tokens=…)")
     seconds = sum(part / peak[kind] for kind, part in flops.items() if part)
     return Use(share, rate * seconds / ranks, "")
+
+
+def _visited(run: Run) -> dict[str, float]:
+    """Return how many experts of each mixture a token visits."""
+    tokens = run.metrics.columns["tokens"]
+    known = tokens[np.isfinite(tokens) & (tokens > 0)]
+    of_step = float(np.median(known)) if len(known) else math.nan
+    ranks = run.folder.header.get("ranks")
+
+    def part(counted: int | None) -> float:
+        """Return the share of the step's tokens that ``counted`` ranks have: experts may have a group of their own."""
+        return min(counted / ranks, 1) if counted and type(ranks) is int and ranks > 0 else 1
+
+    return {one.module: one.tokens / (of_step * part(one.ranks)) for one in run.mixtures if len(known)}
 
 
 def _tokens_per_second(run: Run) -> float | None:

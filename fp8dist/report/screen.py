@@ -47,6 +47,7 @@ def one_line(run: LiveRun, since: int = 0) -> str:
     """Return the present state as one line. ``since``: events before, which are not shown again."""
     _, sound = run.sound
     parts = [f"step {_count(run.step)}", f"loss {_number(run.loss)}", f"{_number(run.step_ms)} ms", sound]
+    parts.append(run.idle_experts)
     worst = run.nearest(1)
     if worst:
         parts.append(f"worst slot {middle_cut(worst[0].name, 60)}: {worst[0].what}{_at(worst[0])}")
@@ -74,7 +75,7 @@ def screen(run: LiveRun, width: int, height: int) -> list[Text]:
         Text.assemble(
             (f"loss {_number(run.loss)}", "bold"), "  ", (sparkline(run.losses, max(10, width - 14)), "cyan")
         ),
-        Text(sound, style),
+        Text.assemble((sound, style), "   ", (run.idle_experts, "yellow")),
         _rule(f"nearest to trouble{' in ' * bool(inside)}{middle_cut(inside, max(8, width - 30))}", width),
         *_slot_lines(slots, len(inside) + bool(inside), width),
     ]

@@ -54,14 +54,19 @@ def fitted(history: Tensor, length: int) -> Tensor:
 
 
 class SlotState:
-    """The state of one slot: 0-d views into its arena, valid while the arena lives."""
+    """The state of one slot: 0-d views into its arena, valid while the arena lives. Of a run of E slots with
+    one format: views [E]."""
 
-    __slots__ = ("__weakref__", "always", "arena", "cold", "format", "pending", "saturated", "scale", "underflow")
+    __slots__ = (
+        *("__weakref__", "always", "arena", "cold", "format"),
+        *("pending", "saturated", "scale", "tokens", "underflow"),
+    )
 
-    def __init__(self, arena: Arena, index: int) -> None:
+    def __init__(self, arena: Arena, index: int | slice) -> None:
         """Call ``Arena.state_of`` instead: a compiled graph takes two views of one slot for memory that overlaps."""
         self.arena = arena
-        self.format: Format = arena.specs[index].format
+        first = index.start if isinstance(index, slice) else index
+        self.format: Format = arena.specs[first].format
         self.scale: Tensor = arena.scale[index]
         self.cold: Tensor = arena.cold[index]
         # Through .data each has a version counter of its own: a compiled block with activation checkpointing saves what
@@ -69,7 +74,8 @@ class SlotState:
         self.pending: Tensor = arena.pending[index].data
         self.saturated: Tensor = arena.shares[0, index].data
         self.underflow: Tensor = arena.shares[1, index].data
-        self.always: Tensor = arena.always
+        self.tokens: Tensor = arena.tokens[index].data
+        self.always: Tensor = torch.ones_like(arena.cold[index]) if isinstance(index, slice) else arena.always
 
 
 class Arena:
@@ -80,6 +86,7 @@ class Arena:
     - ``step``: 0-d int32, boundaries committed so far.
     - ``shares``: float32[2, n], shares of elements that this rank's casts saturated, and flushed to 0; -1: not
       measured.
+    - ``tokens``: int64[n], tokens of this rank in a measured step, at the ``grad_output`` slots of experts.
     - ``message``: int32[8 + n], or int32[8 + 3n] if a ``fallback`` limits shares: ``send``, then the shares.
     - ``tripped``: bool[n], slots that triggered the fallback since ``tripped`` was last cleared.
     - ``always``: 0-d bool, True.
@@ -116,11 +123,12 @@ class Arena:
     def _allocate(self, device: torch.device) -> None:
         formats = [spec.format for spec in self.specs]
         self.device = device
-        self._states: weakref.WeakValueDictionary[int, SlotState] = weakref.WeakValueDictionary()
+        self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
         arrays = StateArrays.allocate([f.max for f in formats], [f.rounds_to_max for f in formats], self.ring, device)
         n = len(formats)
         self.message = torch.zeros(HEADER + (1 + self.lanes) * n, dtype=torch.int32, device=device)
         self.shares = torch.full((SHARES, n), DID_NOT_RUN, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(n, dtype=torch.int64, device=device)
         self.tripped = torch.zeros(n, dtype=torch.bool, device=device)
         self.always = torch.ones((), dtype=torch.bool, device=device)
         self._use(arrays._replace(send=self.message[: HEADER + n]))
@@ -418,6 +426,21 @@ class Arena:
         state = self._states.get(index)
         if state is None:
             state = self._states[index] = SlotState(self, index)
+        return state
+
+    def run_of(self, slots: Sequence[Slot]) -> slice:
+        """Return the places of the slots of all experts of a grouped product, one role of each, in their order."""
+        first = self.index[slots[0]]
+        assert all(self.index[slot] == first + expert for expert, slot in enumerate(slots))
+        return slice(first, first + len(slots))
+
+    def state_of_run(self, slots: Sequence[Slot]) -> SlotState:
+        """Return the state of several experts' slots, one role of all of them: see ``run_of``."""
+        run = self.run_of(slots)
+        key = run.start, run.stop
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = SlotState(self, run)
         return state
 
     def __getstate__(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fp8dist.recipe import GEMMS, Gemm
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
 
-__all__ = ["OBSERVED_STEPS", "Precision", "Precisions"]
+__all__ = ["OBSERVED_STEPS", "Changes", "Precision", "Precisions"]
 
 OBSERVED_STEPS = 16
 """A time-limited override records amaxes in its last steps, so that the module returns to FP8 with current scales."""
@@ -30,20 +30,32 @@ _USERS: Mapping[Role, frozenset[Gemm]] = MappingProxyType(
 """The GEMMs that use a tensor, by its role."""
 
 
+class Changes:
+    """Counts the changes of several experts' precisions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Precision:
-    """The precision of one module.
+    """The precision of one module, or of one expert of a grouped product.
 
     ``high``: the GEMMs that run in high precision now. ``observing``: True while amaxes are also recorded for tensors
     that are not cast. Compiled forwards read only these two, which change seldom, and not the number of steps left.
+    ``turns``: how often they changed.
     """
 
-    def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...]) -> None:
+    def __init__(self, slots: Mapping[Role, Slot], lasting: tuple[Gemm, ...], changes: Changes | None = None) -> None:
+        """``changes``: is told whenever ``high`` or ``observing`` may have changed."""
         self.slots = dict(slots)
+        self.changes = Changes() if changes is None else changes
         self.high = self._initial = self._lasting = lasting
         self.observing = False
+        self.turns = 0
         self._passing: tuple[Gemm, ...] | None = None
         self._left = 0
         self._unseen: set[Role] = set()  # Roles neither cast nor observed in the last step.
+        self._steady = False  # The last ``end_step`` changed nothing but the number of steps left.
 
     @property
     def passing(self) -> bool:
@@ -87,6 +99,12 @@ class Precision:
         """True if the tensor of ``role`` was neither cast nor observed in the last step."""
         return role in self._unseen
 
+    def count_down(self) -> bool:
+        """Count a boundary that changes only the number of steps left. Return False if it is another: ``end_step``."""
+        counts = self._steady and self._passing is not None and self._left - 1 not in (0, OBSERVED_STEPS)
+        self._left -= counts
+        return counts
+
     def end_step(self) -> set[Role]:
         """Count a boundary. Return the roles whose scales are old, as ``change`` does."""
         for role, users in _USERS.items():
@@ -94,15 +112,28 @@ class Precision:
                 self._unseen.add(role)
             else:
                 self._unseen.discard(role)
+        turns = self.turns
         if self._passing is not None:
             self._left -= 1
             if self._left == 0:
                 self._passing = None
-        return self._follow()
+        woken = self._follow()
+        self._steady = self.turns == turns
+        return woken
+
+    @property
+    def recorded(self) -> frozenset[Role]:
+        """The roles whose tensors are recorded: those that a GEMM in FP8 uses, or all while ``observing``."""
+        return frozenset(role for role, users in _USERS.items() if self.observing or not users <= set(self.high))
 
     def _follow(self) -> set[Role]:
+        before = self.high, self.observing
         self.high = self._lasting if self._passing is None else self._passing
         self.observing = self._passing is not None and self._left <= OBSERVED_STEPS
+        if (self.high, self.observing) != before:
+            self._steady = False
+            self.turns += 1
+            self.changes.count += 1
         woken = {role for role in self._unseen if not _USERS[role] <= set(self.high)}
         self._unseen -= woken
         return woken
@@ -140,6 +171,7 @@ class Precision:
             except (KeyError, TypeError, ValueError):
                 raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}") from None
         self._lasting, self._passing, self._left, self._unseen = lasting, passing, left, unseen
+        self._steady = False
         return self._follow()
 
 
@@ -153,7 +185,8 @@ def _gemms(names: Iterable[str]) -> tuple[Gemm, ...]:
 class Precisions:
     """The precision of all modules of one manager, by fqn.
 
-    ``fallbacks``: how often a module fell back. ``version``: incremented when ``end_step`` changes a module's ``high``.
+    ``fallbacks``: how often a module fell back. ``version``: incremented when ``end_step`` changes what a module
+    computes or observes.
     """
 
     def __init__(self, by_fqn: Mapping[str, Precision]) -> None:
@@ -186,6 +219,12 @@ class Precisions:
             if not _USERS[role] <= set(precision.high)
         }
 
+    def within(self, fqn: str) -> list[Precision]:
+        """Return the precision of a module, or those of the experts of its products."""
+        own = self.by_fqn.get(fqn)
+        inside = f"{fqn}." if fqn else ""
+        return [own] if own is not None else [of for name, of in self.by_fqn.items() if name.startswith(inside)]
+
     def matching(self, pattern: str) -> list[str]:
         """Return the fqns that match ``pattern`` (fnmatch).
 
@@ -206,9 +245,11 @@ class Precisions:
         """Count a boundary. Return the slots whose scales are old."""
         if not self._moving:
             return set()
-        high = {fqn: self.by_fqn[fqn].high for fqn in self._moving}
-        woken = {fqn: self.by_fqn[fqn].end_step() for fqn in high}
-        self.version += any(self.by_fqn[fqn].high != before for fqn, before in high.items())
+        changing = [fqn for fqn in self._moving if not self.by_fqn[fqn].count_down()]  # Few, of many experts.
+        moving = [self.by_fqn[fqn] for fqn in changing]
+        changes = sum(each.changes.count for each in moving)
+        woken = {fqn: self.by_fqn[fqn].end_step() for fqn in changing}
+        self.version += sum(each.changes.count for each in moving) != changes
         return self._woken(woken)
 
     def _woken(self, woken: Mapping[str, set[Role]]) -> set[Slot]:

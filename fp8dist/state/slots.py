@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import collections
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -26,10 +26,12 @@ class Slot(NamedTuple):
 
 
 class SlotSpec(NamedTuple):
-    """A slot and the format it is cast to."""
+    """A slot and the format it is cast to. ``expert``: of a grouped product, whose fqn is the slot's without the last
+    part; None: of any other module."""
 
     slot: Slot
     format: Format
+    expert: int | None = None
 
 
 def clean_fqn(fqn: str) -> str:
@@ -48,13 +50,20 @@ def parse_role(role: str) -> Role:
 
 
 def sorted_specs(specs: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
-    """Return the specs in slot order.
+    """Return the specs in slot order: by fqn, then by role. The experts of a product have its place, by role, then by
+    number, so that kernels find one role of all of them in one run.
 
     Raises:
         ConfigurationError: two slots have the same name.
     """
-    ordered = tuple(sorted(specs, key=lambda spec: spec.slot))
-    for first, second in itertools.pairwise(ordered):
-        if first.slot == second.slot:
-            raise ConfigurationError(f"two slots are called {first.slot}")
+    ordered = tuple(sorted(specs, key=_place))
+    names = collections.Counter(spec.slot for spec in ordered)
+    for slot, count in names.items():
+        if count > 1:
+            raise ConfigurationError(f"two slots are called {slot}")
     return ordered
+
+
+def _place(spec: SlotSpec) -> tuple[str, str, int]:
+    fqn, role = spec.slot
+    return (fqn, role, -1) if spec.expert is None else (fqn.rpartition(".")[0], role, spec.expert)

@@ -18,14 +18,17 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8dist.consistency.replication import ddp_parameters, zero_groups
 from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_experts import fp8_experts, require_revertible_experts, revert_experts
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears, require_revertible, revert
-from fp8dist.modules.weight_notes import stored_parameters
+from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.ddp import JoinLink, find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_weights
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, require_checkable, unknown, warning
 from fp8dist.parallel.wrappers import (
     compute_device,
+    fsdp2_cut,
+    local_parts,
     managed_from_outside,
     mesh_ranks,
     multiplied_shape,
@@ -36,9 +39,8 @@ from fp8dist.state.manifest import WeightDescription
 from fp8dist.state.slots import Slot
 from fp8dist.step.boundary import BoundaryHooks, CompilationWatch
 from fp8dist.step.cycle import StepCycle
-from fp8dist.step.step_watch import fqn_of
 from fp8dist.sync.arena_sync import ArenaSync
-from fp8dist.sync.groups import is_dtensor, local_part
+from fp8dist.sync.groups import is_dtensor
 from fp8dist.text import first_few, ranks_text
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.reference.blocks import BLOCK
@@ -98,10 +100,11 @@ class Attachment:
             on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
             compute = on_gpu and cycle.job.shared and cycle.settings.enabled
         cycle.agree("optimizer" if by_optimizer else "manual", _described_weights(model), timeout, compute)
-        for linear in fp8_linears(model):
-            linear.fp8_slots.resharded = linear in resharded
-        by_fqn = {linear.fp8_slots.slots[Role.INPUT].fqn: linear.fp8_slots for linear in fp8_linears(model)}
+        for part in fp8_parts(model):
+            part.slots.resharded = part.module in resharded
+        by_fqn = {part.fqn: part.slots for part in fp8_parts(model)}
         cycle.audit([by_fqn[fqn] for fqn in sorted(by_fqn)])
+        _tell_of_experts(model, cycle)
         self._derive_scales(model, whole)
         cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
         cycle.control.training_resumes(any(map(_has_stepped, optimizers)))
@@ -184,9 +187,11 @@ class Attachment:
                 "restore() cannot change what FSDP2 gathers: save the state_dict and build the model anew without "
                 "fp8_all_gather"
             )
-        linears = list(fp8_linears(model))
+        linears, experts = list(fp8_linears(model)), list(fp8_experts(model))
         for linear in linears:
             require_revertible(linear)
+        for module in experts:
+            require_revertible_experts(module)
         cycle.settle()
         if cycle.watch is not None:
             cycle.watch.close()
@@ -194,6 +199,8 @@ class Attachment:
         cycle.job.restore()
         for linear in linears:
             revert(linear)
+        for module in experts:
+            revert_experts(module)
         if cycle.steps is not None:
             cycle.steps.remove()
 
@@ -214,15 +221,14 @@ class Attachment:
 
 
 def local_weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
-    """Iterate over (sync, slot, this rank's whole or local weight) of each FP8Linear."""
-    weights = _weights(model)
-    return ((sync, slot, own_part(w) if is_partitioned(w) else local_part(w)) for sync, slot, w in weights)
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[ArenaSync, Slot, Tensor]]:
-    for linear in fp8_linears(model):
-        slots = linear.fp8_slots
-        yield slots.weight_sync, slots.slots[Role.WEIGHT], linear.weight
+    """Iterate over (sync, slot, this rank's whole or local weight) of each FP8Linear and each expert."""
+    for part in fp8_parts(model):
+        weight = part.weight
+        if is_partitioned(weight):
+            yield part.slots.weight_sync, part.slots.slots[Role.WEIGHT], own_part(weight)
+            continue
+        for slot, own in local_parts(part.slots, weight):
+            yield part.slots.weight_sync, slot, own
 
 
 def _require_fitting(
@@ -260,13 +266,33 @@ def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Modu
                 f"{fqn}: local weight shape {shape} of {uncut}: tensor parallelism cuts blocks of {BLOCK} x {BLOCK}: "
                 f"split it into multiples of {BLOCK}, or give it another recipe (overrides)"
             )
+    for module in fp8_experts(model):
+        for name, grouped in module.fp8_products.items():
+            _require_experts(module, name, grouped.fqn, module in resharded)
+
+
+def _require_experts(module: nn.Module, name: str, fqn: str, resharded: bool) -> None:
+    """Raise ConfigurationError unless this rank multiplies with whole experts."""
+    skip = f"leave them in high precision: prepare(skip={fqn.rpartition('.')[0]!r})"
+    instead, weight = f"shard them with FSDP2, or {skip}", module._parameters.get(name)
+    if weight is None:
+        raise ConfigurationError(
+            f"{fqn}: its {name} is no Parameter of the module any more, as after a parametrization: undo it, or {skip}"
+        )
+    if is_partitioned(weight) or (weight.ndim != 3 and not is_dtensor(weight)):
+        raise ConfigurationError(
+            f"{fqn}: FSDP1 or ZeRO has flattened its experts, which FP8 does not support: {instead}"
+        )
+    if is_dtensor(weight) and not resharded:
+        raise ConfigurationError(f"{fqn}: tensor and expert parallelism are not supported for FP8 experts: {instead}")
 
 
 def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     """Raise ConfigurationError unless shards of one weight, and its replicas under DDP or DeepSpeed, share a scale."""
     replicas = {key: ddp.process_group for key, ddp in ddp_parameters(whole).items()} | zero_groups(whole)
     covered: set[tuple[int, int]] = set()  # Checked (holder, group) pairs: few, where weights are many.
-    for sync, slot, weight in _weights(model):
+    for part in fp8_parts(model):
+        sync, weight = part.slots.weight_sync, part.weight
         group, holders = cycle.group_of(sync), replicas.get(id(weight))
         holder = holders if holders is not None else weight.device_mesh if is_dtensor(weight) else None
         if holder is None or group is None or not cycle.settings.amax_sync or (id(holder), id(group)) in covered:
@@ -274,7 +300,8 @@ def _require_groups(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> Non
         ranks = mesh_ranks(weight) if holders is None else {*dist.get_process_group_ranks(holders)}
         if not ranks <= {*group.ranks}:
             raise ConfigurationError(
-                f"{slot.fqn}: its weight is shared or sharded by ranks {ranks_text(sorted(ranks))}, but its FP8 state "
+                f"{part.slots.slots[Role.WEIGHT].fqn}: its weight is shared or sharded by ranks "
+                f"{ranks_text(sorted(ranks))}, but its FP8 state "
                 f"only by ranks {ranks_text(group.ranks)}: pass prepare(group=…) all of them (the whole mesh, or the "
                 "group of DDP or DeepSpeed)"
             )
@@ -288,18 +315,21 @@ def _has_stepped(optimizer: Optimizer) -> bool:
 
 
 def _described_weights(model: nn.Module) -> dict[Slot, WeightDescription]:
-    """Describe the weights by slot. Shapes are those of the Linears, because sharding changes the weights' shapes."""
-    by_weight: dict[int, list[FP8Linear]] = {}
-    for linear in fp8_linears(model):
-        stored = stored_parameters(linear)
-        by_weight.setdefault(id(stored[0]) if stored else id(linear), []).append(linear)
-    described = {}
-    for linears in by_weight.values():
-        users = tuple(sorted(linear.fp8_slots.slots[Role.INPUT].fqn for linear in linears))
-        first = linears[0]
-        shape, dtype = (first.out_features, first.in_features), str(first.weight.dtype).removeprefix("torch.")
-        for linear in linears:
-            described[linear.fp8_slots.slots[Role.WEIGHT]] = WeightDescription(shape, dtype, users)
+    """Describe the weights by slot. Shapes are those of the modules, because sharding changes the weights' shapes."""
+    by_weight: dict[int, list[Part]] = {}
+    for part in fp8_parts(model):
+        by_weight.setdefault(id(part.stored[0]) if part.stored else id(part.module), []).append(part)
+    described: dict[Slot, WeightDescription] = {}
+    for parts in by_weight.values():
+        first, users = parts[0], tuple(sorted(part.fqn for part in parts))
+        dtype = str(first.weight.dtype).removeprefix("torch.")
+        if isinstance(first.module, FP8Linear):
+            shape = first.module.out_features, first.module.in_features
+            described |= {part.slots.slots[Role.WEIGHT]: WeightDescription(shape, dtype, users) for part in parts}
+        else:  # Experts do not share weights. FSDP2's DTensors have the whole shape.
+            rows, columns = first.weight.shape[1:]
+            for slot in first.slots.weight_slots:
+                described[slot] = WeightDescription((rows, columns), dtype, (slot.fqn,))
     return described
 
 
@@ -310,7 +340,7 @@ def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Te
 def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise ConfigurationError for an optimizer that holds former parameters of the model."""
     current = {id(p) for module in (model, whole) for p in module.parameters()}
-    known = ((p, each.fp8_slots) for each in fp8_linears(model) for p in each.fp8_slots.note.remembered)
+    known = ((p, each.slots) for each in fp8_parts(model) for p in each.slots.note.remembered)
     former = {id(p): (p, slots.slots[Role.WEIGHT].fqn) for p, slots in known if id(p) not in current}
     for optimizer, parameter in _parameters(optimizers):
         if id(parameter) in former:
@@ -322,10 +352,29 @@ def _require_current(model: nn.Module, whole: nn.Module, optimizers: Sequence[Op
             )
 
 
-def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[FP8Linear]:
-    """Warn about trainable FP8 weights that no optimizer holds, and return the Linears whose weights must have master
-    copies. Log parameters that are not the model's at info level: they may be master copies, or another part of the
-    model."""
+def _tell_of_experts(model: nn.Module, cycle: StepCycle) -> None:
+    """Log which experts FSDP2 pads. Local."""
+    if not cycle.settings.enabled or not cycle.control.speaks:
+        return
+    for module in fp8_experts(model):
+        for name, slots in module.fp8_products.items():
+            weight: Any = module._parameters[name]
+            dim, ranks = fsdp2_cut(weight) if is_dtensor(weight) else (0, 1)
+            if dim == 0 and ranks > len(weight):
+                logger.warning(
+                    "fp8dist: %s: FSDP2 shards %d experts along dim 0 over %d ranks, and gathers %d of them with "
+                    "padding: shard their rows, fully_shard(shard_placement_fn=…) with Shard(1)",
+                    slots.fqn,
+                    len(weight),
+                    ranks,
+                    ranks,
+                )
+                return  # The others are sharded alike.
+
+
+def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer]) -> list[Part]:
+    """Warn about trainable FP8 weights that no optimizer holds, and return those that must have master copies. Log
+    parameters that are not the model's at info level: they may be master copies, or another part of the model."""
     if not optimizers:
         return []
     strangers = _strangers(model, whole, optimizers)
@@ -333,7 +382,7 @@ def _tell_of_held(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optim
         logger.info("fp8dist: attach(optimizer=…): %d of its parameters are not the model's", len(strangers))
     unheld = _unheld(model, optimizers)
     shapes = {parameter.shape for parameter in strangers}
-    missing = {fqn_of(linear): weight for linear, weight in unheld.items() if weight.shape not in shapes}
+    missing = {part.fqn: weight for part, weight in unheld.items() if weight.shape not in shapes}
     # Master copies may also be one flat tensor.
     if sum(weight.numel() for weight in missing.values()) > sum(parameter.numel() for parameter in strangers):
         logger.warning(
@@ -353,25 +402,22 @@ def _strangers(model: nn.Module, whole: nn.Module, optimizers: Sequence[Optimize
     return [parameter for key, parameter in held.items() if key not in own and not is_lazy(parameter)]
 
 
-def _unheld(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[FP8Linear, Tensor]:
+def _unheld(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Part, Tensor]:
     """Return the trainable FP8 weights that no optimizer holds."""
     held = {id(parameter) for _, parameter in _parameters(optimizers)}
-    stored = ((linear, weight) for linear in fp8_linears(model) for weight in stored_parameters(linear)[:1])
-    return {linear: weight for linear, weight in stored if weight.requires_grad and id(weight) not in held}
+    stored = ((part, weight) for part in fp8_parts(model) for weight in part.stored[:1])
+    return {part: weight for part, weight in stored if weight.requires_grad and id(weight) not in held}
 
 
 def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     default = next((p.device for p in model.parameters()), torch.device("cpu"))
-    for linear in fp8_linears(model):
+    for part in fp8_parts(model):
         # ``states`` creates the views now: created in a compiled forward, they would be part of its graph.
-        device = compute_device(linear.weight, whole)
-        backend, recipe = cycle.settings.backend, linear.fp8_slots.recipe
+        device = compute_device(part.weight, whole)
+        backend, recipe = cycle.settings.backend, part.slots.recipe
         if backend == "torch" and recipe.by == "block" and not torch_can(Scaling.BLOCKWISE, device):
-            raise ConfigurationError(
-                f"{linear.fp8_slots.slots[Role.INPUT].fqn}: torch has no block-scaled product on {device}: use "
-                'backend="auto"'
-            )
-        linear.fp8_slots.states(device)
+            raise ConfigurationError(f'{part.fqn}: torch has no block-scaled product on {device}: use backend="auto"')
+        part.slots.states(device)
     for sync in cycle.syncs:
         if not sync.arena.placed:
             sync.arena.place(default)

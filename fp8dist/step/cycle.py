@@ -176,8 +176,9 @@ class StepCycle:
     def fit_weight_scales(self, weights: Sequence[ShardedWeight]) -> None:
         """Derive the scales of sharded weights that are cold or no longer fit. COLLECTIVE over their arenas only: the
         ranks of other arenas may have no reason to call it."""
-        parts = [weight.part() for weight in weights]
-        concerned = {id(sync) for sync, _, _ in parts}
+        parts = [part for weight in weights for part in weight.parts()]
+        # Not those of the parts: with fewer experts than ranks, some ranks have none.
+        concerned = {id(weight.slots.weight_sync) for weight in weights}
         syncs = [sync for sync in self.syncs if id(sync) in concerned and self._scales_weights(sync)]
         derive_weight_scales(syncs, parts, "unfit")
 
@@ -259,8 +260,10 @@ class StepCycle:
         sites: dict[int, list[tuple[str, int]]] = {}
         for number, slots in enumerate(modules):
             slots.site = number * len(SITES)
-            sites.setdefault(self.syncs.index(slots.sync), []).append((slots.slots[Role.INPUT].fqn, slots.site))
-        self.audits = Audits(sites, self.settings.audit_every, self.settings.audit_bytes)
+            sites.setdefault(self.syncs.index(slots.sync), []).append((slots.fqn, slots.site))
+        weights = SITES.index(Role.WEIGHT)
+        calls = {slots.site + weights: slots.weight_casts for slots in modules}
+        self.audits = Audits(sites, self.settings.audit_every, self.settings.audit_bytes, calls)
         self.job.tap = tap_on(modules[0].sync.arena.device, self.audits.hear)
         self._audit_next()
 

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.optimizer_hooks import found_inf, is_real_step, retire_with, step_frames, untraced
 from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import local_part
@@ -28,7 +28,7 @@ from fp8dist.text import first_few
 from fp8dist_kernels.formats import Role
 from fp8dist_kernels.graphs import compiled_any
 
-__all__ = ["StepListener", "StepWatch", "fqn_of"]
+__all__ = ["StepListener", "StepWatch"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -57,7 +57,7 @@ class StepListener(Protocol):
 
 
 class StepWatch:
-    """Watches optimizers for one model's FP8Linears, from ``prepare`` to ``restore``. Lives as long as its manager.
+    """Watches optimizers for one model's FP8 weights, from ``prepare`` to ``restore``. Lives as long as its manager.
 
     A step inside another optimizer's step (Lookahead, SAM, ZeroRedundancyOptimizer) belongs to the outer step.
     """
@@ -65,9 +65,9 @@ class StepWatch:
     def __init__(self, listener: StepListener, model: weakref.ref[nn.Module]) -> None:
         self._listener = weakref.ref(listener)  # Weak: a reference cycle would delay the release of GPU memory.
         self._model = model
-        self._linears: tuple[weakref.ref[FP8Linear], ...] | None = None
+        self._parts: tuple[tuple[weakref.ref[nn.Module], LinearSlots], ...] | None = None
         self._began = 0
-        self._unrecorded: list[FP8Linear] = []
+        self._unrecorded: list[Part] = []
         self._last: weakref.ref[Optimizer] | None = None  # Last attached optimizer; its step may be the boundary.
         self._masters: _Masters | None = None
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -96,18 +96,18 @@ class StepWatch:
             handle.remove()
 
     @property
-    def linears(self) -> list[FP8Linear]:
-        """The FP8Linears of the model, as they were at ``attach``."""
-        if self._linears is None:  # Not attached yet: some may still be converted.
+    def parts(self) -> list[Part]:
+        """The FP8 weights of the model, as they were at ``attach``."""
+        if self._parts is None:  # Not attached yet: some may still be converted.
             model = self._model()
-            return [] if model is None else list(fp8_linears(model))
-        living = (reference() for reference in self._linears)
-        return [linear for linear in living if linear is not None]
+            return [] if model is None else list(fp8_parts(model))
+        living = ((reference(), slots) for reference, slots in self._parts)
+        return [Part(module, slots) for module, slots in living if module is not None]
 
-    def expect_masters(self, linears: Sequence[FP8Linear], optimizer: Optimizer) -> None:
+    def expect_masters(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
         """Check weights that no attached optimizer holds, although ``optimizer`` holds parameters that may be their
         master copies: its steps must then change the weights. Local."""
-        self._masters = _Masters(linears, optimizer)
+        self._masters = _Masters(parts, optimizer)
 
     def attached(self, optimizers: Sequence[Optimizer]) -> None:
         """Take notes, after ``attach`` has placed the state and derived the scales of cold weights. Local.
@@ -116,13 +116,14 @@ class StepWatch:
         is hot and has the scale of the old weight.
         """
         model, self._masters = self._model(), None
-        self._linears = () if model is None else tuple(map(weakref.ref, fp8_linears(model)))
+        parts = () if model is None else fp8_parts(model)
+        self._parts = tuple((weakref.ref(part.module), part.slots) for part in parts)
         self._attached = weakref.WeakSet(optimizers)
         self._last = weakref.ref(optimizers[-1]) if optimizers else None
-        for linear in self.linears:
-            note = linear.fp8_slots.note
-            changed = note.unfollowed or note.written(linear)
-            note.take(linear, linear.fp8_slots.resharded, attached=True)
+        for part in self.parts:
+            note = part.slots.note
+            changed = note.unfollowed or note.written(part.module)
+            note.take(part.module, part.slots.resharded, attached=True)
             note.forget_steps()
             if changed:
                 note.mark_written()
@@ -141,24 +142,24 @@ class StepWatch:
         """
         listener = self._listener()
         boundaries = -1 if listener is None else listener.job.boundaries - 1
-        for linear in self.linears:
-            note = linear.fp8_slots.note
-            seen = note.stepped_at == boundaries and note.written(linear)
+        for part in self.parts:
+            note = part.slots.note
+            seen = note.stepped_at == boundaries and note.written(part.module)
             foreign = after_step and (seen or note.marked_unrecorded)
-            note.take(linear, linear.fp8_slots.resharded)
+            note.take(part.module, part.slots.resharded)
             if foreign:
                 note.mark_written()
 
     @contextlib.contextmanager
     def kept_notes(self) -> Iterator[None]:
         """Restore the notes at exit. The caller undoes, inside the context, all its writes to weights. Local."""
-        before = [(linear, linear.fp8_slots.note) for linear in self.linears]
-        kept = [(note.awaited, note.written(linear)) for linear, note in before]
+        before = [(part, part.slots.note) for part in self.parts]
+        kept = [(note.awaited, note.written(part.module)) for part, note in before]
         try:
             yield
         finally:
-            for (linear, note), (awaited, written) in zip(before, kept):
-                note.take(linear, linear.fp8_slots.resharded)
+            for (part, note), (awaited, written) in zip(before, kept):
+                note.take(part.module, part.slots.resharded)
                 if awaited:
                     note.trust_next()
                 if written:
@@ -166,21 +167,19 @@ class StepWatch:
 
     def state_loaded(self, slots: Collection[Slot]) -> None:
         """Note that state was loaded: these slots are right for the weights that the next forward finds. Local."""
-        for linear in self.linears:
-            if linear.fp8_slots.slots[Role.WEIGHT] in slots:
-                linear.fp8_slots.note.trust_next()
+        for part in self.parts:
+            if any(slot in slots for slot in part.slots.weight_slots):
+                part.slots.note.trust_next()
 
-    def held_by(self, optimizer: Optimizer) -> list[FP8Linear]:
-        """Return the FP8Linears whose weights an optimizer holds."""
+    def held_by(self, optimizer: Optimizer) -> list[Part]:
+        """Return the FP8 weights that an optimizer holds."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = []
-        for linear in self.linears:
-            weight = linear._parameters.get("weight")
-            if id(weight) not in held:  # False in the usual case.
-                slots = linear.fp8_slots
-                if not any(id(p) in held for p in slots.note.holders(linear, slots.resharded)):
-                    continue
-            found.append(linear)
+        for part in self.parts:
+            module, slots = part
+            weight = module._parameters.get(slots.name)
+            if id(weight) in held or any(id(p) in held for p in slots.note.holders(module, slots.resharded)):
+                found.append(part)
         return found
 
     def _before(self, optimizer: Optimizer, nested: bool) -> None:
@@ -194,17 +193,17 @@ class StepWatch:
         if self._masters is not None and self._masters.told(optimizer):
             self._masters = None
         held = self.held_by(optimizer) if listener.job.enabled else []
-        self._unrecorded = [each for each in held if each.fp8_slots.note.written_unrecorded(each)]
+        self._unrecorded = [each for each in held if each.slots.note.written_unrecorded(each.module)]
         if is_real_step(optimizer) and not self._brings_boundary(listener.job, optimizer):
             self._require_boundary(listener, optimizer, held)
 
     def _brings_boundary(self, job: JobState, optimizer: Optimizer) -> bool:
         return job.by_optimizer and self._last is not None and self._last() is optimizer
 
-    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[FP8Linear]) -> None:
+    def _require_boundary(self, listener: StepListener, optimizer: Optimizer, held: Sequence[Part]) -> None:
         """Raise ConfigurationError if weights are about to be stepped a second time since the last boundary."""
-        again = [each for each in held if each.fp8_slots.note.stepped_at == self._began]
-        late = [linear for linear in again if _is_late(linear.fp8_slots, self._began)]
+        again = [each for each in held if each.slots.note.stepped_at == self._began]
+        late = [part for part in again if _is_late(part.slots, self._began)]
         if late:
             listener.job.stepping = False
             text = _second_step(optimizer, late, optimizer in self._attached)
@@ -220,15 +219,15 @@ class StepWatch:
             listener.job.stepping = False
         unseen = compiled_any()  # Compiled forwards leave no notes.
         skipped = found_inf(optimizer)
-        for linear in self.held_by(optimizer):
-            note = linear.fp8_slots.note
+        for part in self.held_by(optimizer):
+            note = part.slots.note
             if not note.awaited:
-                note.take(linear, linear.fp8_slots.resharded)
+                note.take(part.module, part.slots.resharded)
             if counts:
                 note.stepped(self._began, skipped, unseen)
         if not nested:
-            for linear in self._unrecorded:  # Written to between the last forward and this step.
-                linear.fp8_slots.note.mark_written()
+            for part in self._unrecorded:  # Written to between the last forward and this step.
+                part.slots.note.mark_written()
             self._unrecorded = []
         listener.after_step(optimizer, real)
 
@@ -236,11 +235,11 @@ class StepWatch:
 class _Masters:
     """Checks that an optimizer of master copies changes the FP8 weights. Warns at its fourth step if not."""
 
-    def __init__(self, linears: Sequence[FP8Linear], optimizer: Optimizer) -> None:
+    def __init__(self, parts: Sequence[Part], optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._steps = 0
-        self._names = first_few(sorted({fqn_of(linear) for linear in linears}))
-        self._seen = [(weakref.ref(linear), _sample(linear)) for linear in linears[:_SAMPLED_WEIGHTS]]
+        self._names = first_few(sorted({part.fqn for part in parts}))
+        self._seen = [(weakref.ref(part.slots), _sample(part.slots)) for part in parts[:_SAMPLED_WEIGHTS]]
 
     def told(self, optimizer: Optimizer) -> bool:
         """Check, before a step of ``optimizer``. Return True once the check is done. Waits for the device, once."""
@@ -249,8 +248,8 @@ class _Masters:
         self._steps += 1
         if self._steps <= _UNCHANGED_STEPS:
             return False
-        living = [(linear, before) for reference, before in self._seen if (linear := reference()) is not None]
-        if living and all(torch.equal(_sample(linear), before) for linear, before in living):
+        living = [(slots, before) for reference, before in self._seen if (slots := reference()) is not None]
+        if living and all(torch.equal(_sample(slots), before) for slots, before in living):
             logger.warning(
                 "fp8dist: %s has stepped %d times, and the FP8 weights of %s have not changed: the optimizer that "
                 "attach was given holds other parameters, maybe those of a copy of the model",
@@ -261,13 +260,8 @@ class _Masters:
         return True
 
 
-def _sample(linear: FP8Linear) -> Tensor:
-    return local_part(linear.fp8_slots.note.stored[0]).detach().flatten()[:_SAMPLED].clone()
-
-
-def fqn_of(linear: FP8Linear) -> str:
-    """Return the fqn of a Linear in its model."""
-    return linear.fp8_slots.slots[Role.INPUT].fqn
+def _sample(slots: LinearSlots) -> Tensor:
+    return local_part(slots.note.stored[0]).detach().flatten()[:_SAMPLED].clone()
 
 
 def _is_late(slots: LinearSlots, boundaries: int) -> bool:
@@ -278,8 +272,8 @@ def _is_late(slots: LinearSlots, boundaries: int) -> bool:
     return used and slots.weight_sync.every_step and (skipped is None or not bool(skipped))
 
 
-def _second_step(optimizer: Optimizer, late: Sequence[FP8Linear], attached: bool) -> str:
-    names = first_few(sorted({linear.fp8_slots.slots[Role.WEIGHT].fqn for linear in late}))
+def _second_step(optimizer: Optimizer, late: Sequence[Part], attached: bool) -> str:
+    names = first_few(sorted({part.slots.slots[Role.WEIGHT].fqn for part in late}))
     what = (
         f"{type(optimizer).__name__} is about to step {len(late)} FP8 weights ({names}) a second time, but no step of "
         "FP8 state has ended since the first: their scales would stand still. "

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.arena import Arena
+from fp8dist.state.precision import Precision
 from fp8dist.state.slots import Slot
 from fp8dist.sync.groups import SyncGroup
 from fp8dist.sync.roll_call import failing_by_name
@@ -139,7 +140,8 @@ class ArenaSync:
     ``patterns``: the patterns of ``prepare(groups=…)`` that select its modules; empty for the default group. ``owner``:
     name of the manager in errors. ``graphed``: a step was captured into a CUDA graph. ``replays``: commits in such
     graphs that the host has seen. ``watched``: what this rank saw in a step is kept for ``take_seen``, with the
-    ``microbatch`` that held each maximum. ``waits``: shared by all arenas of the manager.
+    ``microbatch`` that held each maximum. ``waits``: shared by all arenas of the manager. ``experts``: the
+    precision of each expert, by the fqn of a product.
     """
 
     arena: Arena
@@ -154,6 +156,7 @@ class ArenaSync:
     watched: bool = False
     microbatch: int = 0
     waits: Waits = field(default_factory=Waits)
+    experts: dict[str, tuple[Precision, ...]] = field(default_factory=dict)
     _seen: Tensor | None = None
     _held: Tensor | None = None  # int32[3, n], with ``_seen``: the first microbatch that saw the value.
     _work: dist.Work | None = None
@@ -190,6 +193,8 @@ class ArenaSync:
         """Start or stop keeping what this rank sees for ``take_seen``."""
         self.watched, self.microbatch = on, 0
         self._seen = self._held = None
+        if on and self.experts:
+            self.arena.tokens.zero_()
 
     def _keep_seen(self) -> None:
         if self.watched:
@@ -218,7 +223,7 @@ class ArenaSync:
     def kept_records(self) -> Callable[[], None]:
         """Return a function that puts back what this rank has recorded in this step so far. Local."""
         arena = self.arena
-        tensors = [(tensor, tensor.clone()) for tensor in (arena.pending, arena.shares, arena.shards)]
+        tensors = [(tensor, tensor.clone()) for tensor in (arena.pending, arena.shares, arena.shards, arena.tokens)]
         before = self.microbatch, self._seen, None if self._held is None else self._held.clone()
 
         def put_back() -> None:
@@ -466,6 +471,13 @@ class ArenaSync:
 def larger(a: Tensor, b: Tensor) -> Tensor:
     """Return the elementwise maximum of amaxes or shares in float32. NaN is the largest."""
     return torch.maximum(a.view(torch.int32), b.view(torch.int32)).view(torch.float32)
+
+
+def all_reduce_sum(tensor: Tensor, group: SyncGroup, counters: SyncCounters) -> None:
+    """Add up integers over the group in place, and count it. COLLECTIVE."""
+    counters.collectives += 1
+    counters.bytes += tensor.numel() * tensor.element_size()
+    dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group.process_group)
 
 
 def all_reduce_max(tensor: Tensor, group: SyncGroup, counters: SyncCounters) -> dist.Work:

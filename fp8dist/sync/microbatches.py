@@ -33,9 +33,9 @@ class Microbatches:
         forward, as in a pipeline that runs forwards ahead, and if no FP8 module ran a backward."""
         return self._backward_seen and not self._mixed
 
-    def forward(self, fqn: str) -> None:
-        """Note that a module is about to record amaxes in a forward."""
-        self.called.add(fqn)
+    def forward(self, *fqns: str) -> None:
+        """Note that a module, or the experts of one, are about to record amaxes in a forward."""
+        self.called.update(fqns)
         task = torch._C._current_graph_task_id()
         if task != -1:
             self._join(task)

@@ -10,7 +10,7 @@ import torch
 
 from fp8dist_kernels import BACKENDS
 
-__all__ = ["BACKENDS", "runs_fused", "why_not_triton"]
+__all__ = ["BACKENDS", "nvidia_capability", "runs_fused", "why_not_triton"]
 
 _LEAST_CAPABILITY = (8, 9)
 """FP8 conversions and products need compute capability 8.9 (Ada) or higher."""
@@ -20,6 +20,14 @@ def runs_fused(backend: str, device: torch.device) -> bool:
     """True if ``fp8dist_kernels.triton`` handles tensors on ``device``: with "triton" always, with "auto" on GPUs with
     FP8."""
     return backend == "triton" or (backend == "auto" and device.type == "cuda" and why_not_triton(device) is None)
+
+
+@functools.cache
+def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU, None for another device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The ops of ``ops``, without PyTorch's dispatcher where nobody but the backend needs to see the call.
+"""The ops of ``ops`` and ``grouped_ops``, without PyTorch's dispatcher where only the backend needs to see the call.
 
 A dispatch of an op that is written in Python costs tens of microseconds on the host, several times per Linear. In plain
 eager execution, the functions here call the backend's function directly, with the same result. Everywhere else, they
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from fp8dist_kernels import host, ops, traced
+from fp8dist_kernels import grouped_ops, host, ops, traced
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 
 __all__ = [
@@ -25,10 +25,14 @@ __all__ = [
     "is_eager",
     "is_plain",
     "matmul",
+    "matmul_grouped",
+    "matmul_grouped_columns",
     "measure",
     "observe",
     "quantize",
     "quantize_blocks",
+    "quantize_grouped",
+    "quantize_grouped_lines",
     "quantize_rowwise",
 ]
 
@@ -63,7 +67,7 @@ def is_plain(x: Tensor) -> bool:
 def _directly(op: torch._ops.OpOverload, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a function that calls ``op`` or its implementation. ``compiled``: what torch.compile shall see, if not
     the op."""
-    implementation = ops.IMPLEMENTATIONS[op._opname]
+    implementation = {**ops.IMPLEMENTATIONS, **grouped_ops.IMPLEMENTATIONS}[op._opname]
 
     @functools.wraps(implementation)
     def call(x: Tensor, *rest: Any, **options: Any) -> Any:
@@ -80,6 +84,10 @@ quantize_blocks = _directly(ops.quantize_blocks)
 observe = _directly(ops.observe, traced.observe)
 measure = _directly(ops.measure)
 matmul = _directly(ops.matmul)
+quantize_grouped = _directly(grouped_ops.quantize_grouped)
+quantize_grouped_lines = _directly(grouped_ops.quantize_grouped_lines)
+matmul_grouped = _directly(grouped_ops.matmul_grouped)
+matmul_grouped_columns = _directly(grouped_ops.matmul_grouped_columns)
 
 
 class StateUpdates:

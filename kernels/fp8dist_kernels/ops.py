@@ -51,6 +51,7 @@ __all__ = [
     "quantize_rowwise",
     "register_flops",
     "require_backend",
+    "version_of_backend",
 ]
 
 _LIBRARY = torch.library.Library("fp8dist", "DEF")
@@ -106,7 +107,7 @@ def require_backend(backend: str, device: torch.device) -> None:
 
 
 @functools.cache
-def _version(backend: str, device: torch.device, of: Any) -> Any:
+def version_of_backend(backend: str, device: torch.device, of: Any) -> Any:
     """Return the module with this backend's version of the functions in module ``of``."""
     if not runs_fused(backend, device):
         return of
@@ -120,14 +121,14 @@ def _version(backend: str, device: torch.device, of: Any) -> Any:
 def _quantize(
     x: Tensor, *slot: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = _version(backend, x.device, casts).quantize(x, *slot, **options)
+    results = version_of_backend(backend, x.device, casts).quantize(x, *slot, **options)
     if tap is not None:
         tell(tap, "quantize", site, (x, *slot), {**options, "backend": backend}, *results)
     return results
 
 
 def _choose_scale(amax: Tensor | None, scale: Tensor, *slot: Any, backend: str = "auto", **options: Any) -> Tensor:
-    chosen: Tensor = _version(backend, scale.device, casts).choose_scale(amax, scale, *slot, **options)
+    chosen: Tensor = version_of_backend(backend, scale.device, casts).choose_scale(amax, scale, *slot, **options)
     return chosen
 
 
@@ -140,7 +141,7 @@ def _quantize_rowwise(
     tap: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _version(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
+    results = version_of_backend(backend, x.device, blocks).quantize_rowwise(x, dtype, **options)
     if tap is not None:
         tell(tap, "quantize_rowwise", site, (x, dtype), {**options, "backend": backend}, *results)
     return results
@@ -156,7 +157,7 @@ def _quantize_blocks(
     tap: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _version(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
+    results = version_of_backend(backend, x.device, blocks).quantize_blocks(x, dtype, block=tuple(block), **options)
     if tap is not None:
         told = {**options, "block": tuple(block), "backend": backend}
         tell(tap, "quantize_blocks", site, (x, dtype), told, *results)
@@ -164,7 +165,7 @@ def _quantize_blocks(
 
 
 def _observe(x: Tensor, pending: Tensor, *, backend: str = "auto") -> None:
-    _version(backend, x.device, magnitude).observe(x, pending)
+    version_of_backend(backend, x.device, magnitude).observe(x, pending)
 
 
 def _measure(
@@ -177,7 +178,7 @@ def _measure(
     block: Sequence[int],
     backend: str = "auto",
 ) -> None:
-    version = _version(backend, x.device, shares)
+    version = version_of_backend(backend, x.device, shares)
     if version is shares and backend != "reference" and x.device.type == "cpu" and tuple(block) == shares.WHOLE:
         version = host_shares
     version.measure(x, inv_scale, dtype, saturated, underflow, block=tuple(block))
@@ -260,7 +261,7 @@ def multiplier_name(
 
 def _launch(arrays: Sequence[Tensor], hold: Tensor | None, *, drop_nonfinite: bool, backend: str = "auto") -> None:
     state = StateArrays(*arrays)
-    _version(backend, state.pending.device, update).launch(state, hold, drop_nonfinite)
+    version_of_backend(backend, state.pending.device, update).launch(state, hold, drop_nonfinite)
 
 
 def _commit(
@@ -276,7 +277,7 @@ def _commit(
     backend: str = "auto",
 ) -> Tensor:
     rule = UpdateRule(length, margin, power_of_two, just_in_time, algorithm)  # type: ignore[arg-type]
-    return _version(backend, reduced.device, update).commit(StateArrays(*arrays), rule, reduced, hold)
+    return version_of_backend(backend, reduced.device, update).commit(StateArrays(*arrays), rule, reduced, hold)
 
 
 def _padded(tokens: Any) -> Any:
@@ -319,14 +320,14 @@ def _quantize_blocks_fake(
         height, width = block
         down, across = -(-lines // height), -(-length // width)
         if height > 1:
-            return x.new_empty((down, across), dtype=torch.float32)
-        return x.new_empty((across, down), dtype=torch.float32).t()
+            return x.new_empty((*experts, down, across), dtype=torch.float32)
+        return x.new_empty((*experts, across, down), dtype=torch.float32).mT
 
-    (tokens, features), nothing = x.shape, x.new_empty(0, dtype=torch.float32)
+    (*experts, tokens, features), nothing = x.shape, x.new_empty(0, dtype=torch.float32)
     return (
-        x.new_empty((tokens, features) if rows else (0,), dtype=dtype),
+        x.new_empty((*experts, tokens, features) if rows else (0,), dtype=dtype),
         inverse(tokens, features) if rows else nothing,
-        x.new_empty((features, _padded(tokens)) if columns else (0,), dtype=dtype),
+        x.new_empty((*experts, features, _padded(tokens)) if columns else (0,), dtype=dtype),
         inverse(features, tokens) if columns else torch.empty_like(nothing),
     )
 
@@ -398,7 +399,8 @@ scale per row of each copy, from the row's own amax."""
 
 quantize_blocks = torch.ops.fp8dist.quantize_blocks.default
 """``(x[tokens, features], dtype, block=(1, 128) or (128, 128), …) -> (rows, inv_scale, columns, inv_scale)``: cast with
-one scale per block of each copy, from the block's own amax."""
+one scale per block of each copy, from the block's own amax. Weights of experts [E, n, k] are cast one by one, in one
+launch."""
 
 observe = torch.ops.fp8dist.observe.default
 """``(x, pending)``: record the amax of x (any shape) in ``pending``, a 0-d view of a slot."""

@@ -166,7 +166,8 @@ def build(options: Options, ranks: Ranks, text: Text, watch: Whereabouts) -> Job
         torch.manual_seed(options.seed)
         parallel = parallel_of(options, ranks)
         checkpoints.gathered_in = "bfloat16" if parallel.bf16 and not parallel.bf16_by_autocast else None
-        model = GPT(options.layers, options.width, options.heads, options.context)
+        shape = options.layers, options.width, options.heads, options.context
+        model = GPT(*shape, options.experts, options.top_k)
         manager = _prepare_fp8(model, options, parallel) if options.precision == "fp8" else None
         if manager is not None:
             watch.name(manager)
@@ -207,7 +208,8 @@ def _prepare_fp8(model: GPT, options: Options, parallel: Parallel) -> fp8dist.St
         audit_every=options.audit_every,
         audit_bytes=options.audit_bytes or AUDIT_BYTES,
         backend=options.backend,
-        skip=("lm_head",),  # Skipped by default; naming it here avoids the warning.
+        # lm_head is skipped by default; naming it here avoids the warning.
+        skip=("lm_head", *(("*.router",) if options.experts else ())),
         fp8_all_gather=_gathers_fp8(options),
         overrides=overrides_of(options, model),
         fallback=fallback_of(options),

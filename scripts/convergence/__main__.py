@@ -3,6 +3,7 @@
     scripts/convergence/run                              300 steps, 3 seeds, everything
     scripts/convergence/run --keep                       also copy the results to scripts/results and into the pages
     scripts/convergence/run --layers 3 --width 128       a smaller model: other flags are the example job's
+    scripts/convergence/run --no-gradients --experts 8   mixtures instead of MLPs, whose results are kept apart
 
 You can interrupt it and start it again: it does not repeat runs that are finished in ``--out``.
 """
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         print(text)
     _say(f"{own.out / results.FILE} written")
     if own.keep:
-        _keep(own.out)
+        _keep(own.out, results.MIXTURE if _of_mixtures(flags) else results.FILE)
     return 0
 
 
@@ -92,7 +93,13 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     taken = [flag for flag in flags if flag.split("=")[0] in OURS]
     if taken:
         parser.error(f"{taken[0]} is not for this program: it sets the flag itself, or the runs would be incomparable")
+    if _of_mixtures(flags) and own.gradients:
+        parser.error("--experts needs --no-gradients: only gradients of Linears are compared")
     return own, flags
+
+
+def _of_mixtures(flags: Sequence[str]) -> bool:
+    return any(flag.split("=")[0] == "--experts" for flag in flags)
 
 
 def _tasks(own: argparse.Namespace, flags: Sequence[str]) -> dict[tuple[str, int], Task]:
@@ -154,10 +161,10 @@ def _collected(own: argparse.Namespace, flags: Sequence[str], tasks: dict[tuple[
     }
 
 
-def _keep(out: Path) -> None:
+def _keep(out: Path, name: str) -> None:
     folder = results.folder_of(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(out / results.FILE, folder / results.FILE)
+    shutil.copyfile(out / results.FILE, folder / name)
     for program in ("scripts.pages", "scripts.pictures"):  # The figures and curves that pages show.
         subprocess.run([sys.executable, "-m", program], cwd=ROOT, check=True)
 

@@ -21,10 +21,12 @@ from typing import Any
 
 from scripts.convergence.variants import VARIANTS
 
-__all__ = ["FILE", "SCHEMA", "commit_of", "folder_of", "load", "problems_of"]
+__all__ = ["FILE", "MIXTURE", "SCHEMA", "commit_of", "folder_of", "load", "problems_of"]
 
 SCHEMA = 1
-FILE = "convergence.json"
+FILE, MIXTURE = "convergence.json", "mixture.json"
+"""The results, and published ones of mixtures of experts."""
+
 _TOP = {
     **{"date": str, "machine": str, "steps": int},
     **{"commits": list, "flags": list, "versions": dict, "runs": dict},
@@ -45,13 +47,13 @@ def commit_of(root: Path) -> str:
     return (commit or "not known") + ("+" if changes else "")
 
 
-def load(root: Path) -> dict[str, Any] | None:
+def load(root: Path, name: str = FILE) -> dict[str, Any] | None:
     """Return the published results; None if there are none.
 
     Raises:
         ValueError: the file is not a results file. The message says why.
     """
-    path = folder_of(root) / FILE
+    path = folder_of(root) / name
     if not path.exists():
         return None
     data = json.loads(path.read_text())

@@ -12,7 +12,7 @@ from scripts.benchmarks.markdown import NOT_YET, table
 from scripts.convergence.comparison import Comparison, Spread, compare, final_steps
 from scripts.convergence.variants import VARIANTS
 
-__all__ = ["CONVERGENCE_TABLES", "gaps", "gradients", "layers", "setting"]
+__all__ = ["CONVERGENCE_TABLES", "MIXTURE_TABLES", "against_bf16", "gaps", "gradients", "layers", "setting"]
 
 Results = Mapping[str, Any]
 Case = Mapping[str, Any]
@@ -43,6 +43,32 @@ def gaps(data: Results | None) -> str:
     ]
     compared = {} if data is None else compare(data["runs"])
     return table(head, [_row(name, compared.get(name)) for name in VARIANTS])
+
+
+def against_bf16(data: Results | None) -> str:
+    """Return the table of gaps to FP32 with the same seed, over the standard deviation of BF16's gaps."""
+    head = ["variant", "seeds", "final training loss", "gap to FP32", "over BF16's spread"]
+    head += ["validation loss", "gap to FP32", "over BF16's spread"]
+    compared = {} if data is None else compare(data["runs"])
+    bf16 = compared.get("bf16")
+    rows = []
+    for name, variant in VARIANTS.items():
+        found = compared.get(name)
+        if found is None:
+            rows.append([variant.title, NOT_YET, *["-"] * 6])
+            continue
+        row = [variant.title, str(len(found.seeds))]
+        for loss, gap, unit in (
+            (found.training, found.training_gap, bf16 and bf16.training_gap),
+            (found.validation, found.validation_gap, bf16 and bf16.validation_gap),
+        ):
+            row += [_spread(loss, ".4f"), _spread(gap, "+.3f", " %"), _over(gap, unit)]
+        rows.append(row)
+    return table(head, rows)
+
+
+def _over(gap: Spread | None, unit: Spread | None) -> str:
+    return "-" if gap is None or unit is None or not unit.deviation else f"{gap.mean / unit.deviation:+.1f}"
 
 
 def _row(name: str, found: Comparison | None) -> list[str]:
@@ -146,3 +172,6 @@ CONVERGENCE_TABLES = MappingProxyType(
         "gradient-layers": layers,
     }
 )
+
+MIXTURE_TABLES = MappingProxyType({"mixture": against_bf16, "mixture-setting": setting})
+"""Of the published results of mixtures."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fp8dist import DelayedScaling
-from fp8dist.consistency.works import part_of_product
+from fp8dist.consistency.work_parts import part_of_product
 from fp8dist.settings import AUDIT_BYTES
 from scripts.benchmarks.llama_shapes import Layer, products_of
 from scripts.benchmarks.markdown import NOT_YET, table

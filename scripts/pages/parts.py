@@ -12,7 +12,7 @@ from scripts.benchmarks.gpu.tables import TABLES
 from scripts.convergence import accumulation_tables
 from scripts.convergence import results as convergence_results
 from scripts.convergence.accumulation_tables import ACCUMULATION_TABLES
-from scripts.convergence.tables import CONVERGENCE_TABLES
+from scripts.convergence.tables import CONVERGENCE_TABLES, MIXTURE_TABLES
 from scripts.pages import audits, exit_codes, exported, flags, messages, runs, screens, serving, variables
 from scripts.pages.filling import ROOT, Parts
 
@@ -43,9 +43,11 @@ def parts_of(root: Path = ROOT) -> Parts:
     measured = results.load_all(root / "kernels" / "results")
     convergence, versions = convergence_results.load(root), runs.rows_of(root, "versions")
     accumulation = accumulation_tables.load(root)
+    mixture = convergence_results.load(root, convergence_results.MIXTURE)
     return {
         **{name: partial(table, measured) for name, table in TABLES.items()},
         **{name: partial(table, convergence) for name, table in CONVERGENCE_TABLES.items()},
+        **{name: partial(table, mixture) for name, table in MIXTURE_TABLES.items()},
         **{name: partial(table, accumulation) for name, table in ACCUMULATION_TABLES.items()},
         "versions": partial(runs.versions, versions),
         "stacks": partial(runs.stacks, runs.rows_of(root, "stacks")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import weakref
@@ -15,61 +16,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import fp8dist
 from fp8dist.consistency.contents import Digester
-from fp8dist.consistency.works import Work, digest_of, repeated, taken
+from fp8dist.consistency.work_parts import part_of_lines
+from fp8dist.consistency.works import digest_of, repeated, taken
 from fp8dist.modules.linear_slots import SITES
 from fp8dist_kernels.formats import Role
-from tests.support.audited import flip
+from tests.support.audited import RECIPES, Heard, flip
 
 MASK = (1 << 64) - 1
-LIMITS = (1 << 26, 1 << 17, 1)
-"""Whole, in blocks, in the smallest blocks."""
-
-
-class Heard:
-    """A prepared model whose casts and products are all taken down, and repeated at once."""
-
-    def __init__(self, model: nn.Module, recipe: Any = None, limits: tuple[int, ...] = LIMITS, **options: Any) -> None:
-        self.model = model
-        self.manager = fp8dist.prepare(model, recipe, audit_every=1, check_policy="raise", **options)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        self.manager.attach(model, optimizer=self.optimizer)
-        self.digester, self.limits = Digester(), limits
-        self.sites: list[int] = []
-        self.works: list[Work] = []
-        self.wrong: list[str] = []
-        self.shares: Counter[bool] = Counter()
-        tap = self.manager._job.tap
-        self._own, tap.listener = tap.listener, self.hear  # type: ignore[union-attr]
-
-    def hear(self, op: str, site: int, args: Any, options: Any, results: Any) -> None:
-        self.sites.append(site)
-        for limit in self.limits:
-            work = taken(op, site, args, options, results, limit, len(self.sites), self.digester)
-            if work is None:
-                assert 0 in args[0].shape
-                continue
-            self.works.append(work)
-            self.shares[work.share < 1] += 1
-            if not torch.equal(digest_of(repeated(work.message), self.digester), work.digest):
-                self.wrong.append(f"{work.what}, share {work.share}")
-        self._own(op, site, args, options, results)
-
-    def step(self, *inputs: Tensor, calls: int = 1) -> None:
-        for x in inputs:
-            sum(self.model(x).square().mean() for _ in range(calls)).backward()  # type: ignore[union-attr]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-RECIPES = {
-    "delayed": fp8dist.DelayedScaling(history_len=4),
-    "unit": fp8dist.DelayedScaling(warmup="unit", power_of_two=True),
-    "current": fp8dist.CurrentScaling(power_of_two=True),
-    "row": fp8dist.RowwiseScaling(power_of_two=True),
-    "block": fp8dist.BlockScaling(),
-}
 
 
 class Blocks(nn.Module):
@@ -225,6 +179,14 @@ def test_a_work_takes_the_bytes_that_it_may(limit: int) -> None:
     heard.step(torch.randn(1024, 256))
     assert max(work.message.numel() for work in heard.works) <= limit + 4096  # Scales and the header come on top.
     assert {work.share < 1 for work in heard.works} == {True, False}
+
+
+@pytest.mark.parametrize("stride", [1, 18, 1024])
+def test_audits_reach_every_block(stride: int) -> None:
+    """Whatever the number of steps between the audits of a site: each pair of rows and columns."""
+    places = [part_of_lines(512, 512, 256, stride * index) for index in range(200)]
+    firsts = range(0, 512, 128)
+    assert {(rows[0], columns[0]) for rows, columns in places} == {*itertools.product(firsts, firsts)}
 
 
 class Peak(TorchDispatchMode):

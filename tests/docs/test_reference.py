@@ -153,7 +153,7 @@ def test_fields_of_reports_and_states() -> None:
 
 @pytest.mark.slow
 def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
-    flags = (*TINY, "--watch-every", "4", "--watch-ranks", "--eval-every", "6", "--check-every", "6")
+    flags = (*TINY, "--watch-every", "4", "--watch-ranks", "--eval-every", "6", "--check-every", "6", "--experts", "2")
     done = start(RANKS, *flags, "--out", str(tmp_path / "done"))
     assert done.returncode == 0, done.stderr
     evidence = tmp_path / "evidence"
@@ -171,7 +171,9 @@ def test_fields_are_those_that_a_run_writes(tmp_path: Path) -> None:
     }
     for heading, fields in written.items():
         assert set(first_cells(section(page("files.md"), heading))) == fields, heading
-    lines = {name: _keys(tmp_path / "done" / name) for name in ("metrics.jsonl", "scales.jsonl", "ranks.jsonl")}
+    lines = {
+        f"{name}.jsonl": _keys(tmp_path / f"done/{name}.jsonl") for name in ("metrics", "scales", "ranks", "experts")
+    }
     lines["metrics.jsonl"] |= _keys(tmp_path / "stopped" / "metrics.jsonl")
     lines["run.json"] = set(json.loads((tmp_path / "done" / "run.json").read_text()))
     for heading, fields in lines.items():

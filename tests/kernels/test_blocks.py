@@ -90,6 +90,17 @@ def test_empty_tensors_for_what_was_not_asked_for_and_of_nothing(block: Any) -> 
     assert run(x[:0], rows=True, columns=True) == [(0, 32), lines[0], (32, 0), lines[1]]
 
 
+@pytest.mark.parametrize("experts", [0, 2])
+def test_weights_of_experts_under_autocast_and_of_none(experts: int) -> None:
+    weight, each = torch.randn(experts, 130, 48), {"power_of_two": False, "rows": True, "columns": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        made = quantize_blocks(weight, torch.float8_e4m3fn, block=(128, 128), **each)
+    assert [tuple(t.shape[1:]) for t in made] == [(130, 48), (2, 1), (48, 144), (1, 2)]
+    for expert, part in enumerate(weight):
+        check(tuple(t[expert] for t in made), part, (128, 128), torch.float8_e4m3fn, False)
+    assert all(len(t) == experts for t in made)
+
+
 def test_other_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks of 64x64; expected 1x128 or 128x128"):
         quantize_blocks(

@@ -72,6 +72,42 @@ def test_offsets_beyond_32_bits(block: Any) -> None:
         assert_same(run(fused, x, torch.float8_e4m3fn, block), run(plain, x.clone(), torch.float8_e4m3fn, block))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS[1:], ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+def test_weights_of_experts_are_cast_one_by_one(block: Any, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch. Blocks do not cross experts, although 130 rows are no multiple of 128."""
+    poison(monkeypatch)
+    x = torch.stack([hard_values(130, 48, index) for index in range(2)]).bfloat16()
+    x = x.mT.contiguous().mT if transposed else x.repeat_interleave(2, 0)[::2]
+    grids = launches(monkeypatch)
+    for rows, columns in ((True, True), (False, True)):
+        grids.clear()
+        together = run(fused, x, FORMATS[0], block, rows=rows, columns=columns)
+        assert len(grids) == 1
+        for expert, part in enumerate(x):
+            alone = run(fused, part, FORMATS[0], block, rows=rows, columns=columns)
+            assert_same(tuple(one[expert] if one.ndim > 1 else one for one in together), alone)
+        assert_same(together, run(plain, x, FORMATS[0], block, rows=rows, columns=columns))
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return a list that gets the grid of each launch of a cast."""
+    grids: list[tuple[int, ...]] = []
+
+    class Counted:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return self.kernel[grid]
+
+    for name in ("_lines_kernel", "_squares_kernel"):
+        monkeypatch.setattr(fused, name, Counted(getattr(fused, name)))
+    return grids
+
+
 def test_other_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks of 64x64; expected 1x128 or 128x128"):
         run(fused, torch.ones(2, 2, device=DEVICE), torch.float8_e4m3fn, (64, 64))

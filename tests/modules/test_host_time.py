@@ -8,7 +8,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ import fp8dist
 from fp8dist_kernels.triton import casts, magnitude, matmuls, strips
 from scripts.benchmarks.host import LAYERS, Chain, without_launches
 from tests.support import interpreter  # noqa: F401 - Triton's interpreter stands for a GPU's kernels.
+from tests.support.experts import Experts
 
 RECIPES = (
     fp8dist.DelayedScaling(),
@@ -100,6 +101,22 @@ def test_flops_are_counted_as_those_of_linear() -> None:
     expected = counted()
     fp8dist.prepare(model)
     assert counted() == expected == 3 * 2 * 64 * (48 * 32 + 32 * 16)
+
+
+def test_flops_of_experts_are_those_of_their_rows() -> None:
+    """Forward and dgrad. wgrad rounds the rows to a multiple of 16."""
+    hidden, inner, experts = 32, 48, 5
+    model = nn.Sequential(OrderedDict(experts=Experts(experts, hidden, inner)))
+    fp8dist.prepare(model)
+    per_row = 2 * (hidden * 2 * inner + inner * hidden)
+    for tokens in (16, 96, 23):
+        rows = 2 * tokens
+        x, chosen = torch.randn(tokens, hidden, requires_grad=True), torch.zeros(tokens, 2, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            model.experts(x, chosen, torch.ones(tokens, 2)).sum().backward()
+        of_wgrad = int(counter.get_total_flops()) - 2 * rows * per_row
+        assert of_wgrad % per_row == 0
+        assert abs(of_wgrad // per_row - rows) <= (0 if rows % 16 == 0 else 15)
 
 
 def test_a_profile_shows_the_ops() -> None:

@@ -34,12 +34,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_a_line_per_slot_and_observation(tmp_path: Path) -> None:
     path = tmp_path / "made" / "slots.jsonl"
     with Monitor(path) as monitor:
-        monitor.observe(7, [SlotStatistics(A, 2.5, 128.0, 0.25, 0.0, 1, 0, 3, 4, 2), SlotStatistics(B, 0.5, 4.0)])
+        monitor.observe(
+            7, [SlotStatistics(A, 2.5, 128.0, 0.25, 0.0, 1, 0, 3, 4, 2, age=6), SlotStatistics(B, 0.5, 4.0)]
+        )
         monitor.observe(9, [])
         monitor.observe(11, [SlotStatistics(B, 0.5, 4.0)])
     first = {"amax": 2.5, "scale": 128.0, "saturated": 0.25, "underflow": 0.0}
     first |= {"amax_rank": 1, "saturated_rank": 0, "underflow_rank": 3}
-    first |= {"amax_microbatch": 4, "saturated_microbatch": 2, "underflow_microbatch": None}
+    first |= {"amax_microbatch": 4, "saturated_microbatch": 2, "underflow_microbatch": None, "age": 6}
     second = dict.fromkeys(first) | {"amax": 0.5, "scale": 4.0}
     assert read(path) == [
         {"step": 7, "slot": "layers.0.a:input", **first},

@@ -256,6 +256,27 @@ def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[s
     assert plain[0][1] == plain[1][1]
 
 
+def _between_with_hooks() -> tuple[str, int]:
+    net = make_net()
+    small = [parameter for parameter in net.parameters() if parameter.dim() < 2]
+    small[0].requires_grad_(False)
+    calls: list[int] = []
+    small[1].register_hook(lambda _gradient: calls.append(1))
+    model = _settled(DistributedDataParallel(net))
+    calls.clear()
+    loss = model(batch(dist.get_rank(), 3)[0]).square().mean()
+    with pytest.raises(ConfigurationError) as raised:
+        fp8dist.replay(model, _step_of(model), 0)
+    loss.backward()
+    return str(raised.value), len(calls)
+
+
+def test_what_is_frozen_or_hooked_is_no_probe_between_a_forward_and_its_backward(two_ranks: RankPool) -> None:
+    for told, calls in two_ranks.run(_between_with_hooks):
+        assert "between a forward of DDP and its backward" in told
+        assert calls == 1
+
+
 class _Buffers(nn.Module):
     """Its forward replaces a buffer, makes one, and writes to others."""
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import _dynamo_utils as dynamo_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling
@@ -253,3 +254,15 @@ def test_gradients_that_wait_for_the_all_reduce_of_hsdp_are_not_mixed_in(four_ra
     for waits, reduced in four_ranks.run(_between_microbatches):
         assert "has not reduced yet" in waits
         assert reduced == ""
+
+
+def _replayed_without(name: str) -> str:
+    wrapper = DistributedDataParallel(_net())
+    with _without(DistributedDataParallel, name):
+        return _refused(lambda: fp8dist.replay(wrapper, lambda x: wrapper(x).sum().backward(), torch.ones(4, 32)))
+
+
+@pytest.mark.parametrize("name", ["_get_ddp_logging_data", "_use_python_reducer"])
+def test_a_replay_is_refused_where_ddp_does_not_tell_how_it_reduces(two_ranks: RankPool, name: str) -> None:
+    for told in two_ranks.run(_replayed_without, name):
+        assert told.startswith(f"replay(): torch {torch.__version__} has no DistributedDataParallel.{name}")

@@ -27,6 +27,7 @@ from fp8dist import (
     ReplayReport,
 )
 from fp8dist.errors import ConfigurationError
+from fp8dist.parallel import wrappers
 from fp8dist.replays import triggers
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
@@ -285,7 +286,7 @@ def test_a_step_that_keeps_its_batch_keeps_none_in_a_replay() -> None:
 def test_a_tensor_parallel_model_without_its_group_is_refused_in_the_first_step() -> None:
     training = Training()
     training.replay_on("nonfinite")
-    of_net = mock.patch.object(triggers, "is_tensor_parallel", lambda model: model is training.net)
+    of_net = mock.patch.object(wrappers, "is_tensor_parallel", lambda model: model is training.net)
     with of_net, pytest.raises(ConfigurationError, match="tensor parallel: pass group="):
         training.train(1, {})
 

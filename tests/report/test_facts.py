@@ -127,6 +127,27 @@ def test_mfu_is_the_time_at_the_peaks_over_the_measured_time(tmp_path: Path) -> 
     assert use_of(_run(tmp_path, [], modules=odd)).share is None
 
 
+def test_mfu_counts_the_experts_that_a_token_visits(tmp_path: Path) -> None:
+    gemms = dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8")
+    modules = [
+        {"module": "in", "flops": 1e9, "gemms": gemms},
+        {"module": "mlp.experts", "flops": 8e9, "gemms": gemms, "experts": 8},
+    ]
+    steps = [{"step": i, "tokens": 100, "step_ms": 10.0} for i in range(1, 5)]
+    unknown = use_of(_run(tmp_path, steps, modules=modules))
+    assert (unknown.share, unknown.mfu) == (None, None)
+    assert unknown.why == "how many experts of mlp.experts a token visits is not known: watch the run"
+    high = [modules[0], {**modules[1], "gemms": dict.fromkeys(gemms, "high")}]
+    assert use_of(_run(tmp_path / "high", steps, modules=high)).why.endswith("high precision, which counts no tokens")
+    seen = {"module": "mlp.experts", "idle": [0] * 8, "age": None}
+    lines(tmp_path / "experts.jsonl", [{**seen, "step": 2 * n, "tokens": [10 * n + 10] * 8} for n in (1, 2)])
+    use = use_of(read_run(tmp_path))  # 1e9 FLOPs of "in", and 1e9 of each of two experts on average.
+    assert use.mfu == pytest.approx(1e4 * 3 * 3e9 / 1979e12 / 4)
+    lines(tmp_path / "experts.jsonl", [{**seen, "step": 2, "tokens": [25] * 8, "ranks": 2}])
+    use = use_of(read_run(tmp_path))  # Two of the four ranks share these experts: half of the tokens visit four.
+    assert use.mfu == pytest.approx(1e4 * 3 * 5e9 / 1979e12 / 4)
+
+
 @pytest.mark.parametrize(
     ("value", "expected", "ulp", "text"),
     [

@@ -163,6 +163,26 @@ def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     assert run.title[-1] == "4 ranks"
 
 
+@pytest.mark.parametrize(
+    ("count", "longest", "expected"),
+    [
+        (0, 0, ""),
+        (2, 1400, "2 experts without tokens, one for 1,400 steps or more"),
+        (1, 1, "1 expert without tokens, one for 1 step or more"),
+        (3, "NaN", "3 experts without tokens"),
+        ("many", -1, ""),
+        (1e300, 1e300, ""),
+    ],
+)
+def test_experts_without_tokens_are_told(count: Any, longest: Any, expected: str, tmp_path: Path) -> None:
+    """Also in the steps after the observation."""
+    due = {"step": 10, "idle_experts": count, "longest_idle_steps": longest}
+    run = _run(tmp_path, due, {"step": 11})
+    assert run.idle_experts == expected
+    assert expected in one_line(run)
+    assert any(expected in line.plain for line in screen(run, 100, 30))
+
+
 def test_a_job_without_steps_is_stuck(tmp_path: Path) -> None:
     run = _run(tmp_path, {"step": 1, "step_ms": 500.0, "time": time.time() + 1e6})
     assert stuck(run) == ""

@@ -33,7 +33,15 @@ from scripts.convergence.comparison import (
 )
 from scripts.convergence.gradients import Gradients, cosine, fp8_gradients, gradients_of
 from scripts.convergence.gradients import compare as compare_gradients
-from scripts.convergence.tables import CONVERGENCE_TABLES, gaps, gradients, layers, setting
+from scripts.convergence.tables import (
+    CONVERGENCE_TABLES,
+    MIXTURE_TABLES,
+    against_bf16,
+    gaps,
+    gradients,
+    layers,
+    setting,
+)
 from scripts.convergence.tasks import Task, TaskFailed, run_all
 from scripts.convergence.variants import VARIANTS
 from scripts.pictures.losses import smoothed
@@ -134,6 +142,16 @@ def test_tables_say_what_the_results_are() -> None:
     assert "| input of blocks.0 | 0.12500 |" in layers(kept())
 
 
+def test_gaps_of_mixtures_are_measured_in_those_of_bf16() -> None:
+    data = kept(bf16={"0": run(2.02, 2.5), "1": run(4.12, 5.0)})  # Gaps of +1 % and +3 %.
+    rows = against_bf16(data).splitlines()
+    (current,) = [row for row in rows if "current" in row]
+    # The mean gap of +0.25 % over the standard deviation of 1 % and 3 %, the square root of 2.
+    assert "| +0.250 ± 1.061 % | +0.2 |" in current
+    assert current.endswith("| - |"), "BF16 does not scatter there"
+    assert [row for row in rows if "delayed |" in row] == [f"| FP8, delayed | {NOT_YET} |{6 * ' - |'}"]
+
+
 def test_without_results_nothing_is_claimed() -> None:
     for make in (setting, gradients, layers):
         (row,) = make(None).splitlines()[2:]
@@ -144,7 +162,7 @@ def test_without_results_nothing_is_claimed() -> None:
 
 def test_every_table_is_on_a_page() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    assert [name for name in CONVERGENCE_TABLES if f"<!-- made: {name} -->" not in pages] == []
+    assert [name for name in (*CONVERGENCE_TABLES, *MIXTURE_TABLES) if f"<!-- made: {name} -->" not in pages] == []
 
 
 @pytest.mark.parametrize(
@@ -251,6 +269,7 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path, capsys: pytest.C
         (["--recipe=block"], "--recipe=block is not for this program"),
         (["--width", "many"], "invalid integer value: 'many'"),
         (["--seeds", "0"], "must be at least 1"),
+        (["--experts", "4"], "--experts needs --no-gradients"),
     ):
         try:
             status: object = main(["--out", str(tmp_path), "--variants", "fp32", *flags])

@@ -291,7 +291,7 @@ def test_a_timed_cast_records_its_amax(kernel: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_a_timed_layer_records_its_amaxes(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopwatch, prepare, both_ways = Noting(), linears._prepared, linears.Bench.both_ways
+    stopwatch, prepare, both_ways = Noting(), linears.prepared, linears.Bench.both_ways
     models, by_the_host = [], []
 
     def prepared(*arguments: Any) -> linears.Prepared:
@@ -303,7 +303,7 @@ def test_a_timed_layer_records_its_amaxes(monkeypatch: pytest.MonkeyPatch) -> No
         by_the_host.extend(float(p.max()) for one in models if one.model is model for p in one.pending)
         return both_ways(bench, model)
 
-    monkeypatch.setattr(linears, "_prepared", prepared)
+    monkeypatch.setattr(linears, "prepared", prepared)
     monkeypatch.setattr(linears.Bench, "both_ways", noted)
     layer, *_ = linears.Linears().plan(lab := Lab(stopwatch, smoke=True, seconds=0.0))
     case = linears.Linears().measure(lab, layer)

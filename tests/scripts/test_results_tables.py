@@ -53,6 +53,7 @@ def measured(**parts: Any) -> dict[str, Any]:
         "name": "8b qkv, 8192 tokens",
         "ratios": {"fp8dist": [1.63, 1.6, 1.65], "fp8dist, eager": [1.5, 1.4, 1.6]},
     }
+    mixture = {"name": "4 x 8 x 8", "ratios": {"fp8dist": [1.25, 1.2, 1.3], "fp8dist, triton": [1.2, 1.1, 1.3]}}
     run = {"name": "fprop", "seconds": 30.0, "tflops": {"cold": 1300.0, "sustained": 1111.0}}
     crossing = {"name": "64 x 64", "crossover": 2048, "ratios": {"2048": [1.2, 1.1, 1.3]}}
     step = {"name": "delayed, graph", "recipe": "delayed", "mode": "graph", "tokens_per_s": 123456.7}
@@ -64,6 +65,10 @@ def measured(**parts: Any) -> dict[str, Any]:
         "linears": _part(
             [{**linear, "timings": {"fp8dist": _timing(1000.0), "bf16": _timing(1630.0)}}],
             {"delayed: fp8dist": summary(1.63, "8b qkv, 8192 tokens")},
+        ),
+        "experts": _part(
+            [{**mixture, "timings": {"fp8dist": _timing(4000.0), "bf16": _timing(5000.0)}}],
+            {"delayed: fp8dist": summary(1.25, "4 x 8 x 8")},
         ),
         "memory": _part([cast], {"cast": summary(0.93, "c")}),
         "update": _part(
@@ -127,6 +132,7 @@ def test_figures_are_those_of_the_file(tmp_path: Path) -> None:
         "memory": "| cast | 1 of 8 x 16 | 31.5 | 3900 | copy, 4200 GB/s | 0.93 (0.91 to 0.94) |",
         "updates": "| commit | 1,000 | 1024 | 3.2 warm, 5.1 cold | 14.0 warm |",
         "linears": "| 8b qkv, 8192 tokens | 1.00 | 1.63 | 1.63 (1.60 to 1.65) | - | 1.50 (1.40 to 1.60) |",
+        "experts": "| 4 x 8 x 8 | 4.00 | 5.00 | 1.25 (1.20 to 1.30) | 1.20 (1.10 to 1.30) | - |",
         "crossover": "| 64 x 64 | 2048 | 2048: 1.20 (1.10 to 1.30) |",
         "sustained": "| fprop | 30 | 1300 | 1111 | 1.70 (1.60 to 1.80) | - |",
         "jobs": "| delayed | graph | 123,457 | 1.31 (1.30 to 1.32) | 3.0 | 42 |",
@@ -201,7 +207,7 @@ def test_hardware_claims_what_was_recorded() -> None:
     runs = {"machine": "an abacus", "steps": 20, "date": "2026-01-31T12:00:00Z"}
     said = hardware([measured()], runs, [ROW, {**ROW, "python": "3.9.1"}])
     assert said.splitlines() == [
-        "- **GPU:** Imaginary 9000: 100 tests passed, 0 failed; 7 of 7 benchmarks are complete (2026-01-31).",
+        "- **GPU:** Imaginary 9000: 100 tests passed, 0 failed; 8 of 8 benchmarks are complete (2026-01-31).",
         "- **CPU:** all tests, with gloo; convergence over 20 steps (an abacus).",
         "- **Versions:** Python 3.9 to 3.10 and torch 2.13, 2 pairs of them.",
     ]

@@ -85,6 +85,7 @@ class Compiler:
         self.capability = capability
         self.case = ""
         self.kernels: list[Compiled] = []
+        self._examinations: dict[bytes, tuple[str, str]] = {}  # By machine code.
 
     @contextmanager
     def naming(self, case: str) -> Iterator[None]:
@@ -114,7 +115,7 @@ class Compiler:
             JITFunction.run = run
 
     def _examined(self, function: Any, kernel: Any) -> Compiled:
-        usage = _tool("cuobjdump", "--dump-resource-usage", kernel.asm["cubin"])
+        usage, sass = self._examination(kernel.asm["cubin"])
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
         return Compiled(
             case=self.case,
@@ -125,8 +126,16 @@ class Compiler:
             stack=found["STACK"],
             warps=kernel.metadata.num_warps,
             ptx=kernel.asm["ptx"],
-            sass=_tool("cuobjdump", "--dump-sass", kernel.asm["cubin"]),
+            sass=sass,
         )
+
+    def _examination(self, cubin: bytes) -> tuple[str, str]:
+        """Return resource usage and machine code. The disassembler takes as long to start as a small kernel takes to
+        compile, so each kernel is examined once."""
+        if cubin not in self._examinations:
+            usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
+            self._examinations[cubin] = usage, _tool("cuobjdump", "--dump-sass", cubin)
+        return self._examinations[cubin]
 
 
 class _Elsewhere:

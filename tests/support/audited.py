@@ -4,16 +4,68 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8dist_kernels import ops
+import fp8dist
+from fp8dist.consistency.contents import Digester
+from fp8dist.consistency.works import Work, digest_of, repeated, taken
+from fp8dist_kernels import grouped_ops, ops
 
-__all__ = ["bad_casts", "bad_products", "flip"]
+__all__ = ["RECIPES", "Heard", "bad_casts", "bad_grouped_products", "bad_products", "flip"]
+
+LIMITS = (1 << 26, 1 << 17, 1)
+"""Whole, in blocks, in the smallest blocks."""
+
+
+class Heard:
+    """A prepared model whose casts and products are all taken down, and repeated at once."""
+
+    def __init__(self, model: nn.Module, recipe: Any = None, limits: tuple[int, ...] = LIMITS, **options: Any) -> None:
+        self.model = model
+        self.manager = fp8dist.prepare(model, recipe, audit_every=1, check_policy="raise", **options)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self.manager.attach(model, optimizer=self.optimizer)
+        self.digester, self.limits = Digester(), limits
+        self.sites: list[int] = []
+        self.works: list[Work] = []
+        self.wrong: list[str] = []
+        self.shares: Counter[bool] = Counter()
+        tap = self.manager._job.tap
+        self._own, tap.listener = tap.listener, self.hear  # type: ignore[union-attr]
+
+    def hear(self, op: str, site: int, args: Any, options: Any, results: Any) -> None:
+        self.sites.append(site)
+        for limit in self.limits:
+            work = taken(op, site, args, options, results, limit, len(self.sites), self.digester)
+            if work is None:
+                assert 0 in args[0].shape
+                continue
+            self.works.append(work)
+            self.shares[work.share < 1] += 1
+            if not torch.equal(digest_of(repeated(work.message), self.digester), work.digest):
+                self.wrong.append(f"{work.what}, share {work.share}")
+        self._own(op, site, args, options, results)
+
+    def step(self, *inputs: Tensor, calls: int = 1) -> None:
+        for x in inputs:
+            sum(self.model(x).square().mean() for _ in range(calls)).backward()  # type: ignore[union-attr]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+RECIPES = {
+    "delayed": fp8dist.DelayedScaling(history_len=4),
+    "unit": fp8dist.DelayedScaling(warmup="unit", power_of_two=True),
+    "current": fp8dist.CurrentScaling(power_of_two=True),
+    "row": fp8dist.RowwiseScaling(power_of_two=True),
+    "block": fp8dist.BlockScaling(),
+}
 
 
 def flip(tensor: Tensor, place: int, bit: int = 3) -> None:
@@ -48,21 +100,34 @@ def bad_products(share: float = 1.0, seed: int = 0, steady: bool = True) -> Iter
 @contextlib.contextmanager
 def bad_casts() -> Iterator[None]:
     """A device whose casts have a wrong bit."""
-    original = ops._version
+    names = ("quantize", "quantize_rowwise", "quantize_blocks")
+    with _spoiled(ops, names), _spoiled(grouped_ops, ("quantize_grouped", "quantize_grouped_lines")):
+        yield
+
+
+def bad_grouped_products(place: int = 5) -> contextlib.AbstractContextManager[None]:
+    """A device whose grouped products have a wrong bit in one element."""
+    return _spoiled(grouped_ops, ("matmul_grouped", "matmul_grouped_columns"), place)
+
+
+@contextlib.contextmanager
+def _spoiled(module: Any, names: tuple[str, ...], place: int = 7) -> Iterator[None]:
+    """Flip a bit of the first result of each of these functions, which ``module`` gets from a backend."""
+    original = module.version_of_backend
 
     def version(backend: str, device: torch.device, of: Any) -> Any:
         real = original(backend, device, of)
-        names = [name for name in ("quantize", "quantize_rowwise", "quantize_blocks") if hasattr(real, name)]
 
         def spoiled(name: str) -> Any:
-            def cast(*args: Any, **options: Any) -> Any:
+            def compute(*args: Any, **options: Any) -> Any:
                 results = getattr(real, name)(*args, **options)
-                flip(next(result for result in results if result.numel()), 7)
+                every = results if isinstance(results, tuple) else (results,)
+                flip(next(result for result in every if result.numel()), place)
                 return results
 
-            return cast
+            return compute
 
-        return mock.Mock(wraps=real, **{name: spoiled(name) for name in names})
+        return mock.Mock(wraps=real, **{name: spoiled(name) for name in names if hasattr(real, name)})
 
-    with mock.patch.object(ops, "_version", version):
+    with mock.patch.object(module, "version_of_backend", version):
         yield

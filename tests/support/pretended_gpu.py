@@ -150,6 +150,8 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         graph.before(function, inner_args, inner_kwargs)
     if name == "_scaled_mm_v2":
         function = _block_scaled
+    if name == "_scaled_grouped_mm_v2":
+        function = _grouped_scaled
     if name == "_scaled_mm" and inner_args[2].numel() > 1:
         function = _row_scaled
     result = function(*inner_args, **inner_kwargs)
@@ -180,6 +182,20 @@ def _block_scaled(
     return (product if bias is None else product + bias).to(out_dtype)
 
 
+def _grouped_scaled(
+    a: Tensor, b: Tensor, scale_a: list[Tensor], _a: Any, _sa: Any, scale_b: list[Tensor], _b: Any, _sb: Any,
+    offsets: Tensor, *_: Any, **__: Any,
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.scaled_grouped_mm`` of [tokens, k] and [E, k, n] with a scale for each row and column."""
+    product = torch.full((len(a), b.shape[2]), torch.nan, dtype=torch.bfloat16)  # The rest is not initialised.
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        rows = slice(start, end)
+        product[rows] = (a[rows].float() @ b[expert].float() * scale_a[0][rows, None] * scale_b[0][expert]).bfloat16()
+        start = end
+    return product
+
+
 def _row_scaled(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, _result_scale: Any = None,
     out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
@@ -191,12 +207,14 @@ def _row_scaled(
 
 def _run_ours(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op of fp8dist with the tensors as they are, so that it takes the branches for a GPU."""
-    from fp8dist_kernels import ops
+    from fp8dist_kernels import grouped_ops, ops
 
+    name = function._schema.name.partition("::")[2]
+    implementation = grouped_ops.IMPLEMENTATIONS.get(name) or getattr(ops, f"_{name}")
     named = function._schema.arguments[len(args) :]
     defaults = {one.name: one.default_value for one in named if one.has_default_value()}
     with _OnCuda():
-        return getattr(ops, "_" + function._schema.name.partition("::")[2])(*args, **{**defaults, **kwargs})
+        return implementation(*args, **{**defaults, **kwargs})
 
 
 def _inner(one: Any) -> Any:

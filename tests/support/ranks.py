@@ -22,6 +22,8 @@ from typing import Any
 
 from tests.support.forked import ROOT, context
 
+CONNECT_SECONDS = 60
+
 MOST_THREADS = 96
 """Largest number of threads per rank. Each gloo group adds threads that poll as long as the process lives, and the
 groups of a thousand tests keep a core busy. A pool beyond the limit restarts."""
@@ -34,10 +36,13 @@ class RanksFailed(AssertionError):
 class RankPool:
     """``world_size`` processes with an initialised default process group (gloo, file store)."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, does: Callable[..., None] | None = None) -> None:
+        """``does``: replaces ``serve``, what a process does."""
         self.world_size = world_size
+        self._does = does or serve
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._starting: list[Connection] = []  # Of ranks that may not be connected yet.
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
@@ -60,7 +65,7 @@ class RankPool:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
                     results[rank] = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self._fail(results, f"rank {rank} died")
             failed = [rank for rank, (ok, _) in results.items() if not ok]
             if failed:  # The others may hang in a collective: wait a moment, then ask for their tracebacks.
@@ -77,24 +82,39 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._starting = [], [], []
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
     def _start(self) -> None:
-        if self._processes:
-            return
+        """Start the processes, again if one ends before it is connected: gloo sometimes loses a connection there."""
+        for _ in range(3):
+            if not self._processes:
+                self._start_once()
+            try:
+                while self._starting:
+                    if not self._starting[-1].poll(CONNECT_SECONDS):
+                        raise EOFError
+                    self._starting[-1].recv()
+                    self._starting.pop()
+                return
+            except (EOFError, ConnectionResetError):
+                self.close()
+        raise RanksFailed(f"{self.world_size} ranks: their processes end before they are connected")
+
+    def _start_once(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fp8dist-ranks-")
         for rank in range(self.world_size):
             ours, theirs = context().Pipe()
             process = context().Process(
-                target=_serve, args=(rank, self.world_size, self._folder.name, theirs), daemon=True
+                target=self._does, args=(rank, self.world_size, self._folder.name, theirs), daemon=True
             )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        self._starting = list(self._pipes)
 
     def _fail(self, results: dict[int, tuple[bool, Any]], what: str) -> None:
         assert self._folder is not None
@@ -122,7 +142,8 @@ def threads_of(pid: int) -> int:
         return 0
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+def serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    """Connect with the other ranks, and call functions until the pool closes the pipe."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     sys.path.insert(0, str(ROOT))
     import torch
@@ -133,6 +154,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder, "store")), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        pipe.send("connected")
         while True:
             try:
                 module, name, args = pipe.recv()

@@ -7,6 +7,8 @@ the row-major copy's bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,8 @@ def quantize_blocks(
     """Cast with one scale for each block of each copy. Blocks at the edges may be smaller.
 
     Args:
+        x: as there, or the weights of experts [E, tokens, features], which are cast one by one. All results then have
+            E in front.
         block: (1, 128) or (128, 128): rows and columns of a block, in either copy.
 
     The other arguments are those of ``quantize_rowwise``.
@@ -66,6 +70,21 @@ def quantize_blocks(
         ValueError: any other block.
     """
     require_block(block)
+    if x.ndim == 3:
+        each = [
+            quantize_blocks(part, dtype, block=block, power_of_two=power_of_two, rows=rows, columns=columns)
+            for part in (x if len(x) else x.new_zeros(1, *x.shape[1:]))
+        ]
+        fp8, inv_scale, fp8_t, inv_scale_t = (
+            _stacked(parts, len(x)) if parts[0].ndim > 1 else parts[0] for parts in zip(*each)
+        )
+        if block == (1, BLOCK):
+            # Not ``contiguous``: see ``_copies``.
+            inv_scale, inv_scale_t = (
+                one.mT.clone(memory_format=torch.contiguous_format).mT if wanted else one
+                for one, wanted in ((inv_scale, rows), (inv_scale_t, columns))
+            )
+        return fp8, inv_scale, fp8_t, inv_scale_t
     height, width = block
     tokens, features = x.shape
     row_major = transposed = None
@@ -90,6 +109,14 @@ def require_block(block: tuple[int, int]) -> None:
 def blocks_along(size: int, block: int) -> int:
     """Return the number of blocks that cover ``size`` elements."""
     return -(-size // block)
+
+
+def _stacked(parts: Sequence[Tensor], count: int) -> Tensor:
+    """Return the first ``count`` parts as one tensor. ``torch.stack`` refuses FP8 under autocast."""
+    whole = parts[0].new_empty(count, *parts[0].shape)
+    for place, part in zip(whole, parts):
+        place.copy_(part)
+    return whole
 
 
 def _cast(

@@ -15,6 +15,7 @@ __all__ = [
     "ALIGNMENT",
     "SCALE_BLOCK",
     "Scaling",
+    "aligned",
     "block_scales_for_torch",
     "column_major",
     "matmul_reference",
@@ -34,6 +35,7 @@ SCALE_BLOCK = 128
 """Elements of the contracted dim, and rows of ``b``, that share a scale under block scaling."""
 
 _HOPPER = 9
+_TMA_ALIGNMENT = 16
 _SHAPES_KEPT = 512  # More kinds of products than a model has.
 
 
@@ -217,6 +219,12 @@ def block_scales_for_torch(inv_scale_a: Tensor, inv_scale_b: Tensor, scaling: Sc
     scale_b = inv_scale_b.new_zeros(inv_scale_b.shape[0], -(-blocks // 4) * 4)
     scale_b[:, :blocks] = inv_scale_b
     return scale_a, scale_b.t()
+
+
+def aligned(operand: Tensor) -> Tensor:
+    """Return ``operand`` at an address that TMA can read, a multiple of 16 bytes. Rows are such multiples, but a view
+    may begin elsewhere."""
+    return operand.clone() if operand.data_ptr() % _TMA_ALIGNMENT else operand
 
 
 def column_major(scale: Tensor) -> Tensor:

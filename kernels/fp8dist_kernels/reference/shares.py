@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -68,9 +66,9 @@ def measure(
         record_amax((counted.sum().float() / numel).view(torch.int32), place)
 
 
-@functools.cache
 def limits(dtype: torch.dtype) -> tuple[float, float]:
     """Return (the largest number that rounds to the format's maximum, the largest that rounds to zero)."""
+    # Not cached: Dynamo, which traces grouped casts, warns of functions that are.
     rounds_to_max = next(one.rounds_to_max for one in FORMATS.values() if one.dtype == dtype)
     info = torch.finfo(dtype)
     return rounds_to_max, info.smallest_normal * info.eps / 2

@@ -15,10 +15,13 @@ from fp8dist_kernels.triton.magnitude import magnitude_bits
 from fp8dist_kernels.triton.scaling import inverse, scale_from_amax
 from fp8dist_kernels.triton.strips import Page, load_strips, scaled, store_flipped, store_straight
 
-__all__ = ["quantize_blocks", "quantize_rowwise"]
+__all__ = ["quantize_blocks", "quantize_rowwise", "write_flipped", "write_straight"]
 
 _WARPS = 16  # A tile is a block of 128 x 128: 32 elements per thread, as in ``triton.casts``.
 _WARPS_OF_HALF = 8
+_REGISTERS = 64
+"""For two tiles at a time. Without a limit, ptxas takes 102 on Blackwell, where one tile would run at a time."""
+
 
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -69,7 +72,7 @@ def _scaled_strip(
 
 
 @triton.jit
-def _write_straight(
+def write_straight(
     out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, out_width, line_stride,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     INDEX: tl.constexpr,
@@ -84,8 +87,8 @@ def _write_straight(
 
 
 @triton.jit
-def _write_flipped(
-    out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, out_width, line_stride,
+def write_flipped(
+    out, inv_scale, bits, x, top, left, height, width, row_stride, column_stride, length, out_width, line_stride,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
@@ -101,18 +104,27 @@ def _write_flipped(
     tl.store(inv_scale + column.to(tl.int64) * line_stride, inverse(scale), mask=column < width)
     scale = scale[None, :]
     a, b, c, d = scaled(a, scale), scaled(b, scale), scaled(c, scale), scaled(d, scale)
-    store_flipped(out, a, b, c, d, top, left, width, out_width, TALL, WIDE, INDEX)
+    store_flipped(out, a, b, c, d, top, left, width, length, out_width, TALL, WIDE, INDEX)
+
+
+@triton.jit
+def _parts(x, straight, flipped, group_stride, height, width, straight_width, flipped_width):
+    """Return the matrix and the copies of this program's expert. A plain matrix is the only one."""
+    expert = tl.program_id(1).to(tl.int64)
+    straight += expert * height * straight_width
+    return x + expert * group_stride, straight, flipped + expert * width * flipped_width
 
 
 @triton.jit
 def _lines_kernel(
-    x,  # [height, width], strides as given
-    straight,  # fp8 [height, straight_width]
-    flipped,  # fp8 [width, flipped_width]
+    x,  # [experts, height, width], strides as given
+    straight,  # fp8 [experts, height, straight_width]
+    flipped,  # fp8 [experts, width, flipped_width]
     row_bits,  # GIVEN: int32[height], amaxes of whole rows
     column_bits,  # GIVEN: int32[width]
-    straight_inverse,  # float32 [height, 1 or blocks], written
-    flipped_inverse,  # float32 [width, 1 or blocks], written
+    straight_inverse,  # float32 [experts, height, 1 or blocks], written
+    flipped_inverse,  # float32 [experts, width, 1 or blocks], written
+    group_stride,
     height,
     width,
     row_stride,
@@ -135,6 +147,8 @@ def _lines_kernel(
     # would need twice the registers. A program does half a tile: whole rows for the straight copy, whole columns for
     # the flipped copy.
     HALF: tl.constexpr = TILE // 2
+    x, straight, flipped = _parts(x, straight, flipped, group_stride, height, width, straight_width, flipped_width)
+    expert = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0) % (2 * (STRAIGHT + FLIPPED))
     tile = tl.program_id(0) // (2 * (STRAIGHT + FLIPPED))
     across = tl.cdiv(straight_width, TILE)
@@ -145,17 +159,19 @@ def _lines_kernel(
         left += part % 2 * HALF
         inv_scale = flipped_inverse
         if not GIVEN:
+            inv_scale += expert * width * tl.cdiv(flipped_width, TILE)
             inv_scale += (tile // across).to(tl.int64) * flipped_block_stride
-        _write_flipped(
+        write_flipped(
             flipped, inv_scale, column_bits, x, top, left, height, width, row_stride, column_stride, flipped_width,
-            flipped_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, TILE, HALF, INDEX,
+            flipped_width, flipped_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, TILE, HALF, INDEX,
         )  # fmt: skip
     else:
         top += part % 2 * HALF
         inv_scale = straight_inverse
         if not GIVEN:
+            inv_scale += expert * height * across
             inv_scale += (tile % across).to(tl.int64) * straight_block_stride
-        _write_straight(
+        write_straight(
             straight, inv_scale, row_bits, x, top, left, height, width, row_stride, column_stride, straight_width,
             straight_line_stride, FP8_MAX, POWER_OF_TWO, GIVEN, HALF, TILE, INDEX,
         )  # fmt: skip
@@ -163,11 +179,12 @@ def _lines_kernel(
 
 @triton.jit
 def _squares_kernel(
-    x,  # [height, width], strides as given
-    straight,  # fp8 [height, straight_width]
-    flipped,  # fp8 [width, flipped_width]
-    straight_inverse,  # float32 [down, across] of tiles, written
-    flipped_inverse,  # float32 [across, down], written
+    x,  # [experts, height, width], strides as given
+    straight,  # fp8 [experts, height, straight_width]
+    flipped,  # fp8 [experts, width, flipped_width]
+    straight_inverse,  # float32 [experts, down, across] of tiles, written
+    flipped_inverse,  # float32 [experts, across, down], written
+    group_stride,
     height,
     width,
     row_stride,
@@ -181,7 +198,9 @@ def _squares_kernel(
     TILE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    across = tl.cdiv(straight_width, TILE)
+    across, below = tl.cdiv(straight_width, TILE), tl.cdiv(flipped_width, TILE)
+    expert = tl.program_id(1).to(tl.int64)
+    x += expert * group_stride
     down = tl.program_id(0) // across
     right = tl.program_id(0) % across
     top, left = down.to(INDEX) * TILE, right.to(INDEX) * TILE
@@ -191,11 +210,13 @@ def _squares_kernel(
     scale = _scale(tl.max(tl.max(tl.maximum(upper, lower), 1), 0), FP8_MAX, POWER_OF_TWO)
     a, b, c, d = scaled(a, scale), scaled(b, scale), scaled(c, scale), scaled(d, scale)
     if STRAIGHT:
-        tl.store(straight_inverse + tl.program_id(0), inverse(scale))
+        straight += expert * height * straight_width
+        tl.store(straight_inverse + expert * across * below + tl.program_id(0), inverse(scale))
         store_straight(straight, a, b, c, d, top, left, height, straight_width, TILE, TILE, INDEX)
     if FLIPPED:
-        tl.store(flipped_inverse + right.to(tl.int64) * tl.cdiv(flipped_width, TILE) + down, inverse(scale))
-        store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, TILE, TILE, INDEX)
+        flipped += expert * width * flipped_width
+        tl.store(flipped_inverse + (expert * across + right) * below + down, inverse(scale))
+        store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, flipped_width, TILE, TILE, INDEX)
 
 
 def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows: bool, columns: bool) -> Copies:
@@ -226,13 +247,13 @@ def quantize_rowwise(x: Tensor, dtype: torch.dtype, *, power_of_two: bool, rows:
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, *, block: tuple[int, int], power_of_two: bool, rows: bool, columns: bool
 ) -> Copies:
-    """See ``reference.blocks.quantize_blocks``."""
+    """See ``reference.blocks.quantize_blocks``. One launch, also for the weights of experts."""
     require_block(block)
     if x.numel() == 0:
         return plain.quantize_blocks(x, dtype, block=block, power_of_two=power_of_two, rows=rows, columns=columns)
-    tokens, features = x.shape
+    *_, tokens, features = x.shape
     down, across = blocks_along(tokens, BLOCK), blocks_along(features, BLOCK)
-    page = Page.of(x)
+    page = Page.of(x if x.ndim == 2 else x[0])
     with on_device_of(x):
         if block == (BLOCK, BLOCK):
             copies = _room(x, dtype, (down, across) if rows else (0,), (across, down) if columns else (0,))
@@ -240,21 +261,26 @@ def quantize_blocks(
             return copies
         copies = _room(x, dtype, (across, tokens) if rows else (0,), (down, features) if columns else (0,))
         if rows:
-            copies = (copies[0], copies[1].t(), *copies[2:])
+            copies = (copies[0], copies[1].mT, *copies[2:])
         if columns:
-            copies = (*copies[:3], copies[3].t())
+            copies = (*copies[:3], copies[3].mT)
         _cast_lines(x, page, copies, None, power_of_two)
     return copies
 
 
 def _room(x: Tensor, dtype: torch.dtype, row_scales: tuple[int, ...], column_scales: tuple[int, ...]) -> Copies:
     """Allocate the copies and their scales. ``(0,)``: no such copy."""
-    tokens, features = x.shape
+    *experts, tokens, features = x.shape
+
+    def room(shape: tuple[int, ...], wanted: bool, kind: torch.dtype) -> Tensor:
+        return torch.empty((*experts, *shape) if wanted else (0,), dtype=kind, device=x.device)
+
+    rows, columns = row_scales != (0,), column_scales != (0,)
     return (
-        torch.empty((0,) if row_scales == (0,) else (tokens, features), dtype=dtype, device=x.device),
-        torch.empty(row_scales, dtype=torch.float32, device=x.device),
-        torch.empty((0,) if column_scales == (0,) else (features, padded(tokens)), dtype=dtype, device=x.device),
-        torch.empty(column_scales, dtype=torch.float32, device=x.device),
+        room((tokens, features), rows, dtype),
+        room(row_scales, rows, torch.float32),
+        room((features, padded(tokens)), columns, dtype),
+        room(column_scales, columns, torch.float32),
     )
 
 
@@ -265,13 +291,14 @@ def _cast_lines(x: Tensor, page: Page, copies: Copies, bits: tuple[Tensor, Tenso
     programs = page.tiles(BLOCK, BLOCK) * 2 * ((straight.numel() > 0) + (flipped.numel() > 0))
     if programs == 0:
         return
-    _lines_kernel[(programs,)](
+    _lines_kernel[(programs, _experts(x))](
         x,
         straight,
         flipped,
         *(bits or (straight_inverse, flipped_inverse)),
         straight_inverse,
         flipped_inverse,
+        _apart(x),
         *page.lying,
         *_strides(straight_inverse),
         *_strides(flipped_inverse),
@@ -287,16 +314,26 @@ def _cast_lines(x: Tensor, page: Page, copies: Copies, bits: tuple[Tensor, Tenso
 
 
 def _strides(scales: Tensor) -> tuple[int, int]:
-    return (scales.stride(0), scales.stride(1)) if scales.ndim == 2 else (0, 0)
+    return (scales.stride(-2), scales.stride(-1)) if scales.ndim > 1 else (0, 0)
+
+
+def _experts(x: Tensor) -> int:
+    return len(x) if x.ndim == 3 else 1
+
+
+def _apart(x: Tensor) -> int:
+    """Return the stride of experts."""
+    return x.stride(0) if x.ndim == 3 else 0
 
 
 def _cast_squares(x: Tensor, page: Page, copies: Copies, power_of_two: bool) -> None:
     straight, flipped = page.sides(copies[0], copies[2])
-    _squares_kernel[(page.tiles(BLOCK, BLOCK),)](
+    _squares_kernel[(page.tiles(BLOCK, BLOCK), _experts(x))](
         x,
         straight,
         flipped,
         *page.sides(copies[1], copies[3]),
+        _apart(x),
         *page.lying,
         FP8_MAX=torch.finfo(straight.dtype).max,
         POWER_OF_TWO=power_of_two,
@@ -305,4 +342,5 @@ def _cast_squares(x: Tensor, page: Page, copies: Copies, power_of_two: bool) -> 
         TILE=BLOCK,
         INDEX=page.offset_type(BLOCK, BLOCK),
         num_warps=_WARPS,
+        maxnreg=_REGISTERS,
     )

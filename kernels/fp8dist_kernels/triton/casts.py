@@ -92,7 +92,7 @@ def _cast_kernel(
     if STRAIGHT:
         store_straight(straight, a, b, c, d, top, left, height, straight_width, TALL, WIDE, INDEX)
     if FLIPPED:
-        store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, TALL, WIDE, INDEX)
+        store_flipped(flipped, a, b, c, d, top, left, width, flipped_width, flipped_width, TALL, WIDE, INDEX)
 
 
 @triton.jit(do_not_specialize_on_alignment=["amax", "scale", "cold", "pending"])

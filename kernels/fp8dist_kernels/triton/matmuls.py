@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8dist_kernels.reference.matmuls import Scaling, column_major, product_of_nothing, scaling_of
+from fp8dist_kernels.reference.matmuls import Scaling, aligned, column_major, product_of_nothing, scaling_of
 from fp8dist_kernels.triton.launching import PLANS, ceil_div, on_device_of, processors
 from fp8dist_kernels.triton.products import block_scaled_kernel, scaled_kernel, wide_block_scaled_kernel
 from fp8dist_kernels.triton.tables import Tile
 from fp8dist_kernels.triton.tiles import Problem, tile_for
 
-__all__ = ["matmul", "matmul_with"]
+__all__ = ["matmul", "matmul_with", "require_pair"]
 
 _PAIRS = (
     (torch.float8_e4m3fn, torch.float8_e4m3fn),
@@ -31,8 +31,6 @@ _MOST_PROMOTED_COLUMNS = 128
 
 _PART_ROW_BYTES = 128
 """Bytes written at once per row of a tile that is split. More would not fit beside the accumulators."""
-
-_DESCRIPTOR_ALIGNMENT = 16
 
 
 def matmul(
@@ -67,13 +65,18 @@ def multiply(
     bias: Tensor | None,
 ) -> Tensor:
     """Do ``matmul`` for arguments that ``scaling_of`` has checked."""
-    if (a.dtype, b.dtype) not in _PAIRS:
-        raise ValueError(f"operands are {a.dtype} and {b.dtype}: expected E4M3, or E4M3 and E5M2 in either order")
+    require_pair(a, b)
     if a.numel() == 0 or b.numel() == 0:
         return product_of_nothing(a, b, out_dtype, bias)
     dtypes = a.dtype, b.dtype, out_dtype
     plan = _plan_for(a.shape, b.shape, dtypes, scaling, fast_accumulation, bias is not None, a.device)
     return _run(plan, a, b, inv_scale_a, inv_scale_b, out_dtype, bias)
+
+
+def require_pair(a: Tensor, b: Tensor) -> None:
+    """Raise ValueError unless the tensor cores multiply these formats, and cuBLASLt does as well."""
+    if (a.dtype, b.dtype) not in _PAIRS:
+        raise ValueError(f"operands are {a.dtype} and {b.dtype}: expected E4M3, or E4M3 and E5M2 in either order")
 
 
 def matmul_with(
@@ -179,8 +182,8 @@ def _run(
         inv_scale_a, inv_scale_b = inv_scale_a.contiguous(), inv_scale_b.contiguous()
     with on_device_of(a):
         plan.kernel[plan.programs](
-            a=TensorDescriptor(_aligned(a), [m, k], [k, 1], plan.block_a),
-            b=TensorDescriptor(_aligned(b), [n, k], [k, 1], plan.block_b),
+            a=TensorDescriptor(aligned(a), [m, k], [k, 1], plan.block_a),
+            b=TensorDescriptor(aligned(b), [n, k], [k, 1], plan.block_b),
             out=TensorDescriptor(out, [m, n], [n, 1], plan.block_out),
             inv_scale_a=inv_scale_a,
             inv_scale_b=inv_scale_b,
@@ -198,9 +201,3 @@ def _parts(tile: Tile, scaling: Scaling, fast_accumulation: bool) -> int:
     if scaling is Scaling.BLOCKWISE:
         return 4
     return 1 if fast_accumulation else 2
-
-
-def _aligned(operand: Tensor) -> Tensor:
-    """Return ``operand`` at an address that TMA can read, a multiple of 16 bytes. Rows are such multiples, but a view
-    may begin elsewhere."""
-    return operand.clone() if operand.data_ptr() % _DESCRIPTOR_ALIGNMENT else operand

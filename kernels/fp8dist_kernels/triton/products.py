@@ -24,11 +24,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["block_scaled_kernel", "scaled_kernel", "wide_block_scaled_kernel"]
+__all__ = ["block_scaled_kernel", "scaled_kernel", "tile_at", "wide_block_scaled_kernel"]
 
 
 @triton.jit
-def _tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
+def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Return row and column of a tile. GROUP rows of tiles are walked column by column: tiles that run at the same time
     form nearly a square, and share most of their reads through L2."""
     width = GROUP * tiles_n
@@ -125,7 +125,7 @@ def scaled_kernel(
         scale_a, scale_b = tl.load(inv_scale_a), tl.load(inv_scale_b)
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
+        i, j = tile_at(index, tiles_m, tiles_n, GROUP)
         row, column = i * TILE_M, j * TILE_N
         product = tl.zeros((TILE_M, HALF if HALVED else TILE_N), tl.float32)
         if HALVED:
@@ -184,7 +184,7 @@ def block_scaled_kernel(
     tl.static_assert(LINES or TILE_K % TILE_N == 0)
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
+        i, j = tile_at(index, tiles_m, tiles_n, GROUP)
         row, column = i * TILE_M, j * TILE_N
         place = row + tl.arange(0, TILE_M)
         scales_a = inv_scale_a + place.to(tl.int64) * a_row_stride
@@ -233,7 +233,7 @@ def wide_block_scaled_kernel(
     PART: tl.constexpr = TILE_N // 4
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
     for index in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        i, j = _tile_at(index, tiles_m, tiles_n, GROUP)
+        i, j = tile_at(index, tiles_m, tiles_n, GROUP)
         row, column = i * TILE_M, j * TILE_N
         place = row + tl.arange(0, TILE_M)
         scales_a = inv_scale_a + place.to(tl.int64) * a_row_stride

@@ -122,9 +122,9 @@ def store_straight(
 
 @triton.jit
 def store_flipped(
-    out, a, b, c, d, top, left, width, out_width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
+    out, a, b, c, d, top, left, width, length, out_width, TALL: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr
 ):
-    """Store four float32 strips, transposed, as contiguous FP8 [width, out_width]."""
+    """Store four float32 strips, transposed, as FP8 [width, length], in rows of ``out_width``."""
     # [row / 4, column, bit 1 of the row, bit 0 of the row]. Converting here packs four rows into one word.
     fp8 = tl.join(tl.join(a, c), tl.join(b, d)).to(out.dtype.element_ty)
     row = tl.arange(0, WIDE).to(INDEX)[:, None]
@@ -133,5 +133,5 @@ def store_flipped(
     tl.store(
         places,
         tl.reshape(tl.permute(fp8, (1, 0, 2, 3)), (WIDE, TALL)),
-        mask=(left + row < width) & (top + column < out_width),
+        mask=(left + row < width) & (top + column < length),
     )

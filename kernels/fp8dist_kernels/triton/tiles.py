@@ -22,7 +22,7 @@ from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.triton.launching import processors
 from fp8dist_kernels.triton.tables import Entry, Key, Tile, TileTable, bucket
 
-__all__ = ["Problem", "best_of", "candidates", "cost_of", "faster_than_torch", "key_of", "tile_for"]
+__all__ = ["Problem", "best_of", "candidates", "capability_of", "cost_of", "faster_than_torch", "key_of", "tile_for"]
 
 _WIDE = Tile(rows=128, columns=256, depth=128, warps=8, stages=4, group=16)
 _WIDE_BLOCKS = Tile(rows=128, columns=256, depth=128, warps=8, stages=3, group=16)
@@ -60,7 +60,7 @@ class Problem:
 def tile_for(problem: Problem, device: torch.device) -> Tile:
     """Return the tile for a product on ``device``: the measured one if there is one, else the formula's. The same on
     every call, and on all devices of one kind."""
-    tiles = candidates(problem, _capability(device))
+    tiles = candidates(problem, capability_of(device))
     entry = _measured(problem, device)
     if entry is not None and entry.tile in tiles:
         return entry.tile
@@ -71,7 +71,7 @@ def tile_for(problem: Problem, device: torch.device) -> Tile:
 def faster_than_torch(problem: Problem, device: torch.device) -> bool:
     """True if the shipped table shows that Triton is faster than torch's product. False without a measurement."""
     entry = _measured(problem, device)
-    return entry is not None and entry.faster and entry.tile in candidates(problem, _capability(device))
+    return entry is not None and entry.faster and entry.tile in candidates(problem, capability_of(device))
 
 
 def key_of(problem: Problem) -> Key:
@@ -126,6 +126,6 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability. Under the interpreter, Hopper's: tests then cover the tiles of a training GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (_HOPPER, 0)

@@ -38,6 +38,9 @@ __all__ = ["Checkpoints", "Loaded"]
 SHAPE = ("layers", "width", "heads", "context")
 """Options of the model. A resumed job must have the same values."""
 
+MIXTURE = ("experts", "top_k")
+"""Likewise. A checkpoint without them is of a model without experts."""
+
 COURSE = ("steps", "learning_rate", "batch_size", "accumulate", "seed", "precision", "loss_guard")
 """Options that a resumed job may change, which changes its results."""
 
@@ -96,7 +99,7 @@ class Checkpoints:
         self, step: int, module: nn.Module, optimizer: Optimizer, manager: StateManager | None, guard: str | None
     ) -> None:
         model_state, optimizer_state = get_state_dict(module, optimizer)
-        course = {name: getattr(self._options, name) for name in (*SHAPE, *COURSE, "parallel")}
+        course = {name: getattr(self._options, name) for name in (*SHAPE, *MIXTURE, *COURSE, "parallel")}
         state: dict[str, Any] = {
             "model": model_state,
             "optimizer": optimizer_state,
@@ -272,10 +275,12 @@ class Checkpoints:
         state = {"run": run}
         self._read(state, folder)
         run = state["run"]
-        for name in SHAPE:
+        run = {**dict.fromkeys(MIXTURE, 0), **run}
+        for name in (*SHAPE, *MIXTURE):
             if run[name] != getattr(self._options, name):
+                flag = name.replace("_", "-")
                 raise ConfigurationError(
-                    f"--resume {folder}: saved with --{name} {run[name]}, got {getattr(self._options, name)}"
+                    f"--resume {folder}: saved with --{flag} {run[name]}, got {getattr(self._options, name)}"
                 )
         if run["step"] > self._options.last_step:
             raise ConfigurationError(

@@ -37,9 +37,9 @@ from launch.train_gpt.ranks import Ranks
 
 __all__ = ["MARK", "Injection"]
 
-WEIGHT = "blocks.0.mlp_in.weight"
+WEIGHT, EXPERTS_WEIGHT = "blocks.0.mlp_in.weight", "blocks.0.mlp.experts.up_proj"
 """The parameter that ``weight`` damages, and whose gradient ``gradient`` does: the middle element of the rank's local
-part."""
+part. The second one with ``--experts``."""
 
 OUTLIER, SPIKE = 1e6, 1e3
 """Factor of ``outlier`` on the largest element, beyond the range of both FP8 formats, and of ``spike`` on all."""
@@ -62,6 +62,7 @@ class Injection:
         own = [fault for fault in options.inject if fault.rank == ranks.rank]
         self._faults = tuple(own if ranks.restarts == 0 else ())
         self._rank, self._model, self._manager = ranks.rank, model, manager
+        self._weight = EXPERTS_WEIGHT if options.experts else WEIGHT
         self._saved: list[Tensor] = []
         self._step = 0
         self._slow_ms = sum(fault.step for fault in self._faults if fault.kind == SLOW)
@@ -78,7 +79,7 @@ class Injection:
             model.get_submodule("embedding").register_forward_hook(_spoil_marked)
         self._last_microbatch = options.accumulate - 1
         if any(fault.kind == "outlier" for fault in self._faults):
-            self._place = f"blocks.{options.layers // 2}.mlp_in"
+            self._place = f"blocks.{options.layers // 2}.{'mlp' if options.experts else 'mlp_in'}"
             model.get_submodule(self._place).register_forward_pre_hook(self._plant_outlier)
         if any(fault.kind == "spike" for fault in self._faults):
             model.get_submodule("lm_head").register_forward_pre_hook(self._raise_logits)
@@ -236,12 +237,12 @@ class Injection:
 
     def _flip_bit(self) -> str:
         """Flip a bit through ``.data``, which does not bump the version counter."""
-        return f"{WEIGHT}{_flipped(self._model.get_parameter(WEIGHT).data)}"
+        return f"{self._weight}{_flipped(self._model.get_parameter(self._weight).data)}"
 
     def _flip_bit_of_gradient(self) -> str:
-        gradient = self._model.get_parameter(WEIGHT).grad
+        gradient = self._model.get_parameter(self._weight).grad
         assert gradient is not None
-        return f"the gradient of {WEIGHT}{_flipped(gradient)}"
+        return f"the gradient of {self._weight}{_flipped(gradient)}"
 
     def _tap_products(self, manager: StateManager, device: torch.device) -> None:
         """Hear all products, before the audit takes them down."""
@@ -302,9 +303,9 @@ def _flipped(matrix: Tensor) -> str:
     """Flip a bit of the middle element, always the same one. Return where and what it is, in words."""
     if isinstance(matrix, DTensor):
         matrix = matrix.to_local()
-    row, column = divmod(matrix.numel() // 2, matrix.shape[1])
-    element = matrix[row, column]
+    place = [int(i) for i in torch.unravel_index(torch.tensor(matrix.numel() // 2), matrix.shape)]
+    element = matrix[tuple(place)]
     before = element.item()
     bits = element.view(torch.int32 if element.itemsize == 4 else torch.int16)
     bits.bitwise_xor_(1 << MANTISSA_BIT[element.dtype])
-    return f"[{row}, {column}] is now {element.item()!r} instead of {before!r}"
+    return f"{place} is now {element.item()!r} instead of {before!r}"

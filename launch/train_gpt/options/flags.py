@@ -530,6 +530,14 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         ("--steps", 200, "number of optimizer steps"),
     ):
         add(flag, type=_at_least(1), metavar="N", default=default, help=help_)
+    add(
+        "--experts",
+        type=_at_least(0),
+        metavar="E",
+        default=0,
+        help="make the MLP of each block a mixture of E experts, each as wide as that MLP; 0: a plain MLP",
+    )
+    add("--top-k", type=_at_least(1), metavar="K", help="with --experts: experts that each token visits (default: 2)")
     add("--learning-rate", type=_positive, metavar="X", default=2e-3, help="peak; decays to a tenth of X")
 
 

@@ -77,6 +77,8 @@ class Options:
     width: int
     heads: int
     context: int
+    experts: int
+    top_k: int
     batch_size: int
     accumulate: int
     steps: int
@@ -144,6 +146,7 @@ def parse(arguments: Sequence[str]) -> Options:
         setattr(values, several, tuple(getattr(values, several) or ()))
     values.shard_size = _shard_size(values.shard_size, values.parallel, ranks)
     values.stop_after = values.stop_after or 0
+    values.top_k = _top_k(values.top_k, values.experts)
     options = Options(**vars(values))
     if options.parallel == "none" and ranks > 1:
         raise BadInput(f"--parallel none is for one rank, got {ranks} ranks: use --parallel ddp")
@@ -153,6 +156,8 @@ def parse(arguments: Sequence[str]) -> Options:
         raise BadInput(f"--width {options.width} is not a multiple of --heads {options.heads}")
     if options.precision == "fp8" and options.width % 16:
         raise BadInput(f"--precision fp8 needs a --width that is a multiple of 16, got {options.width}")
+    if options.experts and options.precision == "fp8" and options.parallel == "fsdp1":
+        raise BadInput("--experts in FP8 is not for --parallel fsdp1, which flattens 3-D parameters; use fsdp2")
     _require_consistent_recipes(options)
     _require_consistent_fp8(options)
     _require_replayable(options)
@@ -176,6 +181,17 @@ def _shard_size(given: int | None, parallel: str, ranks: int) -> int:
     if ranks % given:
         raise BadInput(f"--shard-size {given} does not divide the {ranks} ranks")
     return given
+
+
+def _top_k(given: int | None, experts: int) -> int:
+    """Return the number of experts that each token visits; 0 without experts."""
+    if not experts:
+        if given is not None:
+            raise BadInput("--top-k needs --experts")
+        return 0
+    if given is not None and given > experts:
+        raise BadInput(f"--top-k {given} is more than the --experts {experts}")
+    return given or min(2, experts)
 
 
 def _require_consistent_recipes(options: Options) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "measured", "run_part"]
 
-SHARES = (36, 45, 20, 6, 16, 28, 22, 130, 30, 147)
+SHARES = (36, 45, 27, 20, 6, 16, 28, 22, 130, 30, 120)
 """Shares of the time limit, in the order of ``results.PARTS``: seconds of the default limit. A part that ends early
 leaves its time to the others."""
 
@@ -156,6 +156,7 @@ def _one(options: argparse.Namespace) -> int:
 
 
 def _part_named(name: str) -> Part:
+    from scripts.benchmarks.gpu.experts import Experts
     from scripts.benchmarks.gpu.jobs import Jobs
     from scripts.benchmarks.gpu.linears import Crossover, Linears, Torchao
     from scripts.benchmarks.gpu.matmuls import Matmuls
@@ -164,8 +165,8 @@ def _part_named(name: str) -> Part:
     from scripts.benchmarks.gpu.updates import Updates
     from scripts.benchmarks.llama_shapes import KINDS
 
-    others: tuple[Part, ...] = (Memory(), Updates(), Linears(), Crossover(), Torchao(), Sustained(), Jobs())
-    parts: tuple[Part, ...] = (*(Matmuls(kind) for kind in KINDS), *others)
+    layers: tuple[Part, ...] = (Linears(), Experts(), Crossover(), Torchao())
+    parts: tuple[Part, ...] = (*(Matmuls(kind) for kind in KINDS), *layers, Memory(), Updates(), Sustained(), Jobs())
     return next(part for part in parts if part.name == name)
 
 

@@ -24,7 +24,18 @@ from scripts.benchmarks.gpu.lab import Case, Lab, summary_of
 from scripts.benchmarks.gpu.stopwatch import Action, Comparison, compare, compare_in_a_row, issue_time, repeated
 from scripts.benchmarks.llama_shapes import LINEARS, RECIPES, Layer, fast_everywhere
 
-__all__ = ["Crossover", "Linears", "Torchao", "first_that_beats"]
+__all__ = [
+    "BF16",
+    "OURS",
+    "TRITON",
+    "Bench",
+    "Crossover",
+    "Linears",
+    "Torchao",
+    "first_that_beats",
+    "measured",
+    "prepared",
+]
 
 OURS, FAST, TRITON, BF16, TORCHAO = "fp8dist", "fp8dist, fast", "fp8dist, triton", "bf16", "torchao"
 """Backend "auto"; the same with fast accumulation in all GEMMs; backend "triton"."""
@@ -59,7 +70,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Bench:
-    """A Linear's data: input and output gradient."""
+    """The data of a Linear, or of a mixture: input and output gradient."""
 
     x: Tensor
     gradient: Tensor
@@ -67,15 +78,19 @@ class Bench:
     @staticmethod
     def random(planned: Planned, device: torch.device) -> Bench:
         """Random bf16 data, with the magnitudes of a real step's gradients."""
-        x = torch.randn(planned.tokens, planned.layer.in_features, dtype=torch.bfloat16, device=device)
-        gradient = torch.randn(planned.tokens, planned.layer.out_features, dtype=torch.bfloat16, device=device)
+        layer = planned.layer
+        return Bench.of((planned.tokens, layer.in_features), (planned.tokens, layer.out_features), device)
+
+    @staticmethod
+    def of(inputs: tuple[int, int], outputs: tuple[int, int], device: torch.device) -> Bench:
+        """Random bf16 data of these shapes."""
+        x, gradient = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in (inputs, outputs))
         return Bench(x.requires_grad_(), gradient.mul_(1e-3))
 
     def both_ways(self, model: nn.Module) -> tuple[Tensor, ...]:
-        """Run forward and backward. Return (output, gradient of x, gradient of the weight)."""
-        (weight,) = model.parameters()
+        """Run forward and backward. Return (output, gradient of x, gradients of the weights)."""
         output = model(self.x)
-        return (output.detach(), *torch.autograd.grad(output, (self.x, weight), self.gradient))
+        return (output.detach(), *torch.autograd.grad(output, (self.x, *model.parameters()), self.gradient))
 
 
 @dataclass(frozen=True)
@@ -108,8 +123,8 @@ class Linears:
         fast = fast_everywhere(recipe)
         sides = {OURS: (recipe, "auto"), **({FAST: (fast, "auto")} if fast else {}), TRITON: (recipe, "triton")}
         bench, plain = Bench.random(planned, lab.device), _linear(planned.layer, lab.device)
-        models = {side: _prepared(plain, bench, *how) for side, how in sides.items()}
-        return _measured(lab, planned, bench, models, {BF16: plain})
+        models = {side: prepared(plain, bench, *how) for side, how in sides.items()}
+        return measured(lab, planned, bench, models, {BF16: plain})
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe and side."""
@@ -138,8 +153,8 @@ class Torchao:
         """See ``Part``. "ratios": torchao's time over ours, and bf16's over torchao's."""
         bench, plain = Bench.random(planned, lab.device), _linear(planned.layer, lab.device)
         theirs = _torchao(plain, planned.recipe, compiled=not lab.smoke)
-        models = {OURS: _prepared(plain, bench, LIKE_TORCHAO[planned.recipe], "auto")}
-        return _measured(lab, planned, bench, models, {TORCHAO: theirs, BF16: plain})
+        models = {OURS: prepared(plain, bench, LIKE_TORCHAO[planned.recipe], "auto")}
+        return measured(lab, planned, bench, models, {TORCHAO: theirs, BF16: plain})
 
     def figures(self, cases: Sequence[Case]) -> dict[str, Any]:
         """See ``Part``: by recipe."""
@@ -166,7 +181,7 @@ class Crossover:
         def beats(tokens: int) -> bool:
             bench = Bench.random(planned._replace(tokens=tokens), lab.device)
             plain = _linear(planned.layer, lab.device)
-            models = {BF16: Prepared(plain), OURS: _prepared(plain, bench, RECIPES[planned.recipe], "auto")}
+            models = {BF16: Prepared(plain), OURS: prepared(plain, bench, RECIPES[planned.recipe], "auto")}
             comparison = _eagerly(lab, bench, models, lab.seconds / probes)
             case["timings"] |= {f"{side}, {tokens}": timing for side, timing in comparison.timings().items()}
             case["ratios"][str(tokens)] = ratio = comparison.ratio(BF16, OURS)
@@ -202,7 +217,7 @@ def _linear(layer: Layer, device: torch.device) -> nn.Module:
     return nn.Sequential(linear)
 
 
-def _prepared(plain: nn.Module, bench: Bench, recipe: Recipe, backend: str) -> Prepared:
+def prepared(plain: nn.Module, bench: Bench, recipe: Recipe, backend: str) -> Prepared:
     """Return the model in FP8 after a few steps, so that no slot is cold, and the host knows it."""
     model = copy.deepcopy(plain)
     manager = fp8dist.prepare(model, recipe, backend=backend)
@@ -225,7 +240,8 @@ def _torchao(plain: nn.Module, recipe: str, compiled: bool) -> nn.Module:
 
 def _wrong(bench: Bench, model: nn.Module, plain: nn.Module) -> str | None:
     """Return a description of the first result that is too far from bf16's; None if all are close."""
-    names = ("output", "gradient of the input", "gradient of the weight")
+    weights = (f"gradient of {name}" for name, _ in plain.named_parameters())
+    names = ("output", "gradient of the input", *weights)
     for name, mine, expected in zip(names, bench.both_ways(model), bench.both_ways(plain)):
         error = float((mine.float() - expected.float()).norm() / expected.float().norm())
         if not error <= FURTHEST:
@@ -233,10 +249,11 @@ def _wrong(bench: Bench, model: nn.Module, plain: nn.Module) -> str | None:
     return None
 
 
-def _measured(
-    lab: Lab, planned: Planned, bench: Bench, ours: Mapping[str, Prepared], others: Mapping[str, nn.Module]
+def measured(
+    lab: Lab, planned: Any, bench: Bench, ours: Mapping[str, Prepared], others: Mapping[str, nn.Module]
 ) -> Case:
-    """Return the case. "ratios" are against the first of ``others``; bf16 says what is right."""
+    """Return the case of ``planned``, which has a name, a recipe and tokens. "ratios" are against the first of
+    ``others``; bf16 says what is right."""
     case: Case = {"name": planned.name, "recipe": planned.recipe, "tokens": planned.tokens}
     against, *_ = others
     for name, model in ours.items():

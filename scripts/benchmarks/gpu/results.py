@@ -44,6 +44,7 @@ STAMP = ("commit", "dirty", "date")
 PARTS = (
     "matmul_tensorwise",
     "linears",
+    "experts",
     "memory",
     "update",
     "crossover",

@@ -137,9 +137,20 @@ def _warm_and_cold(timings: Results, states: Mapping[str, str]) -> str:
 def linears(measured: Sequence[Results]) -> str:
     """Return the table of forward and backward of Linears."""
     sides = {"by default": "fp8dist", "fast everywhere": "fp8dist, fast", "eager": "fp8dist, eager"}
-    head = ["device", "layer", "FP8Linear, ms", "bf16, ms", *(f"bf16 / ours, {name}" for name in sides)]
+    return _both_ways(measured, "linears", "FP8Linear", sides)
+
+
+def experts(measured: Sequence[Results]) -> str:
+    """Return the table of forward and backward of the experts of mixtures."""
+    sides = {"by default": "fp8dist", "only our kernels": "fp8dist, triton", "eager": "fp8dist, eager"}
+    return _both_ways(measured, "experts", "FP8Experts", sides)
+
+
+def _both_ways(measured: Sequence[Results], part: str, module: str, sides: Mapping[str, str]) -> str:
+    """Return the table of a part. ``sides``: what the table calls a side of the measurement."""
+    head = ["device", "layer", f"{module}, ms", "bf16, ms", *(f"bf16 / ours, {name}" for name in sides)]
     rows = []
-    for data, case in _cases(measured, "linears"):
+    for data, case in _cases(measured, part):
         times = [f"{case['timings'][side]['median_us'] / 1e3:.2f}" for side in ("fp8dist", "bf16")]
         ratios = [_ratio(case["ratios"].get(side)) for side in sides.values()]
         rows.append([data["device"]["name"], case["name"], *times, *ratios])
@@ -184,6 +195,7 @@ TABLES = MappingProxyType(
         "memory": memory,
         "updates": updates,
         "linears": linears,
+        "experts": experts,
         "crossover": crossover,
         "jobs": jobs,
     }

@@ -1,0 +1,153 @@
+"""FP8Experts: the experts of a mixture, whose grouped products run in FP8, and the conversion of modules to it.
+
+Conversion is in place: only the module's class changes, and a ``GroupedSlots`` per product is attached.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.foreign import expert_products
+from fp8dist.modules.grouped_linear import grouped_linear
+from fp8dist.modules.grouped_slots import GroupedSlots
+
+__all__ = ["FP8Experts", "convert_experts", "fp8_experts", "require_revertible_experts", "revert_experts"]
+
+
+class FP8Experts(nn.Module):
+    """The experts of a mixture. Their grouped products run in FP8, with state for each expert. Created by
+    ``fp8dist.prepare`` from a module that has the attributes of Transformers' experts interface; do not construct it
+    yourself.
+
+    The module's class inherits from this class and from the class that it had, ``converted_from``. Parameters and
+    state_dict keys stay the same.
+
+    Attributes:
+        fp8_products: the FP8 state by the name of the parameter, for ``fp8dist.grouped_linear``.
+    """
+
+    fp8_products: dict[str, GroupedSlots]
+    converted_from: ClassVar[type[nn.Module]]
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """False if FP8 is switched off for the whole model."""
+        return all(slots.job.enabled for slots in self.fp8_products.values())
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs: [tokens, hidden]. Local; does not wait for the
+        device.
+
+        Args:
+            hidden_states: [tokens, hidden].
+            top_k_index: int64 [tokens, k], the experts of each token. Numbers from E on stand for experts of other
+                ranks, which add nothing here.
+            top_k_weights: [tokens, k].
+        """
+        up, down = self.fp8_products.values()
+        if not self.fp8_enabled and self.converted_from.forward is not nn.Module.forward:
+            return self.converted_from.forward(self, hidden_states, top_k_index, top_k_weights)
+        module: Any = self
+        tokens, k = top_k_index.shape
+        chosen, order = top_k_index.reshape(-1).sort(stable=True)
+        experts = torch.arange(len(up.experts), device=chosen.device, dtype=chosen.dtype)
+        offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
+        rows = self._product(up, hidden_states[order // k], offsets)
+        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        rows = self._product(down, rows, offsets)
+        if getattr(module, "has_post_expert_norm", False):
+            ours = torch.arange(len(rows), device=rows.device) < offsets[-1]
+            rows = torch.where(ours[:, None], module.post_expert_norm(rows), 0)  # A norm's bias is not 0.
+        rows = rows * top_k_weights.reshape(-1)[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        # Not index_add: with several rows per token, its order of additions is not defined on a GPU.
+        return rows[back].view(tokens, k, rows.shape[1]).sum(1).to(hidden_states.dtype)
+
+    def _product(self, slots: GroupedSlots, rows: Tensor, offsets: Tensor) -> Tensor:
+        weight: Any = getattr(self, slots.name)  # Read once: a parametrization recomputes it at each access.
+        module: Any = self
+        bias = getattr(self, f"{slots.name}_bias") if module.has_bias else None
+        return grouped_linear(rows, weight.mT if module.is_transposed else weight, offsets, slots, bias)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._own_products()
+
+    def _own_products(self) -> None:
+        for slots in self.fp8_products.values():
+            slots.belong_to(self)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as nn.Module does. Also marks the weights as written, because FSDP may have replaced the parameters."""
+        super()._load_from_state_dict(*args, **kwargs)
+        for slots in self.fp8_products.values():
+            slots.note.mark_written()
+
+    def train(self, mode: bool = True) -> FP8Experts:
+        """Same as nn.Module.train. Also invalidates cached weight casts."""
+        for slots in self.fp8_products.values():
+            slots.job.invalidate_casts()
+        return super().train(mode)
+
+
+def fp8_experts(model: nn.Module) -> Iterator[FP8Experts]:
+    """Iterate over all FP8Experts of a model."""
+    return (module for module in model.modules() if isinstance(module, FP8Experts))
+
+
+def convert_experts(module: nn.Module, products: Mapping[str, GroupedSlots]) -> None:
+    """Convert a module that ``expert_products`` knows to an FP8Experts, in place."""
+    assert list(products) == list(expert_products(module) or ())
+    module.fp8_products = dict(products)  # type: ignore[assignment]  # Before the class, as ``convert`` does.
+    module.__class__ = _experts_class(type(module))  # type: ignore[arg-type]
+    assert isinstance(module, FP8Experts)
+    module._own_products()
+    for slots in products.values():
+        slots.note.remember(slots.note.holders(module, False))
+
+
+@functools.cache
+def _experts_class(original: type[nn.Module]) -> type[FP8Experts]:
+    """Return the class of converted modules of a class, the same one for all of them."""
+
+    def reduce(self: FP8Experts, protocol: Any) -> Any:
+        """Pickle by the original class: this one has no importable name."""
+        reduced: Any = super(FP8Experts, self).__reduce_ex__(protocol)
+        return _without_init, (original,), *reduced[2:]
+
+    def gate(self: Any, rows: Tensor) -> Tensor:
+        """Split rows into gate and up, concatenated or interleaved, and return act(gate) * up."""
+        concatenated = getattr(self, "is_concatenated", True)
+        gate, up = rows.chunk(2, -1) if concatenated else (rows[..., ::2], rows[..., 1::2])
+        gated: Tensor = self.act_fn(gate) * up
+        return gated
+
+    members: dict[str, Any] = {"converted_from": original, "__reduce_ex__": reduce, "__module__": __name__}
+    if not hasattr(original, "_apply_gate"):
+        members["_apply_gate"] = gate
+    return types.new_class(f"FP8{original.__name__}", (FP8Experts, original), {}, lambda body: body.update(members))
+
+
+def _without_init(original: type[nn.Module]) -> FP8Experts:
+    made = _experts_class(original)  # type: ignore[arg-type]
+    return made.__new__(made)
+
+
+def require_revertible_experts(module: FP8Experts) -> None:
+    """Raise ConfigurationError if another tool has subclassed the converted class for this module."""
+    if type(module) is not _experts_class(module.converted_from):  # type: ignore[arg-type]
+        raise ConfigurationError(f"{type(module).__name__} is a subclass of FP8Experts: undo that before restore()")
+
+
+def revert_experts(module: FP8Experts) -> None:
+    """Convert an FP8Experts back to the class that it had, in place."""
+    del module.fp8_products
+    module.__class__ = module.converted_from  # type: ignore[assignment]

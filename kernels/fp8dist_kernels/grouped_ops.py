@@ -1,0 +1,253 @@
+"""The torch.library ops on rows that are sorted by expert. See ``reference/groups.py`` for ``offsets``.
+
+``fp8dist::quantize_grouped``        cast each expert's rows, or its weight, with its slot, and record the amaxes
+``fp8dist::quantize_grouped_lines``  cast with one scale per row, or per 1 x 128 block
+``fp8dist::matmul_grouped``          products of each expert's rows with its weight: forward and dgrad
+``fp8dist::matmul_grouped_columns``  products of transposed copies over each expert's rows: wgrad
+
+They follow the rules of ``ops``. On Hopper, with "auto" and "torch", torch's own kernel computes the products that it
+can (``reference/scaled_grouped.py``). Neither it nor Triton's kernels need ``offsets`` on the host: if they decrease or
+lie beyond the rows, they are cut on the device (``cut`` in ``reference/groups.py``). The plain-torch twins, which all
+other backends use, read them, loop over the experts, and raise ValueError for such offsets.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist_kernels import BLOCK
+from fp8dist_kernels.backends import nvidia_capability
+from fp8dist_kernels.ops import implementer, version_of_backend
+from fp8dist_kernels.reference import grouped_casts, grouped_matmuls, scaled_grouped
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT
+from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
+from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.taps import tell
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "matmul_grouped",
+    "matmul_grouped_columns",
+    "multiplier_name",
+    "quantize_grouped",
+    "quantize_grouped_lines",
+    "register_flops",
+]
+
+_LIBRARY = torch.library.Library("fp8dist", "FRAGMENT")
+_LIBRARY.define(
+    "quantize_grouped(Tensor x, Tensor? offsets, Tensor scale, Tensor cold, Tensor(a!) pending, ScalarType dtype, *, "
+    "bool record, bool just_in_time, int margin, bool power_of_two, bool rows, bool columns, float? outgrown=None, "
+    "str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "quantize_grouped_lines(Tensor x, Tensor offsets, ScalarType dtype, *, bool in_blocks, bool power_of_two, "
+    "bool rows, bool columns, str backend='auto', int site=-1, Tensor? tap=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "matmul_grouped(Tensor a, Tensor b, Tensor inv_scale_a, Tensor inv_scale_b, Tensor offsets, ScalarType out_dtype, "
+    "*, Tensor? bias=None, bool fast_accumulation, str backend='auto', int site=-1, Tensor? tap=None) -> Tensor"
+)
+_LIBRARY.define(
+    "matmul_grouped_columns(Tensor a, Tensor b, Tensor inv_scale_a, Tensor inv_scale_b, Tensor offsets, "
+    "ScalarType out_dtype, *, bool fast_accumulation, str backend='auto', int site=-1, Tensor? tap=None) -> Tensor"
+)
+
+
+@functools.cache
+def register_flops() -> None:
+    """Let FlopCounterMode count grouped products: those of all rows, whether an expert has them or not."""
+    from torch.utils.flop_counter import register_flop_formula  # Late, as in ``ops``.
+
+    def of_rows(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    def of_columns(
+        a: Sequence[int], b: Sequence[int], _a: Any, _b: Any, offsets: Sequence[int], *_: Any, **__: Any
+    ) -> int:
+        # The length of transposed copies tells the rows, if they are a multiple of 16, and at most 15 more or fewer
+        # otherwise.
+        return 2 * a[0] * b[0] * max(0, a[1] - columns_bound(0, offsets[0]))
+
+    register_flop_formula(torch.ops.fp8dist.matmul_grouped)(of_rows)
+    register_flop_formula(torch.ops.fp8dist.matmul_grouped_columns)(of_columns)
+
+
+def _cast(
+    name: str, x: Tensor, *rest: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    cast = getattr(version_of_backend(backend, x.device, grouped_casts), name)
+    results: tuple[Tensor, ...] = cast(x, *rest, **options)
+    if tap is not None:
+        tell(tap, name, site, (x, *rest), {**options, "backend": backend}, *results)
+    return results
+
+
+def _multiply(
+    name: str, a: Tensor, *rest: Any, backend: str = "auto", site: int = -1, tap: Tensor | None = None, **options: Any
+) -> Tensor:
+    if name == "matmul_grouped":
+        multiply = functools.partial(_matmul_grouped, backend)
+    else:
+        multiply = getattr(version_of_backend(backend, a.device, grouped_matmuls), name)
+    kind = a.device.type
+    if torch.is_autocast_enabled(kind):  # Autocast would change the product's dtype.
+        with torch.autocast(kind, enabled=False):
+            product: Tensor = multiply(a, *rest, **options)
+    else:
+        product = multiply(a, *rest, **options)
+    if tap is not None:
+        tell(tap, name, site, (a, *rest), {**options, "backend": backend}, product)
+    return product
+
+
+def _matmul_grouped(
+    backend: str,
+    a: Tensor,
+    b: Tensor,
+    inv_scale_a: Tensor,
+    inv_scale_b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast_accumulation: bool,
+) -> Tensor:
+    if _may_be_torchs(backend, a.device):
+        scaling = grouped_matmuls.grouped_scaling_of(a, b, inv_scale_a, inv_scale_b, offsets, bias)
+        dtypes, biased = (a.dtype, b.dtype, out_dtype), bias is not None
+        if scaled_grouped.torch_can_group(nvidia_capability(a.device), dtypes, scaling, b.shape, biased):
+            clear = version_of_backend(backend, a.device, scaled_grouped).clear_tail
+            return scaled_grouped.multiply_grouped_torch(
+                scaling, a, b, inv_scale_a, inv_scale_b, offsets, fast_accumulation, clear
+            )
+    multiply = version_of_backend(backend, a.device, grouped_matmuls).matmul_grouped
+    product: Tensor = multiply(a, b, inv_scale_a, inv_scale_b, offsets, out_dtype, fast_accumulation, bias)
+    return product
+
+
+def _may_be_torchs(backend: str, device: torch.device) -> bool:
+    return backend in ("auto", "torch") and nvidia_capability(device) is not None
+
+
+def multiplier_name(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    scaling: Scaling,
+    shape: Sequence[int],
+    biased: bool,
+    backend: str,
+    device: torch.device,
+) -> str:
+    """Return the name of what computes a ``matmul_grouped``. The arguments are those of ``torch_can_group``."""
+    if _may_be_torchs(backend, device) and scaled_grouped.torch_can_group(
+        nvidia_capability(device), dtypes, scaling, shape, biased
+    ):
+        return "torch.scaled_grouped_mm"
+    return implementer(backend, device)
+
+
+def _copies_fake(x: Tensor, groups: Any, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Return the copies of rows of ``groups`` experts, or of a weight [E, n, k]."""
+    if x.ndim == 3:
+        experts, tokens, features = x.shape
+        padded = (tokens + TOKEN_ALIGNMENT - 1) // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT
+        of_columns = [experts, features, padded]
+    else:
+        tokens, features = x.shape
+        of_columns = [features, columns_bound(tokens, groups)]
+    return (
+        x.new_empty(x.shape if rows else (0,), dtype=dtype),
+        x.new_empty(of_columns if columns else (0,), dtype=dtype),
+    )
+
+
+def _quantize_grouped_fake(
+    x: Tensor,
+    offsets: Tensor | None,
+    scale: Tensor,
+    cold: Tensor,
+    pending: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool,
+    columns: bool,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = scale.shape[0]
+    return (*_copies_fake(x, groups, dtype, rows, columns), scale.new_empty(groups))
+
+
+def _quantize_grouped_lines_fake(
+    x: Tensor, offsets: Tensor, dtype: torch.dtype, *, in_blocks: bool, rows: bool, columns: bool, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (tokens, features), groups = x.shape, offsets.shape[0]
+    row_major, transposed = _copies_fake(x, groups, dtype, rows, columns)
+
+    def scales(wanted: bool, *shape: Any) -> Tensor:
+        return x.new_empty(shape if wanted else (0,), dtype=torch.float32)
+
+    if in_blocks:
+        across = -(-features // BLOCK)
+        of_rows = scales(rows, across, tokens)
+        of_columns = scales(columns, blocks_bound(tokens, groups), features)
+        return row_major, of_rows.t() if rows else of_rows, transposed, of_columns.t() if columns else of_columns
+    return row_major, scales(rows, tokens, 1), transposed, scales(columns, groups, features, 1)
+
+
+def _matmul_grouped_fake(
+    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, offsets: Tensor, out_dtype: torch.dtype, **_: Any
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _matmul_grouped_columns_fake(
+    a: Tensor, b: Tensor, inv_scale_a: Tensor, inv_scale_b: Tensor, offsets: Tensor, out_dtype: torch.dtype, **_: Any
+) -> Tensor:
+    return a.new_empty((offsets.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "quantize_grouped": functools.partial(_cast, "quantize_grouped"),
+        "quantize_grouped_lines": functools.partial(_cast, "quantize_grouped_lines"),
+        "matmul_grouped": functools.partial(_multiply, "matmul_grouped"),
+        "matmul_grouped_columns": functools.partial(_multiply, "matmul_grouped_columns"),
+    }
+)
+"""By name of an op, the function that selects the backend and calls it."""
+
+_FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "quantize_grouped": _quantize_grouped_fake,
+        "quantize_grouped_lines": _quantize_grouped_lines_fake,
+        "matmul_grouped": _matmul_grouped_fake,
+        "matmul_grouped_columns": _matmul_grouped_columns_fake,
+    }
+)
+
+for _name, _implementation in IMPLEMENTATIONS.items():
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8dist::{_name}", _FAKES[_name], lib=_LIBRARY)
+
+quantize_grouped = torch.ops.fp8dist.quantize_grouped.default
+"""``(x[tokens, features], offsets[E], scale[E], cold[E], pending[E], dtype, …) -> (rows, columns, inv_scale[E])``, or
+``(weight[E, n, k], None, …)``: ``ops.quantize`` for each expert, with its slot."""
+
+quantize_grouped_lines = torch.ops.fp8dist.quantize_grouped_lines.default
+"""``(x[tokens, features], offsets[E], dtype, in_blocks=…, …) -> (rows, inv_scale, columns, inv_scale)``: for each
+expert, ``ops.quantize_rowwise``, or ``ops.quantize_blocks`` with blocks of 1 x 128."""
+
+matmul_grouped = torch.ops.fp8dist.matmul_grouped.default
+"""``(a[tokens, k], b[E, n, k], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [tokens, n]``: for each expert,
+``a @ b[e].T + bias[e]`` of its rows, dequantised. 0 for rows of no expert. On a GPU, offsets are cut to the rows of
+``a``, and a group that would end before it starts is empty; likewise in the other ops."""
+
+matmul_grouped_columns = torch.ops.fp8dist.matmul_grouped_columns.default
+"""``(a[n, columns], b[k, columns], inv_scale_a, inv_scale_b, offsets[E], out_dtype, …) -> [E, n, k]``: for each expert,
+``a @ b.T`` over its rows, dequantised. ``a`` and ``b`` are transposed copies of grouped casts."""

@@ -1,0 +1,67 @@
+"""Groups: rows of a matrix, sorted by expert. Where a group lies in the copies of a cast, and bounds for all groups.
+
+``offsets`` is int32[E] on the device of the rows: the ends of the groups, never decreasing, the last at most the number
+of rows. Group ``e`` is the rows from ``offsets[e - 1]`` (0 for the first) up to ``offsets[e]``; it may be empty. Rows
+from ``offsets[-1]`` on belong to nobody: their memory may be uninitialised. No kernel reads them; outputs of a cast or
+a product are 0 there, and their inverse scales are 1. Of other offsets, the twins in plain torch raise ValueError; the
+kernels, which cannot, compute with what ``cut`` makes of them.
+
+Shapes must not depend on what the device holds, so buffers have room for the worst case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8dist_kernels import BLOCK
+from fp8dist_kernels.reference.casts import TOKEN_ALIGNMENT, padded
+
+__all__ = ["blocks_bound", "columns_bound", "cut", "require_groups", "rows_of"]
+
+
+def columns_bound(tokens: Any, groups: Any) -> Any:
+    """Return the row length of the transposed copy, in which each group starts at a multiple of 16.
+
+    At most ``tokens + 15 * groups``, and ``padded(tokens)`` for one group. May be symbolic, as its arguments.
+    """
+    return (tokens + (TOKEN_ALIGNMENT - 1) * groups) // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT
+
+
+def blocks_bound(tokens: Any, groups: Any) -> Any:
+    """Return how many blocks of 128 tokens cover all groups at most, if each group starts a block of its own."""
+    return (tokens + (BLOCK - 1) * groups) // BLOCK
+
+
+def require_groups(offsets: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless ``offsets`` may be the ends of groups. Their values are not read."""
+    if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) == 0 or not offsets.is_contiguous():
+        raise ValueError(f"offsets must be contiguous int32 [experts], got {offsets.dtype} {tuple(offsets.shape)}")
+    if offsets.device != device:
+        raise ValueError(f"offsets must be on {device}, as the rows are; they are on {offsets.device}")
+
+
+def cut(offsets: Tensor, tokens: int) -> Tensor:
+    """Return ``offsets`` that never decrease and never exceed ``tokens``, the number of rows: each end is at least the
+    largest before it, so a group that would end before it starts is empty. Does not read the device."""
+    return offsets.clamp(0, tokens).cummax(0).values
+
+
+def rows_of(offsets: Tensor, tokens: int | None = None) -> list[tuple[slice, slice, slice]]:
+    """Return, for each group: its rows, its columns in the transposed copy without padding, and its blocks of 128
+    tokens. Reads the device: for the twins in plain torch only.
+
+    Raises:
+        ValueError: ``offsets`` decrease, or exceed ``tokens``, the number of rows.
+    """
+    found, start, column, block = [], 0, 0, 0
+    for end in offsets.tolist():
+        count = end - start
+        if count < 0 or (tokens is not None and end > tokens):
+            raise ValueError(f"offsets must not decrease, nor exceed the number of rows: {end} after {start}")
+        blocks = -(-count // BLOCK)
+        found.append((slice(start, end), slice(column, column + count), slice(block, block + blocks)))
+        start, column, block = end, column + padded(count), block + blocks
+    return found

@@ -1,0 +1,190 @@
+"""The example job with --experts: mixtures instead of MLPs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from launch.train_gpt import model as model_module
+from launch.train_gpt.mixture import Experts, Mixture
+from launch.train_gpt.model import GPT
+from tests.support.main_job import ALONE, CHECK, RANKS, STEPS, TINY, Run, assert_refused, finish, start, stop
+
+MIXED = [*TINY, "--experts", "4", "--top-k", "2"]
+EXPERTS = "blocks.0.mlp.experts"
+
+VISITS = 2 * 2 * 4 * 32
+"""Visits of a token, ranks, sequences, bytes of each."""
+
+
+def test_experts_add_up_what_each_computes_alone() -> None:
+    torch.manual_seed(0)
+    experts = Experts(16, 4)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x, weights = torch.randn(5, 16), torch.rand(5, 2)
+    chosen = torch.tensor([[0, 3], [3, 0], [1, 0], [0, 1], [3, 1]])  # No token for expert 2.
+    expected = [
+        sum(
+            weight * (experts.down_proj[e] @ F.gelu(experts.up_proj[e] @ row, approximate="tanh"))
+            for weight, e in zip(of, which.tolist())
+        )
+        for row, of, which in zip(x, weights, chosen)
+    ]
+    torch.testing.assert_close(experts(x, chosen, weights), torch.stack(expected))
+
+
+def test_mistakes() -> None:
+    mistakes = {
+        "--top-k needs --experts": ["--top-k", "2"],
+        "--top-k 3 is more than the --experts 2": ["--experts", "2", "--top-k", "3"],
+        "--experts in FP8 is not for --parallel fsdp1": ["--experts", "2", "--parallel", "fsdp1"],
+    }
+    for message, flags in mistakes.items():
+        assert_refused(start(CHECK, *flags), message)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of ``delayed``."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def delayed(folder: Path) -> Run:
+    """A run on two ranks that compares its ranks and watches its slots."""
+    return finish(folder, RANKS, *MIXED, "--check-every", "4", "--watch-every", "4", "--watch-ranks")
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_state_of_their_experts(delayed: Run) -> None:
+    slots = 3 * 2 + 3 * 2 * 4  # qkv and attention_out; two products of four experts. Routers are not in FP8.
+    syncs = 2 * STEPS  # The histories of experts are shorter: they have an arena of their own.
+    watched = 2 * (STEPS // 4)  # Maxima of slots, sums of tokens.
+    assert delayed.summary["fp8_slots"] == slots
+    assert delayed.summary["fp8_collectives_per_step"] == (syncs + watched) / STEPS
+    assert delayed.summary["fp8_state_identical"] is True
+    assert delayed.summary["parameters_identical"] is True
+    assert delayed.summary["checks"] == 3
+    assert delayed.losses[-1] < delayed.losses[0]
+
+
+@pytest.mark.slow
+def test_tokens_of_experts_are_recorded(delayed: Run, folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "experts.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["module"]) for line in lines] == [(step, EXPERTS) for step in (4, 8, 12)]
+    for line in lines:
+        assert sum(line["tokens"]) == VISITS
+    due = [line for line in delayed.lines if "idle_experts" in line]
+    assert [line["step"] for line in due] == [4, 8, 12]
+    for line, seen in zip(due, lines):
+        assert line["idle_experts"] == seen["tokens"].count(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp2", "hsdp"])
+def test_sharded_mixtures_learn_what_ddp_learns(tmp_path: Path, delayed: Run, parallel: str) -> None:
+    run = finish(tmp_path, RANKS, *MIXED, "--parallel", parallel, "--check-every", "4", "--watch-every", "4")
+    assert run.losses == pytest.approx(delayed.losses, rel=1e-5)
+    assert run.summary["fp8_state_identical"] is True
+    assert run.summary["parameters_identical"] is True
+    for line in map(json.loads, (tmp_path / "experts.jsonl").read_text().splitlines()):
+        assert sum(line["tokens"]) == VISITS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--precision", "bf16"],
+        ["--precision", "fp32", "--parallel", "fsdp1"],
+        ["--recipe", "current"],
+        ["--recipe", "rowwise"],
+        ["--recipe", "block", "--override", f"{EXPERTS}.up_proj=delayed"],
+    ],
+    ids=lambda flags: flags[1],
+)
+def test_every_precision_learns_like_fp8(tmp_path: Path, delayed: Run, flags: list[str]) -> None:
+    run = finish(tmp_path, RANKS, *MIXED, *flags)
+    assert run.losses == pytest.approx(delayed.losses, rel=5e-3)  # Another precision, so other roundings.
+    assert run.losses != delayed.losses
+    assert run.summary["parameters_identical"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_resumed_mixture_is_the_same_run(tmp_path: Path, parallel: str) -> None:
+    flags = [*MIXED, "--parallel", parallel, "--save-every", "6"]
+    whole = finish(tmp_path / "whole", RANKS, *flags)
+    finish(tmp_path / "parts", RANKS, *flags, "--stop-after", "6")
+    resumed = finish(tmp_path / "parts", RANKS, *flags, "--resume", "auto")
+    assert resumed.summary["resumed_after_step"] == 6
+    assert resumed.losses == whole.losses
+    assert resumed.summary["parameters_sha256"] == whole.summary["parameters_sha256"]
+    folder = str(tmp_path / "whole/checkpoints/step-00000006")
+    for other, message in (
+        (["--experts", "2"], "saved with --experts 4, got 2"),
+        (["--experts", "4", "--top-k", "1"], "saved with --top-k 2, got 1"),
+        ([], "saved with --experts 4, got 0"),
+    ):
+        done = start(ALONE, *TINY, *other, "--out", str(tmp_path / "new"), "--resume", folder)
+        assert_refused(done, f"--resume {folder}: {message}")
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_an_expert_is_found(tmp_path: Path) -> None:
+    stopped = stop(tmp_path, "--experts", "4", "--check-every", "4", "--inject", "weight:1:3")
+    assert f"{EXPERTS}.up_proj" in {finding["name"] for finding in stopped.findings}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "gemm"), [(4, "dgrad"), (11, "wgrad")])
+def test_a_wrong_product_of_experts_is_found_by_its_audit(step: int, gemm: str, tmp_path: Path) -> None:
+    """Of the last experts, whose products are the first of a backward. Audits visit them in these steps."""
+    flags = ["--experts", "4", "--steps", str(step + 1), "--audit-every", "1", "--inject", f"product:1:{step}:{gemm}"]
+    (finding,) = stop(tmp_path, *flags, NPROC="3").findings
+    assert (finding["step"], finding["name"], finding["ranks"]) == (step, f"{EXPERTS}.down: {gemm}", [1])
+    assert finding["detail"].startswith("rank 1 computes wrong once (transient); ranks 2 and 0 agree (matmul_grouped")
+
+
+@pytest.mark.slow
+def test_audits_find_nothing_in_a_sound_mixture(tmp_path: Path) -> None:
+    audited = finish(tmp_path / "audited", RANKS, *MIXED, "--steps", "24", "--audit-every", "1")
+    plain = finish(tmp_path / "plain", RANKS, *MIXED, "--steps", "24")
+    assert audited.losses == plain.losses
+    assert audited.summary["divergences"] == 0
+
+
+def test_the_imbalance_moves_routers_and_not_the_loss() -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=1, width=16, heads=2, context=8, experts=4, top_k=1)
+    tokens = torch.randint(256, (2, 8))
+    router = model.blocks[0].mlp.router.weight
+    gradients = []
+    for balance in (0.0, model_module.BALANCE):
+        with mock.patch.object(model_module, "BALANCE", balance):
+            loss = model(tokens, tokens)
+        (gradient,) = torch.autograd.grad(loss, router)
+        gradients.append((loss.item(), gradient))
+    (plain, without), (balanced, with_it) = gradients
+    assert balanced == plain == model.eval()(tokens, tokens).item()
+    mixture = model.train().blocks[0].mlp
+    model(tokens, tokens)
+    (expected,) = torch.autograd.grad(model_module.BALANCE * mixture.imbalance, router)
+    torch.testing.assert_close(with_it - without, expected)
+
+
+def test_the_imbalance_is_least_if_all_experts_have_equally_many_tokens() -> None:
+    mixture = Mixture(width=4, experts=4, top_k=1)
+    torch.nn.init.zeros_(mixture.experts.up_proj)
+    torch.nn.init.zeros_(mixture.experts.down_proj)
+    torch.nn.init.eye_(mixture.router.weight).data.mul_(100)
+    mixture(torch.eye(4)[None])
+    assert mixture.imbalance.item() == pytest.approx(1.0)
+    mixture(torch.eye(4)[[0, 0, 0, 0]][None])
+    assert mixture.imbalance.item() == pytest.approx(4.0)

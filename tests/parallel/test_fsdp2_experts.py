@@ -1,0 +1,310 @@
+"""Experts under FSDP2: gathered in high precision and in FP8, by experts and by rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import fp8dist
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback
+from fp8dist.errors import ConfigurationError
+from fp8dist.modules.fp8_weight import FP8Weight
+from tests.support.collectives import CountingAllGather, counted_collectives
+from tests.support.experts import Experts
+from tests.support.logs import captured_log
+from tests.support.ranks import RankPool
+from tests.support.sharded import full
+from tests.support.sharded_experts import Job, Routed, build, routed_batch, step, train
+from tests.support.states import state_of
+from tests.support.training import bits
+
+pytestmark = pytest.mark.slow
+
+INLET = {"overrides": {"inlet": DelayedScaling(history_len=3)}}
+
+JOBS = {
+    "high": Job(fp8_all_gather=False),
+    "experts": Job(),
+    "uneven": Job(experts=5),
+    "rows": Job(dim=1),
+    "columns": Job(dim=2),
+    "rows, high": Job(dim=1, fp8_all_gather=False),
+    "next_step": Job(recipe=DelayedScaling(history_len=3, update="next_step"), accumulate=2),
+    "measured": Job(dim=1, settings={"fallback": Fallback(saturated=0.9)}),
+    "kept": Job(shard={"reshard_after_forward": False}, accumulate=2),
+    "transposed": Job(options={"transposed": True, "bias": True, "interleaved": True}),
+    "current": Job(recipe=CurrentScaling()),
+    "current, rows": Job(recipe=CurrentScaling(), dim=1),
+    "blocks": Job(recipe=BlockScaling(), settings=INLET),
+    "blocks, transposed": Job(recipe=BlockScaling(), settings=INLET, options={"transposed": True}),
+}
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_equals_ddp(two_ranks: RankPool, job: Job) -> None:
+    """Bit for bit: losses, parameters and FP8 state."""
+    ours = two_ranks.run(train, job)
+    theirs = two_ranks.run(train, replace(job, parallel="ddp"))
+    for mine, other in zip(ours, theirs):
+        assert mine[0] == other[0]
+        assert mine[1] == other[1]
+        if not isinstance(job.recipe, CurrentScaling):  # Only shards of a weight have scales there.
+            assert mine[2:] == other[2:]
+
+
+def _whole(job: Job, ranks: int) -> Any:
+    """Train on this rank's part of each batch. One process alone takes all parts in one batch. All sums are exact."""
+    torch.manual_seed(0)
+    model = Routed(job.experts, k=1, gate=False)
+    model.experts.act_fn = nn.Identity()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randint(-3, 4, parameter.shape, generator=generator))
+    with torch.no_grad():
+        model.experts.down_proj[0] = 0  # Stays cold.
+    alone = not dist.is_initialized()
+    group, gathers = (None, False) if alone else (dist.group.WORLD, job.fp8_all_gather)
+    recipe = DelayedScaling(history_len=3, power_of_two=True)
+    manager = fp8dist.prepare(model, recipe, group=group, fp8_all_gather=gathers)
+    if not alone:
+        fully_shard(model.experts, shard_placement_fn=job.placement)
+        fully_shard(model)
+    manager.attach(model, boundary="manual")  # The weights stay: a step with a learning rate of 0 is no boundary.
+    for index in range(5):
+        mine = range(ranks) if alone else [dist.get_rank()]
+        x = torch.cat([routed_batch(rank, index, job.experts, k=1) for rank in mine]).round()
+        (model(x) * x[:, :32]).sum().backward()
+        manager.step()
+        model.zero_grad()
+        if index == 2:  # The other experts' scales and windows stay.
+            with torch.no_grad():
+                weight = model.experts.down_proj
+                factors = torch.ones(weight.shape)
+                factors[1] = 8
+                weight.mul_(factors if alone else distribute_tensor(factors, weight.device_mesh, weight.placements))
+                if not gathers:
+                    manager.refresh_weights()
+    return state_of(manager)
+
+
+@pytest.mark.parametrize("experts", [3, 6])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_scales_of_four_ranks_equal_those_of_one_process(four_ranks: RankPool, experts: int, gathers: bool) -> None:
+    """Also with fewer experts than ranks, with a weight of zeros, and after a write to one expert."""
+    job = Job(experts=experts, fp8_all_gather=gathers)
+    alone = _whole(replace(job, fp8_all_gather=False), 4)
+    for state in four_ranks.run(_whole, job, 4):
+        for slot, expected in alone.items():
+            if not (gathers and slot[1] == "weight"):  # A refresh clears all windows, a gather only those that must.
+                assert state[slot] == expected, slot
+            assert state[slot]["scale"] == expected["scale"], slot
+
+
+def _gathered(job: Job) -> tuple[int, int, list[str]]:
+    """Return (bytes that FSDP2 gathers of the experts in a forward and a backward, all-reduces, what is wrong)."""
+    model, called, manager, optimizer = build(job)
+    log: list[int] = []
+    step(job, called, optimizer, 0)
+    model.experts.set_custom_all_gather(CountingAllGather(log))
+    with counted_collectives() as calls:
+        step(job, called, optimizer, 1)
+    size, wrong = sum(log), []
+    for name in ("gate_up_proj", "down_proj"):
+        stored = getattr(model.experts, name).full_tensor()
+        model.experts.unshard()
+        weight = getattr(model.experts, name)
+        fqn = f"experts.{name.removesuffix('_proj')}"
+        for expert in range(job.experts):
+            scale = manager.scale(f"{fqn}.{expert}", "weight")
+            expected = (stored[expert] * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            if bits(weight.rows[expert].clone()) != bits(expected) or weight.inv_scale[expert] != 1 / scale:
+                wrong.append(f"{fqn}.{expert}")
+        if weight.dtype != torch.bfloat16:
+            wrong.append(str(weight.dtype))
+        model.experts.reshard()
+    return size, calls.names.count("all_reduce"), wrong
+
+
+@pytest.mark.parametrize(("dim", "experts"), [(0, 4), (1, 4), (0, 2), (1, 2)])
+def test_bytes_of_a_gather_under_mixed_precision(four_ranks: RankPool, dim: int, experts: int) -> None:
+    """Shards are cast from their own dtype. Along experts, fewer experts than ranks are padded."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    job = Job(experts=experts, dim=dim, shard={"mp_policy": policy})
+    held = 4 if dim == 0 else experts
+    for size, reduces, wrong in four_ranks.run(_gathered, job):
+        assert wrong == []
+        assert size == 2 * held * (96 * 32 + 32 * 48)
+        assert reduces == 1
+
+
+def _told(job: Job) -> list[str]:
+    with captured_log() as log:
+        build(job)
+    return [line for _, line in log if "gathers 4 of them with padding" in line]
+
+
+def test_padding_of_few_experts_is_told_once(four_ranks: RankPool) -> None:
+    for job, expected in ((Job(experts=3), [1, 0, 0, 0]), (Job(experts=3, dim=1), [0] * 4), (Job(), [0] * 4)):
+        assert [len(lines) for lines in four_ranks.run(_told, job)] == expected
+
+
+def _kept(fp8_all_gather: bool) -> int:
+    """Return the number of FP8 bytes of weights that a forward keeps for its backward."""
+    model, called, *_ = build(Job(fp8_all_gather=fp8_all_gather))
+    sizes = [0]
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, FP8Weight) and tensor.dtype == torch.float8_e4m3fn and tensor.ndim == 3:
+            sizes[0] += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = called(routed_batch(0, 0, 4))
+    output.sum().backward()
+    assert all(slots._cast is None for slots in model.experts.fp8_products.values())
+    return sizes[0]
+
+
+@pytest.mark.parametrize("fp8_all_gather", [True, False])
+def test_no_cast_of_experts_is_kept_for_backward(two_ranks: RankPool, fp8_all_gather: bool) -> None:
+    assert two_ranks.run(_kept, fp8_all_gather) == [0, 0]
+
+
+def _high() -> Any:
+    job = Job(recipe=DelayedScaling(history_len=3, power_of_two=True))
+    model, called, manager, optimizer = build(job)
+    step(job, called, optimizer, 0)
+    x = routed_batch(dist.get_rank(), 1, 4)
+    manager.set_precision("experts.*", "high")
+    seen: list[Tensor] = []
+    model.inlet.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    with manager.no_fp8():
+        expected = called(x)
+    out = called(x)
+    out.sum().backward()
+    gradients = model.experts.gate_up_proj.grad.full_tensor()
+    model.experts.unshard()
+    weights = [weight.high_precision() for weight in (model.experts.gate_up_proj, model.experts.down_proj)]
+    plain = Experts(4)
+    plain.gate_up_proj, plain.down_proj = (nn.Parameter(weight) for weight in weights)
+    again = plain(seen[0], x[:, 32:].long(), torch.full((len(x), 2), 0.5))
+    return float((expected - again).norm() / again.norm()), float((out - expected).abs().max()), gradients.abs().sum()
+
+
+def test_high_precision_multiplies_with_dequantised_weights(two_ranks: RankPool) -> None:
+    """Another order of sums changes the last bits of float32."""
+    for error, inlet, gradients in two_ranks.run(_high):
+        assert error < 1e-6
+        assert inlet < 0.2  # The inlet is in FP8 in one of them.
+        assert gradients > 0
+
+
+def _refused(experts: int, dim: int) -> str:
+    job = Job(experts=experts, dim=dim, inner=64, recipe=BlockScaling(), settings=INLET)
+    try:
+        build(job)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("experts", "dim", "why"),
+    [(3, 0, "as many experts as any other"), (4, 1, "gathers blocks along dim 0 only"), (4, 0, "")],
+)
+def test_blocks_of_uneven_or_cut_experts_are_refused(two_ranks: RankPool, experts: int, dim: int, why: str) -> None:
+    for message in two_ranks.run(_refused, experts, dim):
+        assert why in message
+        assert bool(why) == bool(message)
+
+
+def _replicas(damaged: int | None) -> Any:
+    """Check replicas of sharded experts: ranks 0, 2 and 1, 3 hold the same shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, called, manager, optimizer = build(Job(), mesh)
+    step(Job(), called, optimizer, 0)
+    if dist.get_rank() == damaged:
+        with torch.no_grad():
+            model.experts.down_proj.to_local()[1, 2, 3] += 0.25
+    with captured_log():
+        report = manager.check(policy="warn")
+    return report.compared["parameter"], [(f.kind, f.name, f.ranks) for f in report.findings]
+
+
+def test_experts_are_compared_across_their_replicas_only(four_ranks: RankPool) -> None:
+    for compared, findings in four_ranks.run(_replicas, None):
+        assert compared == 4
+        assert findings == []
+    for _, findings in four_ranks.run(_replicas, 3):
+        assert findings == [("parameter", "experts.down_proj", (1, 3))]
+
+
+def _by_groups(damaged: int | None) -> Any:
+    """Experts that only ranks 0, 2 and 1, 3 share, under expert parallelism."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    torch.manual_seed(0)
+    model = Routed()
+    with torch.no_grad():
+        for parameter in model.experts.parameters():
+            parameter.add_(rank % 2)
+    fp8dist.prepare(model, group=dist.group.WORLD)
+    if rank == damaged:
+        model.experts.gate_up_proj.data[0, 0, 0] += 1
+    groups = {"experts.*": pairs[rank % 2]}
+    with captured_log():
+        report = fp8dist.check(model, dist.group.WORLD, groups=groups, policy="warn")
+    return [(f.kind, f.name, f.ranks) for f in report.findings]
+
+
+def test_plain_experts_are_compared_over_the_group_that_is_named(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_by_groups, None) == [[]] * 4
+    for findings in four_ranks.run(_by_groups, 2):
+        assert findings == [("parameter", "experts.gate_up_proj", (0, 2))]
+
+
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, manager: fp8dist.StateManager) -> dict[str, Any]:
+    parameters, state = get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": state, "fp8": manager}
+
+
+def _saved_or_loaded(job: Job, folder: str, saves: bool) -> tuple[list[float], Any, Any, bytes]:
+    """Return (losses of two steps from the checkpoint on; state, parameters and an eval output at the checkpoint)."""
+    model, called, manager, optimizer = build(job)
+    if saves:
+        for index in range(3):
+            step(job, called, optimizer, index)
+        dcp.save(_parts(called, optimizer, manager), checkpoint_id=folder)
+    else:
+        parts = _parts(called, optimizer, manager)
+        dcp.load(parts, checkpoint_id=folder)
+        set_state_dict(called, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    parameters = {name: bits(p) for name, p in full(model).items()}
+    with torch.no_grad():
+        output = bits(called.eval()(routed_batch(0, 9, job.experts)))
+    called.train()
+    found = state_of(manager), parameters, output
+    return [loss for index in (3, 4) for loss in step(job, called, optimizer, index)], *found
+
+
+def test_a_checkpoint_resumes_on_other_numbers_of_ranks(
+    four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Experts are found by their global index, whatever part of them a rank has."""
+    job, folder = Job(experts=6), str(tmp_path / "checkpoint")
+    saved = four_ranks.run(_saved_or_loaded, job, folder, True)
+    assert four_ranks.run(_saved_or_loaded, job, folder, False) == saved
+    for other in (job, replace(job, dim=1), replace(job, fp8_all_gather=False)):
+        for _, *found in two_ranks.run(_saved_or_loaded, other, folder, False):
+            assert found == list(saved[0][1:])
