@@ -122,10 +122,12 @@ def _rows_kernel(
             scales_a += a_block_stride
             scales_b += b_block_stride
     # One scale after the other, as in ``products``.
-    if SCALES == "one":
-        # As "lines": with one number for all, Triton 3.6 keeps the tensor cores waiting.
+    if SCALES == "one" and TILE_N > 128:
+        # As "lines": with one number for all, Triton 3.6 keeps Hopper's tensor cores waiting.
         product = product * tl.load(scales_a + row * 0, mask=inside, other=0.0)[:, None]
         product = product * tl.load(scales_b + place * 0, mask=wide, other=0.0)[None, :]
+    elif SCALES == "one":
+        product = product * tl.load(scales_a) * tl.load(scales_b)
     elif SCALES == "lines":
         product = product * tl.load(scales_a, mask=inside, other=0.0)[:, None]
         product = product * tl.load(scales_b, mask=wide, other=0.0)[None, :]
