@@ -154,16 +154,16 @@ def _cast_kernel(
         flipped += column
     top = tile.to(INDEX) * TALL
     a, b, c, d = load_strips(x, top, left, rows, width, row_stride, column_stride, TALL, WIDE, INDEX)
-    used = _used(
-        group, groups, scale, cold, bits, slot_stride, outgrown_above,
-        FP8_MAX, MARGIN, POWER_OF_TWO, JUST_IN_TIME, OUTGROWN,
-    )  # fmt: skip
     if RECORD:  # noqa: SIM102 - known at compile time; the inner condition is not.
         if top < rows:
             place = pending + group * slot_stride
             upper = tl.maximum(magnitude_bits(a), magnitude_bits(b))
             lower = tl.maximum(magnitude_bits(c), magnitude_bits(d))
             grow(place, newest(place), tl.max(tl.max(tl.maximum(upper, lower), 1), 0))
+    used = _used(
+        group, groups, scale, cold, bits, slot_stride, outgrown_above,
+        FP8_MAX, MARGIN, POWER_OF_TWO, JUST_IN_TIME, OUTGROWN,
+    )  # fmt: skip
     a, b, c, d = scaled(a, used), scaled(b, used), scaled(c, used), scaled(d, used)
     if STRAIGHT:
         store_straight(straight, a, b, c, d, top, left, lines, straight_width, TALL, WIDE, INDEX)
