@@ -29,7 +29,7 @@ from fp8dist.manager import managers_in
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.optimizer_hooks import untraced
 from fp8dist.parallel.kept_model import KeptModel, require_replayable
-from fp8dist.parallel.wrappers import compute_device, require_replicas
+from fp8dist.parallel.wrappers import compute_devices, require_replicas
 from fp8dist.state.slots import clean_fqn
 from fp8dist.step.kept_state import kept_fp8_state
 from fp8dist.sync.accord import Accord
@@ -113,7 +113,7 @@ class _Replay:
     def report(self, given: RandomState | None) -> ReplayReport:
         self._all(self._require)
         parameter = next(self._model.parameters())
-        self._device = compute_device(parameter, self._model)
+        self._device = compute_devices(self._model)(parameter)
         with on_device(self._device):
             now = random_state(self._device)
             put_back = self._kept()

@@ -42,7 +42,7 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.names import require_choice
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_gathered_dtypes, fsdp2_modules
-from fp8dist.parallel.wrappers import compute_device, reshard, resharded_modules
+from fp8dist.parallel.wrappers import compute_devices, reshard, resharded_modules
 from fp8dist.recipe import Recipe
 from fp8dist.state.slots import clean_fqn
 from fp8dist.step.cycle import StepCycle
@@ -174,6 +174,7 @@ def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
     """Yield the tensors of the model's state_dict."""
     dtypes = fsdp2_gathered_dtypes(model)
     sharded = {} if cycle.sharded is None else {id(weight.parameter): weight for weight in cycle.sharded.weights}
+    device_of = compute_devices(model)
     under_fsdp = {id(p) for module in resharded_modules(model) for p in module.parameters(recurse=False)}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
@@ -184,7 +185,7 @@ def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
                 clean_fqn(name),
                 value,
                 partial(_same, value),
-                compute_device(value, model),
+                device_of(value),
                 dtypes.get(key, value.dtype),
                 fsdp=key in under_fsdp,
                 sharded=sharded.get(key),

@@ -59,10 +59,13 @@ class ShardedWeights:
         self.weights = tuple(weights)
         self._forward = forward
         self._modules = weakref.WeakSet(modules)
-        self._within: dict[int, tuple[ShardedWeight, ...]] = {}
-        for module in modules:
-            inside = set(module.modules())
-            self._within[id(module)] = tuple(weight for weight in weights if weight.module() in inside)
+        held: dict[nn.Module | None, list[ShardedWeight]] = defaultdict(list)
+        for weight in weights:
+            held[weight.module()].append(weight)
+        self._within = {  # By the id of the FSDP module.
+            id(module): tuple(weight for inner in module.modules() for weight in held.get(inner, ()))
+            for module in modules
+        }
         self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
         self._outermost: int | None = None
         self._handles: list[RemovableHandle] = []

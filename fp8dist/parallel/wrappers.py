@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_linear import FP8Linear
+from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import (
@@ -28,7 +29,7 @@ from fp8dist.sync.groups import is_dtensor, local_part
 
 __all__ = [
     "awaits_reduction",
-    "compute_device",
+    "compute_devices",
     "first_local_row",
     "fsdp2_axes",
     "fsdp2_cut",
@@ -68,12 +69,16 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         module.reshard()  # type: ignore[operator]
 
 
-def compute_device(parameter: Tensor, whole: nn.Module) -> torch.device:
-    """Return the device that computes with a parameter of ``whole``. CPU offload stores the parameter elsewhere."""
+def compute_devices(whole: nn.Module) -> Callable[[Tensor], torch.device]:
+    """Return a function that returns the device that computes with a parameter of ``whole``. CPU offload stores the
+    parameter elsewhere. Walks the modules once, so call it once for all parameters."""
+    fsdp1: Any = next(iter(fsdp1_modules(whole)), None)
+    return partial(_compute_device, None if fsdp1 is None else fsdp1.compute_device)
+
+
+def _compute_device(of_fsdp1: torch.device | None, parameter: Tensor) -> torch.device:
     if not is_dtensor(parameter):
-        fsdp1 = next(iter(fsdp1_modules(whole)), None)
-        device: torch.device = parameter.device if fsdp1 is None else fsdp1.compute_device  # type: ignore[assignment]
-        return device
+        return parameter.device if of_fsdp1 is None else of_fsdp1
     if parameter.device_mesh.device_type == parameter.device.type:
         return parameter.device
     if parameter.device.type == "meta" or parameter.device_mesh.device_type == "cpu":
@@ -154,22 +159,21 @@ def fsdp2_axes(weight: Any) -> int:
     return 2 if weight.placements[0].is_replicate() else 1
 
 
-def managed_from_outside(linear: FP8Linear, resharded: set[nn.Module], whole: nn.Module) -> bool:
-    """True if FSDP2 shards the weight of ``linear``, but no FSDP2 module in ``whole`` holds ``linear``.
+def managed_from_outside(model: nn.Module, resharded: set[nn.Module], whole: nn.Module) -> Iterator[FP8Linear]:
+    """Yield the FP8Linears of ``model`` whose weights FSDP2 shards, although no FSDP2 module in ``whole`` holds them.
 
     Raises:
-        ConfigurationError: the weight is a DTensor, and this torch does not show whether FSDP2 made it.
+        ConfigurationError: a weight is a DTensor, and this torch does not show whether FSDP2 made it.
     """
-    if linear in resharded or not is_dtensor(linear.weight):
-        return False
-    missing = missing_fsdp2_hook(whole)
+    outside = [linear for linear in fp8_linears(model) if linear not in resharded and is_dtensor(linear.weight)]
+    missing = missing_fsdp2_hook(whole) if outside else None
     if missing is not None:
         raise refusal(
             "attach() of a DTensor weight that no FSDP2 module of the model holds",
             missing,
             "if fully_shard() was called on a module around the prepared model, pass it as attach(module=…)",
         )
-    return has_fsdp2_hook(linear)
+    return filter(has_fsdp2_hook, outside)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from fp8dist.consistency.random_state import RandomState, random_state
 from fp8dist.errors import ConfigurationError
 from fp8dist.manager import StateManager
 from fp8dist.names import require_int
-from fp8dist.parallel.wrappers import compute_device
+from fp8dist.parallel.wrappers import compute_devices
 from fp8dist.sync.groups import world_size
 
 __all__ = ["KeptBatch", "ReplayBuffer"]
@@ -79,7 +79,7 @@ class ReplayBuffer:
         """The device that computes. Found at the first ``keep``, when the model is where it trains."""
         model = self._owner if isinstance(self._owner, nn.Module) else self._owner._called_module
         parameter = next(model.parameters(), None)
-        return torch.device("cpu") if parameter is None else compute_device(parameter, model)
+        return torch.device("cpu") if parameter is None else compute_devices(model)(parameter)
 
     @property
     def steps(self) -> tuple[int, ...]:

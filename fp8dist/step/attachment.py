@@ -26,7 +26,7 @@ from fp8dist.parallel.fsdp2 import ShardedWeights, require_whole_blocks, shard_w
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, require_checkable, unknown, warning
 from fp8dist.parallel.wrappers import (
-    compute_device,
+    compute_devices,
     fsdp2_cut,
     local_parts,
     managed_from_outside,
@@ -246,14 +246,15 @@ def _require_fitting(
 
 
 def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Module]) -> None:
+    for linear in managed_from_outside(model, resharded, whole):
+        raise ConfigurationError(
+            f"{linear.fp8_slots.fqn}: fully_shard() was called on a module around the prepared model: pass it as "
+            "attach(module=…)"
+        )
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots[Role.WEIGHT].fqn
         if linear in resharded and "weight" not in linear._parameters:
             raise ConfigurationError(f"{fqn}: FSDP1 has flattened its weight: wrap with use_orig_params=True")
-        if managed_from_outside(linear, resharded, whole):
-            raise ConfigurationError(
-                f"{fqn}: fully_shard() was called on a module around the prepared model: pass it as attach(module=…)"
-            )
         shape = multiplied_shape(linear, linear in resharded)
         if len(shape) != 2 or any(size % ALIGNMENT for size in shape):
             raise ConfigurationError(
@@ -411,9 +412,10 @@ def _unheld(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Part, Ten
 
 def _place(model: nn.Module, whole: nn.Module, cycle: StepCycle) -> None:
     default = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device_of = compute_devices(whole)
     for part in fp8_parts(model):
         # ``states`` creates the views now: created in a compiled forward, they would be part of its graph.
-        device = compute_device(part.weight, whole)
+        device = device_of(part.weight)
         backend, recipe = cycle.settings.backend, part.slots.recipe
         if backend == "torch" and recipe.by == "block" and not torch_can(Scaling.BLOCKWISE, device):
             raise ConfigurationError(f'{part.fqn}: torch has no block-scaled product on {device}: use backend="auto"')

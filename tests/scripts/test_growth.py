@@ -1,0 +1,50 @@
+"""The host time of each call is proportional to the number of Linears. Counted as calls of functions, which a busy
+machine does not change."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from scripts.benchmarks.growth import BLOCK, LAYOUTS, calls
+from tests.support.ranks import RankPool
+
+FEW, TIMES = 5 * BLOCK, 4
+
+
+def _counted(call: Callable[[], Any]) -> int:
+    counted = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def _counts(linears: int, layout: str) -> dict[str, int]:
+    return {name: _counted(call) for name, call in calls(linears, layout)}
+
+
+def _grows(layout: str) -> dict[str, tuple[int, int]]:
+    _counts(BLOCK, layout)  # Imports, caches.
+    few, many = _counts(FEW, layout), _counts(FEW * TIMES, layout)
+    return {name: (few[name], many[name]) for name in few}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calls_are_proportional(two_ranks: RankPool, layout: str) -> None:
+    """At most n ** 1.1. A walk over all modules for each weight would be n ** 2."""
+    for counts in two_ranks.run(_grows, layout):
+        assert len(counts) >= 11
+        steep = {name: (few, many) for name, (few, many) in counts.items() if many > few * TIMES**1.1}
+        assert not steep
