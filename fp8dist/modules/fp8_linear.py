@@ -21,6 +21,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.foreign import gathered_input, is_parallel, is_transposed, linear_base
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
 from fp8dist.modules.linear_slots import Cast, LinearSlots, States
+from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.modules.tensor_parallel import Linear, parallel_linear
 from fp8dist.modules.weight_notes import stored_parameters
@@ -86,7 +87,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x = ctx.saved_tensors
         slots: LinearSlots = ctx.slots
         slots.settle()  # There may have been a boundary since the forward.
-        wants_input_grad, wants_bias_grad, wants_weight_grad = ctx.needs_input_grad[:3]
+        wants_input_grad, wants_bias_grad, wants_weight_grad = needed_gradients(ctx)
         fp8_input_grad = wants_input_grad and "dgrad" not in ctx.high
         fp8_weight_grad = wants_weight_grad and "wgrad" not in ctx.high
         grad_input = grad_weight = grad_bias = None
@@ -232,7 +233,12 @@ class FP8Linear(nn.Linear):
 
 def _each_once(cast: Cast) -> tuple[Tensor | None, ...]:
     """Return the tensors of ``cast``, repeats as None: Dynamo rejects autograd functions that get a tensor twice."""
-    return tuple(None if any(t is before for before in cast[:i]) else t for i, t in enumerate(cast))
+    rows, inv_scale, columns, columns_inv_scale = cast  # Compared one by one: this runs in every forward.
+    if columns is rows or columns is inv_scale:
+        columns = None  # type: ignore[assignment]
+    if columns_inv_scale is inv_scale or columns_inv_scale is columns or columns_inv_scale is rows:
+        columns_inv_scale = None  # type: ignore[assignment]
+    return rows, None if inv_scale is rows else inv_scale, columns, columns_inv_scale
 
 
 def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

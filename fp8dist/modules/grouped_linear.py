@@ -15,6 +15,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight, dequantised
 from fp8dist.modules.grouped_slots import Choice, GroupedSlots, Some
 from fp8dist.modules.linear_slots import States
+from fp8dist.modules.needed_gradients import needed_gradients
 from fp8dist.modules.outgrown import Outgrown
 from fp8dist.state.arena import SlotState
 from fp8dist.sync.groups import is_dtensor
@@ -92,7 +93,7 @@ class _GroupedFunction(torch.autograd.Function):
         call: _Call = ctx.call
         slots, high = call.slots, call.choice.high
         slots.settle()  # There may have been a boundary since the forward.
-        wants_input_grad, wants_bias_grad, wants_weight_grad = ctx.needs_input_grad[:3]
+        wants_input_grad, wants_bias_grad, wants_weight_grad = needed_gradients(ctx)
         fp8_input_grad = wants_input_grad and high["dgrad"] is not True
         fp8_weight_grad = wants_weight_grad and high["wgrad"] is not True
         grad_input = grad_weight = in_fp8 = in_high = None
