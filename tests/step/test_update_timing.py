@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing as mp
+import os
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,3 +290,48 @@ def test_rank_0_alone_may_read_while_the_sync_is_in_flight(two_ranks: RankPool) 
         assert names == []
         assert phase == "due"
         assert steps == 2
+
+
+def _in_fork(manager: StateManager) -> tuple[dict[str, bytes], float]:
+    """Return the state and a scale as a forked process reads them."""
+    reader, writer = mp.Pipe(duplex=False)
+    child = os.fork()  # Ranks are daemons, which must not start processes of multiprocessing.
+    if child == 0:
+        try:
+            writer.send((state_bits(manager), float(manager.scale("first", "input"))))
+        finally:
+            os._exit(0)
+    writer.close()
+    try:
+        assert reader.poll(20), "the forked process hangs"
+        seen: tuple[dict[str, bytes], float] = reader.recv()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return seen
+
+
+def _forked(forks: bool) -> tuple[dict[str, bytes], list[bool]]:
+    """Train with syncs in flight while other processes read."""
+    net = make_net()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=3, update="next_step"), group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    manager.attach(net, optimizer=optimizer)
+    as_committed = []
+    for step in range(3):
+        net(batch(dist.get_rank(), step)[0]).square().mean().backward()
+        committed = state_bits(manager)
+        scale = float(manager.scale("first", "input"))
+        optimizer.step()
+        optimizer.zero_grad()
+        if forks:
+            assert _phases(manager) == {"due"}
+            as_committed.append(_in_fork(manager) == (committed, scale))
+    return state_bits(manager), as_committed
+
+
+def test_a_forked_process_reads_what_was_committed(two_ranks: RankPool) -> None:
+    """It cannot wait for a collective of its parent, as a worker of a DataLoader or a saver. The parent commits."""
+    plain, forked = two_ranks.run(_forked, False), two_ranks.run(_forked, True)
+    assert [state for state, _ in plain] == [state for state, _ in forked]
+    assert all(len(as_committed) == 3 and all(as_committed) for _, as_committed in forked)
