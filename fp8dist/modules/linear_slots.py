@@ -18,8 +18,6 @@ from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.outgrown import (
     OUTGROWN,
-    OUTGROWN_COPY,
-    OUTGROWN_WRITTEN,
     Growth,
     Outgrown,
     amax_of,
@@ -358,8 +356,8 @@ class LinearSlots:
         """Return the overflow ratios above which this forward's tensors are cast with their own amaxes.
 
         The result is the same in forward, recomputation and backward, on each shard of a weight, and on one rank alone.
-        In compiled and captured forwards it is a constant: a version counter would become a guard, or a constant of the
-        graph.
+        Compiled and captured forwards do not look for writes: a version counter would become a guard, or a constant of
+        the graph.
 
         Args:
             record: True if this forward records amaxes. Loaded FP8 state is right for the weight that such a
@@ -367,32 +365,32 @@ class LinearSlots:
         """
         if not self.recipe.delayed:
             return Outgrown(None)
-        saturating = meant_to_saturate(self.recipe)
         if torch.compiler.is_compiling() or capturing(self.weight_sync.arena.device):
-            return Outgrown(OUTGROWN * saturating)
+            return Outgrown(self._limit)
         if self._outgrown is not None and torch._C._current_graph_task_id() != -1:
             return self._outgrown  # A recomputation.
-        self._outgrown = self._judged(linear, record, saturating)
+        self._outgrown = self._judged(linear, record)
         return self._outgrown
 
-    def _judged(self, linear: nn.Module, record: bool, saturating: float) -> Outgrown:
+    def _judged(self, linear: nn.Module, record: bool) -> Outgrown:
         """Compute ``outgrown`` for a forward that is not a recomputation. Notes that the weight is used."""
         note = self.note
         note.cast_at(self.job.boundaries)
         if record and note.awaited:
             note.take(linear, self.resharded)
-        limits = self._limits(linear, saturating)
+        limits = self._limits(linear)
         if record:
             note.was_recorded()
         return limits
 
-    def _limits(self, linear: nn.Module, saturating: float) -> Outgrown:
-        note = self.note
-        written = note.written(linear)
-        changed = OUTGROWN_COPY if note.of_copy else OUTGROWN_WRITTEN
-        factor = saturating * (changed if written or note.unfollowed else OUTGROWN)
-        others = factor if written and note.of_copy else None
-        return Outgrown(factor, others, written, self._upstream)
+    @property
+    def _limit(self) -> float:
+        return OUTGROWN * meant_to_saturate(self.recipe)
+
+    def _limits(self, linear: nn.Module) -> Outgrown:
+        written = self.note.written(linear)
+        others = self._limit if written and self.note.of_copy else None
+        return Outgrown(self._limit, others, written, self._upstream)
 
     @property
     def _upstream(self) -> Tensor | None:
@@ -415,7 +413,7 @@ class LinearSlots:
     def tell_of_new_scale(self, before: Tensor) -> None:
         """After the weight got a new scale, report to other modules whether it had outgrown the scale ``before``."""
         if self.recipe.delayed:
-            self._add_growth(before > OUTGROWN_WRITTEN * self.weight_scale())
+            self._add_growth(before > OUTGROWN * self.weight_scale())
 
     def _add_growth(self, grown: Tensor) -> None:
         job = self.job
@@ -492,7 +490,7 @@ class LinearSlots:
         """
         state = self.states(weight.device)[1]
         no_limit = gathered or not self.recipe.delayed
-        limits = Outgrown(None) if no_limit else self._limits(linear, meant_to_saturate(self.recipe))
+        limits = Outgrown(None) if no_limit else self._limits(linear)
         return self._cast_weight(weight, state, False, True, False, limits, role=None)
 
     def shard_cast(self, shard: Tensor, first: int, amax: Tensor, record: bool, role: Role | None = None) -> Cast:
