@@ -14,8 +14,6 @@ from fp8dist_kernels.reference.magnitude import amax_bits
 
 __all__ = [
     "OUTGROWN",
-    "OUTGROWN_COPY",
-    "OUTGROWN_WRITTEN",
     "Growth",
     "Outgrown",
     "amax_of",
@@ -26,13 +24,9 @@ __all__ = [
 
 Amax = Callable[[], Tensor]
 
-OUTGROWN, OUTGROWN_WRITTEN = 2.0, 1.25
-"""Overflow ratios above which a weight is cast with its own amax: for any weight, and for a written weight. A saturated
-weight that grew by 1.3 makes the product 11 % wrong, one that grew by 8 makes it 82 % wrong. A weight that shrank does
-little harm."""
-
-OUTGROWN_COPY = 1.0
-"""The ratio for a written weight of a copied model: no boundary will come at which its scale could follow."""
+OUTGROWN = 1.25
+"""Overflow ratio above which a weight is cast with its own amax, whoever changed it. A saturated weight that grew by
+1.3 makes the product 11 % wrong, one that grew by 8 makes it 82 % wrong. A weight that shrank does little harm."""
 
 SHRUNK = 2.0**-17
 """Ratio below which a written weight is cast with its own amax, too: E4M3 would flush it to zero. At 1e-4 it is 4 %
@@ -43,9 +37,9 @@ class Outgrown(NamedTuple):
     """Conditions under which the tensors of a forward are cast with their own amaxes.
 
     ``weight``: the overflow ratio for the weight; None: never. ``others``: the ratio for input and gradient, in a
-    written copy. ``written``: True if the weight was written to. ``upstream``: 0-d bool on the device: True if another
-    module's written weight has outgrown its scale, so that the module's outputs may not fit scales either; None: no
-    other weight was written to.
+    written copy, for which no boundary will come at which their scales could follow. ``written``: True if the weight
+    was written to. ``upstream``: 0-d bool on the device: True if another module's written weight has outgrown its
+    scale, so that the module's outputs may not fit scales either; None: no other weight was written to.
     """
 
     weight: float | None
@@ -96,7 +90,7 @@ def unfit_for(amax: Amax, state: SlotState, recipe: Recipe, upstream: Tensor | N
     if upstream is None or not recipe.delayed:
         return None
     used, counts = _used(amax(), state)
-    return upstream & counts & (used > OUTGROWN_WRITTEN * meant_to_saturate(recipe))
+    return upstream & counts & (used > OUTGROWN * meant_to_saturate(recipe))
 
 
 def shrunk(amax: Tensor, state: SlotState, recipe: Recipe) -> Tensor:
