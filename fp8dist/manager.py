@@ -331,7 +331,7 @@ class StateManager(Joinable):
     ) -> DivergenceReport:
         """Compare the whole FP8 state, and everything else that is known to be replicated, across ranks. COLLECTIVE.
 
-        This is one all-reduce of 104 bytes. With further sets of ranks, as on meshes, it is one for each set and two
+        This is one all-reduce of 120 bytes. With further sets of ranks, as on meshes, it is one for each set and two
         more. If ranks differ, further collectives find out what differs, where, and on which ranks.
 
         Compared are the FP8 state across the ranks that share it, parameters that DDP keeps equal (if ``attach`` was
@@ -339,7 +339,9 @@ class StateManager(Joinable):
         ``fp8dist.check(module, group=…)``. ``report.compared`` counts what was compared, by kind. ``report.skipped``
         says what was not compared, and why.
 
-        On one rank there is nothing to compare, and the report is consistent.
+        The report is ``consistent`` only if everything that was to be compared was compared on some ranks, and is
+        equal: not if all parameters are shards that no other rank holds, and not on one rank. Then
+        ``report.unverified`` or ``report.skipped`` says why, and nothing is raised.
 
         Args:
             parameters: compare parameters.

@@ -117,7 +117,6 @@ class Checker:
         self.settings, self.job = settings, job
         self._control = control
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), 0)
-        self._module: weakref.ref[nn.Module] | None = None
         self._last_good: dict[str, int] = {}  # By kind of what was compared.
         self._untold: list[Event] = []
         self.standing = Standing()
@@ -126,7 +125,7 @@ class Checker:
 
     def watch(self, module: nn.Module) -> None:
         """Set the module that shows how parameters are replicated, such as the DDP wrapper. Keeps a weak reference."""
-        self._module = weakref.ref(module)
+        self.job.called = weakref.ref(module)
 
     @property
     def proven(self) -> int | None:
@@ -277,7 +276,7 @@ class Checker:
         texts = standing.texts(report) if self.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self._untold.append(_diverged(report))
-        return () if report.consistent else report.findings
+        return report.findings if report.diverged else ()
 
     def _mend_arena(self, sync: ArenaSync, group: SyncGroup, report: DivergenceReport) -> DivergenceReport:
         """Compare the arena, whose scales the commit and ``_localise`` have made equal, and repair it. COLLECTIVE."""
@@ -290,8 +289,10 @@ class Checker:
             return inventory.holdings(int(sync.arena.step))
 
         compared = check_replicas(group, build, everything=True)
-        after = compared.report if compared.report.consistent else repair(group, build, compared)
-        return replace(report, repaired=mended_texts(report) + after.repaired) if after.consistent else after
+        after = repair(group, build, compared) if compared.report.diverged else compared.report
+        if after.diverged:
+            return after
+        return replace(after, findings=report.findings, repaired=mended_texts(report) + after.repaired)
 
     def conclude_audit(self, report: DivergenceReport, group: SyncGroup | None) -> None:
         """Log what an audit found, and raise if the policy says so. COLLECTIVE over ``group`` if it found anything.
@@ -299,7 +300,7 @@ class Checker:
         Raises:
             DivergenceError: on all ranks, unless the policy is "warn".
         """
-        if report.consistent:
+        if not report.diverged:
             return
         save_evidence(report, self.settings.report_dir, lambda finding: None)
         raises = self.settings.check_policy != "warn"
@@ -319,7 +320,7 @@ class Checker:
             ConfigurationError: there are several ranks, FP8 is not switched off, and there is nothing to compare.
         """
         start = time.perf_counter()
-        module = None if self._module is None else self._module()
+        module = self.job.whole
         default = self.syncs[self._default]
         anchor = self.anchor()
         if anchor is None:
@@ -342,22 +343,22 @@ class Checker:
             self.checks += 1
             self.seconds += time.perf_counter() - start
         self._tell_all()
-        if report.consistent:
+        if not report.diverged:
             self._last_good.update(dict.fromkeys(report.compared, done))
         self.say_what_is_skipped(report, anchor, scope)
         return report
 
     def say_what_is_skipped(self, report: DivergenceReport, anchor: SyncGroup, scope: Scope) -> None:
         """Warn once if ``scope`` includes parameters and none are compared. Local."""
-        skipped = [text for text in report.skipped if "parameters" in text]
-        if scope.parameters and skipped and "parameter" not in report.compared and not self._said_skipped:
+        why = report.unverified.get("parameter")
+        if why is not None and not self._said_skipped:
             self._said_skipped = True
             if anchor.rank == min(anchor.ranks):
-                logger.warning("fp8dist: no parameters are compared: %s", "; ".join(skipped))
+                logger.warning("fp8dist: no parameters are compared: %s", why)
 
     def anchor(self) -> SyncGroup | None:
         """Return the ranks that check together: the default group, else DDP's, else the job. None for one rank."""
-        module = None if self._module is None else self._module()
+        module = self.job.whole
         group = self._groups[self._default]
         if group is not None:
             return group
@@ -458,7 +459,7 @@ def run_check(
                     f"({why}): {instead}"
                 )
             _say_gone(anchor, standing, report, kinds_of(report.compared))
-            if not report.consistent:
+            if report.diverged:
                 save_evidence(report, report_dir, evidence)
                 if policy == "repair":
                     report = repair(anchor, build, compared)
