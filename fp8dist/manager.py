@@ -30,6 +30,7 @@ from fp8dist.coverage import Coverage
 from fp8dist.errors import ConfigurationError, NotAModelError
 from fp8dist.modules.job_state import JobState, Tie
 from fp8dist.modules.parts import fp8_parts
+from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.monitor import Monitor
 from fp8dist.monitoring.watch import Observer, Watch
 from fp8dist.names import check_keywords, did_you_mean, require_bool, require_choice, require_int
@@ -692,6 +693,8 @@ class StateManager(Joinable):
         self._cycle.settle()
         arenas = [sync.arena for sync in self._syncs]
         counters = [sync.counters for sync in self._syncs]
+        last = self.last_check
+        compared = (None if last is None else last.compared) or {}
         return {
             "fp8/step": float(self.steps),
             "fp8/slots": float(sum(len(arena) for arena in arenas)),
@@ -707,6 +710,9 @@ class StateManager(Joinable):
             "fp8/check_ms": 1e3 * self._cycle.checker.seconds,
             "fp8/proven_step": float(self.proven_step or 0),
             "fp8/checked_step": float(self.checked_step or 0),
+            "fp8/compared_parameters": float(compared.get("parameter", 0)),
+            "fp8/compared_slots": float(compared.get("slot", 0)),
+            "fp8/compared_bytes": float(0 if last is None else sum(last.compared_bytes.values())),
         }
 
     @property
@@ -723,9 +729,16 @@ class StateManager(Joinable):
 
     @property
     def checked_step(self) -> int | None:
-        """The newest step after which a check compared parameters and FP8 state, and found them equal; None: none since
-        ``attach``. Steps are those of ``run_step``. Local. Does not read the device."""
+        """The newest step after which a check compared parameters and found them equal and finite; None: none since
+        ``attach``, as where each rank holds shards of its own. Steps are those of ``run_step``. Local. Does not read
+        the device."""
         return self._cycle.checker.checked
+
+    @property
+    def last_check(self) -> Checked | None:
+        """What the newest check of parameters that found no difference has compared: kinds, numbers and bytes, and what
+        it could not compare; None: none since ``attach``. Local. Does not read the device."""
+        return self._cycle.checker.last
 
     def describe(self) -> dict[str, Any]:
         """Return what the header of a run's folder says about this manager, as JSON values. Local.
@@ -884,7 +897,12 @@ class StateManager(Joinable):
         writes = own_rank() == (0 if group is None else min(group.ranks))
         gather = group.gather if found.sharded and group is not None else None
         origin = Origin(
-            self.steps, None if run is None else str(run), world_size(), self.proven_step, self.checked_step
+            self.steps,
+            None if run is None else str(run),
+            world_size(),
+            self.proven_step,
+            self.checked_step,
+            None if self.last_check is None else {"step": self.last_check.step, **self.last_check.fields()},
         )
         write_folder(path, found, config_of(whole), writes, gather, shard_bytes, origin)
 

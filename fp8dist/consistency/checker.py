@@ -26,6 +26,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.job_state import JobState
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.monitoring.cause import Cause
+from fp8dist.monitoring.checked import Checked
 from fp8dist.monitoring.watch import Watch
 from fp8dist.parallel.ddp import find_ddp
 from fp8dist.settings import Policy, Settings
@@ -95,8 +96,9 @@ EXTERNAL_WRITE_RATIO = 2.0
 class Checker:
     """Consistency checker of one manager.
 
-    ``callbacks`` are called with each ``Event``. ``checked``: the newest step after which a check found everything
-    equal; None: none. ``amaxes``: the watch that tells which cast went wrong first; None: there is none.
+    ``callbacks`` are called with each ``Event``. ``last``: what the newest check of parameters that found no difference
+    has compared; None: none. ``checked``: the newest step after which such a check is ``Checked.verified``; None: none.
+    ``amaxes``: the watch that tells which cast went wrong first; None: there is none.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Checker:
         self.amaxes: Watch | None = None
         self.checks = 0
         self.seconds = 0.0
+        self.last: Checked | None = None
         self.checked: int | None = None
         self._proven: dict[int, int] = {}  # By place in ``syncs``.
         self.syncs, self._groups = syncs, groups
@@ -135,7 +138,7 @@ class Checker:
 
     def forget_steps(self) -> None:
         """Forget which steps were proven and checked, because steps are counted anew."""
-        self.checked = None
+        self.last = self.checked = None
         self._proven.clear()
 
     # Verdicts of syncs -----------------------------------------------------------------------------
@@ -343,7 +346,7 @@ class Checker:
             self.checks += 1
             self.seconds += time.perf_counter() - start
         self._tell_all()
-        if not report.diverged:
+        if not report.diverged and not report.nonfinite:
             self._last_good.update(dict.fromkeys(report.compared, done))
         self.say_what_is_skipped(report, anchor, scope)
         return report
@@ -449,7 +452,7 @@ def run_check(
         known = [finding for checker in checkers for finding in checker.known_findings()]
         try:
             compared = check_replicas(anchor, build, known, everything=policy == "repair")
-            report = compared.report
+            report = _read(compared.report, anchor)
             # Switching FP8 off must not end a job that checks its FP8 state.
             enabled = not checkers or any(checker.settings.enabled for checker in checkers)
             if scope.state and compared.nothing and enabled:
@@ -471,10 +474,20 @@ def run_check(
                 checker.job.invalidate_casts()
 
 
+def _read(report: DivergenceReport, anchor: SyncGroup) -> DivergenceReport:
+    """Return the report. Raise ConfigurationError if no rank could build its part. If only some could, ranks differ."""
+    failures = {rank: f.detail for f in report.findings if f.kind == "error" for rank in f.ranks}
+    if failures.keys() >= set(anchor.ranks):
+        texts = list(dict.fromkeys(failures.values()))
+        raise ConfigurationError(f"check() could not read what it compares, on any rank: {'; '.join(texts[:3])}")
+    return report
+
+
 def _say_gone(group: SyncGroup | None, standing: Standing, report: DivergenceReport, kinds: Collection[str]) -> None:
-    """Log which standing findings of these kinds a report has no more. Local."""
+    """Log which standing findings of these kinds a report has no more, and new values that are not finite. Local."""
     rank = group.rank if group is not None else 0
-    for text in standing.gone(report, kinds, rank):
+    first = group is None or rank == min(group.ranks)
+    for text in (*standing.gone(report, kinds, rank), *(standing.not_finite(report) if first else ())):
         logger.warning("%s", text)
 
 

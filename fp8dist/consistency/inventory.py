@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8dist.consistency.computations import KIND, ComputedContent, computations_of
@@ -309,6 +310,8 @@ class Inventory:
 
     def _put(self, name: str, kind: str, tensor: Tensor, home: Home, store: Store) -> None:
         self._homes[home.label] = home
+        if is_lazy(tensor):
+            raise ValueError(f"{kind} '{name}': it is uninitialized: run a forward first")
         for inner_name, inner in _plain_tensors(name, tensor):
             if inner.layout is not torch.strided or inner.is_quantized:
                 self._skip(kind, Excuse(f"with layout {inner.layout}"))

@@ -75,7 +75,6 @@ def check_replicas(
         digester = Digester()
         digests = [s.digests(digester) for s in mine.all_sets]
     except Exception as raised:
-        logger.exception("fp8dist: rank %d could not build its part of the consistency check", anchor.rank)
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
     words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}
     lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.unverified), default=0)
@@ -86,7 +85,11 @@ def check_replicas(
     mine = _as_others_are(mine, lacking, nonfinite > 0)
     findings = _union(anchor, known) if news else []
     if news == _FAILED:
-        return Compared(_report(mine, findings + _errors(anchor, mine, error)), [])
+        errors = _errors(anchor, mine, error)
+        if error is not None and len(errors) < anchor.size:  # A mistake of all ranks needs no traceback.
+            text = "fp8dist: rank %d could not build its part of the consistency check"
+            logger.error(text, anchor.rank, exc_info=error)
+        return Compared(_report(mine, findings + errors), [])
     differs = [name for name, same in zip(words, agree) if not same]
     findings += _differing_words(anchor, mine, words, differs)
     differing: list[tuple[ReplicaSet, list[Differing]]] = []

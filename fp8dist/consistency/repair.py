@@ -47,7 +47,7 @@ def repair(anchor: SyncGroup, build: Callable[[], Holdings], compared: Compared)
     mended = mended_texts(report)
     after = check_replicas(anchor, build).report
     if not after.diverged:
-        return replace(report, repaired=mended)
+        return replace(after, findings=report.findings, repaired=mended)
     tried = f"these differences remain after a repair of {'; '.join(mended[:8])}"
     return replace(after, notes=(*after.notes, tried, *failures))
 
