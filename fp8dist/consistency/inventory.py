@@ -34,6 +34,8 @@ __all__ = ["Holdings", "Inventory", "ReplicaSet", "Scope", "likeness_of"]
 
 Store = Callable[[Tensor], None] | None
 
+_ALONE = Excuse("that are shared with no other rank")
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -299,6 +301,7 @@ class Inventory:
         if is_dtensor(tensor):
             homes = self._replication.of_dtensor(tensor)
             tensor = tensor.to_local()
+        homes = [_ALONE if isinstance(one, Home) and one.group.size == 1 else one for one in homes]
         if counts:
             compared = any(isinstance(one, Home) for one in homes)
             self._verified[kind] = compared or self._verified.get(kind, False)

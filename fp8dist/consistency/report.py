@@ -33,7 +33,7 @@ class DivergenceReport(Divergence):
     Attributes:
         findings: what differs.
         compared: number of compared things by kind: "slot", "parameter", "gradient", "optimizer"; for files also
-            "scale" and other parts of slots. Includes tensors whose named group has one rank.
+            "scale" and other parts of slots.
         skipped: what this rank did not compare, and why.
         repaired: what was copied from the majority to the odd ranks.
         notes: further remarks.

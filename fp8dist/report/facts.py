@@ -157,6 +157,7 @@ def _proof(run: Run) -> str:
         return f"{', '.join(parts)}; no step is proven."
     rest = f"steps {newest + 1} to {last} are unproven" if newest + 1 < last else f"step {last} is unproven"
     rest = rest if newest < last else f"no step up to {last} is unproven"
+    rest = rest if checked is not None else f"for the FP8 state, {rest}; parameters are unproven"
     return f"{', '.join(parts)}; {rest}."
 
 

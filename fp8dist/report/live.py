@@ -226,7 +226,7 @@ class LiveRun:
         if check is not None and check.nonfinite:
             return False, f"NOT FINITE after step {check.step}: {clean(check.text, MAX_TEXT)}"
         if self._bad_since is not None:
-            return False, ", ".join([f"NOT FINITE: the loss since step {self._bad_since}", *known])
+            return False, ", ".join([f"NOT FINITE since step {self._bad_since}", *known])
         if self.diverged is not None:
             known.append(f"ranks differed in step {self.diverged.step}, and are equal again")
         if not known:

@@ -85,7 +85,7 @@ AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "finding
             GOOD,
             [_checked(9, {"slot": 9}, unverified={"parameter": "6 shards"})],
             "sound",
-            "up to step 8, after step 9 a check found 9 slots equal, parameters not verifiable; step 9 is unproven.",
+            "after step 9 a check found 9 slots equal, parameters not verifiable; for the FP8 state, step 9 is unprove",
         ),
         (
             [{"step": 9, "loss": 1.9}],

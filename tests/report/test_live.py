@@ -138,7 +138,7 @@ SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
             True,
             "checked to step 4 (not recorded what)",
         ),
-        ([CHECKED], {"loss": "NaN"}, False, "NOT FINITE: the loss since step 10, checked to step 4"),
+        ([CHECKED], {"loss": "NaN"}, False, "NOT FINITE since step 10, checked to step 4"),
         ([{"step": 3, **DIVERGED}, CHECKED | SHARDS], {}, True, "equal again"),
         ([{"step": 4, "kind": "checked"}, {"step": 0, "kind": "start"}], {}, None, "unproven"),
         ([{"step": 4, "kind": "checked"}, {"step": 3, "kind": "start", "resumed_after": 3}], {}, None, "unproven"),
